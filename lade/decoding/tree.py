@@ -1,0 +1,81 @@
+"""The token tree of one step: everything that is fed to the model at once, given by `parents`.
+
+    root ─┬─ a ─── b          ids      = [root, a, b, c]
+          └─ c                parents  = [-1,   0, 1, 0]
+                              position = P + depth of a node
+                              mask     = a node sees the cache, its ancestors and itself
+
+Window cells and guesses are all candidates for what follows the root. Two candidates with a common prefix share its
+nodes, since the model computes the same thing for both; so any node may be accepted, whoever proposed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+ROOT = 0
+
+
+class TokenTree:
+    """A trie over candidate continuations of the current token.
+
+    Args:
+        root: id of the current token: accepted already, not in the cache yet.
+        max_depth: deepest node that may be added (positions end with the context); None for no limit.
+    """
+
+    def __init__(self, root: int, max_depth: int | None = None) -> None:
+        self.ids = [root]
+        self.parents = [-1]
+        self.depths = [0]
+        self.sources = ["bonus"]  # the root's name is never asked for: it is accepted before it is fed
+        self.max_depth = max_depth
+        self._children: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        """S, the number of tokens to feed."""
+        return len(self.ids)
+
+    def add(self, parent: int | None, token: int, source: str) -> int | None:
+        """The child of `parent` that carries `token`, made if need be.
+
+        Returns:
+            Its index, or None where it (or its parent) would lie deeper than `max_depth`.
+        """
+        if parent is None:
+            return None
+        node = self._children.get((parent, token))
+        if node is not None:
+            return node
+        depth = self.depths[parent] + 1
+        if self.max_depth is not None and depth > self.max_depth:
+            return None
+        node = len(self.ids)
+        self.ids.append(token)
+        self.parents.append(parent)
+        self.depths.append(depth)
+        self.sources.append(source)
+        self._children[parent, token] = node
+        return node
+
+    def add_path(self, tokens: Sequence[int], source: str) -> None:
+        """Hang a guess, the tokens after the current one, from the root; what is too deep is left out."""
+        node: int | None = ROOT
+        for token in tokens:
+            node = self.add(node, token, source)
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child of `node` that carries `token`, if there is one."""
+        return self._children.get((node, token))
+
+    def closure(self) -> npt.NDArray[np.bool_]:
+        """Ancestor closure: `[S, S]`, true where the row's node may see the column's node."""
+        seen = np.zeros((len(self), len(self)), dtype=np.bool_)
+        seen[0, 0] = True
+        for node in range(1, len(self)):  # parents come before their children
+            seen[node] = seen[self.parents[node]]
+            seen[node, node] = True
+        return seen

@@ -1,0 +1,48 @@
+"""Every exception of the library, as one tree.
+
+LadeError
+├── ConfigError             (ValueError)  a LookaheadConfig field is out of range
+├── InputError              (ValueError)  a prompt, a file or an id that cannot be decoded
+├── UnsupportedModelError   (ValueError)  this model cannot be served exactly
+├── UnsupportedArgumentError(ValueError)  this argument of generate() cannot be served (yet)
+└── MissingExtraError       (ImportError) an optional dependency is not installed
+
+A message names what was wrong, its value, and the remedy.
+"""
+
+from __future__ import annotations
+
+
+class LadeError(Exception):
+    """Base of all errors raised by this library."""
+
+
+class ConfigError(LadeError, ValueError):
+    """A field of `LookaheadConfig` is out of range."""
+
+    def __init__(self, field: str, value: object, remedy: str) -> None:
+        super().__init__(f"{field}={value!r} is not valid: {remedy}")
+        self.field, self.value, self.remedy = field, value, remedy
+
+
+class InputError(LadeError, ValueError):
+    """A prompt, a file or token ids that cannot be decoded."""
+
+
+class UnsupportedModelError(LadeError, ValueError):
+    """The model cannot be decoded exactly with a token tree."""
+
+
+class UnsupportedArgumentError(LadeError, ValueError):
+    """An argument of `generate` that lookahead decoding does not serve."""
+
+
+class MissingExtraError(LadeError, ImportError):
+    """An optional dependency is missing; the message is the command that installs it."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f'{package} is not installed: run  pip install "lookahead-decoding[{extra}]"')
+
+
+class FallbackWarning(UserWarning):
+    """`lookahead="auto"` could not serve a model or an argument and decodes plainly."""

@@ -1,0 +1,1 @@
+"""The integration with transformers: it turns arguments of `generate` into ids, a chooser and stop rules."""

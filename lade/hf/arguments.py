@@ -1,0 +1,157 @@
+"""What of `generate`'s arguments can be served. Anything else is refused before any work is done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
+
+from lade.config import LookaheadConfig
+from lade.errors import ConfigError, InputError, UnsupportedArgumentError
+from lade.model.cache import TreeCache
+from lade.model.positions import LEARNED_POSITIONS
+
+Lookahead = LookaheadConfig | str | None
+
+REMEDY = 'leave it out, use plain model.generate, or lookahead="auto", which falls back to it'
+KNOWN_MODEL_KWARGS = frozenset(
+    {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
+)
+WAITING_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+FOREIGN_CACHES = frozenset({"quantized", "offloaded", "offloaded_static"})
+
+
+def resolve(lookahead: Lookahead) -> tuple[LookaheadConfig | None, bool]:
+    """What `lookahead=` means.
+
+    Returns:
+        The config (None for plain decoding), and whether to fall back to plain decoding where it cannot be served.
+
+    Raises:
+        ConfigError: it is none of a `LookaheadConfig`, "auto" and None.
+    """
+    if lookahead is None or isinstance(lookahead, LookaheadConfig):
+        return lookahead, False
+    if lookahead == "auto":
+        return LookaheadConfig(), True
+    raise ConfigError("lookahead", lookahead, 'give a LookaheadConfig, "auto", or None for plain decoding')
+
+
+def refuse_arguments(
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """Raise `UnsupportedArgumentError` for what lookahead decoding does not serve; takes what `generate` prepared."""
+    mode = generation_config.get_generation_mode()
+    if mode is not GenerationMode.GREEDY_SEARCH:
+        _refuse(_mode_arguments(mode, generation_config), "only greedy decoding is accelerated so far")
+    if "inputs_embeds" in model_kwargs:
+        _refuse("inputs_embeds", "n-grams are made of token ids; give input_ids")
+    if input_ids.shape[0] != 1:
+        _refuse(f"a batch of {input_ids.shape[0]} rows", "one prompt at a time is served so far")
+    if any(isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor) for processor in logits_processor):
+        _refuse(f"guidance_scale={generation_config.guidance_scale}", "it runs the model a second time at each token")
+    for name in WAITING_OUTPUTS:
+        if generation_config.return_dict_in_generate and getattr(generation_config, name):
+            _refuse(f"{name}=True", "only sequences and past_key_values are returned so far")
+    for name, value in model_kwargs.items():
+        if name not in KNOWN_MODEL_KWARGS and value is not None:
+            _refuse(name, "its values for tokens ahead of the text are not known")
+    _refuse_cache(generation_config, model_kwargs)
+
+
+def _refuse_cache(generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    cache = model_kwargs.get("past_key_values")
+    if model_kwargs.get("use_cache") is False:
+        _refuse("use_cache=False", "a token tree needs the KV cache")
+    if generation_config.cache_implementation in FOREIGN_CACHES:
+        _refuse(
+            f"cache_implementation={generation_config.cache_implementation!r}",
+            "lookahead decoding keeps a cache of its own on the model's device",
+        )
+    if getattr(cache, "_is_user_defined", False) and not isinstance(cache, TreeCache):
+        _refuse(
+            f"past_key_values of type {type(cache).__name__}",
+            "give a lade.TreeCache(), or the past_key_values that lookahead decoding returned",
+        )
+
+
+def _mode_arguments(mode: GenerationMode, config: GenerationConfig) -> str:
+    """The arguments that led to a generation mode, for the error."""
+    names = ("do_sample", "num_beams", "num_beam_groups", "prompt_lookup_num_tokens", "penalty_alpha", "dola_layers")
+    quiet = (None, False, 1)
+    told = [f"{name}={getattr(config, name)!r}" for name in names if getattr(config, name, None) not in quiet]
+    return ", ".join(told) or f"generation mode {mode.value}"
+
+
+def _refuse(what: str, why: str) -> None:
+    raise UnsupportedArgumentError(f"{what} cannot be used with lookahead decoding: {why}; {REMEDY}")
+
+
+def check_prompt(model: PreTrainedModel, input_ids: torch.Tensor) -> None:
+    """Raise `InputError` for a prompt that no decoding could continue.
+
+    Args:
+        model: the causal language model.
+        input_ids: `[B, L]` int64.
+    """
+    if input_ids.ndim != 2 or torch.is_floating_point(input_ids):
+        raise InputError(
+            f"input_ids has shape {list(input_ids.shape)} and dtype {input_ids.dtype}: "
+            "give ids as int64 [batch, length]"
+        )
+    if input_ids.shape[1] == 0:
+        raise InputError("input_ids is empty: give at least one token, for instance the tokenizer's bos_token_id")
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    low, high = int(input_ids.min()), int(input_ids.max())
+    if low < 0 or high >= vocabulary:
+        wrong = low if low < 0 else high
+        raise InputError(
+            f"input_ids has the id {wrong}, outside the model's vocabulary of {vocabulary}: "
+            "encode the prompt with the model's own tokenizer"
+        )
+    config = model.config.get_text_config(decoder=True)
+    length = getattr(config, "max_position_embeddings", None)
+    if config.model_type in LEARNED_POSITIONS and length and input_ids.shape[1] > length:
+        raise InputError(
+            f"input_ids has {input_ids.shape[1]} tokens, but {type(model).__name__} has positions for {length}: "
+            "shorten the prompt"
+        )
+
+
+def left_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> int:
+    """How many padding columns stand left of a single row's prompt.
+
+    Args:
+        input_ids: `[1, L]`.
+        attention_mask: `[1, L]` of 0 and 1, or None for no padding.
+
+    Raises:
+        InputError: every token is masked.
+        UnsupportedArgumentError: a token is masked behind one that is not.
+    """
+    if attention_mask is None:
+        return 0
+    if attention_mask.shape != input_ids.shape:
+        _refuse(f"an attention_mask of shape {list(attention_mask.shape)}", "it must have one column a token")
+    mask: list[int] = attention_mask[0].tolist()
+    if not any(mask):
+        raise InputError("attention_mask is all zeros: unmask the prompt")
+    padding = next(i for i, unmasked in enumerate(mask) if unmasked)
+    if not all(mask[padding:]):
+        _refuse("an attention_mask with gaps", "only padding on the left can be taken off")
+    return padding
+
+
+def check_positions(position_ids: torch.Tensor | None, padding: int) -> None:
+    """Refuse `position_ids` that do not count on from the first token that is no padding."""
+    if position_ids is None:
+        return
+    given = position_ids[..., padding:]
+    if not torch.equal(given, torch.arange(given.shape[-1], device=given.device).expand_as(given)):
+        _refuse("position_ids", "positions ahead of the text are known only where they count on from 0")

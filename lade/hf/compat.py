@@ -1,0 +1,166 @@
+"""The original library's API, word for word, on today's transformers.
+
+    import os; os.environ["USE_LADE"] = "1"
+    import lade; lade.augment_all(); lade.config_lade(LEVEL=5, WINDOW_SIZE=7, GUESS_SET_SIZE=7, DEBUG=0)
+
+From then on every greedy `model.generate` is accelerated while the environment variable USE_LADE is 1, and nothing at
+all is changed while it is not. This is the only module that reads an environment variable, patches transformers, keeps
+settings of its own, or prints: that is what this API means. New code says `model.generate(custom_generate=lade.decode)`.
+
+Source of the names: github.com/hao-ai-lab/LookaheadDecoding, lade/utils.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationMixin
+
+from lade.config import LookaheadConfig
+from lade.errors import ConfigError, FallbackWarning, UnsupportedArgumentError, UnsupportedModelError
+from lade.hf.session import Session
+from lade.stats import Stats
+
+
+@dataclass
+class _Settings:
+    """What `config_lade` set, and what was logged since."""
+
+    lookahead: LookaheadConfig = LookaheadConfig(prompt_ngrams=False)
+    debug: bool = False
+    log: list[list[int]] = field(default_factory=list)
+    """For each generation [tokens, forward passes], as the original library logs them."""
+
+
+_settings = _Settings()
+_original: list[Callable[..., Any]] = []
+
+
+def augment_all() -> None:
+    """Let every later greedy `model.generate` use lookahead decoding while USE_LADE=1; calling it twice is the same."""
+    if _original:
+        return
+    original = GenerationMixin._sample
+    _original.append(original)
+    GenerationMixin._sample = _augmented(original)  # type: ignore[method-assign]
+
+
+def restore_all() -> None:
+    """Undo `augment_all`."""
+    while _original:
+        GenerationMixin._sample = _original.pop()  # type: ignore[method-assign]
+
+
+def config_lade(
+    WINDOW_SIZE: int | None = None,
+    LEVEL: int | None = None,
+    DEBUG: int | None = None,
+    GUESS_SET_SIZE: int | None = None,
+    ALWAYS_FWD_ONE: int | None = None,
+    SPLIT_FLAG: int | None = None,
+    DIST_WORKERS: int | None = None,
+    POOL_FROM_PROMPT: int | None = None,
+    backend: str = "nccl",
+    USE_FLASH: int | None = None,
+) -> None:
+    """Set W (WINDOW_SIZE), N (LEVEL), G (GUESS_SET_SIZE) and the rest; what is left out keeps its value.
+
+    Args:
+        WINDOW_SIZE: W.
+        LEVEL: N.
+        DEBUG: 1 prints the acceleration summary after each generation.
+        GUESS_SET_SIZE: G.
+        ALWAYS_FWD_ONE: 1 (the default) moves the window by one position a step. 0 is not available.
+        SPLIT_FLAG: accepted without effect on the tokens; the original library splits its attention with it.
+        DIST_WORKERS: 1. More than one (lookahead parallelism) is not available.
+        POOL_FROM_PROMPT: 1 takes n-grams of the prompt and of the accepted text into the pool.
+        backend: of `DIST_WORKERS`, so without effect.
+        USE_FLASH: 0. Flash attention kernels take no tree mask, so 1 is not available: SDPA is used.
+
+    Raises:
+        ConfigError: W, N or G is out of range. The settings stay as they were.
+
+    A setting that is not available warns and leaves decoding exact.
+    """
+    now = _settings.lookahead
+    _settings.lookahead = LookaheadConfig(
+        window=now.window if WINDOW_SIZE is None else WINDOW_SIZE,
+        ngram=now.ngram if LEVEL is None else LEVEL,
+        guesses=now.guesses if GUESS_SET_SIZE is None else GUESS_SET_SIZE,
+        prompt_ngrams=now.prompt_ngrams if POOL_FROM_PROMPT is None else bool(POOL_FROM_PROMPT),
+    )
+    if DEBUG is not None:
+        _settings.debug = bool(DEBUG)
+    _settings.log.clear()
+    for name, value, quiet, instead in (
+        ("ALWAYS_FWD_ONE", ALWAYS_FWD_ONE, (None, 1, True), "the window moves by one position a step"),
+        ("SPLIT_FLAG", SPLIT_FLAG, (None, 0, False), "one attention call serves the whole tree"),
+        ("DIST_WORKERS", DIST_WORKERS, (None, 0, 1), "one process decodes"),
+        ("USE_FLASH", USE_FLASH, (None, 0, False), "attention runs on the model's own SDPA or eager kernels"),
+    ):
+        if value not in quiet:
+            warnings.warn(f"{name}={value} is not available yet: {instead}", stacklevel=2)
+
+
+def log_history(clear: bool = False) -> None:
+    """Print tokens, forward passes and their ratio over all accelerated generations since `config_lade`."""
+    tokens, steps = (sum(column) for column in zip(*_settings.log, strict=True)) if _settings.log else (0, 0)
+    if clear:
+        _settings.log.clear()
+    print("LADE LOG - OVERALL GEN: ", tokens, " STEPS: ", steps, " AVG COMPRESS RATIO: ", tokens / max(steps, 1))  # noqa: T201
+
+
+def save_log(log_dir: str | os.PathLike[str]) -> None:
+    """Write the log, a list of [tokens, forward passes], to this file with `torch.save`."""
+    if not Path(log_dir).parent.is_dir():
+        raise ConfigError("log_dir", str(log_dir), "its folder does not exist; make it first")
+    torch.save(_settings.log, log_dir)
+
+
+def _augmented(original: Callable[..., Any]) -> Callable[..., Any]:
+    # `wraps` keeps the signature, from which transformers reads what its loop accepts.
+    @functools.wraps(original)
+    def sample(
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        prepared = (model, input_ids, logits_processor, stopping_criteria, generation_config)
+        if os.environ.get("USE_LADE", "0") in ("", "0"):
+            return original(*prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
+        stats = Stats()
+        try:
+            # The session puts the prompt where transformers has done so already, hence the wrapper.
+            session = Session(
+                *prepared, config=_settings.lookahead, stats=stats, streamer=streamer, prompt_streamed=True, **model_kwargs
+            )
+        except (UnsupportedModelError, UnsupportedArgumentError) as problem:
+            warnings.warn(f"decoding plainly: {problem}", FallbackWarning, stacklevel=2)
+            return original(*prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
+        output = session.run()
+        _log(stats)
+        return output
+
+    return sample
+
+
+def _log(stats: Stats) -> None:
+    passes = stats.steps + 1  # prefill counts
+    _settings.log.append([stats.new_tokens, passes])
+    if _settings.debug:
+        ratio = stats.new_tokens / passes
+        print("\n==========================ACCELERATION===SUMMARY======================================")  # noqa: T201
+        print("Generated tokens: ", stats.new_tokens, "Total steps: ", passes, " Compression ratio: ", round(ratio, 2))  # noqa: T201
+        print("======================================================================================", end="")  # noqa: T201

@@ -1,0 +1,204 @@
+"""The three ways to decode: `lade.generate`, `lade.stream`, and `model.generate(custom_generate=lade.decode)`."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from lade.config import LookaheadConfig
+from lade.errors import FallbackWarning, UnsupportedArgumentError, UnsupportedModelError
+from lade.hf.arguments import REMEDY, Lookahead, check_prompt, resolve
+from lade.hf.plain import decoding_method, metered, plain_steps
+from lade.hf.session import Output, Session
+from lade.model.support import supports, unwrap
+from lade.stats import Stats, Step
+
+ASSISTANTS = ("assistant_model", "prompt_lookup_num_tokens", "custom_generate")
+
+
+def decode(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    lookahead: Lookahead = "auto",
+    stats: Stats | None = None,
+    **model_kwargs: Any,
+) -> Output:
+    """The callable for `custom_generate=`; transformers prepares its arguments and returns what it returns.
+
+    >>> model.generate(**inputs, custom_generate=lade.decode, lookahead=lade.LookaheadConfig(15, 5, 15))
+
+    Args:
+        model: the model whose `generate` was called.
+        input_ids: `[1, L]` int64.
+        logits_processor: called once per emitted token, as in plain decoding.
+        stopping_criteria: likewise.
+        generation_config: the final, merged one.
+        lookahead: W, N, G; "auto" takes the defaults and falls back to plain decoding, with one `FallbackWarning`,
+            where they cannot be served; None decodes plainly.
+        stats: is added to.
+        model_kwargs: attention mask, cache and whatever else `generate` prepared.
+
+    Raises:
+        UnsupportedModelError, UnsupportedArgumentError: an explicit config cannot be served.
+        InputError: the prompt cannot be decoded.
+    """
+    arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
+    return _decode(*arguments, lookahead=lookahead, stats=stats, streamer=None, **model_kwargs)
+
+
+def decoder(*, streamer: BaseStreamer | None = None) -> Callable[..., Output]:
+    """A `decode` that knows the streamer, which transformers does not pass to a callable.
+
+    Give the streamer here and not to `model.generate` as well: it gets the prompt, every token, and `end()`.
+
+    >>> model.generate(**inputs, custom_generate=lade.decoder(streamer=TextStreamer(tokenizer)))
+    """
+    return functools.partial(_decode, streamer=streamer)
+
+
+def _decode(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    lookahead: Lookahead = "auto",
+    stats: Stats | None = None,
+    streamer: BaseStreamer | None = None,
+    **model_kwargs: Any,
+) -> Output:
+    config, may_fall_back = resolve(lookahead)
+    prepared = (model, input_ids, logits_processor, stopping_criteria, generation_config)
+    if config is not None:
+        try:
+            session = Session(
+                *prepared, config=config, stats=Stats() if stats is None else stats, streamer=streamer, **model_kwargs
+            )
+        except (UnsupportedModelError, UnsupportedArgumentError) as problem:
+            if not may_fall_back:
+                raise
+            _warn(problem)
+        else:
+            return session.run()
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+        model_kwargs["streamer"] = streamer
+    with metered(model, stats):
+        output: Output = decoding_method(model, generation_config)(*prepared, **model_kwargs)
+    return output
+
+
+def generate(
+    model: Any,
+    inputs: torch.Tensor | None = None,
+    *,
+    lookahead: Lookahead = "auto",
+    stats: Stats | None = None,
+    streamer: BaseStreamer | None = None,
+    **generate_arguments: Any,
+) -> Output:
+    """`model.generate` with lookahead decoding: same arguments, same tokens, fewer forward passes.
+
+    >>> stats = lade.Stats()
+    >>> ids = lade.generate(model, input_ids=ids, max_new_tokens=200, stats=stats)
+    >>> stats.tokens_per_step
+    2.1
+
+    Args:
+        model: a transformers causal language model, or one wrapped by PEFT.
+        inputs: `[1, L]` int64, the prompt; usually given as `input_ids=`.
+        lookahead: see `lade.decode`.
+        stats: is added to.
+        streamer: gets the prompt and every token.
+        generate_arguments: anything that `model.generate` takes.
+
+    Returns:
+        What `model.generate` returns: `[1, L + new]` int64, or an output object with `return_dict_in_generate=True`.
+
+    Raises:
+        UnsupportedModelError, UnsupportedArgumentError: an explicit config cannot be served.
+        InputError: the prompt cannot be decoded.
+    """
+    config, may_fall_back = resolve(lookahead)
+    if inputs is not None:
+        generate_arguments["inputs"] = inputs
+    if config is not None:
+        try:
+            _check_request(model, generate_arguments)
+            method = decoder(streamer=streamer)
+            output: Output = model.generate(
+                custom_generate=method, lookahead=config, stats=stats, **generate_arguments
+            )
+            return output
+        except (UnsupportedModelError, UnsupportedArgumentError) as problem:  # raised before any work is done
+            if not may_fall_back:
+                raise
+            _warn(problem)
+    with metered(model, stats):
+        output = model.generate(streamer=streamer, **generate_arguments)
+    return output
+
+
+def stream(
+    model: Any,
+    inputs: torch.Tensor | None = None,
+    *,
+    lookahead: Lookahead = "auto",
+    stats: Stats | None = None,
+    **generate_arguments: Any,
+) -> Iterator[Step]:
+    """`generate`, step by step: an iterator over `Step`s, whose tokens together are the new tokens.
+
+    Arguments and errors are those of `generate`; errors are raised by the call, not by the first step. Stopping early
+    leaves nothing broken.
+
+    >>> for step in lade.stream(model, input_ids=ids, max_new_tokens=200):
+    ...     print(tokenizer.decode(step.tokens), end="", flush=True)
+    """
+    config, may_fall_back = resolve(lookahead)
+    if inputs is not None:
+        generate_arguments["inputs"] = inputs
+    if config is not None:
+        try:
+            _check_request(model, generate_arguments)
+            make = functools.partial(Session, config=config, stats=Stats() if stats is None else stats)
+            return iter(model.generate(custom_generate=make, **generate_arguments))
+        except (UnsupportedModelError, UnsupportedArgumentError) as problem:
+            if not may_fall_back:
+                raise
+            _warn(problem)
+    _refuse_rows(generate_arguments)
+    return plain_steps(model, stats, **generate_arguments)
+
+
+def _check_request(model: Any, arguments: dict[str, Any]) -> None:
+    """Refuse early what `model.generate` would trip over, or would not hand on."""
+    supports(model).require()
+    for name in ASSISTANTS:
+        if arguments.get(name) is not None:
+            raise UnsupportedArgumentError(f"{name} asks for another way of decoding beside lookahead: {REMEDY}")
+    ids = arguments.get("inputs", arguments.get("input_ids"))
+    if isinstance(ids, torch.Tensor) and arguments.get("inputs_embeds") is None:
+        check_prompt(unwrap(model), ids)
+
+
+def _refuse_rows(arguments: dict[str, Any]) -> None:
+    ids = arguments.get("inputs", arguments.get("input_ids"))
+    if isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[0] > 1:
+        raise UnsupportedArgumentError(f"a batch of {ids.shape[0]} rows cannot be streamed: stream one prompt at a time")
+
+
+def _warn(problem: Exception) -> None:
+    warnings.warn(f"decoding plainly: {problem}", FallbackWarning, stacklevel=3)
+
+
+__all__ = ["LookaheadConfig", "decode", "decoder", "generate", "stream"]

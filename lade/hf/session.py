@@ -1,0 +1,110 @@
+"""One generation, prepared by `model.generate` and not started yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from lade.config import LookaheadConfig
+from lade.decoding.choose import Chooser, Greedy
+from lade.decoding.engine import Engine
+from lade.decoding.row import Row
+from lade.hf.arguments import check_positions, check_prompt, left_padding, refuse_arguments
+from lade.hf.transcript import ProcessedGreedy, StopRules, Transcript
+from lade.model.cache import TreeCache
+from lade.model.runner import EagerRunner
+from lade.model.support import supports
+from lade.stats import Stats, Step
+
+Output = torch.Tensor | GenerateDecoderOnlyOutput
+
+
+class Session:
+    """Iterate over it for its steps; `output` then is what `model.generate` would have returned.
+
+    The arguments are those that `model.generate(custom_generate=...)` hands to a callable, and these:
+
+    Args:
+        config: W, N, G.
+        stats: is added to.
+        streamer: is given the prompt and every token, as `model.generate` does.
+
+    Raises:
+        InputError: the prompt is empty, has ids out of the vocabulary, or is too long for a table of positions.
+        UnsupportedModelError, UnsupportedArgumentError: it cannot be served exactly.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        *,
+        config: LookaheadConfig,
+        stats: Stats,
+        streamer: BaseStreamer | None = None,
+        **model_kwargs: Any,
+    ) -> None:
+        plan = supports(model).require()
+        refuse_arguments(input_ids, logits_processor, generation_config, model_kwargs)
+        check_prompt(model, input_ids)
+        padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
+        check_positions(model_kwargs.get("position_ids"), padding)
+
+        self._input_ids, self._generation_config, self._streamer = input_ids, generation_config, streamer
+        cache = model_kwargs.get("past_key_values")
+        self._cache = cache if isinstance(cache, TreeCache) else TreeCache()
+        transcript = Transcript(input_ids, padding)
+        chooser: Chooser = ProcessedGreedy(logits_processor, transcript) if logits_processor else Greedy()
+        self._row = Row(
+            input_ids[0, padding:].tolist(),
+            config,
+            chooser,
+            StopRules(stopping_criteria, transcript),
+            excluded=special_ids(generation_config),
+        )
+        self._engine = Engine([self._row], EagerRunner(model, plan, generation_config), self._cache, stats)
+        self._new_tokens = 0
+
+    def __iter__(self) -> Iterator[Step]:
+        """Decode; one `Step` per forward pass."""
+        if self._streamer is not None:
+            self._streamer.put(self._input_ids.cpu())
+        try:
+            for (step,) in self._engine.run():
+                self._new_tokens += len(step.tokens)
+                if self._streamer is not None:
+                    for token in step.tokens:
+                        self._streamer.put(torch.tensor([token]))
+                yield step
+        finally:
+            if self._streamer is not None:
+                self._streamer.end()  # also after an error: whoever reads a TextIteratorStreamer would wait for ever
+
+    def output(self) -> Output:
+        """What `model.generate` returns: ids `[1, L]` int64, prompt included, or an output object with them."""
+        new = self._row.tokens[len(self._row.tokens) - self._new_tokens :]
+        ids = torch.cat([self._input_ids, self._input_ids.new_tensor([new])], dim=1)
+        if not self._generation_config.return_dict_in_generate:
+            return ids
+        return GenerateDecoderOnlyOutput(sequences=ids, past_key_values=self._cache)
+
+    def run(self) -> Output:
+        """Decode to the end."""
+        for _ in self:
+            pass
+        return self.output()
+
+
+def special_ids(generation_config: GenerationConfig) -> set[int]:
+    """Ids behind which nothing is to be guessed: end of sequence and padding."""
+    eos = generation_config.eos_token_id
+    ids = set(eos if isinstance(eos, list) else [eos]) | {generation_config.pad_token_id}
+    return {int(token) for token in ids if token is not None}

@@ -1,0 +1,82 @@
+"""Transformers' processors and criteria, asked once per emitted token with what plain decoding would show them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from lade.decoding.choose import Choose
+
+
+class Transcript:
+    """The text so far as the tensor `[1, L]` that processors and criteria expect, grown without copying it each time.
+
+    Args:
+        input_ids: `[1, L]`, the prompt just as it was given, left padding included.
+        skipped: how many of its first columns (padding) the row's own token list does not hold.
+    """
+
+    def __init__(self, input_ids: torch.Tensor, skipped: int = 0) -> None:
+        self._buffer, self._length, self.skipped = input_ids.clone(), input_ids.shape[1], skipped
+
+    def upto(self, tokens: Sequence[int]) -> torch.Tensor:
+        """`[1, L]`: the prompt as given and all emitted tokens."""
+        length = len(tokens) + self.skipped
+        if length > self._buffer.shape[1]:
+            self._buffer = torch.cat([self._buffer, torch.zeros_like(self._buffer)], dim=1)
+            return self.upto(tokens)
+        if length > self._length:
+            tail = torch.tensor(tokens[self._length - self.skipped :], device=self._buffer.device)
+            self._buffer[0, self._length : length] = tail
+            self._length = length
+        return self._buffer[:, :length]
+
+
+class ProcessedGreedy:
+    """The argmax after transformers' logits processors (repetition penalty, banned words, the user's own ...)."""
+
+    def __init__(self, processors: LogitsProcessorList, transcript: Transcript) -> None:
+        self._processors, self._transcript = processors, transcript
+
+    def open(self, logits: torch.Tensor, picks: Sequence[int], tokens: Sequence[int]) -> Choose:
+        """See `lade.decoding.choose.Chooser.open`."""
+
+        def choose(node: int) -> int:
+            input_ids = self._transcript.upto(tokens)
+            scores = logits[node : node + 1].to(copy=True, dtype=torch.float32, device=input_ids.device)  # [1, V]
+            return int(self._processors(input_ids, scores).argmax(dim=-1))
+
+        return choose
+
+
+class StopRules:
+    """Transformers' stopping criteria for one row.
+
+    Length and end of sequence are decided on plain numbers; with any other criterion among them all are called, once
+    per emitted token, as plain decoding does.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, transcript: Transcript) -> None:
+        self._criteria, self._transcript = criteria, transcript
+        self._eos: set[int] = set()
+        self._max_length = self._plain_until = sys.maxsize
+        for criterion in criteria:
+            if type(criterion) is EosTokenCriteria:
+                self._eos.update(criterion.eos_token_id.tolist())
+            elif type(criterion) is MaxLengthCriteria:
+                self._max_length = min(self._max_length, criterion.max_length)
+                # Beyond the model's length this criterion warns the user, so from there on it is called for real.
+                self._plain_until = min(self._plain_until, criterion.max_position_embeddings or sys.maxsize)
+            else:
+                self._plain_until = 0
+
+    def __call__(self, tokens: Sequence[int]) -> bool:
+        """Whether the row ends with its last token."""
+        length = len(tokens) + self._transcript.skipped
+        if length <= self._plain_until:
+            return tokens[-1] in self._eos or length >= self._max_length
+        return bool(self._criteria(self._transcript.upto(tokens), None).all())

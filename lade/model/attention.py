@@ -1,0 +1,101 @@
+"""Attention masks of a tree step, as each architecture wants them.
+
+What a node may see is one boolean matrix: the cache, its ancestors and itself. Layers with a sliding window or with
+chunks see less of it, counted in *positions*: two nodes at the same depth lie in different slots and equally far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lade.decoding.tree import TokenTree
+
+Mask = torch.Tensor | dict[str, torch.Tensor]
+Reach = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(query positions `[B, S, 1]`, key positions `[B, 1, K]`) -> bool `[B, S, K]`: is the key near enough?"""
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """Tensors of one step over B trees; S is the largest tree's size, K = max(P) + S.
+
+    Attributes:
+        ids: `[B, S]` int64; rows with a smaller tree are filled up with copies of their root.
+        positions: `[B, S]` int64.
+        key_positions: `[B, K]` int64, position of every slot of the cache and of the step.
+        allowed: `[B, S, K]` bool, what each node may see.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    key_positions: torch.Tensor
+    allowed: torch.Tensor
+
+    @classmethod
+    def of(cls, trees: Sequence[TokenTree], lengths: Sequence[int], device: torch.device) -> StepInputs:
+        """Join one tree a row; row b has `lengths[b]` cached tokens, and its nodes follow them."""
+        rows, step = len(trees), max(map(len, trees))
+        keys = max(lengths) + step
+        ids = torch.empty(rows, step, dtype=torch.long)
+        positions = torch.empty(rows, step, dtype=torch.long)
+        key_positions = torch.arange(keys).repeat(rows, 1)
+        allowed = torch.zeros(rows, step, keys, dtype=torch.bool)
+        for row, (tree, cached) in enumerate(zip(trees, lengths, strict=True)):
+            size = len(tree)
+            padding = step - size
+            ids[row] = torch.tensor(tree.ids + tree.ids[:1] * padding)
+            positions[row] = torch.tensor(tree.depths + [0] * padding) + cached
+            key_positions[row, cached : cached + step] = positions[row]
+            allowed[row, :, :cached] = True
+            allowed[row, :size, cached : cached + size] = torch.from_numpy(tree.closure())
+            allowed[row, size:, cached] = True  # padding sees the root, so that no softmax is empty
+        return cls(*(tensor.to(device) for tensor in (ids, positions, key_positions, allowed)))
+
+
+def everything(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Full attention: no key is too far."""
+    return torch.ones(1, 1, 1, dtype=torch.bool, device=query.device)
+
+
+def sliding(window: int) -> Reach:
+    """The last `window` positions, the query's own included."""
+    return lambda query, key: query - key < window
+
+
+def chunked(size: int) -> Reach:
+    """The positions of the query's own chunk."""
+    return lambda query, key: query // size == key // size
+
+
+@dataclass(frozen=True)
+class MaskPlan:
+    """How a model takes its masks.
+
+    Attributes:
+        reaches: what its layers see, by layer type.
+        by_layer_type: whether the model takes a dict of masks with these types as keys; otherwise it has one type only.
+        additive: whether masks are added to the scores (eager attention) or boolean (SDPA).
+    """
+
+    reaches: Mapping[str, Reach]
+    by_layer_type: bool
+    additive: bool
+
+    def masks(self, inputs: StepInputs, dtype: torch.dtype) -> Mask:
+        """Masks `[B, 1, S, K]` for one step; additive ones in `dtype`, the model's."""
+        query, key = inputs.positions[:, :, None], inputs.key_positions[:, None, :]
+        masks = {
+            kind: self._shape(inputs.allowed if reach is everything else inputs.allowed & reach(query, key), dtype)
+            for kind, reach in self.reaches.items()
+        }
+        return masks if self.by_layer_type else next(iter(masks.values()))
+
+    def _shape(self, allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        allowed = allowed[:, None]  # [B, 1, S, K]
+        if not self.additive:
+            return allowed
+        mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+        return mask.masked_fill_(~allowed, torch.finfo(dtype).min)

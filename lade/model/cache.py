@@ -1,0 +1,148 @@
+"""A KV cache whose rows have lengths of their own, and which can keep a path of a token tree.
+
+To transformers it is an ordinary dynamic cache: what a forward pass feeds is appended. After a pass over a tree, `keep`
+moves the accepted nodes to the front of what was fed and forgets the others:
+
+    row 0   [ cached ........ | root a b c d ]   keep [0, 2, 4]  ->  [ cached ........ | root b d ]
+    row 1   [ cached .. | root a b c d ]         keep [0]        ->  [ cached .. | root ]
+
+All layers keep all positions, those of sliding windows too: their masks leave out what lies outside the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+_ROOM_TOKENS = 256
+
+
+class TreeLayer(CacheLayerMixin):
+    """Keys and values of one layer: buffers `[B, H, capacity, D]`, of which row b uses the first `lengths[b]`."""
+
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
+        self.lengths: list[int] = []
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate buffers like `key_states` and `value_states` (`[B, H, T, D]`), with room to grow."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.lengths = [0] * key_states.shape[0]
+        self.keys = _grown(key_states[..., :0, :], key_states.shape[2])
+        self.values = _grown(value_states[..., :0, :], value_states.shape[2])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append T tokens to every row; returns keys and values `[B, H, max(lengths), D]`, views of the buffers."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        fed = key_states.shape[2]
+        visible = max(self.lengths) + fed
+        if visible > self.keys.shape[2]:
+            self.keys, self.values = _grown(self.keys, visible), _grown(self.values, visible)
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            if len(set(self.lengths)) == 1:
+                buffer[:, :, visible - fed : visible] = states
+            else:
+                for row, length in enumerate(self.lengths):
+                    buffer[row, :, length : length + fed] = states[row]
+        self.lengths = [length + fed for length in self.lengths]
+        return self.keys[:, :, :visible], self.values[:, :, :visible]
+
+    def keep(self, paths: Sequence[Sequence[int]], fed: int) -> None:
+        """See `TreeCache.keep`."""
+        assert self.keys is not None and self.values is not None
+        for row, path in enumerate(paths):
+            start = self.lengths[row] - fed
+            self.lengths[row] = start + len(path)
+            done = next((i for i, node in enumerate(path) if i != node), len(path))  # these lie in place already
+            if done == len(path):
+                continue
+            nodes = torch.tensor(path[done:], device=self.keys.device) + start
+            for buffer in (self.keys, self.values):
+                buffer[row, :, start + done : start + len(path)] = buffer[row].index_select(1, nodes)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens of every row; `tokens_to_remove` <= 0, as transformers wants it."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove={tokens_to_remove} is not valid: give minus the number of tokens")
+        self.lengths = [length + tokens_to_remove for length in self.lengths]
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.keys = self.values = None
+        self.lengths, self.is_initialized = [], False
+
+    def get_seq_length(self) -> int:
+        """Cached tokens of the longest row."""
+        return max(self.lengths, default=0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Width and offset of the mask for `query_length` more tokens."""
+        return self.get_seq_length() + int(query_length), 0
+
+    def get_max_length(self) -> int:
+        """-1: it grows as needed."""
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        """B; transformers asks when a cache is handed in again."""
+        return len(self.lengths)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only these rows, in this order."""
+        if self.keys is None or self.values is None:
+            return
+        indices = indices.to(self.keys.device)
+        self.keys, self.values = self.keys[indices], self.values[indices]
+        self.lengths = [self.lengths[i] for i in indices.tolist()]
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Reorder the rows for beam search."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
+
+
+class TreeCache(Cache):
+    """KV cache of B rows for any decoder-only transformers model; layers appear as the model asks for them."""
+
+    def __init__(self) -> None:
+        super().__init__(layer_class_to_replicate=TreeLayer)
+        self.layers: list[TreeLayer]
+
+    @property
+    def lengths(self) -> list[int]:
+        """`[B]`, cached tokens of each row; `[0]` before the first pass."""
+        return self.layers[0].lengths if self.layers and self.layers[0].lengths else [0]
+
+    def keep(self, paths: Sequence[Sequence[int]], fed: int) -> None:
+        """Of the `fed` tokens that came last, keep those of the path and drop the others.
+
+        Args:
+            paths: for each row the indices to keep, ascending, counted from the first of the `fed` tokens.
+            fed: tokens that the last forward pass appended to every row.
+        """
+        for layer in self.layers:
+            layer.keep(paths, fed)
+
+
+def _grown(buffer: torch.Tensor, needed: int) -> torch.Tensor:
+    """A buffer `[B, H, capacity, D]` with capacity for `needed` tokens, and half as many again: copies stay rare."""
+    batch, heads, used, dim = buffer.shape
+    grown = buffer.new_zeros(batch, heads, needed + max(_ROOM_TOKENS, needed // 2), dim)
+    grown[:, :, :used] = buffer
+    return grown

@@ -1,0 +1,132 @@
+"""Runs an unmodified transformers model: prefill, and one pass over a token tree per step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from lade.decoding.tree import TokenTree
+from lade.model.attention import MaskPlan, StepInputs
+from lade.model.cache import TreeCache
+from lade.model.positions import Positions
+
+
+class EagerRunner:
+    """One call of `model.forward` per step, whatever the number of tokens.
+
+    Args:
+        model: a decoder-only model that `lade.supports`.
+        plan: how it takes its masks.
+        generation_config: transformers' prefill reads `prefill_chunk_size` from it.
+    """
+
+    def __init__(self, model: PreTrainedModel, plan: MaskPlan, generation_config: GenerationConfig) -> None:
+        self.model, self.plan, self.generation_config = model, plan, generation_config
+        self.positions = Positions.of(model.config.get_text_config(decoder=True))
+        self.forward_s = 0.0
+        self._accepts = frozenset(inspect.signature(model.forward).parameters)
+
+    def room(self, cached: int) -> int | None:
+        """How deep a tree may be whose root lies at position `cached`; None for no limit."""
+        return self.positions.room(cached)
+
+    @torch.no_grad()
+    def prefill(self, rows: Sequence[Sequence[int]], cache: TreeCache) -> torch.Tensor:
+        """Feed what `cache` does not hold yet of rows of equal length, as transformers does it (in chunks if asked).
+
+        Returns:
+            Logits of the last token, `[B, V]`; the language model head runs on that token only.
+        """
+        ids = torch.tensor(rows, device=self.model.device)
+        kwargs: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+        if "position_ids" in self._accepts:
+            kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        if "logits_to_keep" in self._accepts:
+            kwargs["logits_to_keep"] = 1
+        if cache.get_seq_length():
+            kwargs["attention_mask"] = torch.ones_like(ids)  # its width tells transformers what is cached already
+        output = self.model._prefill(ids, self.generation_config, kwargs)
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    @torch.no_grad()
+    def forward(self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: TreeCache) -> torch.Tensor:
+        """Feed one tree a row.
+
+        Args:
+            trees: their roots are the last tokens of `rows`.
+            rows: all tokens so far, the root included.
+            cache: holds everything before the roots; the trees are appended to it.
+
+        Returns:
+            Logits of all nodes, `[B, S, V]`, S being the largest tree's size; in rows with a smaller tree the
+            logits behind its last node mean nothing.
+        """
+        if cache.lengths[0] == self.positions.switch and self._forgets(rows, cache):
+            cache.reset()
+            return self._timed(lambda: self.prefill(rows, cache)[:, None])
+        inputs = StepInputs.of(trees, cache.lengths, self.model.device)
+        kwargs: dict[str, Any] = {"attention_mask": self.plan.masks(inputs, self.model.dtype)}
+        if "position_ids" in self._accepts:
+            kwargs["position_ids"] = inputs.positions
+        with logical_alibi(self.model, inputs.key_positions):
+            return self._timed(
+                lambda: self.model(inputs.ids, past_key_values=cache, use_cache=True, **kwargs).logits
+            )
+
+    def _timed(self, call: Any) -> torch.Tensor:
+        start = perf_counter()
+        logits: torch.Tensor = call()
+        if logits.device.type == "cuda":
+            torch.cuda.synchronize(logits.device)  # else the time of launching would pass for the time of running
+        self.forward_s = perf_counter() - start
+        return logits
+
+    def _forgets(self, rows: Sequence[Sequence[int]], cache: TreeCache) -> bool:
+        """Whether plain decoding of this model would drop the cache here and compute the text with new frequencies."""
+        ids = torch.tensor(rows, device=self.model.device)
+        prepared = self.model.prepare_inputs_for_generation(
+            ids,
+            next_sequence_length=1,
+            past_key_values=cache,
+            attention_mask=torch.ones_like(ids),
+            position_ids=torch.arange(ids.shape[1], device=ids.device).expand_as(ids),
+            use_cache=True,
+        )
+        return prepared.get("past_key_values") is None
+
+
+@contextmanager
+def logical_alibi(model: PreTrainedModel, key_positions: torch.Tensor) -> Iterator[None]:
+    """While it lasts, ALiBi biases go by the position of a key and not by its slot.
+
+    Models without an ALiBi builder (all but the bloom family) are left alone.
+
+    Args:
+        model: the causal language model.
+        key_positions: `[B, K]`.
+    """
+    decoder = model.base_model
+    build = getattr(decoder, "build_alibi_tensor", None)
+    if build is None:
+        yield
+        return
+    rows, keys = key_positions.shape
+
+    def build_alibi_tensor(attention_mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
+        ones = torch.ones(rows, int(key_positions.max()) + 1, dtype=torch.long, device=key_positions.device)
+        by_position = build(ones, num_heads, dtype)  # [B * heads, 1, positions]
+        columns = key_positions.repeat_interleave(num_heads, dim=0)[:, None]  # [B * heads, 1, K]
+        return by_position.gather(2, columns)
+
+    decoder.build_alibi_tensor = build_alibi_tensor
+    try:
+        yield
+    finally:
+        del decoder.build_alibi_tensor

@@ -1,0 +1,171 @@
+"""Which models can be served exactly, and why not the others. A model we cannot serve exactly is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from lade.errors import UnsupportedModelError
+from lade.model.attention import MaskPlan, Reach, chunked, everything, sliding
+from lade.model.probe import tolerance, worst_error
+
+MASK_PER_LAYER_TYPE = frozenset(
+    "qwen2 qwen3 gemma2 gemma3_text olmo3 smollm3 cohere2 llama4_text gpt_oss".split()
+)
+ONE_MASK = frozenset(
+    "llama mistral mixtral qwen3_moe gemma phi phi3 gpt2 gptj gpt_neox gpt_bigcode opt falcon olmo2 olmoe granite cohere "
+    "starcoder2 stablelm deepseek_v3 glm4 bloom".split()
+)
+"""Families whose trees are compared with `model.generate` by this package's tests, by `config.model_type`."""
+
+REFUSED = {
+    "gpt_neo": "its local attention layers mask by cache slot and ignore the mask of a tree",
+    "mpt": "its ALiBi biases go by cache slot, not by position",
+}
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+LONGEST_PROBE_TOKENS = 1024
+PLAIN_REMEDY = 'use plain model.generate, or lookahead="auto", which falls back to it'
+
+_probed: WeakKeyDictionary[PreTrainedModel, dict[str, Support]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Support:
+    """The answer of `supports`: truthy where the model can be served.
+
+    Attributes:
+        model: class name of the model.
+        reason: why not, and what to do; empty where it can be served.
+        plan: how the model takes its masks; None where it cannot be served.
+    """
+
+    model: str
+    reason: str = ""
+    plan: MaskPlan | None = None
+
+    def __bool__(self) -> bool:
+        return not self.reason
+
+    def __str__(self) -> str:
+        return f"{self.model}: " + (self.reason or "supported")
+
+    def require(self) -> MaskPlan:
+        """The plan, or `UnsupportedModelError`."""
+        if self.plan is None:
+            raise UnsupportedModelError(str(self))
+        return self.plan
+
+
+def supports(model: Any) -> Support:
+    """Whether `lade` decodes this model exactly.
+
+    An architecture that this package does not test is checked once by a small forward pass on the model itself: a tree
+    against plain passes.
+
+    Args:
+        model: a transformers model; one wrapped by PEFT or `torch.compile` is looked into.
+
+    Returns:
+        A truthy `Support`, or a falsy one with the reason.
+
+    >>> if not lade.supports(model): print(lade.supports(model).reason)
+    """
+    model = unwrap(model)
+    name = type(model).__name__
+    reason = _refusal(model)
+    if reason:
+        return Support(name, f"{reason}; {PLAIN_REMEDY}")
+    config = model.config.get_text_config(decoder=True)
+    if _is_listed(model, config):
+        return Support(name, plan=_plan(config, by_layer_type=config.model_type in MASK_PER_LAYER_TYPE))
+    known = _probed.setdefault(model, {})
+    key = f"{config._attn_implementation} {model.dtype}"
+    if key not in known:
+        known[key] = _probe(model, config)
+    return known[key]
+
+
+def unwrap(model: Any) -> Any:
+    """The transformers model inside PEFT's and `torch.compile`'s wrappers."""
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _refusal(model: Any) -> str:
+    """Why a model cannot be served whatever its masks; empty if there is no such reason."""
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        return "it is not a transformers model with a language modeling head"
+    config = model.config.get_text_config(decoder=True)
+    backend = config._attn_implementation or "eager"
+    if model.config.is_encoder_decoder:
+        return "it is an encoder-decoder model, and token trees need a decoder-only one"
+    if config.model_type in REFUSED:
+        return REFUSED[config.model_type]
+    if getattr(config, "alibi", False):
+        return "its ALiBi biases go by cache slot, not by position"
+    if getattr(model, "_is_stateful", False) or _foreign_layers(config):
+        kinds = ", ".join(_foreign_layers(config)) or "a recurrent state"
+        return f"its layers ({kinds}) carry a state that the branches of a token tree cannot share"
+    if backend not in ("sdpa", "eager"):
+        return f'its attention kernel {backend!r} takes no tree mask: load it with attn_implementation="sdpa"'
+    if getattr(config, "use_bidirectional_attention", False):
+        return "its attention is bidirectional"
+    if model.training and _drops_out(model, config):
+        return "it is in training mode, where dropout makes every pass differ: call model.eval()"
+    return ""
+
+
+def _foreign_layers(config: PretrainedConfig) -> list[str]:
+    return sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS)
+
+
+def _drops_out(model: PreTrainedModel, config: PretrainedConfig) -> bool:
+    modules = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())
+    return modules or bool(getattr(config, "attention_dropout", 0.0))
+
+
+def _is_listed(model: PreTrainedModel, config: PretrainedConfig) -> bool:
+    ours = type(model).__module__.startswith("transformers.models.")  # remote code may borrow a model_type
+    return ours and config.model_type in MASK_PER_LAYER_TYPE | ONE_MASK and model.config is config
+
+
+def _plan(config: PretrainedConfig, *, by_layer_type: bool) -> MaskPlan:
+    reaches: dict[str, Reach] = {}
+    window = getattr(config, "sliding_window", None)
+    if not by_layer_type:
+        reaches["attention"] = sliding(window) if window else everything
+    for kind in sorted(set(config.layer_types)) if by_layer_type else ():
+        match kind:
+            case "sliding_attention":
+                reaches[kind] = sliding(config.sliding_window)
+            case "chunked_attention":
+                reaches[kind] = chunked(config.attention_chunk_size)
+            case _:
+                reaches[kind] = everything
+    return MaskPlan(reaches, by_layer_type, additive=config._attn_implementation != "sdpa")
+
+
+def _probe(model: PreTrainedModel, config: PretrainedConfig) -> Support:
+    """Try the ways in which a model may take its masks; the first one that is exact is the plan."""
+    name = type(model).__name__
+    reach = max((getattr(config, field, None) or 0) for field in ("sliding_window", "attention_chunk_size"))
+    if reach > LONGEST_PROBE_TOKENS:
+        reason = f"its attention window of {reach} tokens is too long to be checked, and this package does not test it"
+        return Support(name, f"{reason}; {PLAIN_REMEDY}")
+    findings = []
+    for by_layer_type in (True, False) if getattr(config, "layer_types", None) else (False,):
+        plan = _plan(config, by_layer_type=by_layer_type)
+        try:
+            error = worst_error(model, plan, beyond=reach)
+        except Exception as problem:  # any failure of an unknown model on a tree is the reason to refuse it
+            findings.append(f"{type(problem).__name__}: {problem}".splitlines()[0])
+            continue
+        if error <= tolerance(model.dtype):
+            return Support(name, plan=plan)
+        findings.append(f"logits differ by {error:.2g} standard deviations")
+    reason = f"a tree pass does not equal plain passes on it ({'; '.join(findings)})"
+    return Support(name, f"{reason}; {PLAIN_REMEDY}")

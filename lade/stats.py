@@ -1,0 +1,78 @@
+"""What a decoding run reports: one `Step` per forward pass, and the sums of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one forward pass yielded.
+
+    Attributes:
+        index: 0 for prefill, then 1, 2, ...
+        tokens: ids emitted by this step, after the stop cut. Never empty.
+        sources: for each token who proposed it: `prefill`, `window`, `pool`, `prompt`, `text`, `memory`, or `bonus`
+            for a token that nobody proposed and the model chose itself.
+        fed: tokens fed to the model, the root included (for prefill: the prompt tokens not yet cached).
+        seconds: wall-clock time of the step, without the time its consumer took.
+    """
+
+    index: int
+    tokens: list[int]
+    sources: list[str]
+    fed: int
+    seconds: float
+
+
+@dataclass
+class Stats:
+    """Figures of one or more generations; whoever is handed the same object adds to it.
+
+    Attributes:
+        generations: rows generated.
+        new_tokens: tokens emitted, after the stop cut; EOS and the first token, which prefill yields, included.
+        steps: forward passes after prefill.
+        step_tokens: tokens fed, the root included; one entry a step.
+        accepted: tokens emitted, the bonus token included; one entry a step.
+            `sum(accepted) == new_tokens - generations`.
+        prefill_s: seconds until the first token.
+        decode_s: seconds of all steps after prefill.
+        forward_s: the part of `decode_s` spent inside the model's forward pass, cache update included.
+    """
+
+    generations: int = 0
+    new_tokens: int = 0
+    steps: int = 0
+    step_tokens: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    forward_s: float = 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """The compression ratio: tokens emitted per forward pass after prefill; 0.0 before the first step."""
+        return sum(self.accepted) / self.steps if self.steps else 0.0
+
+    @property
+    def library_s(self) -> float:
+        """Seconds of `decode_s` spent outside the model's forward pass."""
+        return self.decode_s - self.forward_s
+
+    def add(self, step: Step, *, forward_s: float = 0.0) -> None:
+        """Count one step of one row; `forward_s` is its time inside the model."""
+        self.new_tokens += len(step.tokens)
+        if step.index == 0:
+            self.generations += 1
+            self.prefill_s += step.seconds
+            return
+        self.steps += 1
+        self.step_tokens.append(step.fed)
+        self.accepted.append(len(step.tokens))
+        self.decode_s += step.seconds
+        self.forward_s += forward_s
+
+    def reset(self) -> None:
+        """Empty all figures."""
+        self.__init__()  # type: ignore[misc]
