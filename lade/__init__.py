@@ -4,23 +4,29 @@
 >>> model.generate(**inputs, custom_generate=lade.decode)
 """
 
-from lade.config import LookaheadConfig
-from lade.errors import (
-    ConfigError,
-    FallbackWarning,
-    InputError,
-    LadeError,
-    MissingExtraError,
-    UnsupportedArgumentError,
-    UnsupportedModelError,
-)
-from lade.hf.compat import augment_all, config_lade, log_history, restore_all, save_log
-from lade.hf.generate import decode, decoder, generate, stream
-from lade.model.cache import TreeCache
-from lade.model.support import Support, supports
-from lade.stats import Stats, Step
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from lade.version import __version__
 
+if TYPE_CHECKING:
+    from lade.config import LookaheadConfig
+    from lade.errors import (
+        ConfigError,
+        FallbackWarning,
+        InputError,
+        LadeError,
+        MissingExtraError,
+        UnsupportedArgumentError,
+        UnsupportedModelError,
+    )
+    from lade.hf.compat import augment_all, config_lade, log_history, restore_all, save_log
+    from lade.hf.generate import decode, decoder, generate, stream
+    from lade.model.cache import TreeCache
+    from lade.model.support import Support, supports
+    from lade.stats import Stats, Step
 
 __all__ = [
     "ConfigError",
@@ -47,3 +53,35 @@ __all__ = [
     "stream",
     "supports",
 ]
+
+_HOMES = {
+    "lade.config": ("LookaheadConfig",),
+    "lade.errors": (
+        "ConfigError",
+        "FallbackWarning",
+        "InputError",
+        "LadeError",
+        "MissingExtraError",
+        "UnsupportedArgumentError",
+        "UnsupportedModelError",
+    ),
+    "lade.hf.compat": ("augment_all", "config_lade", "log_history", "restore_all", "save_log"),
+    "lade.hf.generate": ("decode", "decoder", "generate", "stream"),
+    "lade.model.cache": ("TreeCache",),
+    "lade.model.support": ("Support", "supports"),
+    "lade.stats": ("Stats", "Step"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+if not TYPE_CHECKING:  # else type checkers would believe in any name
+
+    def __getattr__(name: str) -> Any:
+        """Import a name when it is first asked for: the shell shows its help without waiting for torch."""
+        if name not in _HOME_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_HOME_OF[name]), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -11,7 +11,9 @@ Guess = tuple[tuple[int, ...], str]
 
 
 class NGramPool:
-    """Maps a token to its G most recently seen continuations of N-1 tokens each.
+    """Maps a token to its G most recently seen continuations of up to N-1 tokens each.
+
+    A continuation that begins another one is the same guess cut short, so only the longer one is held.
 
     Args:
         ngram: N.
@@ -21,9 +23,7 @@ class NGramPool:
             `max_keys * G * N` ids.
     """
 
-    def __init__(
-        self, ngram: int, guesses: int, excluded: Collection[int] = (), max_keys: int = 65_536
-    ) -> None:
+    def __init__(self, ngram: int, guesses: int, excluded: Collection[int] = (), max_keys: int = 65_536) -> None:
         self.ngram, self.guesses, self.max_keys = ngram, guesses, max_keys
         self._excluded = frozenset(excluded)
         self._table: dict[int, dict[tuple[int, ...], str]] = {}
@@ -33,18 +33,17 @@ class NGramPool:
         return sum(map(len, self._table.values()))
 
     def learn(self, ngrams: Iterable[Sequence[int]], source: str) -> None:
-        """Enter n-grams (N ids each), the last one as the most recent; `source` names who saw them."""
+        """Enter n-grams (2 to N ids each), the last one as the most recent; `source` names who saw them."""
         if not self.guesses:
             return
         for key, *rest in ngrams:
-            continuation = tuple(rest)
+            continuation = tuple(rest[: self.ngram - 1])
             if key in self._excluded or not self._excluded.isdisjoint(continuation):
                 continue
             # Dictionaries keep insertion order: taken out and put in again, an entry is the most recent.
             entry = self._table.pop(key, {})
             self._table[key] = entry
-            entry.pop(continuation, None)
-            entry[continuation] = source
+            _enter(entry, continuation, source)
             if len(entry) > self.guesses:
                 del entry[next(iter(entry))]
             if len(self._table) > self.max_keys:
@@ -53,3 +52,14 @@ class NGramPool:
     def lookup(self, token: int) -> list[Guess]:
         """The continuations of `token`, at most G, most recently seen first, each with its source."""
         return list(reversed(self._table.get(token, {}).items()))
+
+
+def _enter(entry: dict[tuple[int, ...], str], continuation: tuple[int, ...], source: str) -> None:
+    for other in entry:
+        shared = min(len(other), len(continuation))
+        if other[:shared] == continuation[:shared]:  # at most one can be: entries do not begin one another
+            known_as = entry.pop(other)
+            if len(other) > len(continuation):
+                continuation, source = other, known_as
+            break
+    entry[continuation] = source

@@ -40,6 +40,7 @@ class Row:
         self.pool = NGramPool(config.ngram, config.guesses, excluded)
         self.window: Window | None = None
         self._prompt_length = len(self.tokens)
+        self._tree = TokenTree(self.tokens[-1])
         self._tips: list[int | None] = []
         self._learn_text(0, "prompt")
 
@@ -63,10 +64,12 @@ class Row:
         self._tips = self.window.plant(tree) if self.window else []
         for guess, source in self.pool.lookup(self.tokens[-1]):
             tree.add_path(guess, source)
+        self._tree = tree
         return tree
 
     def learn(self, picks: Sequence[int], verdict: Verdict) -> None:
-        """Take in what a step showed: the window advances, its n-grams and the accepted text enter the pool.
+        """Take in what a step showed: the window advances; its n-grams, what the model chose at every node, and the
+        accepted text enter the pool.
 
         Args:
             picks: `[S]`, the argmax at each node of the tree that `grow` returned last.
@@ -77,6 +80,7 @@ class Row:
             last = self.window.rows[-1]
             new = [last[i] if tip is None else picks[tip] for i, tip in enumerate(self._tips)]
             self.pool.learn(self.window.advance(self.tokens[-1], new), "pool")
+        self.pool.learn(chosen_ngrams(self._tree, picks, self.config.ngram), "pool")
         self._learn_text(len(self.tokens) - len(verdict.tokens), "text")
 
     def _learn_text(self, start: int, source: str) -> None:
@@ -88,3 +92,26 @@ class Row:
         ngram = self.config.ngram
         for end in range(max(start + 1, ngram), len(self.tokens) + 1):
             yield self.tokens[end - ngram : end]
+
+
+def chosen_ngrams(tree: TokenTree, picks: Sequence[int], ngram: int) -> list[tuple[int, ...]]:
+    """For each node but the root its token and what the model chose to follow it, as far as the tree shows.
+
+    The choice at a node continues it by one token; where a child carries that token, the choice at the child goes on.
+    These n-grams cost nothing, since the pass has computed every node's choice. What follows the root is the accepted
+    text, which is learned as such.
+
+    Args:
+        tree: the candidates of a step.
+        picks: `[S]`, the argmax at each node.
+        ngram: N, the greatest length.
+
+    Returns:
+        S - 1 n-grams of 2 to N tokens, in the order of the nodes.
+    """
+    chosen: list[tuple[int, ...]] = [()] * len(tree)
+    for node in range(len(tree) - 1, 0, -1):  # children come after their parents
+        child = tree.child(node, picks[node])
+        follows = (picks[node],) if child is None else chosen[child][: ngram - 1]
+        chosen[node] = (tree.ids[node], *follows)
+    return chosen[1:]

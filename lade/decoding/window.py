@@ -34,9 +34,7 @@ class Window:
         rng: private source of randomness.
     """
 
-    def __init__(
-        self, columns: int, ngram: int, current: int, vocabulary: Sequence[int], rng: random.Random
-    ) -> None:
+    def __init__(self, columns: int, ngram: int, current: int, vocabulary: Sequence[int], rng: random.Random) -> None:
         self.columns, self.ngram = columns, ngram
         self.rows = [[current, *rng.choices(vocabulary, k=columns + ngram - 3)]]
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
@@ -13,6 +19,7 @@ from lade.config import LookaheadConfig
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
 from lade.model.cache import TreeCache
 from lade.model.positions import LEARNED_POSITIONS
+from lade.model.slots import padding_counts_from
 
 Lookahead = LookaheadConfig | str | None
 
@@ -81,11 +88,31 @@ def _refuse_cache(generation_config: GenerationConfig, model_kwargs: dict[str, A
         )
 
 
+def with_stop_strings(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments with `stop_strings` as a criterion: transformers keeps the tokenizer from a callable's criteria.
+
+    Raises:
+        UnsupportedArgumentError: they come from a generation_config, where they cannot be taken out for one call.
+    """
+    tokenizer, strings = arguments.get("tokenizer"), arguments.get("stop_strings")
+    if arguments.get("token_healing"):
+        _refuse("token_healing=True", "transformers does not hand on the tokenizer that it needs")
+    for config in (arguments.get("generation_config"), model.generation_config):
+        if getattr(config, "stop_strings", None) is not None:
+            _refuse("stop_strings in a generation_config", "give them as arguments: stop_strings=..., tokenizer=...")
+    if tokenizer is None or strings is None:
+        return arguments
+    criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
+    criteria.append(StopStringCriteria(tokenizer, strings))
+    rest = {name: value for name, value in arguments.items() if name != "stop_strings"}
+    return {**rest, "stopping_criteria": criteria}
+
+
 def _mode_arguments(mode: GenerationMode, config: GenerationConfig) -> str:
     """The arguments that led to a generation mode, for the error."""
     names = ("do_sample", "num_beams", "num_beam_groups", "prompt_lookup_num_tokens", "penalty_alpha", "dola_layers")
-    quiet = (None, False, 1)
-    told = [f"{name}={getattr(config, name)!r}" for name in names if getattr(config, name, None) not in quiet]
+    values = {name: getattr(config, name, None) for name in names}
+    told = [f"{name}={value!r}" for name, value in values.items() if value is True or value not in (None, False, 1)]
     return ", ".join(told) or f"generation mode {mode.value}"
 
 
@@ -132,8 +159,7 @@ def left_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -
         attention_mask: `[1, L]` of 0 and 1, or None for no padding.
 
     Raises:
-        InputError: every token is masked.
-        UnsupportedArgumentError: a token is masked behind one that is not.
+        UnsupportedArgumentError: every token is masked, or one behind another that is not.
     """
     if attention_mask is None:
         return 0
@@ -141,11 +167,18 @@ def left_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -
         _refuse(f"an attention_mask of shape {list(attention_mask.shape)}", "it must have one column a token")
     mask: list[int] = attention_mask[0].tolist()
     if not any(mask):
-        raise InputError("attention_mask is all zeros: unmask the prompt")
+        _refuse("an attention_mask of zeros", "there is no text to continue")
     padding = next(i for i, unmasked in enumerate(mask) if unmasked)
     if not all(mask[padding:]):
         _refuse("an attention_mask with gaps", "only padding on the left can be taken off")
     return padding
+
+
+def check_padding(model: PreTrainedModel, padding: int, max_length: int) -> None:
+    """Refuse left padding where plain decoding counts it as text."""
+    limit = padding_counts_from(model.config.get_text_config(decoder=True))
+    if padding and limit is not None and max_length >= limit:
+        _refuse("left padding", f"from {limit} tokens on this model counts the padding; give the prompt without it")
 
 
 def check_positions(position_ids: torch.Tensor | None, padding: int) -> None:

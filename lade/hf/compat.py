@@ -142,9 +142,13 @@ def _augmented(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
         stats = Stats()
         try:
-            # The session puts the prompt where transformers has done so already, hence the wrapper.
             session = Session(
-                *prepared, config=_settings.lookahead, stats=stats, streamer=streamer, prompt_streamed=True, **model_kwargs
+                *prepared,
+                config=_settings.lookahead,
+                stats=stats,
+                streamer=streamer,
+                prompt_streamed=True,  # transformers has done so before it called us
+                **model_kwargs,
             )
         except (UnsupportedModelError, UnsupportedArgumentError) as problem:
             warnings.warn(f"decoding plainly: {problem}", FallbackWarning, stacklevel=2)

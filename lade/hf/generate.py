@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from lade.config import LookaheadConfig
 from lade.errors import FallbackWarning, UnsupportedArgumentError, UnsupportedModelError
-from lade.hf.arguments import REMEDY, Lookahead, check_prompt, resolve
+from lade.hf.arguments import REMEDY, Lookahead, check_prompt, resolve, with_stop_strings
 from lade.hf.plain import decoding_method, metered, plain_steps
 from lade.hf.session import Output, Session
 from lade.model.support import supports, unwrap
@@ -135,9 +135,8 @@ def generate(
         try:
             _check_request(model, generate_arguments)
             method = decoder(streamer=streamer)
-            output: Output = model.generate(
-                custom_generate=method, lookahead=config, stats=stats, **generate_arguments
-            )
+            handed_on = with_stop_strings(unwrap(model), generate_arguments)
+            output: Output = model.generate(custom_generate=method, lookahead=config, stats=stats, **handed_on)
             return output
         except (UnsupportedModelError, UnsupportedArgumentError) as problem:  # raised before any work is done
             if not may_fall_back:
@@ -171,7 +170,8 @@ def stream(
         try:
             _check_request(model, generate_arguments)
             make = functools.partial(Session, config=config, stats=Stats() if stats is None else stats)
-            return iter(model.generate(custom_generate=make, **generate_arguments))
+            handed_on = with_stop_strings(unwrap(model), generate_arguments)
+            return iter(model.generate(custom_generate=make, **handed_on))
         except (UnsupportedModelError, UnsupportedArgumentError) as problem:
             if not may_fall_back:
                 raise
@@ -194,7 +194,9 @@ def _check_request(model: Any, arguments: dict[str, Any]) -> None:
 def _refuse_rows(arguments: dict[str, Any]) -> None:
     ids = arguments.get("inputs", arguments.get("input_ids"))
     if isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[0] > 1:
-        raise UnsupportedArgumentError(f"a batch of {ids.shape[0]} rows cannot be streamed: stream one prompt at a time")
+        raise UnsupportedArgumentError(
+            f"a batch of {ids.shape[0]} rows cannot be streamed: stream one prompt at a time"
+        )
 
 
 def _warn(problem: Exception) -> None:

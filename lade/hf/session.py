@@ -14,7 +14,7 @@ from lade.config import LookaheadConfig
 from lade.decoding.choose import Chooser, Greedy
 from lade.decoding.engine import Engine
 from lade.decoding.row import Row
-from lade.hf.arguments import check_positions, check_prompt, left_padding, refuse_arguments
+from lade.hf.arguments import check_padding, check_positions, check_prompt, left_padding, refuse_arguments
 from lade.hf.transcript import ProcessedGreedy, StopRules, Transcript
 from lade.model.cache import TreeCache
 from lade.model.runner import EagerRunner
@@ -33,6 +33,7 @@ class Session:
         config: W, N, G.
         stats: is added to.
         streamer: is given the prompt and every token, as `model.generate` does.
+        prompt_streamed: whether it has been given the prompt already.
 
     Raises:
         InputError: the prompt is empty, has ids out of the vocabulary, or is too long for a table of positions.
@@ -50,15 +51,18 @@ class Session:
         config: LookaheadConfig,
         stats: Stats,
         streamer: BaseStreamer | None = None,
+        prompt_streamed: bool = False,
         **model_kwargs: Any,
     ) -> None:
         plan = supports(model).require()
         refuse_arguments(input_ids, logits_processor, generation_config, model_kwargs)
         check_prompt(model, input_ids)
         padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
+        check_padding(model, padding, generation_config.max_length)
         check_positions(model_kwargs.get("position_ids"), padding)
 
-        self._input_ids, self._generation_config, self._streamer = input_ids, generation_config, streamer
+        self._input_ids, self._generation_config = input_ids, generation_config
+        self._streamer, self._prompt_streamed = streamer, prompt_streamed
         cache = model_kwargs.get("past_key_values")
         self._cache = cache if isinstance(cache, TreeCache) else TreeCache()
         transcript = Transcript(input_ids, padding)
@@ -75,7 +79,7 @@ class Session:
 
     def __iter__(self) -> Iterator[Step]:
         """Decode; one `Step` per forward pass."""
-        if self._streamer is not None:
+        if self._streamer is not None and not self._prompt_streamed:
             self._streamer.put(self._input_ids.cpu())
         try:
             for (step,) in self._engine.run():

@@ -129,6 +129,10 @@ class TreeCache(Cache):
         """`[B]`, cached tokens of each row; `[0]` before the first pass."""
         return self.layers[0].lengths if self.layers and self.layers[0].lengths else [0]
 
+    def reset(self) -> None:
+        """Forget everything: the cache is as new, and as falsy, which transformers asks before it drops a cache."""
+        self.layers.clear()
+
     def keep(self, paths: Sequence[Sequence[int]], fed: int) -> None:
         """Of the `fed` tokens that came last, keep those of the path and drop the others.
 

@@ -23,8 +23,8 @@ class Positions:
     """Walls of one model.
 
     Attributes:
-        walls: positions, ascending, that only a token fed alone may reach first. Beyond the last one every token is
-            fed alone.
+        walls: positions, ascending: no tree crosses them, and the token that lies on one is fed alone. Beyond the
+            last one every token is fed alone.
         switch: the wall at which longrope changes its frequencies; some models then compute the whole text anew.
     """
 
@@ -43,6 +43,8 @@ class Positions:
         """Greatest depth of a tree whose root lies at position `cached`; None where there is no wall."""
         if not self.walls:
             return None
+        if cached in self.walls:
+            return 0
         return next((wall - 1 - cached for wall in self.walls if cached < wall), 0)
 
 

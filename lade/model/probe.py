@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from lade.decoding.tree import ROOT, TokenTree
 from lade.model.attention import MaskPlan
 from lade.model.cache import TreeCache
-from lade.model.runner import EagerRunner
+from lade.model.runner import EagerRunner, input_device
 
 PREFIX_TOKENS = 12
 BRANCHES = ((0, 1, 2), (3, 4, 5), (3, 6))  # indices into random tokens; two of them share a node
@@ -59,14 +59,12 @@ def tolerance(dtype: torch.dtype) -> float:
     return TOLERANCE.get(dtype, HALF_TOLERANCE)
 
 
-def _distance(
-    model: PreTrainedModel, prefix: list[int], tree: TokenTree, node: int, logits: torch.Tensor
-) -> float:
+def _distance(model: PreTrainedModel, prefix: list[int], tree: TokenTree, node: int, logits: torch.Tensor) -> float:
     path = []
     while node != ROOT:
         path.append(tree.ids[node])
         node = tree.parents[node]
-    ids = torch.tensor([prefix + path[::-1]], device=model.device)
+    ids = torch.tensor([prefix + path[::-1]], device=input_device(model))
     plain = model(ids, use_cache=False).logits[0, -1].to(logits.device)  # [V]
     if not torch.isfinite(logits).all():
         return float("inf")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
@@ -15,6 +14,7 @@ from lade.decoding.tree import TokenTree
 from lade.model.attention import MaskPlan, StepInputs
 from lade.model.cache import TreeCache
 from lade.model.positions import Positions
+from lade.model.slots import SlotCounters
 
 
 class EagerRunner:
@@ -29,7 +29,9 @@ class EagerRunner:
     def __init__(self, model: PreTrainedModel, plan: MaskPlan, generation_config: GenerationConfig) -> None:
         self.model, self.plan, self.generation_config = model, plan, generation_config
         self.positions = Positions.of(model.config.get_text_config(decoder=True))
+        self.device = input_device(model)
         self.forward_s = 0.0
+        self._slot_counters = SlotCounters(model)
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
 
     def room(self, cached: int) -> int | None:
@@ -43,7 +45,9 @@ class EagerRunner:
         Returns:
             Logits of the last token, `[B, V]`; the language model head runs on that token only.
         """
-        ids = torch.tensor(rows, device=self.model.device)
+        if self._forgets(rows, cache):
+            cache.reset()
+        ids = torch.tensor(rows, device=self.device)
         kwargs: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
         if "position_ids" in self._accepts:
             kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
@@ -69,16 +73,13 @@ class EagerRunner:
             logits behind its last node mean nothing.
         """
         if cache.lengths[0] == self.positions.switch and self._forgets(rows, cache):
-            cache.reset()
             return self._timed(lambda: self.prefill(rows, cache)[:, None])
-        inputs = StepInputs.of(trees, cache.lengths, self.model.device)
+        inputs = StepInputs.of(trees, cache.lengths, self.device)
         kwargs: dict[str, Any] = {"attention_mask": self.plan.masks(inputs, self.model.dtype)}
         if "position_ids" in self._accepts:
             kwargs["position_ids"] = inputs.positions
-        with logical_alibi(self.model, inputs.key_positions):
-            return self._timed(
-                lambda: self.model(inputs.ids, past_key_values=cache, use_cache=True, **kwargs).logits
-            )
+        with self._slot_counters.told(inputs):
+            return self._timed(lambda: self.model(inputs.ids, past_key_values=cache, use_cache=True, **kwargs).logits)
 
     def _timed(self, call: Any) -> torch.Tensor:
         start = perf_counter()
@@ -90,7 +91,9 @@ class EagerRunner:
 
     def _forgets(self, rows: Sequence[Sequence[int]], cache: TreeCache) -> bool:
         """Whether plain decoding of this model would drop the cache here and compute the text with new frequencies."""
-        ids = torch.tensor(rows, device=self.model.device)
+        if self.positions.switch is None or not cache.get_seq_length():
+            return False
+        ids = torch.tensor(rows, device=self.device)
         prepared = self.model.prepare_inputs_for_generation(
             ids,
             next_sequence_length=1,
@@ -102,31 +105,10 @@ class EagerRunner:
         return prepared.get("past_key_values") is None
 
 
-@contextmanager
-def logical_alibi(model: PreTrainedModel, key_positions: torch.Tensor) -> Iterator[None]:
-    """While it lasts, ALiBi biases go by the position of a key and not by its slot.
-
-    Models without an ALiBi builder (all but the bloom family) are left alone.
-
-    Args:
-        model: the causal language model.
-        key_positions: `[B, K]`.
-    """
-    decoder = model.base_model
-    build = getattr(decoder, "build_alibi_tensor", None)
-    if build is None:
-        yield
-        return
-    rows, keys = key_positions.shape
-
-    def build_alibi_tensor(attention_mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
-        ones = torch.ones(rows, int(key_positions.max()) + 1, dtype=torch.long, device=key_positions.device)
-        by_position = build(ones, num_heads, dtype)  # [B * heads, 1, positions]
-        columns = key_positions.repeat_interleave(num_heads, dim=0)[:, None]  # [B * heads, 1, K]
-        return by_position.gather(2, columns)
-
-    decoder.build_alibi_tensor = build_alibi_tensor
-    try:
-        yield
-    finally:
-        del decoder.build_alibi_tensor
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where ids are fed in: with the embeddings, or where accelerate brings them if their weights lie elsewhere."""
+    embeddings = model.get_input_embeddings()
+    device: torch.device = embeddings.weight.device
+    if device.type == "meta":
+        device = torch.device(embeddings._hf_hook.execution_device)
+    return device

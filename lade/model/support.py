@@ -13,9 +13,7 @@ from lade.errors import UnsupportedModelError
 from lade.model.attention import MaskPlan, Reach, chunked, everything, sliding
 from lade.model.probe import tolerance, worst_error
 
-MASK_PER_LAYER_TYPE = frozenset(
-    "qwen2 qwen3 gemma2 gemma3_text olmo3 smollm3 cohere2 llama4_text gpt_oss".split()
-)
+MASK_PER_LAYER_TYPE = frozenset("qwen2 qwen3 gemma2 gemma3_text olmo3 smollm3 cohere2 llama4_text gpt_oss".split())
 ONE_MASK = frozenset(
     "llama mistral mixtral qwen3_moe gemma phi phi3 gpt2 gptj gpt_neox gpt_bigcode opt falcon olmo2 olmoe granite cohere "
     "starcoder2 stablelm deepseek_v3 glm4 bloom".split()
@@ -74,9 +72,9 @@ def supports(model: Any) -> Support:
 
     >>> if not lade.supports(model): print(lade.supports(model).reason)
     """
-    model = unwrap(model)
+    wrapped, model = model, unwrap(model)
     name = type(model).__name__
-    reason = _refusal(model)
+    reason = _refusal(model) or _refusal_of_wrapper(wrapped, model)
     if reason:
         return Support(name, f"{reason}; {PLAIN_REMEDY}")
     config = model.config.get_text_config(decoder=True)
@@ -116,6 +114,14 @@ def _refusal(model: Any) -> str:
         return "its attention is bidirectional"
     if model.training and _drops_out(model, config):
         return "it is in training mode, where dropout makes every pass differ: call model.eval()"
+    return ""
+
+
+def _refusal_of_wrapper(wrapped: Any, model: PreTrainedModel) -> str:
+    adapter = getattr(wrapped, "active_peft_config", None)
+    # While PEFT generates with such an adapter, it prepares the inputs of the model itself.
+    if getattr(adapter, "is_prompt_learning", False) or "prepare_inputs_for_generation" in vars(model):
+        return "its adapter puts learned tokens before the prompt, whose positions are not known here"
     return ""
 
 

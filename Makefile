@@ -1,0 +1,53 @@
+# Everything runs in a virtual environment that the first command makes: nothing else is needed but Python 3.11+.
+PYTHON ?= python3
+VENV := .venv
+OLDEST := .venv-oldest
+BIN := $(VENV)/bin
+
+.PHONY: help demo test test-fast test-slow test-gpu test-oldest lint figures wheel clean
+
+help: ## show this
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt torch
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.installed ## watch the embedded model write Python, plain and with lookahead
+	$(BIN)/lade demo
+
+test: lint test-fast ## lint, types and the default tests: what CI runs
+
+test-fast: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+test-slow: $(VENV)/.installed ## the full cross products (many minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+
+test-gpu: $(VENV)/.installed ## what needs a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+test-oldest: $(OLDEST)/.installed ## the default tests on the oldest supported transformers
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+figures: $(VENV)/.installed ## draw the README's pictures anew
+	$(BIN)/python scripts/draw_step.py docs/images
+
+wheel: $(VENV)/.installed ## build the wheel into dist/
+	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
+
+clean:
+	rm -rf $(VENV) $(OLDEST) build dist *.egg-info

@@ -1,0 +1,45 @@
+"""The walk."""
+
+import pytest
+
+from lade.decoding.tree import TokenTree
+from lade.decoding.verify import walk
+
+
+@pytest.fixture
+def tree() -> TokenTree:
+    tree = TokenTree(0)
+    tree.add_path([1, 2, 3], "pool")
+    tree.add_path([1, 4], "prompt")
+    return tree  # nodes: 0 root, 1 "1", 2 "2", 3 "3", 4 "4"
+
+
+def test_it_follows_what_the_model_chooses_and_adds_the_bonus(tree):
+    emitted: list[int] = []
+    verdict = walk(tree, {0: 1, 1: 4, 4: 8}.__getitem__, lambda token: emitted.append(token))
+    assert verdict.path == [0, 1, 4]
+    assert verdict.tokens == emitted == [1, 4, 8]
+    assert verdict.sources == ["pool", "prompt", "bonus"]
+
+
+def test_a_fully_matched_guess_yields_its_bonus_too(tree):
+    verdict = walk(tree, {0: 1, 1: 2, 2: 3, 3: 9}.__getitem__, lambda token: False)
+    assert verdict.tokens == [1, 2, 3, 9]
+
+
+def test_a_miss_still_yields_one_token(tree):
+    verdict = walk(tree, lambda node: 7, lambda token: False)
+    assert (verdict.path, verdict.tokens, verdict.sources) == ([0], [7], ["bonus"])
+
+
+def test_nothing_is_chosen_behind_a_stop(tree):
+    asked: list[int] = []
+
+    def choose(node: int) -> int:
+        asked.append(node)
+        return {0: 1, 1: 2}[node]
+
+    verdict = walk(tree, choose, lambda token: token == 2)
+    assert asked == [0, 1]
+    assert verdict.done and verdict.tokens == [1, 2] and verdict.path == [0, 1]
+    assert verdict.sources == ["pool", "pool"]

@@ -1,0 +1,159 @@
+"""The original library's API."""
+
+import pytest
+import torch
+from transformers import GenerationMixin, TextIteratorStreamer
+
+import lade
+from lade.hf import compat
+from lade.testing import toy_model
+
+IDS = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3]])
+ORIGINAL = GenerationMixin._sample
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch):
+    monkeypatch.delenv("USE_LADE", raising=False)
+    monkeypatch.setattr(compat, "_settings", compat._Settings())
+    yield
+    lade.restore_all()
+    assert GenerationMixin._sample is ORIGINAL
+
+
+@pytest.fixture
+def passes():
+    """A model and the number of its forward passes."""
+    model, counted = toy_model(), []
+    model.register_forward_hook(lambda *_: counted.append(1))
+    return model, counted
+
+
+def config():
+    lade.config_lade(LEVEL=5, WINDOW_SIZE=7, GUESS_SET_SIZE=7, DEBUG=0)
+
+
+def test_word_for_word_it_accelerates_greedy_generate(passes, monkeypatch):
+    model, counted = passes
+    plain = model.generate(IDS, max_new_tokens=200)
+    assert len(counted) == 200
+    counted.clear()
+    lade.augment_all()
+    lade.config_lade(LEVEL=5, WINDOW_SIZE=7, GUESS_SET_SIZE=7, DEBUG=0)
+    monkeypatch.setenv("USE_LADE", "1")
+    assert torch.equal(model.generate(IDS, max_new_tokens=200), plain)
+    assert len(counted) < 150
+
+
+@pytest.mark.parametrize("switch", [None, "0", ""])
+def test_without_the_variable_nothing_changes(passes, monkeypatch, switch):
+    model, counted = passes
+    lade.augment_all()
+    config()
+    if switch is not None:
+        monkeypatch.setenv("USE_LADE", switch)
+    model.generate(IDS, max_new_tokens=30)
+    assert len(counted) == 30
+
+
+def test_switched_off_sampling_is_exactly_plain(passes):
+    """The original library turned sampling into greedy decoding when it was switched off."""
+    model, _ = passes
+    torch.manual_seed(7)
+    plain = model.generate(IDS, max_new_tokens=30, do_sample=True)
+    lade.augment_all()
+    config()
+    torch.manual_seed(7)
+    assert torch.equal(model.generate(IDS, max_new_tokens=30, do_sample=True), plain)
+
+
+def test_what_cannot_be_served_is_decoded_plainly_with_a_word(passes, monkeypatch):
+    model, _ = passes
+    torch.manual_seed(7)
+    plain = model.generate(IDS, max_new_tokens=30, do_sample=True)
+    lade.augment_all()
+    monkeypatch.setenv("USE_LADE", "1")
+    torch.manual_seed(7)
+    with pytest.warns(lade.FallbackWarning, match="do_sample=True"):
+        assert torch.equal(model.generate(IDS, max_new_tokens=30, do_sample=True), plain)
+
+
+def test_restore_all_undoes_the_patch_however_often_it_was_made(passes, monkeypatch):
+    model, counted = passes
+    lade.augment_all()
+    lade.augment_all()
+    lade.restore_all()
+    assert GenerationMixin._sample is ORIGINAL
+    monkeypatch.setenv("USE_LADE", "1")
+    model.generate(IDS, max_new_tokens=30)
+    assert len(counted) == 30
+
+
+def test_importing_patches_nothing():
+    assert GenerationMixin._sample is ORIGINAL
+
+
+def test_debug_prints_the_summary_and_the_log_adds_up(passes, monkeypatch, capsys, tmp_path):
+    model, counted = passes
+    lade.augment_all()
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=5, GUESS_SET_SIZE=5, DEBUG=1)
+    monkeypatch.setenv("USE_LADE", "1")
+    for _ in range(2):
+        model.generate(IDS, max_new_tokens=60)
+    assert f"Generated tokens:  60 Total steps:  {len(counted) // 2}" in capsys.readouterr().out
+    lade.save_log(tmp_path / "log.pt")
+    assert torch.load(tmp_path / "log.pt") == [[60, len(counted) // 2]] * 2
+    lade.log_history(clear=True)
+    assert f"OVERALL GEN:  120  STEPS:  {len(counted)} " in capsys.readouterr().out
+    lade.log_history()
+    assert "OVERALL GEN:  0  STEPS:  0  AVG COMPRESS RATIO:  0" in capsys.readouterr().out
+
+
+def test_a_streamer_gets_prompt_tokens_and_end(passes, monkeypatch):
+    model, _ = passes
+
+    class Numbers:
+        """As much of a tokenizer as a streamer needs."""
+
+        def decode(self, ids, **kwargs):
+            return "".join(f"{int(i)} " for i in ids)
+
+    lade.augment_all()
+    monkeypatch.setenv("USE_LADE", "1")
+    streamer = TextIteratorStreamer(Numbers())
+    ids = model.generate(IDS, max_new_tokens=20, streamer=streamer)
+    assert [int(word) for word in "".join(streamer).split()] == ids[0].tolist()
+
+
+def test_settings_that_are_left_out_keep_their_value():
+    lade.config_lade(LEVEL=3, WINDOW_SIZE=9)
+    lade.config_lade(GUESS_SET_SIZE=2, POOL_FROM_PROMPT=1)
+    assert compat._settings.lookahead == lade.LookaheadConfig(9, 3, 2, prompt_ngrams=True)
+
+
+def test_pool_from_prompt_is_off_until_asked_for():
+    config()
+    assert not compat._settings.lookahead.prompt_ngrams
+
+
+@pytest.mark.parametrize("setting", [{"ALWAYS_FWD_ONE": 0}, {"SPLIT_FLAG": 1}, {"DIST_WORKERS": 2}, {"USE_FLASH": 1}])
+def test_what_is_not_there_says_so(setting):
+    (name,) = setting
+    with pytest.warns(UserWarning, match=f"{name}=.* is not available yet: "):
+        lade.config_lade(**setting)
+
+
+def test_quiet_values_are_quiet():
+    lade.config_lade(ALWAYS_FWD_ONE=1, SPLIT_FLAG=0, DIST_WORKERS=1, USE_FLASH=0, backend="gloo")
+
+
+def test_bad_sizes_are_named_and_change_nothing():
+    before = compat._settings.lookahead
+    with pytest.raises(lade.ConfigError, match="ngram=1"):
+        lade.config_lade(LEVEL=1)
+    assert compat._settings.lookahead == before
+
+
+def test_a_log_into_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(lade.ConfigError, match="make it first"):
+        lade.save_log(tmp_path / "missing" / "log.pt")

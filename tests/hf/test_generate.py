@@ -1,0 +1,223 @@
+"""`lade.generate`, `lade.stream` and `custom_generate=lade.decode` against `model.generate`."""
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+import lade
+from lade import LookaheadConfig, Stats
+from lade.testing import toy_model
+
+MODELS = {family: toy_model(family) for family in ("llama", "qwen3", "gpt2")}
+configs = st.builds(
+    LookaheadConfig,
+    window=st.integers(0, 8),
+    ngram=st.integers(2, 6),
+    guesses=st.integers(0, 8),
+    prompt_ngrams=st.booleans(),
+    seed=st.integers(0, 5),
+)
+prompts = st.lists(st.integers(0, 47), min_size=1, max_size=12)
+
+
+@settings(max_examples=40)
+@given(
+    family=st.sampled_from(sorted(MODELS)),
+    config=configs,
+    prompt=prompts,
+    new_tokens=st.integers(1, 60),
+    eos=st.sampled_from([None, [5], [3, 17, 40]]),
+)
+def test_any_window_ngram_guesses_and_prompt_give_plains_tokens(family, config, prompt, new_tokens, eos):
+    model, ids = MODELS[family], torch.tensor([prompt])
+    arguments = {"max_new_tokens": new_tokens, "eos_token_id": eos}
+    stats = Stats()
+    ours = lade.generate(model, input_ids=ids, lookahead=config, stats=stats, **arguments)
+    assert torch.equal(ours, model.generate(ids, **arguments))
+    emitted = ours.shape[1] - ids.shape[1]
+    assert stats.new_tokens == emitted and stats.generations == 1
+    assert sum(stats.accepted) == emitted - 1
+    assert len(stats.accepted) == len(stats.step_tokens) == stats.steps
+
+
+@pytest.fixture
+def model():
+    return toy_model()
+
+
+@pytest.fixture
+def ids():
+    return torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3]])
+
+
+def test_the_three_ways_and_plain_agree(model, ids):
+    plain = model.generate(ids, max_new_tokens=40)
+    config = LookaheadConfig(5, 4, 5)
+    steps = list(lade.stream(model, input_ids=ids, max_new_tokens=40, lookahead=config))
+    streamed = torch.tensor([ids[0].tolist() + [token for step in steps for token in step.tokens]])
+    for output in (
+        lade.generate(model, ids, max_new_tokens=40, lookahead=config),
+        lade.generate(model, input_ids=ids, max_new_tokens=40),
+        lade.generate(model, input_ids=ids, max_new_tokens=40, lookahead=None),
+        model.generate(ids, max_new_tokens=40, custom_generate=lade.decode),
+        model.generate(ids, max_new_tokens=40, custom_generate=lade.decode, lookahead=config),
+        model.generate(ids, max_new_tokens=40, custom_generate=lade.decode, lookahead=None),
+        streamed,
+    ):
+        assert torch.equal(output, plain)
+
+
+def test_a_text_that_repeats_itself_takes_fewer_passes(model, ids):
+    """The toy's greedy text falls into a period sooner or later; the pool must know it then."""
+    stats = Stats()
+    lade.generate(model, input_ids=ids, max_new_tokens=300, stats=stats, lookahead=LookaheadConfig())
+    assert stats.tokens_per_step > 1.5
+    assert stats.steps < 200
+
+
+def test_steps_name_their_sources_and_count_what_was_fed(model, ids):
+    stats = Stats()
+    steps = list(lade.stream(model, input_ids=ids, max_new_tokens=200, stats=stats))
+    assert [step.index for step in steps] == list(range(len(steps)))
+    assert steps[0].sources == ["prefill"] and steps[0].fed == ids.shape[1]
+    later = steps[1:]
+    assert {source for step in later for source in step.sources} >= {"bonus", "text"}
+    assert all(len(step.tokens) == len(step.sources) for step in steps)
+    assert [step.fed for step in later] == stats.step_tokens
+    assert [len(step.tokens) for step in later] == stats.accepted
+    assert stats.decode_s == pytest.approx(sum(step.seconds for step in later))
+    assert 0 < stats.forward_s < stats.decode_s
+
+
+def test_stats_add_up_and_reset(model, ids):
+    stats = Stats()
+    for _ in range(2):
+        lade.generate(model, input_ids=ids, max_new_tokens=10, stats=stats)
+    assert (stats.generations, stats.new_tokens, sum(stats.accepted)) == (2, 20, 18)
+    stats.reset()
+    assert stats == Stats()
+
+
+@pytest.mark.parametrize("lookahead", [None, "auto"])
+def test_plain_decoding_fills_stats_too(model, ids, lookahead):
+    stats = Stats()
+    sampled = {} if lookahead is None else {"do_sample": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lade.FallbackWarning)
+        lade.generate(model, input_ids=ids, max_new_tokens=10, stats=stats, lookahead=lookahead, **sampled)
+    assert (stats.new_tokens, stats.generations, stats.steps) == (10, 1, 9)
+    assert stats.accepted == stats.step_tokens == [1] * 9
+    assert stats.prefill_s > 0 and 0 < stats.forward_s <= stats.decode_s
+
+
+@pytest.mark.parametrize("lookahead", ["auto", None])
+def test_stopping_early_leaves_nothing_broken(model, ids, lookahead):
+    plain = model.generate(ids, max_new_tokens=60)[0, ids.shape[1] :].tolist()
+    stream = lade.stream(model, input_ids=ids, max_new_tokens=60, lookahead=lookahead)
+    got = [token for _, step in zip(range(3), stream, strict=False) for token in step.tokens]
+    stream.close()
+    assert got == plain[: len(got)]
+    again = lade.stream(model, input_ids=ids, max_new_tokens=60, lookahead=lookahead)
+    assert [token for step in again for token in step.tokens] == plain
+    assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+def test_gradients_stay_switched_on_for_the_consumer_of_a_stream(model, ids):
+    for _ in lade.stream(model, input_ids=ids, max_new_tokens=5):
+        assert torch.is_grad_enabled()
+
+
+def test_the_global_generator_is_not_touched(model, ids):
+    before = torch.random.get_rng_state()
+    lade.generate(model, input_ids=ids, max_new_tokens=20, lookahead=LookaheadConfig(seed=3))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+class Recorder(BaseStreamer):
+    def __init__(self):
+        self.calls = []
+
+    def put(self, value):
+        self.calls.append(value.tolist())
+
+    def end(self):
+        self.calls.append("end")
+
+
+def test_a_streamer_hears_what_plain_decoding_would_tell_it(model, ids):
+    expected = Recorder()
+    model.generate(ids, max_new_tokens=25, streamer=expected)
+    through_generate, through_decoder = Recorder(), Recorder()
+    lade.generate(model, input_ids=ids, max_new_tokens=25, streamer=through_generate)
+    model.generate(ids, max_new_tokens=25, custom_generate=lade.decoder(streamer=through_decoder))
+    assert through_generate.calls == through_decoder.calls == expected.calls
+    with pytest.warns(lade.FallbackWarning):
+        plainly = Recorder()
+        model.generate(ids, max_new_tokens=25, do_sample=True, top_k=1, custom_generate=lade.decoder(streamer=plainly))
+    assert plainly.calls == expected.calls
+
+
+def test_a_streamer_is_told_the_end_after_an_error_as_well(model, ids):
+    def fail(input_ids, scores):
+        raise RuntimeError("user's own")
+
+    recorder = Recorder()
+    with pytest.raises(RuntimeError, match="user's own"):
+        lade.generate(model, input_ids=ids, max_new_tokens=5, streamer=recorder, logits_processor=[fail])
+    assert recorder.calls[-1] == "end"
+
+
+def test_the_output_object_has_sequences_and_a_cache(model, ids):
+    plain = model.generate(ids, max_new_tokens=20, return_dict_in_generate=True)
+    ours = lade.generate(model, input_ids=ids, max_new_tokens=20, return_dict_in_generate=True)
+    assert type(ours) is type(plain)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert ours.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (torch.zeros(1, 0, dtype=torch.long), "input_ids is empty"),
+        (torch.tensor([[1, 48]]), "the id 48, outside the model's vocabulary of 48"),
+        (torch.tensor([[-1, 2]]), "the id -1"),
+        (torch.tensor([1, 2]), "shape"),
+        (torch.tensor([[1.0, 2.0]]), "dtype"),
+    ],
+)
+def test_bad_prompts_are_named(model, wrong, message):
+    for call in (lade.generate, lade.stream):
+        with pytest.raises(lade.InputError, match=message):
+            call(model, input_ids=wrong, max_new_tokens=5)
+
+
+def test_a_prompt_longer_than_a_table_of_positions_is_named():
+    model = toy_model("gpt2", positions=16)
+    with pytest.raises(lade.InputError, match="20 tokens, but GPT2LMHeadModel has positions for 16"):
+        lade.generate(model, input_ids=torch.ones(1, 20, dtype=torch.long), max_new_tokens=5)
+
+
+@pytest.mark.parametrize("wrong", ["fast", 3, {"window": 3}])
+def test_lookahead_is_a_config_auto_or_none(model, ids, wrong):
+    with pytest.raises(lade.ConfigError, match="give a LookaheadConfig"):
+        lade.generate(model, input_ids=ids, lookahead=wrong)
+
+
+def test_a_generation_config_is_obeyed(model, ids):
+    config = GenerationConfig(max_new_tokens=17, eos_token_id=[9], pad_token_id=0, repetition_penalty=1.3)
+    ours = lade.generate(model, input_ids=ids, generation_config=config)
+    assert torch.equal(ours, model.generate(ids, generation_config=config))
+
+
+def test_errors_of_a_plain_stream_reach_its_reader(model, ids):
+    def fail(input_ids, scores):
+        raise RuntimeError("user's own")
+
+    stream = lade.stream(model, input_ids=ids, max_new_tokens=5, lookahead=None, logits_processor=[fail])
+    with pytest.raises(RuntimeError, match="user's own"):
+        list(stream)

@@ -1,0 +1,57 @@
+"""The house: imports flow one way."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import lade
+
+PACKAGE = Path(lade.__file__).parent
+# From the ground up: a layer imports from itself and from those below it.
+LAYERS = ["version config errors stats", "decoding", "model", "hf testing", "demo", "cli", "__init__ __main__"]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
+MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
+
+
+def layer_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imported(path: Path) -> set[str]:
+    """First parts of what a module imports from this package."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "lade":
+            parts = node.module.split(".")[1:]
+            names |= {parts[0]} if parts else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("lade.")}
+    return names
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_module_imports_only_from_its_own_layer_and_below(path):
+    own = layer_of(path)
+    assert own in LEVEL, f"{own} has no layer: add it to LAYERS"
+    if own in ("cli", "__init__", "__main__"):
+        return  # the top uses the public names, `lade.generate` and so on
+    above = {name for name in imported(path) if name not in LEVEL or LEVEL[name] > LEVEL[own]}
+    assert not above, f"{path.name} imports {sorted(above)} from above"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_the_algorithm_knows_nothing_of_transformers(path):
+    if layer_of(path) == "decoding":
+        assert "transformers" not in path.read_text()
+
+
+def test_only_the_compatibility_module_reads_the_environment():
+    readers = {path.name for path in MODULES if "os.environ" in path.read_text() or "getenv" in path.read_text()}
+    assert readers == {"compat.py"}
+
+
+def test_every_public_name_is_there():
+    assert sorted(lade.__all__) == list(lade.__all__)
+    for name in lade.__all__:
+        assert getattr(lade, name) is not None
