@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lade.neighbour import warn_of_the_old_library
 from lade.version import __version__
 
 if TYPE_CHECKING:
@@ -85,3 +86,6 @@ if not TYPE_CHECKING:  # else type checkers would believe in any name
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+warn_of_the_old_library()

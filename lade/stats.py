@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -76,3 +77,12 @@ class Stats:
     def reset(self) -> None:
         """Empty all figures."""
         self.__init__()  # type: ignore[misc]
+
+
+def distinct_ngrams(tokens: Sequence[int], length: int = 4) -> float:
+    """Share of distinct n-grams among all of a text; 1.0 for one too short to have any.
+
+    A text that loops has a low share, and flatters every method that guesses n-grams.
+    """
+    ngrams = [tuple(tokens[i : i + length]) for i in range(len(tokens) - length + 1)]
+    return len(set(ngrams)) / len(ngrams) if ngrams else 1.0

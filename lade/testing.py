@@ -9,8 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config
-from transformers import Qwen3ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from lade.decoding.tree import TokenTree
 

@@ -9,7 +9,15 @@ import lade
 
 PACKAGE = Path(lade.__file__).parent
 # From the ground up: a layer imports from itself and from those below it.
-LAYERS = ["version config errors stats", "decoding", "model", "hf testing", "demo", "cli", "__init__ __main__"]
+LAYERS = [
+    "version neighbour config errors stats",
+    "decoding",
+    "model",
+    "hf testing",
+    "demo",
+    "cli",
+    "__init__ __main__",
+]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
 

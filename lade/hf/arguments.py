@@ -89,7 +89,7 @@ def _refuse_cache(generation_config: GenerationConfig, model_kwargs: dict[str, A
 
 
 def with_stop_strings(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments with `stop_strings` as a criterion: transformers keeps the tokenizer from a callable's criteria.
+    """The same arguments with `stop_strings` as a criterion, since transformers hands a callable no tokenizer for them.
 
     Raises:
         UnsupportedArgumentError: they come from a generation_config, where they cannot be taken out for one call.

@@ -5,7 +5,8 @@
 
 From then on every greedy `model.generate` is accelerated while the environment variable USE_LADE is 1, and nothing at
 all is changed while it is not. This is the only module that reads an environment variable, patches transformers, keeps
-settings of its own, or prints: that is what this API means. New code says `model.generate(custom_generate=lade.decode)`.
+settings of its own, or prints: that is what this API means. New code says
+`model.generate(custom_generate=lade.decode)`.
 
 Source of the names: github.com/hao-ai-lab/LookaheadDecoding, lade/utils.py.
 """
@@ -33,7 +34,7 @@ from lade.stats import Stats
 class _Settings:
     """What `config_lade` set, and what was logged since."""
 
-    lookahead: LookaheadConfig = LookaheadConfig(prompt_ngrams=False)
+    lookahead: LookaheadConfig = field(default_factory=lambda: LookaheadConfig(prompt_ngrams=False))
     debug: bool = False
     log: list[list[int]] = field(default_factory=list)
     """For each generation [tokens, forward passes], as the original library logs them."""

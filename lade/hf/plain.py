@@ -105,7 +105,7 @@ def plain_steps(model: Any, stats: Stats | None, **generate_arguments: Any) -> I
         try:
             with metered(model, stats):
                 model.generate(streamer=channel, stopping_criteria=criteria, **generate_arguments)
-        except BaseException as problem:  # handed over to the reader, who raises it
+        except BaseException as problem:  # noqa: BLE001 - handed over to the reader, who raises it
             channel.items.put(problem)
         channel.items.put(None)
 

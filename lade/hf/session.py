@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -98,7 +98,7 @@ class Session:
         ids = torch.cat([self._input_ids, self._input_ids.new_tensor([new])], dim=1)
         if not self._generation_config.return_dict_in_generate:
             return ids
-        return GenerateDecoderOnlyOutput(sequences=ids, past_key_values=self._cache)
+        return GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, ids), past_key_values=self._cache)
 
     def run(self) -> Output:
         """Decode to the end."""
