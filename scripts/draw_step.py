@@ -8,6 +8,7 @@ light and one for dark backgrounds.
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ from lade.decoding.pool import NGramPool
 from lade.decoding.tree import ROOT, TokenTree
 from lade.decoding.window import Window
 
-WORDS = "the cat sat on the mat and the cat ran to a dog in the sun with one red hat".split()
+WORDS = "the cat sat on the mat and the cat ran to a dog in the sun with one red hat".split()  # noqa: SIM905
 COLOURS = {"root": "#8c8c8c", "window": "#4c8bf5", "pool": "#f29d38"}
 THEMES = {"light": ("#1f2328", "#ffffff"), "dark": ("#e6edf3", "#0d1117")}
 
@@ -32,7 +33,7 @@ def step_tree() -> tuple[TokenTree, list[str]]:
     """Window 4, 4-grams, two guesses, after the window has filled; returns the tree and a label for each id."""
     names = sorted(set(WORDS))
     ids = [names.index(word) for word in WORDS]
-    follow = dict(zip(ids, ids[1:], strict=False))
+    follow = dict(itertools.pairwise(ids))
     window = Window(4, 4, ids[0], ids, random.Random(7))
     pool = NGramPool(4, 2)
     pool.learn(zip(ids, ids[1:], ids[2:], ids[3:], strict=False), "prompt")

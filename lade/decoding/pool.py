@@ -55,7 +55,10 @@ class NGramPool:
 
 
 def _enter(entry: dict[tuple[int, ...], str], continuation: tuple[int, ...], source: str) -> None:
+    first = continuation[0]
     for other in entry:
+        if other[0] != first:
+            continue
         shared = min(len(other), len(continuation))
         if other[:shared] == continuation[:shared]:  # at most one can be: entries do not begin one another
             known_as = entry.pop(other)

@@ -16,7 +16,7 @@ def tree() -> TokenTree:
 
 def test_it_follows_what_the_model_chooses_and_adds_the_bonus(tree):
     emitted: list[int] = []
-    verdict = walk(tree, {0: 1, 1: 4, 4: 8}.__getitem__, lambda token: emitted.append(token))
+    verdict = walk(tree, {0: 1, 1: 4, 4: 8}.__getitem__, emitted.append)
     assert verdict.path == [0, 1, 4]
     assert verdict.tokens == emitted == [1, 4, 8]
     assert verdict.sources == ["pool", "prompt", "bonus"]

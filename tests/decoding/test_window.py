@@ -39,7 +39,7 @@ def test_each_step_of_a_full_window_sheds_one_ngram_a_column(size, steps):
         new = [next(fresh) for _ in range(columns)]
         before = [list(row) for row in window.rows]
         shed = window.advance(500 + step, new)
-        assert shed == [tuple(row[i] for row in before) + (new[i],) for i in range(columns)]
+        assert shed == [(*(row[i] for row in before), new[i]) for i in range(columns)]
         assert window.rows[-1][1:] == new[1:]
         assert window.rows[0] == ([500 + step, *before[1][1:]] if ngram > 2 else [500 + step, *new[1:]])
 

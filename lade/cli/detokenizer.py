@@ -1,0 +1,63 @@
+"""Token ids to text while they arrive: the pieces joined are the text of all ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+_INCOMPLETE = "\ufffd"  # what tokenizers make of a character whose last bytes have not come yet
+_LONGEST_HELD = 48  # more of these are no character that is coming, but bytes that never make one
+_TAIL_TOKENS, _LONG_TOKENS, _LONGEST_TOKENS = 8, 64, 256
+
+
+class Detokenizer:
+    """Decodes a short window of the latest ids, so that the cost of a step does not grow with the text.
+
+    Whether a token starts with a space depends on the ones before it, so the window is decoded as a whole and only what
+    is new of it handed out. A character whose bytes are spread over tokens is held back until it is complete.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        context: ids that stand before the first one pushed; a text that starts the line has no space before it.
+    """
+
+    def __init__(self, tokenizer: Any, context: Iterable[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(context)[-_TAIL_TOKENS:]
+        self._shown = self._decode()  # what of the window's text was handed out
+
+    def push(self, tokens: Iterable[int]) -> str:
+        """The text that is complete with these tokens, which may be empty."""
+        self._ids += tokens
+        text = self._decode()
+        if not text.startswith(self._shown):  # some tokenizers take back all of a run of bytes while its end is open
+            return self.flush() if len(self._ids) > _LONGEST_TOKENS else ""
+        complete = max(len(text.rstrip(_INCOMPLETE)), len(text) - _LONGEST_HELD, len(self._shown))
+        piece = text[len(self._shown) : complete]
+        self._shown = text[:complete]
+        if len(self._ids) > (2 * _TAIL_TOKENS if complete == len(text) else _LONG_TOKENS):
+            self._shorten(held=text[complete:])
+        return piece
+
+    def flush(self) -> str:
+        """What was held back, however incomplete."""
+        text = self._decode()
+        piece = text[len(self._shown) :]
+        self._ids, self._shown = [], ""
+        return piece
+
+    def _shorten(self, held: str) -> None:
+        """Drop the first ids of the window, at a place where the rest is decoded to what it was before."""
+        text = self._shown + held
+        for size in range(_TAIL_TOKENS, 8 * _TAIL_TOKENS):
+            tail = self._decode(self._ids[-size:])
+            if len(tail) > len(held) and text.endswith(tail):
+                self._ids, self._shown = self._ids[-size:], tail[: len(tail) - len(held)]
+                return
+        # No such place: amid a character, or special tokens only, which would lose the space of the next word.
+        if len(self._ids) > _LONGEST_TOKENS and not held:
+            self._ids, self._shown = [], ""
+
+    def _decode(self, ids: list[int] | None = None) -> str:
+        text: str = self._tokenizer.decode(self._ids if ids is None else ids, skip_special_tokens=True)
+        return text

@@ -1,0 +1,105 @@
+"""`lade generate`: continue prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lade.cli import options
+from lade.cli.prompts import read_prompts
+from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
+
+if TYPE_CHECKING:
+    from lade.cli.decoding import Generation, Lookahead
+    from lade.cli.loading import Subject
+
+EXAMPLE = 'Example:  [bold]lade generate --prompt "def mean(values):" --max-new-tokens 100[/bold]'
+_LONGEST_ECHO = 2000
+
+
+def generate(
+    source: Annotated[str | None, typer.Argument(metavar="[-]", help="-: read the prompt from standard input.")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The text to continue.")] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="One prompt; if it ends in .jsonl, one a line under the key prompt."),
+    ] = None,
+    model: options.Model = None,
+    max_new_tokens: options.MaxNewTokens = 128,
+    method: options.Method = None,
+    *,
+    window: options.Window = None,
+    ngram: options.Ngram = None,
+    guesses: options.Guesses = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    json: options.Json = False,
+    no_color: options.NoColor = False,
+    debug: options.Debug = False,
+) -> None:
+    """Continue a prompt greedily. On a terminal, tokens that came in one step have one colour."""
+    with terminal(debug=debug, no_color=no_color) as term:
+        lookahead = options.lookahead_of(method, window, ngram, guesses)
+        options.check_max_new_tokens(max_new_tokens)
+        prompts = read_prompts(source, prompt, prompt_file)
+        from lade.cli.loading import load
+
+        subject = load(model, dtype=dtype, device=device, term=term)
+        _run(subject, prompts, lookahead, max_new_tokens, term, json=json)
+
+
+def _run(
+    subject: Subject, prompts: list[str], lookahead: Lookahead, max_new_tokens: int, term: Terminal, *, json: bool
+) -> None:
+    from lade.cli.decoding import check_served
+
+    encoded = [subject.encode(text) for text in prompts]  # all are checked before the first one is decoded
+    check_served(subject, lookahead)
+    longest = max(map(len, encoded))
+    if subject.context and longest + max_new_tokens > subject.context:
+        then = "the text ends there" if subject.ends else "beyond it the text may get worse"
+        term.say(
+            f"warning: {longest} prompt tokens and {max_new_tokens} new ones exceed the model's context of "
+            f"{subject.context}: {then}",
+            "yellow",
+        )
+    for number, (text, ids) in enumerate(zip(prompts, encoded, strict=True)):
+        if number and not json:
+            term.write("\n")
+        run = _one(subject, text, ids, lookahead, max_new_tokens, term, json=json)
+        if run.interrupted:
+            raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _one(
+    subject: Subject,
+    text: str,
+    ids: list[int],
+    lookahead: Lookahead,
+    max_new_tokens: int,
+    term: Terminal,
+    *,
+    json: bool,
+) -> Generation:
+    from lade.cli.decoding import decode
+    from lade.cli.painter import Painter, legend
+
+    if json:
+        run = decode(
+            subject, ids, lookahead=lookahead, max_new_tokens=max_new_tokens, term=term, on_step=lambda step: None
+        )
+        term.write_json(run.as_dict(subject))
+        return run
+    if term.interactive:
+        term.write(text if len(text) <= _LONGEST_ECHO else "..." + text[-_LONGEST_ECHO:], "dim")
+    painter = Painter(subject, term, context=ids if term.interactive else ())
+    run = decode(subject, ids, lookahead=lookahead, max_new_tokens=max_new_tokens, term=term, on_step=painter)
+    painter.finish()
+    if term.interactive and run.config:
+        term.say(legend())
+    if run.interrupted:
+        term.say("interrupted", "yellow")
+    term.say(run.summary(), "dim")
+    return run

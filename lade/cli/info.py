@@ -1,0 +1,83 @@
+"""`lade info`: what a model is, and whether it can be served."""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from lade.cli import options
+from lade.cli.terminal import terminal
+
+if TYPE_CHECKING:
+    from lade.cli.loading import Subject
+
+EXAMPLE = "Example:  [bold]lade info --model gpt2[/bold]"
+
+
+def info(
+    model: options.Model = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    json: options.Json = False,
+    no_color: options.NoColor = False,
+    debug: options.Debug = False,
+) -> None:
+    """Whether lookahead decoding can serve a model exactly, and why not; its sizes, and versions."""
+    with terminal(debug=debug, no_color=no_color) as term:
+        from lade.cli.loading import load
+
+        facts = _facts(load(model, dtype=dtype, device=device, term=term))
+        if json:
+            term.write_json(facts)
+            return
+        table = Table(show_header=False, box=None)
+        for name, value in facts.items():
+            style = "" if name != "supported" else "bold green" if value else "bold red"
+            table.add_row(Text(name.replace("_", " "), "dim"), Text(_shown(value), style))
+        term.out.print(table)
+
+
+def _facts(subject: Subject) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    from lade.model.support import supports
+    from lade.version import __version__
+
+    model = subject.model
+    config = model.config.get_text_config(decoder=True)
+    support = supports(model)
+    return {
+        "model": subject.name,
+        "class": type(model).__name__,
+        "model_type": config.model_type,
+        "supported": bool(support),
+        "reason": support.reason or None,
+        "parameters": model.num_parameters(),
+        "layers": getattr(config, "num_hidden_layers", None),
+        "dtype": subject.dtype,
+        "attention": config._attn_implementation,
+        "context": subject.context,
+        "vocabulary": model.get_input_embeddings().num_embeddings,
+        "chat_template": bool(getattr(subject.tokenizer, "chat_template", None)),
+        "device": str(model.device),
+        "threads": torch.get_num_threads(),
+        "lade": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _shown(value: Any) -> str:
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return f"{value:,}"
+    return str(value)

@@ -1,0 +1,49 @@
+"""The entry point: which commands there are. Each lives in a file of its own and imports torch only when it runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from lade.cli import chat, demo, generate, info
+from lade.version import __version__
+
+app = typer.Typer(
+    name="lade",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lade {__version__}")
+        raise typer.Exit
+
+
+@app.callback(epilog="First look:  [bold]lade demo[/bold]")
+def _lade(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Lookahead decoding: any Hugging Face causal language model, the same tokens, fewer forward passes."""
+
+
+app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
+app.command("chat", epilog=chat.EXAMPLE)(chat.chat)
+app.command("info", epilog=info.EXAMPLE)(info.info)
+app.command("demo", epilog=demo.EXAMPLE)(demo.demo)
+
+
+def main() -> None:
+    """Run the shell; what `lade` and `python -m lade` call."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character must not end a generation
+    app(prog_name="lade")

@@ -1,0 +1,149 @@
+"""Plain and lookahead decoding of one prompt side by side, each timed by a clock of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from lade.cli.detokenizer import Detokenizer
+from lade.cli.loading import Subject
+from lade.cli.painter import Palette
+from lade.config import LookaheadConfig
+from lade.hf.generate import generate, stream
+from lade.stats import Stats, Step, distinct_ngrams
+
+
+class Lane:
+    """One of the two: its tokens, its text in styled pieces, its figures.
+
+    Args:
+        subject: has the tokenizer.
+        prompt: ids that the text continues.
+    """
+
+    def __init__(self, subject: Subject, prompt: Sequence[int]) -> None:
+        self.token_ids: list[int] = []
+        self.pieces: list[tuple[str, str]] = []  # text, style
+        self.stats = Stats()
+        self._palette, self._detokenizer = Palette(), Detokenizer(subject.tokenizer, prompt)
+
+    def take(self, step: Step) -> None:
+        """Append a step."""
+        self.token_ids += step.tokens
+        self.stats.add(step)
+        self.pieces.append((self._detokenizer.push(step.tokens), self._palette.style(len(step.tokens))))
+
+    def finish(self) -> None:
+        """Append what the detokenizer held back."""
+        self.pieces.append((self._detokenizer.flush(), ""))
+
+    @property
+    def text(self) -> str:
+        """The continuation so far."""
+        return "".join(text for text, _ in self.pieces)
+
+    @property
+    def distinct_4grams(self) -> float:
+        """Share of distinct ones among the 4-grams of the output; low where a text repeats itself."""
+        return distinct_ngrams(self.token_ids)
+
+
+class Race:
+    """Both lanes on one prompt.
+
+    Plain decoding is transformers' own `model.generate`. While it hands over a token its clock stands still, and the
+    other lane makes steps until its own clock is as late. So neither waits in the other's time or in that of drawing.
+
+    Args:
+        subject: what generates.
+        prompt: ids.
+        config: sizes of the lookahead lane.
+        max_new_tokens: at least 1.
+    """
+
+    def __init__(self, subject: Subject, prompt: list[int], config: LookaheadConfig, max_new_tokens: int) -> None:
+        self.plain, self.lookahead = Lane(subject, prompt), Lane(subject, prompt)
+        self._model, self._config = subject.model, config
+        ids = torch.tensor([prompt], device=subject.model.device)
+        self._arguments: dict[str, Any] = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "max_new_tokens": max_new_tokens,
+        }
+
+    def run(self, draw: Callable[[], None]) -> None:
+        """Decode both, calling `draw` after each token of the plain lane and each step after its end."""
+        steps = stream(self._model, lookahead=self._config, **self._arguments)
+
+        def catch_up() -> None:
+            while self.lookahead.stats.decode_s <= self.plain.stats.decode_s and (step := next(steps, None)):
+                self.lookahead.take(step)
+            draw()
+
+        generate(self._model, lookahead=None, streamer=_Pacer(self.plain, catch_up), **self._arguments)
+        for step in steps:
+            self.lookahead.take(step)
+            draw()
+        for lane in (self.plain, self.lookahead):
+            lane.finish()
+        draw()
+
+    @property
+    def same(self) -> bool:
+        """Whether both lanes wrote the same tokens."""
+        return self.plain.token_ids == self.lookahead.token_ids
+
+    @property
+    def speedup(self) -> float | None:
+        """Seconds of plain decoding after prefill by those of lookahead decoding."""
+        seconds = self.lookahead.stats.decode_s
+        return self.plain.stats.decode_s / seconds if seconds else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Figures and tokens of both lanes."""
+        lanes = {"plain": self.plain, "lookahead": self.lookahead}
+        return {
+            **{name: _lane_dict(lane) for name, lane in lanes.items()},
+            "same_tokens": self.same,
+            "speedup": self.speedup,
+        }
+
+
+class _Pacer(BaseStreamer):
+    """Makes a `Step` of each token that `model.generate` puts; its clock runs only between two puts."""
+
+    def __init__(self, lane: Lane, after: Callable[[], None]) -> None:
+        self._lane, self._after = lane, after
+        self._index = -1  # the first put is the prompt
+        self._since = 0.0
+
+    def put(self, value: torch.Tensor) -> None:
+        seconds = perf_counter() - self._since
+        if self._index >= 0:
+            source = "bonus" if self._index else "prefill"
+            tokens: list[int] = value.flatten().tolist()
+            self._lane.take(Step(self._index, tokens, [source] * len(tokens), 1, seconds))
+            self._after()
+        self._index += 1
+        self._since = perf_counter()
+
+    def end(self) -> None:
+        """Nothing is held back here."""
+
+
+def _lane_dict(lane: Lane) -> dict[str, Any]:
+    stats = lane.stats
+    return {
+        "text": lane.text,
+        "token_ids": lane.token_ids,
+        "new_tokens": stats.new_tokens,
+        "steps": stats.steps,
+        "tokens_per_step": stats.tokens_per_step,
+        "prefill_s": stats.prefill_s,
+        "decode_s": stats.decode_s,
+        "distinct_4grams": lane.distinct_4grams,
+    }

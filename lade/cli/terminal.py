@@ -1,0 +1,109 @@
+"""Where the shell writes, and the one place where errors and warnings become lines and exit codes."""
+
+from __future__ import annotations
+
+import json
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TextIO
+
+import typer
+from rich.console import Console
+from rich.segment import Segment, Segments
+from rich.style import Style
+from rich.text import Text
+
+from lade.errors import FallbackWarning, LadeError
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+_CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tab and newline
+
+
+class Terminal:
+    """Standard output for results, standard error for everything said about them.
+
+    Args:
+        debug: show tracebacks, all warnings and what transformers logs.
+        no_color: no colours, whatever the terminal can show.
+    """
+
+    def __init__(self, *, debug: bool = False, no_color: bool = False) -> None:
+        colors: dict[str, Any] = {"no_color": True} if no_color else {}  # else rich decides, NO_COLOR included
+        self.out = Console(highlight=False, **colors)
+        self.err = Console(highlight=False, stderr=True, **colors)
+        self.debug = debug
+        self.fallbacks: list[str] = []
+        self.closing = ExitStack()
+
+    @property
+    def interactive(self) -> bool:
+        """Whether results go to a terminal."""
+        return self.out.is_terminal
+
+    def write(self, text: str, style: str = "") -> None:
+        """Write a piece of generated text: coloured and without control codes on a terminal, as it is in a pipe."""
+        if self.interactive:
+            segment = Segment(text.translate(_CONTROLS), Style.parse(style))
+            self.out.print(Segments([segment]), end="", soft_wrap=True)
+        else:
+            self.out.file.write(text)
+        self.out.file.flush()
+
+    def write_json(self, value: dict[str, Any]) -> None:
+        """Write one object on one line."""
+        self.write(json.dumps(value) + "\n")
+
+    def say(self, text: str | Text, style: str = "") -> None:
+        """One line to standard error."""
+        self.err.print(Text(text, style) if isinstance(text, str) else text, soft_wrap=True)
+
+    def fail(self, problem: BaseException | str) -> None:
+        """The one line of an error."""
+        self.say(Text.assemble(("error: ", "bold red"), one_line(problem)))
+
+    def show_warning(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        """Stands in for `warnings.showwarning`: a fallback is one yellow line, said once."""
+        text = one_line(message)
+        if not issubclass(category, FallbackWarning):
+            self.say(warnings.formatwarning(message, category, filename, lineno, line).rstrip(), "dim")
+            return
+        if text not in self.fallbacks:
+            self.say(text, "yellow")
+        self.fallbacks.append(text)
+
+
+@contextmanager
+def terminal(*, debug: bool = False, no_color: bool = False) -> Iterator[Terminal]:
+    """A terminal for one command; bad input leaves it as one line on standard error and exit code 2."""
+    term = Terminal(debug=debug, no_color=no_color)
+    try:
+        with term.closing, warnings.catch_warnings():
+            warnings.simplefilter("default" if debug else "ignore")
+            warnings.simplefilter("always", FallbackWarning)
+            warnings.showwarning = term.show_warning
+            yield term
+    except LadeError as problem:
+        if debug:
+            term.say(traceback.format_exc())
+        term.fail(problem)
+        raise typer.Exit(EXIT_BAD_INPUT) from None
+    except KeyboardInterrupt:
+        term.say("interrupted", "yellow")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def one_line(problem: BaseException | str, limit: int = 500) -> str:
+    """The message of a problem on one line, not longer than `limit` characters."""
+    text = " ".join(str(problem).split()) or type(problem).__name__
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,153 @@
+import json
+import shutil
+
+import pytest
+from huggingface_hub import constants
+
+CONTEXT = 512  # of the model in conftest.py
+
+
+def fails(result, *words):
+    """One line on standard error that has all the words; exit code 2."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    for word in words:
+        assert str(word) in line, line
+
+
+@pytest.fixture
+def generate(lade, folder):
+    def run(*arguments, model=folder, prompt="hello", stdin=None):
+        return lade("generate", "-m", model, *(["-p", prompt] if prompt is not None else []), *arguments, stdin=stdin)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--window", -1], ["window=-1", ">= 0"]),
+        (["--ngram", 1], ["ngram=1", ">= 2"]),
+        (["--guesses", -2], ["guesses=-2", ">= 0"]),
+        (["--max-new-tokens", 0], ["max-new-tokens=0", ">= 1"]),
+        (["--method", "adaptive"], ["'adaptive'", "plain, lookahead, auto"]),
+        (["--method", "plain", "--window", 3], ["--window 3", "leave out"]),
+        (["--dtype", "int8"], ["'int8'", "float32"]),
+        (["--device", "abacus"], ["'abacus'", "cpu"]),
+        (["--device", "cuda:99"], ["'cuda:99'", "cpu"]),
+        (["-"], ["exactly one prompt"]),
+    ],
+)
+def test_options_out_of_range(generate, arguments, words):
+    fails(generate(*arguments), *words)
+
+
+def test_prompts_that_are_none(generate, tmp_path):
+    fails(generate(prompt=""), "empty")
+    fails(generate(prompt=None), "exactly one prompt", "--prompt-file")
+    fails(generate("hello", prompt=None), "'hello'", "--prompt")
+    fails(generate("-", prompt=None, stdin=""), "empty")
+    fails(generate("-", prompt=None, stdin=b"caf\xe9 au lait"), "standard input", "not UTF-8", "byte 3")
+    fails(generate(prompt="caf\udce9"), "not UTF-8")
+    fails(generate(prompt="x" * CONTEXT), CONTEXT, "shorten")
+
+
+def test_prompt_files(generate, tmp_path):
+    fails(generate("--prompt-file", tmp_path / "none.txt", prompt=None), "none.txt", "No such file")
+    fails(generate("--prompt-file", tmp_path, prompt=None), tmp_path, "directory")
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes(b"caf\xe9 au lait")
+    fails(generate("--prompt-file", latin, prompt=None), "latin.txt", "not UTF-8 at byte 3")
+    latin.write_text("")
+    fails(generate("--prompt-file", latin, prompt=None), "empty")
+    lines = tmp_path / "p.jsonl"
+    good = '{"prompt": "fine"}\n'
+    for bad, words in [
+        ("{", ["line 2", "no JSON"]),
+        ('{"text": "a"}', ["line 2", '"prompt"']),
+        ('["a"]', ["line 2", '"prompt"']),
+        ('{"prompt": 3}', ["line 2", '"prompt"']),
+        ('{"prompt": ""}', ["line 2", "empty"]),
+        ('{"prompt": "\\ud800"}', ["line 2", "UTF-8"]),
+    ]:
+        lines.write_text(good + bad + "\n")
+        fails(generate("--prompt-file", lines, prompt=None), *words)
+    lines.write_text("\n")
+    fails(generate("--prompt-file", lines, prompt=None), "no lines")
+
+
+def test_model_folders(generate, folder, tmp_path, edited):
+    fails(generate(model=tmp_path / "none"), "none", "does not exist")
+    fails(generate(model="./none"), "'./none'", "does not exist")
+    fails(generate(model=folder / "config.json"), "is a file")
+    fails(generate(model=tmp_path), "no config.json")
+    short = edited(folder, tmp_path / "short")
+    with open(short / "model.safetensors", "r+b") as file:
+        file.truncate(1000)
+    fails(generate(model=short), "short", "complete")
+    bare = edited(folder, tmp_path / "bare")
+    (bare / "model.safetensors").unlink()
+    fails(generate(model=bare), "model.safetensors")
+    torn = edited(folder, tmp_path / "torn")
+    (torn / "config.json").write_text("{")
+    fails(generate(model=torn), "torn", "JSON")
+    fails(generate(model=edited(folder, tmp_path / "new", config={"model_type": "nonesuch"})), "nonesuch")
+    fails(generate(model=edited(folder, tmp_path / "t5", config={"model_type": "t5"})), "not a causal language model")
+
+
+def test_a_checkpoint_without_a_head_is_not_one_of_a_causal_model(generate, model, folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "m")
+    model.model.save_pretrained(tmp_path / "m")
+    fails(generate(model=tmp_path / "m"), "lm_head.weight", "causal language model")
+
+
+def test_tokenizers(generate, folder, tmp_path, edited):
+    for file in (copy := edited(folder, tmp_path / "mute")).glob("tokenizer*"):
+        file.unlink()
+    fails(generate(model=copy), "mute", "tokenizer")
+    broken = edited(folder, tmp_path / "broken")
+    (broken / "tokenizer.json").write_text("{")
+    fails(generate(model=broken), "broken", "tokenizer")
+
+
+def test_a_tokenizer_of_another_model(generate, folder, tmp_path, edited):
+    copy = edited(folder, tmp_path / "m")
+    text = (copy / "tokenizer.json").read_text()
+    data = json.loads(text)
+    data["model"]["vocab"]["h"] = 4000
+    (copy / "tokenizer.json").write_text(json.dumps(data))
+    fails(generate("--method", "plain", model=copy), "4000", "257")
+
+
+def test_a_hub_out_of_reach_is_said_at_once(generate, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    fails(generate(model="someone/no-such-model"), "someone/no-such-model", "hub cannot be reached", "network")
+
+
+def test_an_explicit_method_is_not_replaced(generate, lade, unsupported):
+    for arguments in (["--method", "lookahead"], ["--window", 3]):
+        fails(generate(*arguments, model=unsupported), "GPTNeoForCausalLM", "plain")
+    fails(lade("demo", "-m", unsupported, "-p", "x"), "GPTNeoForCausalLM")
+    fails(lade("chat", "-m", unsupported, "--method", "lookahead"), "GPTNeoForCausalLM")
+
+
+def test_the_other_commands(lade, folder, tmp_path):
+    fails(lade("info", "-m", tmp_path), "no config.json")
+    fails(lade("chat", "-m", tmp_path), "no config.json")
+    fails(lade("demo", "-m", folder, "--prompts", 0), "prompts=0")
+    fails(lade("demo", "-m", folder, "-p", ""), "empty")
+    fails(lade("demo", "-m", folder, "--ngram", 1), "ngram=1")
+
+
+def test_debug_shows_the_traceback(generate, tmp_path):
+    result = generate("--debug", model=tmp_path)
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr and "error: model folder" in result.stderr.splitlines()[-1]
+
+
+def test_unknown_options_are_usage_errors(lade):
+    assert lade("generate", "--no-such").exit_code == 2
+    assert lade("nonsense").exit_code == 2

@@ -1,0 +1,183 @@
+import json
+import signal
+
+import pytest
+import torch
+
+CONTEXT = 512  # of the model in conftest.py
+
+PROMPT = "say it again, say it"
+FIELDS = [
+    "text", "token_ids", "new_tokens", "steps", "tokens_per_step", "step_tokens_mean", "prefill_s", "decode_s",
+    "tokens_per_s", "model", "dtype", "config", "interrupted",
+]  # fmt: skip
+SIZES = ["--window", 4, "--ngram", 3, "--guesses", 3]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--method", "plain"], ["--method", "lookahead"], SIZES, ["--guesses", 0]])
+def test_json_has_the_tokens_of_plain_generate(lade, folder, plain, tokenizer, arguments):
+    result = lade("generate", "--model", folder, "--prompt", PROMPT, "--max-new-tokens", 40, "--json", *arguments)
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    (line,) = result.stdout.splitlines()
+    report = json.loads(line)
+    assert list(report) == FIELDS
+    assert report["token_ids"] == plain(tokenizer(PROMPT)["input_ids"], 40)
+    assert report["text"] == tokenizer.decode(report["token_ids"], skip_special_tokens=True)
+    assert report["new_tokens"] == 40
+    assert report["tokens_per_step"] == pytest.approx(39 / report["steps"])
+    assert report["tokens_per_s"] == pytest.approx(39 / report["decode_s"])
+    assert (report["model"], report["dtype"], report["interrupted"]) == (str(folder), "float32", False)
+    if "plain" in arguments:
+        assert report["config"] is None and report["steps"] == 39 and report["step_tokens_mean"] == 1
+    else:
+        assert report["steps"] < 39 and report["step_tokens_mean"] > 1
+    if arguments == SIZES:
+        assert {name: report["config"][name] for name in ("window", "ngram", "guesses")} == {
+            "window": 4,
+            "ngram": 3,
+            "guesses": 3,
+        }
+
+
+@pytest.mark.parametrize("method", ["plain", "lookahead"])
+def test_a_pipe_gets_the_text_and_a_newline(lade, folder, plain, tokenizer, method):
+    result = lade("generate", "-m", folder, "-p", PROMPT, "-n", 40, "--method", method)
+    text = tokenizer.decode(plain(tokenizer(PROMPT)["input_ids"], 40))
+    assert result.stdout == text + "\n"
+    assert "40 tokens in 1 + " in result.stderr and method in result.stderr
+
+
+def test_one_token_has_no_speed(lade, folder):
+    report = json.loads(lade("generate", "-m", folder, "-p", PROMPT, "-n", 1, "--json").stdout)
+    assert (report["new_tokens"], report["steps"]) == (1, 0)
+    assert report["tokens_per_s"] is None and report["step_tokens_mean"] is None
+
+
+def test_end_of_sequence_is_among_the_ids_and_not_in_the_text(lade, folder, plain, tokenizer, tmp_path, edited):
+    ids = plain(tokenizer(PROMPT)["input_ids"], 30)
+    stop = next(token for token in ids if token != ids[0])
+    copy = edited(folder, tmp_path / "m", generation_config={"eos_token_id": [stop, 0]})
+    report = json.loads(lade("generate", "-m", copy, "-p", PROMPT, "-n", 30, "--json").stdout)
+    assert report["token_ids"] == ids[: ids.index(stop) + 1]
+    copy = edited(folder, tmp_path / "special", tokenizer_config={"eos_token": tokenizer.convert_ids_to_tokens(stop)})
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": stop, "pad_token_id": 0}))
+    report = json.loads(lade("generate", "-m", copy, "-p", PROMPT, "-n", 30, "--json").stdout)
+    assert report["token_ids"][-1] == stop
+    assert report["text"] == tokenizer.decode(report["token_ids"][:-1])
+
+
+def test_a_checkpoint_that_wants_to_sample_is_decoded_greedily_without_a_word(
+    lade, folder, plain, tokenizer, tmp_path, edited
+):
+    wishes = {"do_sample": True, "num_beams": 4, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1}
+    copy = edited(folder, tmp_path / "m", generation_config={**wishes, "max_length": 7, "early_stopping": True})
+    result = lade("generate", "-m", copy, "-p", PROMPT, "-n", 20, "--json", "--method", "lookahead", "--debug")
+    assert json.loads(result.stdout)["token_ids"] == plain(tokenizer(PROMPT)["input_ids"], 20)
+    assert not any(word in result.stderr for word in [*wishes, "max_length"])
+
+
+def test_penalties_of_a_checkpoint_stay(lade, folder, model, tokenizer, tmp_path, edited):
+    copy = edited(folder, tmp_path / "m", generation_config={"repetition_penalty": 5.0})
+    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
+    expected = model.generate(ids, max_new_tokens=20, do_sample=False, repetition_penalty=5.0)[0, ids.shape[1] :]
+    report = json.loads(lade("generate", "-m", copy, "-p", PROMPT, "-n", 20, "--json").stdout)
+    assert report["token_ids"] == expected.tolist()
+    assert report["config"] is not None
+
+
+def test_jsonl_gives_an_object_a_line(lade, folder, plain, tokenizer, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "one two"}\n\n{"prompt": "three é", "id": 3}\n')
+    lines = lade("generate", "-m", folder, "--prompt-file", file, "-n", 12, "--json").stdout.splitlines()
+    texts = ["one two", "three é"]
+    assert [json.loads(line)["token_ids"] for line in lines] == [plain(tokenizer(t)["input_ids"], 12) for t in texts]
+    result = lade("generate", "-m", folder, "--prompt-file", file, "-n", 12)
+    assert result.stdout == "\n\n".join(json.loads(line)["text"] for line in lines) + "\n"
+
+
+def test_other_files_are_one_prompt_as_they_are(lade, folder, plain, tokenizer, tmp_path):
+    file = tmp_path / "prompt.json"
+    file.write_text("two\nlines\n")
+    report = json.loads(lade("generate", "-m", folder, "--prompt-file", file, "-n", 12, "--json").stdout)
+    assert report["token_ids"] == plain(tokenizer("two\nlines\n")["input_ids"], 12)
+
+
+def test_a_dash_reads_standard_input_without_its_last_newline(lade, folder, plain, tokenizer):
+    report = json.loads(lade("generate", "-", "-m", folder, "-n", 12, "--json", stdin="two\nlines\n").stdout)
+    assert report["token_ids"] == plain(tokenizer("two\nlines")["input_ids"], 12)
+
+
+def test_auto_decodes_plainly_what_it_cannot_serve_and_says_so_in_one_line(lade, unsupported, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    result = lade("generate", "-m", unsupported, "--prompt-file", file, "-n", 12, "--json")
+    assert result.exit_code == 0
+    (warning,) = result.stderr.splitlines()
+    assert warning.startswith("decoding plainly: GPTNeoForCausalLM")
+    assert all(json.loads(line)["config"] is None for line in result.stdout.splitlines())
+
+
+def test_a_generation_beyond_the_context_is_warned_of(lade, folder, plain, tokenizer):
+    prompt = "x" * (CONTEXT - 4)
+    result = lade("generate", "-m", folder, "-p", prompt, "-n", 12, "--json")
+    assert f"context of {CONTEXT}" in result.stderr and len(result.stderr.splitlines()) == 1
+    assert json.loads(result.stdout)["new_tokens"] == 12
+
+
+def test_a_table_of_positions_ends_the_text(lade, unsupported, tmp_path, edited):
+    gpt2 = edited(unsupported, tmp_path / "m")
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=257, n_positions=32, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(gpt2)
+    (gpt2 / "generation_config.json").write_text("{}")
+    for method in ("plain", "lookahead"):
+        result = lade("generate", "-m", gpt2, "-p", "x" * 28, "-n", 12, "--json", "--method", method)
+        assert result.exit_code == 0, result.output
+        assert "ends there" in result.stderr
+        assert json.loads(result.stdout)["new_tokens"] <= 5
+
+
+@pytest.mark.parametrize("method", ["plain", "lookahead"])
+def test_ctrl_c_gives_what_there_is(lade, folder, plain, tokenizer, method, monkeypatch):
+    from lade.cli import decoding
+
+    original = decoding.stream
+
+    def stream(*args, **kwargs):
+        for step in original(*args, **kwargs):
+            if step.index == 5:
+                signal.raise_signal(signal.SIGINT)
+            yield step
+
+    monkeypatch.setattr(decoding, "stream", stream)
+    before = signal.getsignal(signal.SIGINT)
+    result = lade("generate", "-m", folder, "-p", PROMPT, "-n", 100, "--json", "--method", method)
+    assert result.exit_code == 130
+    report = json.loads(result.stdout)
+    assert report["interrupted"] is True
+    assert 6 <= report["new_tokens"] < 100 and report["steps"] == 5
+    assert report["token_ids"] == plain(tokenizer(PROMPT)["input_ids"], 100)[: report["new_tokens"]]
+    result = lade("generate", "-m", folder, "-p", PROMPT, "-n", 100, "--method", method)
+    assert result.exit_code == 130
+    assert result.stdout == report["text"] + "\n"
+    assert "interrupted" in result.stderr and "1 + 5 passes" in result.stderr
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step(lade, folder, monkeypatch):
+    from lade.cli import decoding
+
+    original = decoding.stream
+
+    def stream(*args, **kwargs):
+        for step in original(*args, **kwargs):
+            yield step
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(decoding, "stream", stream)
+    result = lade("generate", "-m", folder, "-p", PROMPT, "-n", 100, "--json")
+    assert result.exit_code == 130
+    assert json.loads(result.stdout)["new_tokens"] == 1

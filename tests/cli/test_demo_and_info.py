@@ -1,0 +1,153 @@
+import json
+import signal
+
+import pytest
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from lade.cli.loading import load
+from lade.cli.race import Race, distinct_ngrams
+from lade.cli.terminal import terminal
+from lade.cli.views import LiveView, Tail, summary, verdict
+from lade.config import LookaheadConfig
+
+PROMPT = "say it again, say it"
+
+
+@pytest.fixture
+def race(folder):
+    def make(new=30):
+        with terminal() as term:
+            subject = load(str(folder), dtype="auto", device="cpu", term=term)
+        return Race(subject, subject.encode(PROMPT), LookaheadConfig(), new)
+
+    return make
+
+
+def test_both_lanes_write_what_plain_generate_writes(race, plain, tokenizer):
+    run = race()
+    frames = []
+    run.run(draw=lambda: frames.append((run.plain.stats.new_tokens, run.lookahead.stats.new_tokens)))
+    expected = plain(tokenizer(PROMPT)["input_ids"], 30)
+    assert run.plain.token_ids == run.lookahead.token_ids == expected
+    assert run.same and verdict(run) == "same text"
+    assert run.plain.text == run.lookahead.text == tokenizer.decode(expected)
+    assert (run.plain.stats.steps, run.plain.stats.generations) == (29, 1)
+    assert run.lookahead.stats.steps < 29
+    assert frames[-1] == (30, 30)
+    assert any(0 < slow < 30 and 0 < fast < 30 for slow, fast in frames), "the lanes take turns"
+
+
+def test_neither_waiting_nor_drawing_counts(race, monkeypatch):
+    """On a clock that only drawing moves, nothing else takes any time."""
+    import lade.cli.race as module
+
+    now = [0.0]
+    monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+    run = race(8)
+
+    def draw():
+        now[0] += 1000.0
+
+    run.run(draw)
+    assert run.plain.stats.decode_s == 0.0
+    assert run.lookahead.stats.decode_s < 100.0
+
+
+def test_a_difference_is_said_loudly(lade, folder, monkeypatch):
+    from lade.cli.race import Lane
+
+    original = Lane.take
+
+    def take(self, step):
+        original(self, step)
+        if self.stats.new_tokens > 5 and step.sources != ["bonus"] and step.fed > 1:
+            self.token_ids[-1] = 999
+
+    monkeypatch.setattr(Lane, "take", take)
+    result = lade("demo", "-m", folder, "-p", PROMPT, "-n", 20)
+    assert result.exit_code == 1
+    assert "THE TEXTS DIFFER from token" in result.stdout and "THE TEXTS DIFFER" in result.stderr
+    assert "│ DIFFER │" in result.stdout
+
+
+def test_demo_in_a_pipe(lade, folder, plain, tokenizer):
+    result = lade("demo", "-m", folder, "-p", PROMPT, "-n", 20)
+    assert result.exit_code == 0, result.output
+    assert "\x1b" not in result.stdout
+    assert PROMPT + tokenizer.decode(plain(tokenizer(PROMPT)["input_ids"], 20)) in result.stdout
+    assert "same text" in result.stdout and "20 tokens · 19 passes" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_demo_json(lade, folder, plain, tokenizer):
+    result = lade("demo", "-m", folder, "-p", PROMPT, "-n", 20, "--json", "--window", 3, "--ngram", 3)
+    (race,) = json.loads(result.stdout)["races"]
+    expected = plain(tokenizer(PROMPT)["input_ids"], 20)
+    assert race["plain"]["token_ids"] == race["lookahead"]["token_ids"] == expected
+    assert race["same_tokens"] is True
+    assert race["speedup"] == pytest.approx(race["plain"]["decode_s"] / race["lookahead"]["decode_s"])
+    assert race["plain"]["distinct_4grams"] == distinct_ngrams(expected)
+
+
+def test_the_embedded_model_is_what_the_demo_shows(lade):
+    result = lade("demo", "--prompts", 1, "-n", 12, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["same_tokens"] is True
+
+
+def test_ctrl_c_ends_the_demo(lade, folder, monkeypatch):
+    monkeypatch.setattr(Race, "run", lambda self, draw: signal.raise_signal(signal.SIGINT))
+    result = lade("demo", "-m", folder, "-p", PROMPT)
+    assert result.exit_code == 130
+    assert "Traceback" not in result.output and "interrupted" in result.stderr
+
+
+def test_the_live_view_shows_both_lanes_in_colour(race):
+    run = race(12)
+    with terminal() as term:
+        term.out = Console(force_terminal=True, color_system="truecolor", width=100, height=20, record=True)
+        with LiveView(term, "prompt 1 of 1", PROMPT, run) as view:
+            run.run(view.draw)
+        term.out.print(summary([run, run]))
+    text = term.out.export_text(clear=False)
+    assert "plain" in text and "lookahead" in text and "12 tokens · 11 passes" in text
+    assert "all" in text and "24" in text
+
+
+def test_a_tail_is_the_end_of_a_text():
+    console = Console(width=10)
+    lines = console.render_lines(Tail(Text("one\ntwo\nthree"), 2), console.options, pad=False)
+    assert ["".join(segment.text for segment in line) for line in lines] == ["two", "three"]
+    assert len(console.render_lines(Tail(Text("one"), 4), console.options)) == 4
+
+
+def test_distinct_ngrams():
+    assert distinct_ngrams([1, 2, 3]) == 1.0
+    assert distinct_ngrams([7] * 7) == 0.25
+    assert distinct_ngrams(range(20)) == 1.0
+
+
+def test_info(lade, folder, model):
+    facts = json.loads(lade("info", "-m", folder, "--json").stdout)
+    assert facts["class"] == "LlamaForCausalLM"
+    assert facts["supported"] is True and facts["reason"] is None
+    assert facts["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert (facts["layers"], facts["context"], facts["vocabulary"]) == (2, 512, 257)
+    assert (facts["dtype"], facts["device"], facts["attention"]) == ("float32", "cpu", "sdpa")
+    assert facts["torch"] == torch.__version__
+    assert lade("info", "-m", folder, "--dtype", "bfloat16", "--json").stdout.count("bfloat16") == 1
+    shown = lade("info", "-m", folder)
+    assert shown.exit_code == 0 and "supported" in shown.stdout and "yes" in shown.stdout
+
+
+def test_info_says_why_not(lade, unsupported):
+    facts = json.loads(lade("info", "-m", unsupported, "--json").stdout)
+    assert facts["supported"] is False and "mask" in facts["reason"]
+    assert "no" in lade("info", "-m", unsupported).stdout
+
+
+def test_info_without_a_model_shows_the_embedded_one(lade):
+    facts = json.loads(lade("info", "--json").stdout)
+    assert (facts["model"], facts["supported"], facts["dtype"]) == ("embedded", True, "float32")

@@ -1,0 +1,160 @@
+"""What only shows in a process of its own: imports, pipes, signals, terminals."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+import lade.version
+from lade.cli.main import app
+
+LADE = [sys.executable, "-m", "lade"]
+
+
+@pytest.fixture(scope="module")
+def environment():
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm-256color", "PYTHONUNBUFFERED": "1"}
+
+
+def test_help_and_version_come_without_torch():
+    code = (
+        "import sys, runpy\n"
+        "sys.argv = ['lade', *sys.argv[1:]]\n"
+        "try:\n    runpy.run_module('lade', run_name='__main__')\n"
+        "except SystemExit as end:\n    assert not end.code, end.code\n"
+        "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    for arguments in (["--help"], ["generate", "--help"], ["--version"]):
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "info", "demo"])
+def test_every_command_has_an_example(command):
+    result = CliRunner().invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert f"Example:  lade {command} " in result.stdout
+
+
+def test_version():
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"lade {lade.version.__version__}\n"
+
+
+def test_a_pipe_through_python_m(environment, folder, plain, tokenizer):
+    done = subprocess.run(
+        [*LADE, "generate", "-", "-m", folder, "-n", "20"],
+        input="hello é\n".encode(),
+        capture_output=True,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode() == tokenizer.decode(plain(tokenizer("hello é")["input_ids"], 20)) + "\n"
+    (line,) = done.stderr.decode().splitlines()
+    assert line.startswith("20 tokens in 1 + ")
+
+
+def test_ctrl_c_in_a_pipe(environment, folder):
+    process = subprocess.Popen(
+        [*LADE, "generate", "-p", "hello", "-m", folder, "-n", "1000000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+    )
+    assert process.stdout
+    first = process.stdout.read(20)  # text comes while it is generated
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert len(first) == 20 and rest.endswith(b"\n")
+    assert b"Traceback" not in errors
+    assert errors.decode().splitlines()[-2] == "interrupted"
+    assert "tokens in 1 + " in errors.decode().splitlines()[-1]
+
+
+def on_a_terminal(arguments, environment, keys=()):
+    """Output and exit code of a process on a pseudo terminal; `keys`: (what to wait for, what to type then)."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execve(sys.executable, [*LADE, *map(str, arguments)], environment)
+    output, waiting, seen = b"", list(keys), 0
+    while True:
+        try:
+            data = os.read(terminal, 65536)
+        except OSError:  # Linux says so when the other end is closed
+            break
+        if not data:
+            break
+        output += data
+        while waiting and waiting[0][0] in output[seen:]:
+            expected, typed = waiting.pop(0)
+            seen = output.index(expected, seen) + len(expected)
+            time.sleep(0.2)  # a prompt is shown a moment before it is read, and nobody types that fast
+            os.write(terminal, typed)
+    os.close(terminal)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return output.decode().replace("\r\n", "\n"), code
+
+
+def test_colours_on_a_terminal_are_the_steps(environment, folder, tokenizer):
+    import torch
+    from transformers import LlamaForCausalLM
+
+    import lade
+
+    ids = tokenizer("say it again, say it")["input_ids"]
+    expected, runs = "", 0
+    model = LlamaForCausalLM.from_pretrained(folder)
+    for step in lade.stream(model, input_ids=torch.tensor([ids]), max_new_tokens=40):
+        text = tokenizer.decode(step.tokens)
+        if len(step.tokens) > 1:
+            runs += 1
+            text = f"\x1b[1;{36 if runs % 2 else 32}m{text}\x1b[0m"
+        expected += text
+    assert runs > 2
+    output, code = on_a_terminal(["generate", "-m", folder, "-p", "say it again, say it", "-n", 40], environment)
+    assert code == 0
+    assert output.startswith(f"\x1b[2msay it again, say it\x1b[0m{expected}\n")
+    assert "colours:" in output and "40 tokens in 1 + " in output
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables"),
+    [([], {"NO_COLOR": "1"}), (["--no-color"], {}), ([], {})],
+    ids=["variable", "flag", "neither"],
+)
+def test_no_color_means_no_colour_on_a_terminal(folder, monkeypatch, flags, variables):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    arguments = ["generate", "-m", str(folder), "-p", "say it again, say it", "-n", "20", *flags]
+    terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color", **variables}  # to rich, a terminal
+    output = CliRunner().invoke(app, arguments, env=terminal).output
+    assert ("\x1b[1;3" in output) == (not flags and not variables)
+    assert "20 tokens in" in output
+
+
+def test_a_chat_on_a_terminal(environment, templated):
+    keys = [
+        (b"you> ", b"hello\n"),
+        (b"tokens in", b""),
+        (b"you> ", b"\x03"),
+        (b"you> ", b"/stats\n"),
+        (b"you> ", b"\x04"),
+    ]
+    output, code = on_a_terminal(["chat", "-m", templated, "-n", 10], environment, keys)
+    assert code == 0, output
+    assert "/quit or Ctrl-D ends the chat" in output
+    assert "1 turns" in output and "Traceback" not in output
+
+
+def test_a_demo_on_a_terminal(environment, folder):
+    output, code = on_a_terminal(["demo", "-m", folder, "-p", "say it again, say it", "-n", 30], environment)
+    assert code == 0, output
+    assert "plain" in output and "lookahead" in output and "speed-up" in output
+    assert "\x1b[1;36m" in output
