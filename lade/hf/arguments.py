@@ -19,6 +19,7 @@ from lade.config import LookaheadConfig
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
 from lade.model.cache import TreeCache
 from lade.model.positions import LEARNED_POSITIONS
+from lade.model.runner import EagerRunner
 from lade.model.slots import padding_counts_from
 
 Lookahead = LookaheadConfig | str | None
@@ -179,6 +180,13 @@ def check_padding(model: PreTrainedModel, padding: int, max_length: int) -> None
     limit = padding_counts_from(model.config.get_text_config(decoder=True))
     if padding and limit is not None and max_length >= limit:
         _refuse("left padding", f"from {limit} tokens on this model counts the padding; give the prompt without it")
+
+
+def check_switch(runner: EagerRunner, prompt_length: int, max_length: int) -> None:
+    """Refuse a text that crosses the length at which an old transformers loses it."""
+    switch = runner.positions.switch
+    if switch is not None and prompt_length <= switch < max_length and runner.loses_text():
+        _refuse(f"max_length={max_length}", f"beyond {switch} tokens this transformers loses the text: upgrade it")
 
 
 def check_positions(position_ids: torch.Tensor | None, padding: int) -> None:

@@ -14,7 +14,7 @@ from lade.config import LookaheadConfig
 from lade.decoding.choose import Chooser, Greedy
 from lade.decoding.engine import Engine
 from lade.decoding.row import Row
-from lade.hf.arguments import check_padding, check_positions, check_prompt, left_padding, refuse_arguments
+from lade.hf.arguments import check_padding, check_positions, check_prompt, check_switch, left_padding, refuse_arguments
 from lade.hf.transcript import ProcessedGreedy, StopRules, Transcript
 from lade.model.cache import TreeCache
 from lade.model.runner import EagerRunner
@@ -61,6 +61,9 @@ class Session:
         check_padding(model, padding, generation_config.max_length)
         check_positions(model_kwargs.get("position_ids"), padding)
 
+        runner = EagerRunner(model, plan, generation_config)
+        check_switch(runner, input_ids.shape[1], generation_config.max_length)
+
         self._input_ids, self._generation_config = input_ids, generation_config
         self._streamer, self._prompt_streamed = streamer, prompt_streamed
         cache = model_kwargs.get("past_key_values")
@@ -74,7 +77,7 @@ class Session:
             StopRules(stopping_criteria, transcript),
             excluded=special_ids(generation_config),
         )
-        self._engine = Engine([self._row], EagerRunner(model, plan, generation_config), self._cache, stats)
+        self._engine = Engine([self._row], runner, self._cache, stats)
         self._new_tokens = 0
 
     def __iter__(self) -> Iterator[Step]:

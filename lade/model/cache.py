@@ -26,7 +26,7 @@ class TreeLayer(CacheLayerMixin):
     is_compileable = False
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.keys: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
         self.lengths: list[int] = []
@@ -122,7 +122,15 @@ class TreeCache(Cache):
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=TreeLayer)
-        self.layers: list[TreeLayer]
+        self.layers: list[TreeLayer]  # type: ignore[assignment]
+
+    @classmethod
+    def of_length(cls, tokens: int) -> TreeCache:
+        """A cache that says it holds so many tokens, and holds none: for asking what a model would do with it."""
+        cache, layer = cls(), TreeLayer()
+        layer.lengths = [tokens]
+        cache.layers.append(layer)
+        return cache
 
     @property
     def lengths(self) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import PreTrainedModel
 
@@ -31,7 +33,8 @@ def worst_error(model: PreTrainedModel, plan: MaskPlan, beyond: int = 0) -> floa
         The difference in standard deviations of the plain logits.
     """
     generator = torch.Generator().manual_seed(0)
-    vocabulary = model.get_input_embeddings().num_embeddings
+    embeddings: Any = model.get_input_embeddings()
+    vocabulary: int = embeddings.weight.shape[0]
     prefix_length = PREFIX_TOKENS + beyond
     prefix: list[int] = torch.randint(vocabulary, (prefix_length,), generator=generator).tolist()
     extra: list[int] = torch.randperm(vocabulary, generator=generator)[:8].tolist()  # distinct: branches stay apart

@@ -27,7 +27,8 @@ class EagerRunner:
     """
 
     def __init__(self, model: PreTrainedModel, plan: MaskPlan, generation_config: GenerationConfig) -> None:
-        self.model, self.plan, self.generation_config = model, plan, generation_config
+        self.model: Any = model
+        self.plan, self.generation_config = plan, generation_config
         self.positions = Positions.of(model.config.get_text_config(decoder=True))
         self.device = input_device(model)
         self.forward_s = 0.0
@@ -93,8 +94,21 @@ class EagerRunner:
         """Whether plain decoding of this model would drop the cache here and compute the text with new frequencies."""
         if self.positions.switch is None or not cache.get_seq_length():
             return False
-        ids = torch.tensor(rows, device=self.device)
-        prepared = self.model.prepare_inputs_for_generation(
+        return self._prepared(torch.tensor(rows, device=self.device), cache).get("past_key_values") is None
+
+    def loses_text(self) -> bool:
+        """Whether plain decoding would drop the cache at the switch and feed the last token only, as if it were all.
+
+        Transformers up to 5.19 does that with Phi3; later versions feed the whole text anew.
+        """
+        if self.positions.switch is None:
+            return False
+        ids = torch.zeros(1, self.positions.switch + 1, dtype=torch.long, device=self.device)
+        prepared = self._prepared(ids, TreeCache.of_length(self.positions.switch))
+        return prepared.get("past_key_values") is None and prepared["input_ids"].shape != ids.shape
+
+    def _prepared(self, ids: torch.Tensor, cache: TreeCache) -> dict[str, Any]:
+        prepared: dict[str, Any] = self.model.prepare_inputs_for_generation(
             ids,
             next_sequence_length=1,
             past_key_values=cache,
@@ -102,12 +116,12 @@ class EagerRunner:
             position_ids=torch.arange(ids.shape[1], device=ids.device).expand_as(ids),
             use_cache=True,
         )
-        return prepared.get("past_key_values") is None
+        return prepared
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
     """Where ids are fed in: with the embeddings, or where accelerate brings them if their weights lie elsewhere."""
-    embeddings = model.get_input_embeddings()
+    embeddings: Any = model.get_input_embeddings()
     device: torch.device = embeddings.weight.device
     if device.type == "meta":
         device = torch.device(embeddings._hf_hook.execution_device)

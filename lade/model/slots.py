@@ -41,7 +41,7 @@ class SlotCounters:
 
 
 def padding_counts_from(config: PretrainedConfig) -> int | None:
-    """The length of text from which plain decoding depends on left padding, since it counts that too; None for never."""
+    """The length of text from which plain decoding counts left padding, too, and depends on it; None for never."""
     if _has_temperature(config):
         return int(config.floor_scale)
     return Positions.of(config).switch  # models that then drop their cache look at the number of slots

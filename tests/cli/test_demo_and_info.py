@@ -7,10 +7,11 @@ from rich.console import Console
 from rich.text import Text
 
 from lade.cli.loading import load
-from lade.cli.race import Race, distinct_ngrams
+from lade.cli.race import Race
 from lade.cli.terminal import terminal
 from lade.cli.views import LiveView, Tail, summary, verdict
 from lade.config import LookaheadConfig
+from lade.stats import distinct_ngrams
 
 PROMPT = "say it again, say it"
 

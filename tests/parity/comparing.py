@@ -1,0 +1,75 @@
+"""Helpers of the parity tests: prompts, plain decoding, and the comparison with it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from families import VOCABULARY
+
+import lade
+from lade.decoding.tree import TokenTree
+
+PAPER = lade.LookaheadConfig(7, 5, 7)
+CONFIGS = (PAPER, *(lade.LookaheadConfig(*sizes) for sizes in ((3, 2, 4), (0, 4, 5), (5, 3, 0), (1, 4, 1))))
+
+
+@dataclass
+class Watch:
+    """What a generation did inside."""
+
+    trees: list[TokenTree] = field(default_factory=list)
+    paths: list[Sequence[int]] = field(default_factory=list)
+    furthest: int = 0  # the highest position of any node
+
+    @property
+    def branched(self) -> bool:
+        """Whether some tree had a node with two children."""
+        return any(len(set(tree.parents)) < len(tree.parents) for tree in self.trees)
+
+    @property
+    def moved(self) -> bool:
+        """Whether some accepted keys had to move forward in the cache."""
+        return any(list(path) != list(range(len(path))) for path in self.paths)
+
+
+def prompt(length: int, seed: int = 0) -> torch.Tensor:
+    """Random ids `[1, length]`, without the padding id 0."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return torch.randint(1, VOCABULARY, (1, length), generator=generator)
+
+
+def plain(model: Any, ids: torch.Tensor, **arguments: Any) -> Any:
+    """What `model.generate` returns; 70 new tokens unless told otherwise."""
+    if "max_length" not in arguments:
+        arguments.setdefault("max_new_tokens", 70)
+    arguments.setdefault("do_sample", False)
+    return model.generate(input_ids=ids, **arguments)
+
+
+def lookahead(model: Any, ids: torch.Tensor, config: Any = PAPER, **arguments: Any) -> Any:
+    """What `lade.generate` returns for the same arguments."""
+    if "max_length" not in arguments:
+        arguments.setdefault("max_new_tokens", 70)
+    arguments.setdefault("do_sample", False)
+    return lade.generate(model, input_ids=ids, lookahead=config, **arguments)
+
+
+def assert_same(
+    model: Any, ids: torch.Tensor, configs: Sequence[lade.LookaheadConfig] = (PAPER,), **arguments: Any
+) -> lade.Stats:
+    """Assert that every config gives plain's tokens; returns the figures of all of them together."""
+    expected = plain(model, ids, **arguments)
+    stats = lade.Stats()
+    for config in configs:
+        assert torch.equal(lookahead(model, ids, config, stats=stats, **arguments), expected), config
+    return stats
+
+
+def only_fallback(caught: Sequence[warnings.WarningMessage]) -> str:
+    """Assert that exactly one warning was given, a `FallbackWarning`; returns its text."""
+    assert [warning.category for warning in caught] == [lade.FallbackWarning], [str(w.message) for w in caught]
+    return str(caught[0].message)

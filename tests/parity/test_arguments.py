@@ -1,0 +1,245 @@
+"""The arguments of `generate`: padding, caches, processors, criteria, lengths, all as in plain decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from comparing import CONFIGS, PAPER, assert_same, lookahead, plain, prompt
+from families import VOCABULARY, WINDOW, family, longrope
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+import lade
+
+SHAPES = ["llama", "gpt2", "opt", "bloom", "mistral-window", "gemma3_text", "llama4_text"]
+
+
+@pytest.fixture(params=SHAPES)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return family(request.param).build()
+
+
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    return family("llama").build()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_left_padding_is_taken_off(shape: str) -> None:
+    # bloom in float64 makes NaN of padding by itself; llama4's temperature counts padding in plain decoding
+    dtype, fields = torch.float32 if shape == "bloom" else None, {"floor_scale": 8192} if "llama4" in shape else {}
+    model = family(shape).build(dtype=dtype, **fields)
+    ids = prompt(9)
+    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), ids], dim=1)
+    mask = (torch.arange(14) >= 5).long()[None]
+    assert_same(model, padded, attention_mask=mask)
+    ours = lookahead(model, padded, attention_mask=mask)
+    assert torch.equal(ours[:, 5:], plain(model, ids)) and torch.equal(ours[:, :14], padded)
+
+
+@pytest.mark.parametrize(("shape", "fields"), [("llama4_text", {}), ("phi3", longrope())])
+def test_left_padding_that_plain_decoding_counts_is_refused(shape: str, fields: dict[str, Any]) -> None:
+    model = family(shape).build(**fields)
+    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), prompt(9)], dim=1)
+    mask = (torch.arange(14) >= 5).long()[None]
+    with pytest.raises(lade.UnsupportedArgumentError, match="this model counts the padding"):
+        lookahead(model, padded, attention_mask=mask)
+    with pytest.warns(lade.FallbackWarning):
+        ours = lookahead(model, padded, "auto", attention_mask=mask)
+    assert torch.equal(ours, plain(model, padded, attention_mask=mask))
+
+
+def test_a_prompt_of_one_token(model: PreTrainedModel) -> None:
+    assert_same(model, prompt(1), CONFIGS[:3], max_new_tokens=40)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 7, 64])
+def test_prefill_in_chunks(model: PreTrainedModel, chunk: int) -> None:
+    assert_same(model, prompt(WINDOW + 11), prefill_chunk_size=chunk, max_new_tokens=40)
+
+
+@pytest.mark.parametrize(
+    "limit", [{"max_new_tokens": 1}, {"max_new_tokens": 33}, {"max_length": 30}, {"max_length": 11}]
+)
+def test_length_limits(llama: PreTrainedModel, limit: dict[str, int]) -> None:
+    assert_same(llama, prompt(10), CONFIGS, **limit)
+
+
+def test_min_length_and_suppressed_tokens(llama: PreTrainedModel) -> None:
+    eos = plain(llama, prompt(10))[0, 12].item()
+    assert_same(llama, prompt(10), CONFIGS, eos_token_id=eos, min_new_tokens=20, suppress_tokens=[5, 6])
+
+
+# --- output objects and caches ---------------------------------------------------------------------------------------
+
+
+def test_an_output_object_and_its_cache_go_on(model: PreTrainedModel) -> None:
+    ids = prompt(WINDOW + 8)
+    expected = plain(model, ids, max_new_tokens=60)
+    first = lookahead(model, ids, max_new_tokens=30, return_dict_in_generate=True)
+    assert type(first) is type(plain(model, ids, max_new_tokens=2, return_dict_in_generate=True))
+    assert torch.equal(first.sequences, expected[:, : ids.shape[1] + 30])
+    assert first.past_key_values.get_seq_length() == first.sequences.shape[1] - 1
+    stats = lade.Stats()
+    second = lookahead(model, first.sequences, max_new_tokens=30, past_key_values=first.past_key_values, stats=stats)
+    assert torch.equal(second, expected)
+
+
+def test_plain_decoding_can_go_on_with_our_cache(model: PreTrainedModel) -> None:
+    ids = prompt(WINDOW + 8)
+    first = lookahead(model, ids, max_new_tokens=30, return_dict_in_generate=True)
+    second = plain(model, first.sequences, max_new_tokens=30, past_key_values=first.past_key_values)
+    assert torch.equal(second, plain(model, ids, max_new_tokens=60))
+
+
+def test_a_tree_cache_serves_a_conversation(model: PreTrainedModel) -> None:
+    cache, ids, fresh = lade.TreeCache(), prompt(10), prompt(10)
+    for turn in range(3):
+        steps = list(
+            lade.stream(
+                model, input_ids=ids, past_key_values=cache, max_new_tokens=15, do_sample=False, lookahead=PAPER
+            )
+        )
+        assert steps[0].fed == (10 if turn == 0 else 7), "only what is new is fed"
+        ids = torch.cat([ids, torch.tensor([[token for step in steps for token in step.tokens]])], dim=1)
+        fresh = plain(model, fresh, max_new_tokens=15)
+        assert torch.equal(ids, fresh)
+        more = prompt(6, seed=turn)
+        ids, fresh = torch.cat([ids, more], dim=1), torch.cat([fresh, more], dim=1)
+
+
+def test_a_cache_filled_by_a_forward_pass(llama: PreTrainedModel) -> None:
+    ids, cache = prompt(20), lade.TreeCache()
+    with torch.no_grad():
+        llama(ids[:, :15], past_key_values=cache)
+    assert torch.equal(lookahead(llama, ids, past_key_values=cache), plain(llama, ids))
+
+
+# --- logits processors -----------------------------------------------------------------------------------------------
+
+
+class Recorder(LogitsProcessor):
+    """Notes what it is shown, bans what it has counted too often: a processor with a memory."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[int], torch.dtype, tuple[int, ...], int]] = []
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        self.calls.append((input_ids[0].tolist(), scores.dtype, tuple(scores.shape), int(scores.argmax())))
+        scores = scores.clone()
+        scores[:, len(self.calls) % VOCABULARY] = -torch.inf
+        return scores
+
+
+def test_a_users_processor_sees_what_plain_decoding_shows_it(llama: PreTrainedModel) -> None:
+    theirs, ours = Recorder(), Recorder()
+    expected = plain(llama, prompt(10), logits_processor=LogitsProcessorList([theirs]))
+    assert torch.equal(lookahead(llama, prompt(10), logits_processor=LogitsProcessorList([ours])), expected)
+    assert ours.calls == theirs.calls
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"repetition_penalty": 1.4},
+        {"no_repeat_ngram_size": 3},
+        {"bad_words_ids": [[3], [7, 8]], "forced_eos_token_id": 1},
+        {"repetition_penalty": 0.7, "encoder_repetition_penalty": 1.2},
+        {"sequence_bias": [[[4], 1.5], [[5, 6], -2.0]], "renormalize_logits": True},
+    ],
+    ids="-".join,
+)
+@pytest.mark.parametrize("padded", [0, 3])
+def test_processors_of_transformers(llama: PreTrainedModel, arguments: dict[str, Any], padded: int) -> None:
+    ids = torch.cat([torch.zeros(1, padded, dtype=torch.long), prompt(12)], dim=1)
+    mask = (torch.arange(12 + padded) >= padded).long()[None]
+    assert_same(llama, ids, CONFIGS[:3], attention_mask=mask, max_new_tokens=50, **arguments)
+
+
+# --- stopping --------------------------------------------------------------------------------------------------------
+
+
+class StopRecorder(StoppingCriteria):
+    """Notes what it is shown, and stops at a length of its own."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.calls: list[list[int]] = []
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        self.calls.append(input_ids[0].tolist())
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)
+
+
+def test_a_users_criterion_sees_what_plain_decoding_shows_it(llama: PreTrainedModel) -> None:
+    theirs, ours = StopRecorder(47), StopRecorder(47)
+    expected = plain(llama, prompt(10), stopping_criteria=StoppingCriteriaList([theirs]))
+    assert torch.equal(lookahead(llama, prompt(10), stopping_criteria=StoppingCriteriaList([ours])), expected)
+    assert expected.shape[1] == 47 and ours.calls == theirs.calls
+
+
+def test_every_one_of_several_eos_ids_ends_the_text(model: PreTrainedModel) -> None:
+    ids = prompt(10)
+    text = plain(model, ids)[0, 10:].tolist()
+    firsts = sorted({token: i for i, token in reversed(list(enumerate(text)))}.items(), key=lambda item: item[1])
+    for token, place in firsts[1:4]:
+        never = next(id for id in range(1, VOCABULARY) if id not in text)
+        stats = assert_same(model, ids, CONFIGS, eos_token_id=[never, token])
+        assert stats.new_tokens == len(CONFIGS) * (place + 1)
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Every id is written as two letters."""
+    letters = {chr(97 + i // 26) + chr(97 + i % 26): i for i in range(VOCABULARY)} | {"abcdef": VOCABULARY}
+    backend = Tokenizer(WordLevel(letters, unk_token="aa"))
+    backend.decoder = Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def test_stop_strings(llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    text = plain(llama, prompt(10))[0, 10:].tolist()
+    stop = tokenizer.decode(text[15:17])
+    arguments: dict[str, Any] = {"stop_strings": [stop, "zz"], "tokenizer": tokenizer}
+    assert_same(llama, prompt(10), CONFIGS, **arguments)
+    assert lookahead(llama, prompt(10), **arguments).shape[1] <= 27
+    steps = lade.stream(llama, prompt(10), max_new_tokens=70, do_sample=False, lookahead=PAPER, **arguments)
+    assert [token for step in steps for token in step.tokens] == plain(llama, prompt(10), **arguments)[0, 10:].tolist()
+
+
+def test_stop_strings_of_a_generation_config(llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    llama.generation_config.stop_strings = [tokenizer.decode(plain(llama, prompt(10))[0, 25:27])]
+    with pytest.raises(lade.UnsupportedArgumentError, match="stop_strings in a generation_config"):
+        lookahead(llama, prompt(10), tokenizer=tokenizer)
+    with pytest.warns(lade.FallbackWarning):
+        ours = lookahead(llama, prompt(10), "auto", tokenizer=tokenizer)
+    assert torch.equal(ours, plain(llama, prompt(10), tokenizer=tokenizer)) and ours.shape[1] <= 27
+
+
+def test_max_time_zero_stops_after_one_token(llama: PreTrainedModel) -> None:
+    assert lookahead(llama, prompt(10), max_time=0.0).shape == plain(llama, prompt(10), max_time=0.0).shape
+
+
+# --- the three ways --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lookahead_argument", [PAPER, "auto", None], ids=["config", "auto", "plain"])
+def test_generate_stream_and_custom_generate_agree(model: PreTrainedModel, lookahead_argument: Any) -> None:
+    ids = prompt(10)
+    expected = plain(model, ids, max_new_tokens=40)
+    arguments: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "lookahead": lookahead_argument}
+    assert torch.equal(lade.generate(model, ids, **arguments), expected)
+    assert torch.equal(model.generate(ids, custom_generate=lade.decode, **arguments), expected)
+    streamed = [token for step in lade.stream(model, ids, **arguments) for token in step.tokens]
+    assert streamed == expected[0, 10:].tolist()

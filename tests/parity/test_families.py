@@ -1,0 +1,65 @@
+"""Every family, with every attention backend of its class: plain decoding's tokens, past its sliding window too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from comparing import CONFIGS, PAPER, Watch, assert_same, prompt
+from families import FAMILIES, WINDOW, Family, family
+
+import lade
+from lade.model.probe import worst_error
+from lade.model.support import MASK_PER_LAYER_TYPE, ONE_MASK
+
+CASES = [pytest.param(case, backend, id=f"{case}-{backend}") for case in FAMILIES for backend in case.backends]
+MORE_CONFIGS = [
+    *CONFIGS,
+    *(lade.LookaheadConfig(*sizes) for sizes in ((15, 5, 15), (2, 6, 3), (0, 2, 1), (1, 2, 0), (4, 4, 4))),
+]
+
+
+@pytest.mark.parametrize(("case", "backend"), CASES)
+def test_it_writes_what_plain_decoding_writes(case: Family, backend: str, watch: Watch) -> None:
+    model = case.build(backend)
+    assert lade.supports(model)
+    configs = CONFIGS if backend == case.backends[0] else CONFIGS[:2]
+    stats = assert_same(model, prompt(20), configs, max_new_tokens=60)
+    short = assert_same(model, prompt(3, seed=1), max_new_tokens=60)
+    assert stats.tokens_per_step > 1 and short.tokens_per_step > 1, "no guess was ever accepted"
+    assert watch.branched and watch.moved, "the trees were chains: nothing was put to the test"
+
+
+@pytest.mark.parametrize(("case", "backend"), CASES)
+def test_the_logits_at_every_node_are_those_of_plain_passes(case: Family, backend: str) -> None:
+    model = case.build(backend, seed=2)
+    plan = lade.supports(model).require()
+    bound = 1e-5 if case.dtype == torch.float64 else 1e-4  # some softmaxes and norms are float32 in any case
+    assert worst_error(model, plan, beyond=WINDOW) < bound
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "gemma3_text", "llama4_text"])
+def test_a_window_shorter_than_a_tree_is_deep(name: str) -> None:
+    window = {"attention_chunk_size": 3} if name == "llama4_text" else {"sliding_window": 3}
+    assert_same(family(name).build(**window), prompt(20), CONFIGS, max_new_tokens=40)
+
+
+def test_a_window_that_the_cache_of_plain_decoding_heeds_and_the_model_does_not() -> None:
+    model = family("llama").build(sliding_window=WINDOW)
+    assert_same(model, prompt(20), CONFIGS)
+
+
+def test_every_listed_family_is_tested() -> None:
+    assert {case.model_type for case in FAMILIES} == MASK_PER_LAYER_TYPE | ONE_MASK
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("case", "backend"), CASES)
+def test_the_whole_cross_product(case: Family, backend: str, seed: int, dtype: torch.dtype) -> None:
+    if case.dtype != torch.float64 and dtype == torch.float64:
+        pytest.skip(f"{case} itself fails in float64")
+    model = case.build(backend, seed=seed, dtype=dtype)
+    for length in (1, 7, 31):
+        assert_same(model, prompt(length, seed=seed), MORE_CONFIGS, max_new_tokens=100)
+        assert_same(model, prompt(length, seed=seed), [PAPER], max_new_tokens=1)

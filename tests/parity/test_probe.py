@@ -1,0 +1,211 @@
+"""An architecture nobody has listed: one small comparison on the model itself before it is trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from comparing import CONFIGS, PAPER, Watch, assert_same, lookahead, only_fallback, plain, prompt
+from families import UNLISTED, WINDOW, Family, family
+from transformers import LlamaForCausalLM, MistralForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
+
+import lade
+from lade.model import support
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Class names of the models that were probed, one entry a comparison."""
+    names: list[str] = []
+    worst_error = support.worst_error
+
+    def counted(model: Any, *args: Any, **kwargs: Any) -> float:
+        names.append(type(model).__name__)
+        return worst_error(model, *args, **kwargs)
+
+    monkeypatch.setattr(support, "worst_error", counted)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"), [pytest.param(case, it, id=f"{case}-{it}") for case in UNLISTED for it in case.backends]
+)
+def test_an_unlisted_family_passes_and_is_served(case: Family, backend: str, probes: list[str], watch: Watch) -> None:
+    model = case.build(backend)
+    assert case.model_type not in support.MASK_PER_LAYER_TYPE | support.ONE_MASK
+    assert_same(model, prompt(20), CONFIGS[:3])
+    assert_same(model, prompt(5), CONFIGS[:1])
+    assert watch.branched and watch.moved
+    assert len(probes) == 1, "one comparison serves all calls on a model"
+
+
+def test_a_listed_family_is_not_probed(probes: list[str]) -> None:
+    assert lade.supports(family("llama").build()) and not probes
+
+
+def test_a_model_is_probed_again_with_another_backend_or_dtype(probes: list[str]) -> None:
+    model = UNLISTED[0].build("sdpa")
+    assert lade.supports(model) and lade.supports(model) and len(probes) == 1
+    model.set_attn_implementation("eager")
+    assert lade.supports(model) and len(probes) == 2
+    assert lade.supports(model.float()) and len(probes) == 3
+
+
+def test_a_probe_costs_a_handful_of_small_passes() -> None:
+    model = UNLISTED[0].build()
+    fed: list[int] = []
+
+    def count(module: Any, args: Any, kwargs: Any) -> None:
+        fed.append((args or (kwargs["input_ids"],))[0].shape[1])
+
+    model.register_forward_pre_hook(count, with_kwargs=True)
+    lade.supports(model)
+    assert len(fed) <= 12 and sum(fed) < 200
+    fed.clear()
+    lade.supports(model)
+    assert not fed
+
+
+def test_a_probe_leaves_the_random_state_and_the_weights_alone() -> None:
+    model = UNLISTED[0].build()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    lade.supports(model)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert not any(parameter.grad is not None for parameter in model.parameters())
+
+
+# --- architectures that are wrong on purpose: classes of this module, so no table lists them ------------------------
+
+
+class DeafToMasks(LlamaModel):
+    """Builds its own causal mask over slots, whatever it is given."""
+
+    def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        return super().forward(*args, attention_mask=None, **kwargs)
+
+
+class DeafToPositions(LlamaModel):
+    """Counts slots, whatever positions it is given."""
+
+    def forward(self, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+        return super().forward(*args, position_ids=None, **kwargs)
+
+
+class Convolving(LlamaAttention):
+    """Mixes each token with its neighbour in the cache before it attends."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(hidden_states + 0.1 * hidden_states.roll(1, dims=1), *args, **kwargs)
+
+
+class CountingSlots(LlamaAttention):
+    """Scales its input by how much the cache holds."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        past = cache.get_seq_length(self.layer_idx) if cache is not None else 0
+        slots = torch.arange(hidden_states.shape[1], device=hidden_states.device)[:, None] + past
+        return super().forward(hidden_states * (1 + slots / 20).to(hidden_states.dtype), *args, **kwargs)
+
+
+class OwnLlama(LlamaForCausalLM):
+    """A Llama from somewhere else; right as it is."""
+
+
+def _with_model(kind: type[LlamaModel]) -> Callable[[OwnLlama], None]:
+    def change(model: OwnLlama) -> None:
+        model.model.__class__ = kind
+
+    return change
+
+
+def _with_attention(kind: type[LlamaAttention]) -> Callable[[OwnLlama], None]:
+    def change(model: OwnLlama) -> None:
+        model.model.layers[2].self_attn.__class__ = kind
+
+    return change
+
+
+def _own_llama(backend: str = "sdpa") -> OwnLlama:
+    model = family("llama").build(backend)
+    model.__class__ = OwnLlama
+    return model
+
+
+def test_a_class_from_elsewhere_is_probed_although_its_model_type_is_listed(probes: list[str]) -> None:
+    model = _own_llama()
+    assert_same(model, prompt(20))
+    assert probes == ["OwnLlama"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _with_model(DeafToMasks),
+        _with_model(DeafToPositions),
+        _with_attention(Convolving),
+        _with_attention(CountingSlots),
+    ],
+    ids=["deaf to masks", "deaf to positions", "convolving", "counting slots"],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_wrong_architecture_is_refused(change: Callable[[Any], None], dtype: torch.dtype) -> None:
+    model = _own_llama().to(dtype)
+    change(model)
+    reason = lade.supports(model).reason
+    assert "a tree pass does not equal plain passes on it (logits differ by " in reason
+    assert "standard deviations" in reason and 'lookahead="auto"' in reason
+    with pytest.raises(lade.UnsupportedModelError, match="OwnLlama: a tree pass does not equal plain"):
+        lookahead(model, prompt(10), PAPER)
+    with pytest.warns(lade.FallbackWarning) as caught:
+        ours = lookahead(model, prompt(10), "auto")
+    assert "logits differ" in only_fallback(caught.list) and torch.equal(ours, plain(model, prompt(10)))
+
+
+class OwnMistral(MistralForCausalLM):
+    """A Mistral from somewhere else."""
+
+
+@pytest.mark.parametrize("window", [4, WINDOW, 40])
+def test_an_unknown_sliding_window_is_found_out_and_served(window: int) -> None:
+    model = family("mistral-window").build(sliding_window=window)
+    model.__class__ = OwnMistral
+    assert lade.supports(model)
+    assert_same(model, prompt(20), max_new_tokens=60)
+
+
+def test_a_wrong_window_is_refused() -> None:
+    model = family("mistral-window").build()
+    model.__class__ = OwnMistral
+    for layer in (model.model,):  # the model masks by a config of its own, wider than the one we can read
+        layer.config = type(model.config)(**{**model.config.to_dict(), "sliding_window": WINDOW + 1})
+        layer.config._attn_implementation = "sdpa"
+    assert "logits differ by" in lade.supports(model).reason
+
+
+def test_a_window_too_long_to_be_checked_is_refused() -> None:
+    model = family("mistral-window").build(sliding_window=4096)
+    model.__class__ = OwnMistral
+    assert "window of 4096 tokens is too long to be checked" in lade.supports(model).reason
+
+
+def test_an_error_of_an_unknown_architecture_is_the_reason() -> None:
+    model = _own_llama()
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("four-dimensional masks are not for me\nand more")
+
+    model.model.forward = fail
+    assert "RuntimeError: four-dimensional masks are not for me)" in lade.supports(model).reason
+
+
+def test_not_a_number_is_refused() -> None:
+    model = _own_llama()
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    assert not lade.supports(model)

@@ -1,0 +1,286 @@
+"""What cannot be served exactly is refused with the reason; `lookahead="auto"` decodes it plainly, with one warning."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from comparing import PAPER, only_fallback, plain, prompt
+from families import VOCABULARY, family
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache, PreTrainedModel
+
+import lade
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_expand": 2}
+_LINEAR = {f"linear_{kind}": 2 for kind in ("num_value_heads", "num_key_heads")} | {
+    f"linear_{kind}_head_dim": 8 for kind in ("key", "value")
+}
+STATE = r"layers \(.+\) carry a state that the branches of a token tree cannot share"
+SLOTS = "ALiBi biases go by cache slot, not by position"
+REFUSED = {
+    "mamba": (STATE, {"state_size": 4}),
+    "mamba2": (STATE, {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2}),
+    "jamba": (
+        STATE,
+        {
+            "num_experts": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "use_mamba_kernels": False,
+            "mamba_d_state": 4,
+        },
+    ),
+    "lfm2": (STATE, {"layer_types": ["conv", "full_attention"] * 2}),
+    "recurrent_gemma": (STATE, {"lru_width": 32, "attention_window_size": 16}),
+    "rwkv": (STATE, {"attention_hidden_size": 32, "context_length": 128}),
+    "qwen3_next": (
+        STATE,
+        {
+            **_LINEAR,
+            "head_dim": 8,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
+    "granitemoehybrid": (
+        STATE,
+        {
+            **_MAMBA,
+            "layer_types": ["mamba", "attention"] * 2,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "shared_intermediate_size": 16,
+        },
+    ),
+    "gpt_neo": (
+        "local attention layers mask by cache slot",
+        {"attention_types": [[["global", "local"], 2]], "num_layers": 4, "num_heads": 4, "window_size": 8},
+    ),
+    "falcon": (SLOTS, {"alibi": True, "new_decoder_architecture": False}),
+    "mpt": (SLOTS, {"d_model": 32, "n_heads": 4, "n_layers": 4, "max_seq_len": 128}),
+    "t5": (
+        "encoder-decoder model",
+        {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
+    ),
+    "bart": (
+        "encoder-decoder model",
+        {
+            "d_model": 32,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "decoder_ffn_dim": 48,
+            "decoder_start_token_id": 0,
+            "forced_eos_token_id": None,
+        },
+    ),
+}
+
+
+@contextmanager
+def one_fallback(match: str) -> Iterator[None]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    assert match in only_fallback(caught)
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_a_family_is_refused(model_type: str) -> None:
+    reason, extra = REFUSED[model_type]
+    config = AutoConfig.for_model(model_type, **{**_SIZES, **extra})
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    torch.manual_seed(0)
+    model = auto.from_config(config, dtype=torch.float32).eval()
+    name = type(model).__name__
+
+    support = lade.supports(model)
+    assert not support and support.model == name
+    for call in WAYS.values():
+        with pytest.raises(lade.UnsupportedModelError, match=rf'{name}: .*{reason}.*; use plain .* lookahead="auto"'):
+            call(model, input_ids=prompt(10), lookahead=PAPER, max_new_tokens=5)
+    expected = plain(model, prompt(10), max_new_tokens=12)
+    for call in WAYS.values():
+        with one_fallback(name):
+            ours = call(model, input_ids=prompt(10), lookahead="auto", max_new_tokens=12, do_sample=False)
+        assert torch.equal(ours, expected)
+
+
+def generate(model: PreTrainedModel, **arguments: Any) -> Any:
+    return lade.generate(model, **arguments)
+
+
+def custom_generate(model: PreTrainedModel, **arguments: Any) -> Any:
+    return model.generate(custom_generate=lade.decode, **arguments)
+
+
+WAYS: dict[str, Callable[..., Any]] = {"lade.generate": generate, "custom_generate": custom_generate}
+
+
+# --- a supported family in a state that is not -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", ["flash_attention_2", "flash_attention_3", "flex_attention", "paged|sdpa"])
+def test_attention_kernels_that_take_no_mask(kernel: str) -> None:
+    model = family("llama").build()
+    model.config._attn_implementation = kernel
+    with pytest.raises(lade.UnsupportedModelError, match='takes no tree mask: load it with attn_implementation="sdpa"'):
+        generate(model, input_ids=prompt(5), lookahead=PAPER, max_new_tokens=5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_dropout_in_training_mode(way: str) -> None:
+    model = family("gpt2").build().train()  # attn_pdrop and friends are 0.1
+    with pytest.raises(lade.UnsupportedModelError, match=r"training mode.*call model.eval\(\)"):
+        WAYS[way](model, input_ids=prompt(5), lookahead=PAPER, max_new_tokens=5)
+    torch.manual_seed(7)
+    expected = plain(model, prompt(5), max_new_tokens=12)
+    torch.manual_seed(7)
+    with one_fallback("training mode"):
+        ours = WAYS[way](model, input_ids=prompt(5), lookahead="auto", max_new_tokens=12, do_sample=False)
+    assert torch.equal(ours, expected)
+
+
+def test_attention_dropout_alone_counts() -> None:
+    model = family("llama").build(attention_dropout=0.1).train()
+    assert "training mode" in lade.supports(model).reason
+
+
+def test_training_mode_without_dropout_is_served() -> None:
+    model = family("llama").build().train()
+    assert torch.equal(
+        generate(model, input_ids=prompt(10), lookahead=PAPER, max_new_tokens=40),
+        plain(model, prompt(10), max_new_tokens=40),
+    )
+
+
+@pytest.mark.parametrize("thing", [torch.nn.Linear(2, 2), None, "a name"])
+def test_what_is_no_language_model(thing: Any) -> None:
+    assert "not a transformers model" in lade.supports(thing).reason
+
+
+def test_a_model_without_a_head() -> None:
+    assert "language modeling head" in lade.supports(family("llama").build().model).reason
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _arguments(name: str, model: PreTrainedModel) -> dict[str, Any]:
+    ids = prompt(10)
+    return {"input_ids": ids, "do_sample": False, "max_new_tokens": 20} | {
+        "do_sample": {"do_sample": True},
+        "num_beams": {"num_beams": 3},
+        "num_return_sequences": {"do_sample": True, "num_return_sequences": 2},
+        "inputs_embeds": {"input_ids": None, "inputs_embeds": model.get_input_embeddings()(ids).detach()},
+        "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
+        "assistant_model": {"assistant_model": family("llama").build(seed=5)},
+        "past_key_values": {"past_key_values": _filled_cache(model, ids)},
+        "a batch of 2": {"input_ids": torch.cat([ids, prompt(10, seed=4)])},
+        "output_scores": {"output_scores": True, "return_dict_in_generate": True},
+        "output_logits": {"output_logits": True, "return_dict_in_generate": True},
+        "use_cache": {"use_cache": False},
+        "guidance_scale": {"guidance_scale": 1.5},
+        "attention_mask": {"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1, 1]])},
+        "position_ids": {"position_ids": torch.arange(3, 13)[None]},
+    }[name]
+
+
+def _filled_cache(model: PreTrainedModel, ids: torch.Tensor) -> DynamicCache:
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :6], past_key_values=cache)
+    return cache
+
+
+ARGUMENTS = [
+    "do_sample",
+    "num_beams",
+    "num_return_sequences",
+    "inputs_embeds",
+    "prompt_lookup_num_tokens",
+    "assistant_model",
+    "past_key_values",
+    "a batch of 2",
+    "output_scores",
+    "output_logits",
+    "use_cache",
+    "guidance_scale",
+    "attention_mask",
+    "position_ids",
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_is_refused(name: str, way: str) -> None:
+    if (name, way) == ("assistant_model", "custom_generate"):
+        pytest.skip("transformers hands no assistant to a callable; greedy decoding gives the same tokens")
+    model = family("llama").build()
+    said = "do_sample" if name == "num_return_sequences" else name
+    with pytest.raises(lade.UnsupportedArgumentError, match=f'(?s){said}.*lookahead="auto"'):
+        WAYS[way](model, lookahead=PAPER, **_arguments(name, model))
+
+    torch.manual_seed(3)
+    expected = model.generate(**_arguments(name, model))
+    torch.manual_seed(3)
+    with one_fallback(said):
+        ours = WAYS[way](model, lookahead="auto", **_arguments(name, model))
+    if name.startswith("output"):
+        assert torch.equal(ours[name.removeprefix("output_")][7], expected[name.removeprefix("output_")][7])
+        ours, expected = ours.sequences, expected.sequences
+    assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("field", [{"do_sample": True}, {"num_beams": 2}])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_the_checkpoint_itself_asks_for(field: dict[str, Any], way: str) -> None:
+    model = family("llama").build()
+    model.generation_config.update(**field)
+    arguments = {"input_ids": prompt(10), "max_new_tokens": 20}
+    with pytest.raises(lade.UnsupportedArgumentError, match=next(iter(field))):
+        WAYS[way](model, lookahead=PAPER, **arguments)
+    torch.manual_seed(3)
+    expected = model.generate(**arguments)
+    torch.manual_seed(3)
+    with one_fallback(next(iter(field))):
+        ours = WAYS[way](model, lookahead="auto", **arguments)
+    assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_greedy_decoding_can_be_asked_for_against_the_checkpoint(way: str) -> None:
+    model = family("llama").build()
+    model.generation_config.update(do_sample=True, temperature=0.7)
+    ours = WAYS[way](model, input_ids=prompt(10), lookahead=PAPER, max_new_tokens=20, do_sample=False)
+    assert torch.equal(ours, plain(model, prompt(10), max_new_tokens=20))
+
+
+def test_a_refusal_leaves_a_cache_as_it_was() -> None:
+    model = family("llama").build()
+    cache = _filled_cache(model, prompt(10))
+    with pytest.raises(lade.UnsupportedArgumentError):
+        generate(model, input_ids=prompt(10), past_key_values=cache, lookahead=PAPER, max_new_tokens=5)
+    assert cache.get_seq_length() == 6

@@ -1,0 +1,124 @@
+"""Models in wrappers: PEFT's, accelerate's hooks, `torch.compile`."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from comparing import CONFIGS, PAPER, assert_same, lookahead, plain, prompt
+from families import Family, family
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+
+import lade
+
+# PEFT asks transformers for a name that transformers is about to drop.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+LORA = {"r": 4, "lora_alpha": 32, "init_lora_weights": False, "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("llama", ["q_proj", "v_proj", "down_proj"]),
+        ("gpt2", ["c_attn"]),
+        ("gemma3_text", ["q_proj", "k_proj"]),
+        ("bloom", ["query_key_value"]),
+        ("llama4_text", ["q_proj"]),
+    ],
+)
+def test_a_model_with_a_lora_adapter(name: str, targets: list[str]) -> None:
+    base = family(name).build()
+    bare = plain(base, prompt(10))
+    torch.manual_seed(1)
+    model = (
+        get_peft_model(base, LoraConfig(target_modules=targets, fan_in_fan_out=name == "gpt2", **LORA)).double().eval()
+    )
+    assert lade.supports(model)
+    stats = assert_same(model, prompt(10), CONFIGS[:2])
+    expected = plain(model, prompt(10))
+    assert stats.tokens_per_step > 1 and not torch.equal(expected, bare), "the adapter does nothing"
+    streamed = lade.stream(model, input_ids=prompt(10), max_new_tokens=70, do_sample=False, lookahead=PAPER)
+    assert [token for step in streamed for token in step.tokens] == expected[0, 10:].tolist()
+    ours = model.generate(
+        input_ids=prompt(10), max_new_tokens=70, do_sample=False, custom_generate=lade.decode, lookahead=PAPER
+    )
+    assert torch.equal(ours, expected)
+    with model.disable_adapter():
+        assert torch.equal(lookahead(model, prompt(10)), bare)
+
+
+def test_lora_dropout_counts_in_training_mode() -> None:
+    model = get_peft_model(family("llama").build(), LoraConfig(target_modules=["q_proj"], **LORA)).train()
+    assert "training mode" in lade.supports(model).reason
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning:UserWarning")
+def test_an_adapter_that_puts_tokens_before_the_prompt_is_refused() -> None:
+    model: PeftModel = get_peft_model(
+        family("llama").build(dtype=torch.float32), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    ).eval()
+    arguments: dict[str, Any] = {"input_ids": prompt(10), "max_new_tokens": 20, "lookahead": PAPER}
+    for call in (
+        functools.partial(lade.generate, model),
+        functools.partial(model.generate, custom_generate=lade.decode),
+    ):
+        with pytest.raises(lade.UnsupportedModelError, match="puts learned tokens before the prompt"):
+            call(**arguments)
+    assert lade.supports(model.get_base_model()), "without its adapter it is an ordinary model"
+    expected = plain(model, prompt(10), max_new_tokens=20)
+    with pytest.warns(lade.FallbackWarning):
+        ours = lookahead(model, prompt(10), "auto", max_new_tokens=20)
+    assert torch.equal(ours, expected)
+
+
+def _dispatched(case: Family, folder: Path) -> Any:
+    model = case.build()
+    names = {f"model.layers.{i}": "disk" if i == 2 else "cpu" for i in range(4)}
+    device_map = {
+        "model.embed_tokens": "cpu",
+        **names,
+        "model.norm": "cpu",
+        "model.rotary_emb": "cpu",
+        "lm_head": "cpu",
+    }
+    return dispatch_model(model, device_map, main_device="cpu", offload_dir=str(folder))
+
+
+def test_a_model_with_a_layer_on_disk(tmp_path: Path) -> None:
+    expected = plain(family("llama").build(), prompt(10))
+    model = _dispatched(family("llama"), tmp_path)
+    assert any(parameter.is_meta for parameter in model.parameters()), "nothing lies on disk"
+    assert torch.equal(lookahead(model, prompt(10)), expected)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:You are calling .generate.. with the `input_ids` being on a device type:UserWarning"
+)
+@pytest.mark.parametrize("offload", [cpu_offload, disk_offload])
+def test_a_wholly_offloaded_model(offload: Any, tmp_path: Path) -> None:
+    expected = plain(family("llama").build(), prompt(10))
+    folder = {"offload_dir": str(tmp_path)} if offload is disk_offload else {}
+    model = offload(family("llama").build(), execution_device=torch.device("cpu"), **folder)
+    assert torch.equal(lookahead(model, prompt(10), PAPER), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_a_compiled_model(name: str) -> None:
+    model = family(name).build()
+    expected = plain(model, prompt(10), max_new_tokens=30)
+    compiled = torch.compile(model, backend="eager")
+    assert lade.supports(compiled)
+    assert torch.equal(lookahead(compiled, prompt(10), PAPER, max_new_tokens=30), expected)
+
+
+@pytest.mark.slow
+def test_a_model_compiled_in_place() -> None:
+    model = family("llama").build()
+    expected = plain(model, prompt(10), max_new_tokens=30)
+    model.compile(backend="eager", dynamic=True)
+    assert torch.equal(lookahead(model, prompt(10), PAPER, max_new_tokens=30), expected)
