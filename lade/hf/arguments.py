@@ -17,7 +17,7 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 
 from lade.config import LookaheadConfig
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
-from lade.model.cache import TreeCache
+from lade.model.lending import can_lend
 from lade.model.positions import LEARNED_POSITIONS
 from lade.model.runner import EagerRunner
 from lade.model.slots import padding_counts_from
@@ -28,7 +28,7 @@ REMEDY = 'leave it out, use plain model.generate, or lookahead="auto", which fal
 KNOWN_MODEL_KWARGS = frozenset(
     {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 )
-WAITING_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
 FOREIGN_CACHES = frozenset({"quantized", "offloaded", "offloaded_static"})
 
 
@@ -56,17 +56,17 @@ def refuse_arguments(
 ) -> None:
     """Raise `UnsupportedArgumentError` for what lookahead decoding does not serve; takes what `generate` prepared."""
     mode = generation_config.get_generation_mode()
-    if mode is not GenerationMode.GREEDY_SEARCH:
-        _refuse(_mode_arguments(mode, generation_config), "only greedy decoding is accelerated so far")
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        _refuse(_mode_arguments(mode, generation_config), "only greedy decoding and sampling are accelerated so far")
     if "inputs_embeds" in model_kwargs:
         _refuse("inputs_embeds", "n-grams are made of token ids; give input_ids")
     if input_ids.shape[0] != 1:
         _refuse(f"a batch of {input_ids.shape[0]} rows", "one prompt at a time is served so far")
     if any(isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor) for processor in logits_processor):
         _refuse(f"guidance_scale={generation_config.guidance_scale}", "it runs the model a second time at each token")
-    for name in WAITING_OUTPUTS:
+    for name in REFUSED_OUTPUTS:
         if generation_config.return_dict_in_generate and getattr(generation_config, name):
-            _refuse(f"{name}=True", "only sequences and past_key_values are returned so far")
+            _refuse(f"{name}=True", "a pass over a tree has no such tensors of one token at a time")
     for name, value in model_kwargs.items():
         if name not in KNOWN_MODEL_KWARGS and value is not None:
             _refuse(name, "its values for tokens ahead of the text are not known")
@@ -82,10 +82,10 @@ def _refuse_cache(generation_config: GenerationConfig, model_kwargs: dict[str, A
             f"cache_implementation={generation_config.cache_implementation!r}",
             "lookahead decoding keeps a cache of its own on the model's device",
         )
-    if getattr(cache, "_is_user_defined", False) and not isinstance(cache, TreeCache):
+    if getattr(cache, "_is_user_defined", False) and not can_lend(cache):
         _refuse(
             f"past_key_values of type {type(cache).__name__}",
-            "give a lade.TreeCache(), or the past_key_values that lookahead decoding returned",
+            "it has no room for a tree; give a DynamicCache or a lade.TreeCache",
         )
 
 
@@ -180,6 +180,12 @@ def check_padding(model: PreTrainedModel, padding: int, max_length: int) -> None
     limit = padding_counts_from(model.config.get_text_config(decoder=True))
     if padding and limit is not None and max_length >= limit:
         _refuse("left padding", f"from {limit} tokens on this model counts the padding; give the prompt without it")
+
+
+def check_cache(cache: Any, padding: int) -> None:
+    """Refuse a user's cache together with left padding: in plain decoding it has slots for padding."""
+    if padding and getattr(cache, "_is_user_defined", False):
+        _refuse("left padding with past_key_values", "our cache has no slots for padding; give the prompt without it")
 
 
 def check_switch(runner: EagerRunner, prompt_length: int, max_length: int) -> None:

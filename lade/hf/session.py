@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -14,9 +15,18 @@ from lade.config import LookaheadConfig
 from lade.decoding.choose import Chooser, Greedy
 from lade.decoding.engine import Engine
 from lade.decoding.row import Row
-from lade.hf.arguments import check_padding, check_positions, check_prompt, check_switch, left_padding, refuse_arguments
-from lade.hf.transcript import ProcessedGreedy, StopRules, Transcript
+from lade.hf.arguments import (
+    check_cache,
+    check_padding,
+    check_positions,
+    check_prompt,
+    check_switch,
+    left_padding,
+    refuse_arguments,
+)
+from lade.hf.transcript import Processed, Record, StopRules, Transcript
 from lade.model.cache import TreeCache
+from lade.model.lending import Loan
 from lade.model.runner import EagerRunner
 from lade.model.support import supports
 from lade.stats import Stats, Step
@@ -59,25 +69,32 @@ class Session:
         check_prompt(model, input_ids)
         padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
         check_padding(model, padding, generation_config.max_length)
+        check_cache(model_kwargs.get("past_key_values"), padding)
         check_positions(model_kwargs.get("position_ids"), padding)
 
         runner = EagerRunner(model, plan, generation_config)
         check_switch(runner, input_ids.shape[1], generation_config.max_length)
 
-        self._input_ids, self._generation_config = input_ids, generation_config
+        self._input_ids, self._generation_config, self._padding = input_ids, generation_config, padding
         self._streamer, self._prompt_streamed = streamer, prompt_streamed
-        cache = model_kwargs.get("past_key_values")
-        self._cache = cache if isinstance(cache, TreeCache) else TreeCache()
+        given: Any = model_kwargs.get("past_key_values")
+        # The cache that transformers makes where the user gave none is empty, and of no use for a tree.
+        self._given_cache: Cache = given if getattr(given, "_is_user_defined", False) else TreeCache()
+        self._loan = Loan(self._given_cache)
+        self._record = record_for(generation_config)
         transcript = Transcript(input_ids, padding)
-        chooser: Chooser = ProcessedGreedy(logits_processor, transcript) if logits_processor else Greedy()
+        chooser: Chooser = Greedy()
+        if logits_processor or generation_config.do_sample or self._record:
+            sample = generation_config.do_sample
+            chooser = Processed(logits_processor, transcript, sample=sample, record=self._record)
         self._row = Row(
             input_ids[0, padding:].tolist(),
             config,
             chooser,
-            StopRules(stopping_criteria, transcript),
+            StopRules(stopping_criteria, transcript, self._record),
             excluded=special_ids(generation_config),
         )
-        self._engine = Engine([self._row], runner, self._cache, stats)
+        self._engine = Engine([self._row], runner, self._loan.cache, stats)
         self._new_tokens = 0
 
     def __iter__(self) -> Iterator[Step]:
@@ -92,6 +109,7 @@ class Session:
                         self._streamer.put(torch.tensor([token]))
                 yield step
         finally:
+            self._loan.give_back()
             if self._streamer is not None:
                 self._streamer.end()  # also after an error: whoever reads a TextIteratorStreamer would wait for ever
 
@@ -101,7 +119,13 @@ class Session:
         ids = torch.cat([self._input_ids, self._input_ids.new_tensor([new])], dim=1)
         if not self._generation_config.return_dict_in_generate:
             return ids
-        return GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, ids), past_key_values=self._cache)
+        return GenerateDecoderOnlyOutput(
+            sequences=cast(torch.LongTensor, ids),
+            scores=cast(Any, self._record.scores),
+            logits=cast(Any, self._record.logits),
+            # Ours has no slots for padding, and plain decoding would count them.
+            past_key_values=None if self._padding else self._given_cache,
+        )
 
     def run(self) -> Output:
         """Decode to the end."""
@@ -115,3 +139,12 @@ def special_ids(generation_config: GenerationConfig) -> set[int]:
     eos = generation_config.eos_token_id
     ids = set(eos if isinstance(eos, list) else [eos]) | {generation_config.pad_token_id}
     return {int(token) for token in ids if token is not None}
+
+
+def record_for(generation_config: GenerationConfig) -> Record:
+    """An empty record of what the output object is to have."""
+    wanted = generation_config.return_dict_in_generate
+    return Record(
+        scores=() if wanted and generation_config.output_scores else None,
+        logits=() if wanted and generation_config.output_logits else None,
+    )

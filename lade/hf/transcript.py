@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
@@ -36,19 +37,58 @@ class Transcript:
         return self._buffer[:, :length]
 
 
-class ProcessedGreedy:
-    """The argmax after transformers' logits processors (repetition penalty, banned words, the user's own ...)."""
+@dataclass
+class Record:
+    """Scores and logits of the emitted tokens, as `output_scores` and `output_logits` ask for them.
 
-    def __init__(self, processors: LogitsProcessorList, transcript: Transcript) -> None:
-        self._processors, self._transcript = processors, transcript
+    Attributes:
+        scores: `[1, V]` float32 after the processors, one a token; None where nobody asked.
+        logits: `[1, V]` float32 before them, one a token; None where nobody asked.
+    """
+
+    scores: tuple[torch.Tensor, ...] | None = None
+    logits: tuple[torch.Tensor, ...] | None = None
+
+    def __bool__(self) -> bool:
+        return self.scores is not None or self.logits is not None
+
+    def add(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
+        """Append one token's."""
+        if self.scores is not None:
+            self.scores += (scores,)
+        if self.logits is not None:
+            self.logits += (logits,)
+
+
+class Processed:
+    """The token after transformers' logits processors (temperature, repetition penalty, the user's own ...).
+
+    A draw is made once per emitted token, from a tensor of the shape that plain decoding draws from. So the same seed
+    gives the same tokens, and leaves torch's generator in the same state.
+
+    Args:
+        processors: called with the text so far and the logits of one node.
+        transcript: the text so far.
+        sample: draw from the distribution; otherwise take the argmax.
+        record: is told scores and logits.
+    """
+
+    def __init__(
+        self, processors: LogitsProcessorList, transcript: Transcript, *, sample: bool, record: Record
+    ) -> None:
+        self._processors, self._transcript, self._sample, self._record = processors, transcript, sample, record
 
     def open(self, logits: torch.Tensor, picks: Sequence[int], tokens: Sequence[int]) -> Choose:
         """See `lade.decoding.choose.Chooser.open`."""
 
         def choose(node: int) -> int:
             input_ids = self._transcript.upto(tokens)
-            scores = logits[node : node + 1].to(copy=True, dtype=torch.float32, device=input_ids.device)  # [1, V]
-            return int(self._processors(input_ids, scores).argmax(dim=-1))
+            raw = logits[node : node + 1].to(copy=True, dtype=torch.float32, device=input_ids.device)  # [1, V]
+            scores = self._processors(input_ids, raw)
+            self._record.add(scores, raw)
+            if self._sample:
+                return int(torch.multinomial(scores.softmax(dim=-1), num_samples=1))
+            return int(scores.argmax(dim=-1))
 
         return choose
 
@@ -60,8 +100,8 @@ class StopRules:
     per emitted token, as plain decoding does.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList, transcript: Transcript) -> None:
-        self._criteria, self._transcript = criteria, transcript
+    def __init__(self, criteria: StoppingCriteriaList, transcript: Transcript, record: Record) -> None:
+        self._criteria, self._transcript, self._record = criteria, transcript, record
         self._eos: set[int] = set()
         self._max_length = self._plain_until = sys.maxsize
         for criterion in criteria:
@@ -79,4 +119,4 @@ class StopRules:
         length = len(tokens) + self._transcript.skipped
         if length <= self._plain_until:
             return tokens[-1] in self._eos or length >= self._max_length
-        return bool(self._criteria(self._transcript.upto(tokens), None).all())
+        return bool(self._criteria(self._transcript.upto(tokens), self._record.scores).all())

@@ -67,15 +67,27 @@ def test_switched_off_sampling_is_exactly_plain(passes):
     assert torch.equal(model.generate(IDS, max_new_tokens=30, do_sample=True), plain)
 
 
-def test_what_cannot_be_served_is_decoded_plainly_with_a_word(passes, monkeypatch):
-    model, _ = passes
+def test_sampling_is_accelerated_too_and_stays_the_same(passes, monkeypatch):
+    model, counted = passes
     torch.manual_seed(7)
-    plain = model.generate(IDS, max_new_tokens=30, do_sample=True)
+    plain = model.generate(IDS, max_new_tokens=150, do_sample=True, temperature=0.1)
+    counted.clear()
     lade.augment_all()
+    config()
     monkeypatch.setenv("USE_LADE", "1")
     torch.manual_seed(7)
-    with pytest.warns(lade.FallbackWarning, match="do_sample=True"):
-        assert torch.equal(model.generate(IDS, max_new_tokens=30, do_sample=True), plain)
+    assert torch.equal(model.generate(IDS, max_new_tokens=150, do_sample=True, temperature=0.1), plain)
+    assert len(counted) < 140
+
+
+def test_what_cannot_be_served_is_decoded_plainly_with_a_word(passes, monkeypatch):
+    model, _ = passes
+    arguments = {"max_new_tokens": 30, "guidance_scale": 1.5}
+    plain = model.generate(IDS, **arguments)
+    lade.augment_all()
+    monkeypatch.setenv("USE_LADE", "1")
+    with pytest.warns(lade.FallbackWarning, match="guidance_scale=1.5"):
+        assert torch.equal(model.generate(IDS, **arguments), plain)
 
 
 def test_restore_all_undoes_the_patch_however_often_it_was_made(passes, monkeypatch):

@@ -106,10 +106,10 @@ def test_stats_add_up_and_reset(model, ids):
 @pytest.mark.parametrize("lookahead", [None, "auto"])
 def test_plain_decoding_fills_stats_too(model, ids, lookahead):
     stats = Stats()
-    sampled = {} if lookahead is None else {"do_sample": True}
+    unserved = {} if lookahead is None else {"guidance_scale": 1.5}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", lade.FallbackWarning)
-        lade.generate(model, input_ids=ids, max_new_tokens=10, stats=stats, lookahead=lookahead, **sampled)
+        lade.generate(model, input_ids=ids, max_new_tokens=10, stats=stats, lookahead=lookahead, **unserved)
     assert (stats.new_tokens, stats.generations, stats.steps) == (10, 1, 9)
     assert stats.accepted == stats.step_tokens == [1] * 9
     assert stats.prefill_s > 0 and 0 < stats.forward_s <= stats.decode_s
@@ -158,7 +158,7 @@ def test_a_streamer_hears_what_plain_decoding_would_tell_it(model, ids):
     assert through_generate.calls == through_decoder.calls == expected.calls
     with pytest.warns(lade.FallbackWarning):
         plainly = Recorder()
-        model.generate(ids, max_new_tokens=25, do_sample=True, top_k=1, custom_generate=lade.decoder(streamer=plainly))
+        model.generate(ids, max_new_tokens=25, use_cache=False, custom_generate=lade.decoder(streamer=plainly))
     assert plainly.calls == expected.calls
 
 

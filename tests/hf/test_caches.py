@@ -1,0 +1,100 @@
+"""A conversation's cache: handed in, used, handed back; ours to plain decoding and the other way round."""
+
+import pytest
+import torch
+from transformers import DynamicCache, MistralConfig, MistralForCausalLM, StaticCache
+
+import lade
+from lade import LookaheadConfig
+from lade.testing import toy_model
+
+IDS = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3]])
+
+
+def windowed():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = MistralConfig(
+            vocab_size=48,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            sliding_window=8,
+            initializer_range=0.5,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        return MistralForCausalLM(config).double().eval()
+
+
+def ours(model, ids, new, **more):
+    return lade.generate(model, input_ids=ids, max_new_tokens=new, lookahead=LookaheadConfig(4, 3, 4), **more)
+
+
+def plain(model, ids, new, **more):
+    return model.generate(ids, max_new_tokens=new, **more)
+
+
+@pytest.mark.parametrize("make", [toy_model, windowed], ids=["full", "sliding window"])
+@pytest.mark.parametrize("kind", ["plain", "with config", "ours"])
+@pytest.mark.parametrize("turns", [(plain, ours), (ours, plain), (ours, ours), (plain, ours, plain, ours)])
+def test_turns_may_be_decoded_by_either(make, kind, turns):
+    model = make()
+    cache = {
+        "plain": DynamicCache,
+        "with config": lambda: DynamicCache(config=model.config),
+        "ours": lade.TreeCache,
+    }[kind]()
+    text = IDS
+    for turn, generate in enumerate(turns):
+        text = torch.cat([text, torch.tensor([[7 + turn, 9]])], dim=1)
+        expected = model.generate(text, max_new_tokens=14)
+        output = generate(model, text, 14, past_key_values=cache)
+        assert torch.equal(output, expected)
+        assert cache.get_seq_length() == output.shape[1] - 1
+        text = output
+
+
+def test_what_is_cached_is_not_fed_again():
+    model, cache = toy_model(), DynamicCache()
+    text = plain(model, IDS, 5, past_key_values=cache)
+    text = torch.cat([text, torch.tensor([[6, 6, 6]])], dim=1)
+    first = next(lade.stream(model, input_ids=text, max_new_tokens=9, past_key_values=cache))
+    assert first.fed == 4
+
+
+def test_the_output_carries_the_users_own_cache():
+    model, cache = toy_model(), DynamicCache()
+    output = ours(model, IDS, 5, past_key_values=cache, return_dict_in_generate=True)
+    assert output.past_key_values is cache and cache.get_seq_length() == 12
+
+
+def test_an_early_stop_gives_back_what_was_read():
+    model, cache = toy_model(), DynamicCache()
+    steps = lade.stream(model, input_ids=IDS, max_new_tokens=50, past_key_values=cache)
+    tokens = [token for _, step in zip(range(5), steps, strict=False) for token in step.tokens]
+    steps.close()
+    text = torch.cat([IDS, torch.tensor([tokens])], dim=1)
+    assert cache.get_seq_length() == text.shape[1] - 1
+    assert torch.equal(plain(model, text, 6, past_key_values=cache), plain(model, text, 6))
+
+
+def test_caches_without_room_for_a_tree_are_refused():
+    model = toy_model()
+    static = StaticCache(config=model.config, max_cache_len=64)
+    with pytest.raises(lade.UnsupportedArgumentError, match="StaticCache cannot be used .* no room for a tree"):
+        ours(model, IDS, 5, past_key_values=static)
+    with pytest.raises(lade.UnsupportedArgumentError, match="DynamicCache"):
+        ours(model, IDS, 5, past_key_values=DynamicCache(offloading=True))
+
+
+def test_a_padded_prompt_gets_no_cache_whose_slots_plain_decoding_would_miscount():
+    model = toy_model()
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), IDS], dim=1)
+    mask = torch.tensor([[0] * 3 + [1] * 8])
+    output = ours(model, padded, 5, attention_mask=mask, return_dict_in_generate=True)
+    assert output.past_key_values is None
+    with pytest.raises(lade.UnsupportedArgumentError, match="left padding with past_key_values"):
+        ours(model, padded, 5, attention_mask=mask, past_key_values=DynamicCache())

@@ -1,0 +1,152 @@
+"""Everything that transformers turns into processors and criteria, combined at random, against plain decoding."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import WatermarkingConfig
+from transformers.generation.streamers import BaseStreamer
+
+import lade
+from lade import LookaheadConfig
+from lade.testing import toy_model
+
+MODEL = toy_model(dtype=torch.float32, vocabulary=32)
+tokens = st.integers(0, 31)
+prompts = st.lists(tokens, min_size=1, max_size=8)
+configs = st.sampled_from(
+    [LookaheadConfig(), LookaheadConfig(3, 3, 4), LookaheadConfig(0, 4, 5), LookaheadConfig(2, 2, 0)]
+)
+
+
+def only_even(batch: int, input_ids: torch.Tensor) -> list[int]:
+    """For `prefix_allowed_tokens_fn`: after an odd token an even one must come."""
+    assert batch == 0
+    return list(range(0, 32, 2)) if int(input_ids[-1]) % 2 else list(range(32))
+
+
+class StopAtSum:
+    """A user's criterion: ends when the last two ids add up to a number."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -2:].sum(dim=-1) == self.total
+
+
+class CountedPenalty:
+    """A user's processor with a memory: what it does depends on how often it has been called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        scores[:, self.calls % 32] -= 3.0  # in place, as plain decoding allows
+        return scores
+
+
+options = st.fixed_dictionaries(
+    {"max_new_tokens": st.integers(1, 30)},
+    optional={
+        "do_sample": st.just(True),
+        "repetition_penalty": st.sampled_from([0.7, 1.3]),
+        "no_repeat_ngram_size": st.integers(1, 3),
+        "bad_words_ids": st.lists(st.lists(tokens, min_size=1, max_size=2), min_size=1, max_size=3),
+        "min_new_tokens": st.integers(0, 12),
+        "min_length": st.integers(0, 15),
+        "forced_bos_token_id": tokens,
+        "forced_eos_token_id": tokens,
+        "suppress_tokens": st.lists(tokens, min_size=1, max_size=5),
+        "begin_suppress_tokens": st.lists(tokens, min_size=1, max_size=5),
+        "sequence_bias": st.lists(
+            st.tuples(st.lists(tokens, min_size=1, max_size=2).map(tuple), st.sampled_from([-4.0, 2.0])),
+            min_size=1,
+            max_size=3,
+            unique_by=lambda pair: pair[0],
+        ).map(dict),
+        "prefix_allowed_tokens_fn": st.just(only_even),
+        "exponential_decay_length_penalty": st.tuples(st.integers(0, 5), st.sampled_from([1.1, 2.0])),
+        "watermarking_config": st.just(WatermarkingConfig(greenlist_ratio=0.4, bias=2.0)),
+        "renormalize_logits": st.just(True),
+        "remove_invalid_values": st.just(True),
+        "max_time": st.just(1000.0),
+        "eos_token_id": st.lists(tokens, min_size=1, max_size=4, unique=True),
+        "stopping_criteria": st.integers(0, 62).map(StopAtSum).map(lambda criterion: [criterion]),
+        "logits_processor": st.just(CountedPenalty),
+    },
+)
+
+
+@settings(max_examples=150)
+@given(prompt=prompts, config=configs, arguments=options, seed=st.integers(0, 50))
+def test_all_of_them_at_once(prompt, config, arguments, seed):
+    if "exponential_decay_length_penalty" in arguments or "forced_eos_token_id" in arguments:
+        arguments = {"eos_token_id": [3], **arguments}  # plain decoding asks for one, too
+    outputs = []
+    for generate, more in ((MODEL.generate, {}), (lade.generate, {"model": MODEL, "lookahead": config})):
+        made = {name: [value()] if value is CountedPenalty else value for name, value in arguments.items()}
+        torch.manual_seed(seed)
+        output = generate(input_ids=torch.tensor([prompt]), **more, **made)
+        outputs.append((output.tolist(), torch.random.get_rng_state().tolist()))
+    assert outputs[0] == outputs[1]
+
+
+class Recorder:
+    """Both a processor and a criterion: writes down what it is shown."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any = None, **kwargs: Any) -> torch.Tensor:
+        if isinstance(scores, torch.Tensor):
+            self.calls.append(("processor", input_ids.tolist(), scores.shape, scores.dtype, int(scores.argmax())))
+            return scores
+        self.calls.append(("criterion", input_ids.tolist(), scores, kwargs))
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+class Listener(BaseStreamer):
+    """A streamer that writes into the same book."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def put(self, value: torch.Tensor) -> None:
+        self._recorder.calls.append(("put", value.tolist()))
+
+    def end(self) -> None:
+        self._recorder.calls.append("end")
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("eos", [None, [3, 5]])
+def test_a_recorder_sees_the_identical_sequence_of_calls(do_sample, eos):
+    books = []
+    for generate, more in ((MODEL.generate, {}), (lade.generate, {"model": MODEL})):
+        recorder = Recorder()
+        torch.manual_seed(4)
+        generate(
+            input_ids=torch.tensor([[1, 2, 1, 2, 1]]),
+            max_new_tokens=40,
+            do_sample=do_sample,
+            eos_token_id=eos,
+            logits_processor=[recorder],
+            stopping_criteria=[recorder],
+            **more,
+        )
+        books.append(recorder.calls)
+    assert books[0] == books[1]
+    assert len(books[0]) > 4
+
+
+def test_a_streamer_gets_its_tokens_one_by_one_in_order():
+    books = []
+    for generate, more in ((MODEL.generate, {}), (lade.generate, {"model": MODEL})):
+        recorder = Recorder()
+        generate(input_ids=torch.tensor([[1, 2, 1, 2]]), max_new_tokens=40, streamer=Listener(recorder), **more)
+        books.append(recorder.calls)
+    assert books[0] == books[1] and len(books[0]) == 42

@@ -1,0 +1,163 @@
+"""Seeded sampling: plain's tokens, and plain's generator afterwards."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lade
+from lade import LookaheadConfig, Stats
+from lade.testing import toy_model
+
+MODELS = {family: toy_model(family, dtype=torch.float32) for family in ("llama", "qwen3", "gpt2")}
+IDS = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3]])
+configs = st.builds(
+    LookaheadConfig,
+    window=st.integers(0, 6),
+    ngram=st.integers(2, 5),
+    guesses=st.integers(0, 6),
+    seed=st.integers(0, 3),
+)
+warpers = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.sampled_from([0.3, 0.7, 1.0, 1.6]),
+        "top_k": st.sampled_from([1, 3, 20, 100]),
+        "top_p": st.sampled_from([0.5, 0.9, 1.0]),
+        "min_p": st.sampled_from([0.05, 0.3]),
+        "typical_p": st.sampled_from([0.4, 0.95]),
+        "epsilon_cutoff": st.sampled_from([1e-3, 0.02]),
+        "eta_cutoff": st.sampled_from([1e-3, 0.02]),
+        "repetition_penalty": st.sampled_from([0.8, 1.2]),
+    },
+)
+
+
+def sampled(generate, model, seed, **arguments):
+    """Output and generator state afterwards."""
+    torch.manual_seed(seed)
+    output = generate(model, input_ids=IDS, do_sample=True, **arguments)
+    return output, torch.random.get_rng_state()
+
+
+def plain(model, **arguments):
+    return model.generate(**arguments)
+
+
+@settings(max_examples=60)
+@given(
+    family=st.sampled_from(sorted(MODELS)),
+    config=configs,
+    warped=warpers,
+    new_tokens=st.integers(1, 40),
+    eos=st.sampled_from([None, [5, 17]]),
+    seed=st.integers(0, 1000),
+)
+def test_the_same_seed_gives_the_same_tokens_and_generator(family, config, warped, new_tokens, eos, seed):
+    model = MODELS[family]
+    arguments = {"max_new_tokens": new_tokens, "eos_token_id": eos, **warped}
+    expected, expected_state = sampled(plain, model, seed, **arguments)
+    ours, state = sampled(lade.generate, model, seed, lookahead=config, **arguments)
+    assert torch.equal(ours, expected)
+    assert torch.equal(state, expected_state)
+
+
+def test_guesses_are_accepted_when_the_distribution_is_sharp():
+    stats = Stats()
+    sampled(lade.generate, MODELS["llama"], 0, max_new_tokens=300, temperature=0.1, stats=stats)
+    assert stats.tokens_per_step > 1.2
+
+
+def test_a_streamed_sample_is_the_same_sample():
+    expected, _ = sampled(plain, MODELS["llama"], 3, max_new_tokens=30)
+    torch.manual_seed(3)
+    steps = lade.stream(MODELS["llama"], input_ids=IDS, do_sample=True, max_new_tokens=30, lookahead=LookaheadConfig())
+    assert [token for step in steps for token in step.tokens] == expected[0, IDS.shape[1] :].tolist()
+
+
+def test_the_checkpoints_own_generation_config_is_obeyed():
+    model = toy_model(dtype=torch.float32)
+    model.generation_config.update(do_sample=True, temperature=0.6, top_k=5)
+    torch.manual_seed(1)
+    expected = model.generate(IDS, max_new_tokens=30)
+    torch.manual_seed(1)
+    assert torch.equal(lade.generate(model, input_ids=IDS, max_new_tokens=30, lookahead=LookaheadConfig()), expected)
+
+
+def test_samples_follow_the_exact_distribution():
+    """Two sampled tokens of a vocabulary of six, against the products of the model's own probabilities.
+
+    The statistic is Pearson's chi-square over 36 pairs (35 degrees of freedom); with n = 3000 a correct sampler exceeds
+    the bound of 77 with probability 5e-5 (Wilson-Hilferty), so one false alarm in 20,000 runs; and the seed is fixed.
+    Guesses come from a prompt that repeats itself, so that they are accepted and rejected all the time.
+    """
+    model = toy_model(vocabulary=6, dtype=torch.float32, seed=5)
+    ids = torch.tensor([[0, 1, 2, 3, 4, 5] * 3 + [0]])
+    arguments = {"do_sample": True, "temperature": 2.0, "top_k": 0}
+    exact = torch.zeros(6, 6, dtype=torch.float64)
+    with torch.no_grad():
+        first = (model(ids).logits[0, -1].double() / 2).softmax(-1)
+        for token in range(6):
+            second = model(torch.cat([ids, torch.tensor([[token]])], dim=1)).logits[0, -1].double()
+            exact[token] = first[token] * (second / 2).softmax(-1)
+    counts = torch.zeros(6, 6, dtype=torch.float64)
+    stats, draws = Stats(), 3000
+    torch.manual_seed(11)
+    for _ in range(draws):
+        # The third token is there so that two can come in one step.
+        output = lade.generate(
+            model, input_ids=ids, max_new_tokens=3, lookahead=LookaheadConfig(0, 3, 3), stats=stats, **arguments
+        )
+        counts[output[0, -3], output[0, -2]] += 1
+    assert stats.tokens_per_step > 1.1, "nothing was accepted, so nothing was tested"
+    chi_square = float(((counts - draws * exact) ** 2 / (draws * exact)).sum())
+    assert chi_square < 77
+
+
+@pytest.mark.parametrize("outputs", [{"output_scores": True}, {"output_logits": True}, {}])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_scores_and_logits_are_those_of_plain_decoding(outputs, do_sample):
+    model = toy_model()
+    arguments = {
+        "input_ids": IDS,
+        "max_new_tokens": 40,
+        "return_dict_in_generate": True,
+        "repetition_penalty": 1.1,
+        "do_sample": do_sample,
+        **outputs,
+    }
+    torch.manual_seed(0)
+    expected = model.generate(**arguments)
+    torch.manual_seed(0)
+    ours = lade.generate(model, lookahead=LookaheadConfig(), **arguments)
+    assert torch.equal(ours.sequences, expected.sequences)
+    for name in ("scores", "logits"):
+        theirs, mine = getattr(expected, name), getattr(ours, name)
+        assert (theirs is None) == (mine is None) == (f"output_{name}" not in outputs)
+        if theirs is not None:
+            assert len(mine) == len(theirs) == 40
+            for a, b in zip(mine, theirs, strict=True):
+                assert a.dtype == b.dtype and a.shape == b.shape
+                assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_criteria_see_the_scores_so_far():
+    def run(generate, **more):
+        seen = []
+
+        def watch(input_ids, scores, **kwargs):
+            seen.append((input_ids.tolist(), [score.argmax().item() for score in scores]))
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+        generate(
+            toy_model(),
+            input_ids=IDS,
+            max_new_tokens=20,
+            stopping_criteria=[watch],
+            return_dict_in_generate=True,
+            output_scores=True,
+            **more,
+        )
+        return seen
+
+    assert run(lade.generate, lookahead=LookaheadConfig()) == run(plain)
