@@ -46,6 +46,8 @@ def main(
     limit: Annotated[int | None, typer.Option(help="only the first prompts")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="write all tokens, past the end of the text")] = False,
     threads: Annotated[int | None, typer.Option(help="torch threads")] = None,
+    temperature: Annotated[float | None, typer.Option(help="sample at this temperature instead of greedily")] = None,
+    seeds: Annotated[int, typer.Option(help="samples of each prompt, with the seeds 0, 1, ...")] = 1,
 ) -> None:
     """Measure and print a table."""
     if threads:
@@ -53,16 +55,19 @@ def main(
     loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     texts = [json.loads(line)["prompt"] for line in prompts.read_text(encoding="utf-8").splitlines()][:limit]
     arms = [Arm("plain", None), *(Arm(s, lade.LookaheadConfig(*map(int, s.split(",")))) for s in sizes)]
-    arguments = {"max_new_tokens": max_new_tokens, "do_sample": False}
+    arguments = {"max_new_tokens": max_new_tokens, "do_sample": temperature is not None}
+    if temperature is not None:
+        arguments |= {"temperature": temperature, "top_k": 0}
     if ignore_eos:
         arguments["eos_token_id"] = None
     shares = []
     warm_up = tokenizer(texts[0], return_tensors="pt").input_ids
     for arm in arms:
         lade.generate(loaded, input_ids=warm_up, lookahead=arm.lookahead, **arguments)
-    for text in track(texts, "prompts", console=Console(stderr=True)):
+    jobs = [(seed, text) for seed in range(seeds) for text in texts]
+    for seed, text in track(jobs, "prompts", console=Console(stderr=True)):
         ids = tokenizer(text, return_tensors="pt").input_ids
-        outputs = [run(loaded, ids, arm, arguments) for arm in arms]
+        outputs = [run(loaded, ids, arm, arguments, seed) for arm in arms]
         for arm, output in zip(arms, outputs, strict=True):
             arm.differing += not torch.equal(output, outputs[0])
         shares.append(distinct_ngrams(outputs[0][0, ids.shape[1] :].tolist()))
@@ -70,8 +75,9 @@ def main(
     sys.exit(any(arm.differing for arm in arms))
 
 
-def run(model: torch.nn.Module, ids: torch.Tensor, arm: Arm, arguments: dict) -> torch.Tensor:
+def run(model: torch.nn.Module, ids: torch.Tensor, arm: Arm, arguments: dict, seed: int) -> torch.Tensor:
     """One prompt with one arm, timed."""
+    torch.manual_seed(seed)
     start = perf_counter()
     output = lade.generate(model, input_ids=ids, lookahead=arm.lookahead, stats=arm.stats, **arguments)
     arm.seconds.append(perf_counter() - start)
@@ -97,7 +103,7 @@ def report(arms: list[Arm], shares: list[float], model: torch.nn.Module) -> None
     console = Console(width=110)
     console.print(table)
     console.print(
-        f"S: tokens per step. T̄: tokens fed per step. {len(shares)} prompts, {arms[0].stats.new_tokens} tokens; "
+        f"S: tokens per step. T̄: tokens fed per step. {len(shares)} outputs, {arms[0].stats.new_tokens} tokens; "
         f"distinct 4-grams per output: median {median(shares):.2f}, least {min(shares):.2f}; "
         f"{next(model.parameters()).dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     )

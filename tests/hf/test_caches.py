@@ -84,7 +84,7 @@ def test_an_early_stop_gives_back_what_was_read():
 def test_caches_without_room_for_a_tree_are_refused():
     model = toy_model()
     static = StaticCache(config=model.config, max_cache_len=64)
-    with pytest.raises(lade.UnsupportedArgumentError, match="StaticCache cannot be used .* no room for a tree"):
+    with pytest.raises(lade.UnsupportedArgumentError, match=r"StaticCache cannot be used .* no room for a tree"):
         ours(model, IDS, 5, past_key_values=static)
     with pytest.raises(lade.UnsupportedArgumentError, match="DynamicCache"):
         ours(model, IDS, 5, past_key_values=DynamicCache(offloading=True))

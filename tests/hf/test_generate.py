@@ -106,7 +106,7 @@ def test_stats_add_up_and_reset(model, ids):
 @pytest.mark.parametrize("lookahead", [None, "auto"])
 def test_plain_decoding_fills_stats_too(model, ids, lookahead):
     stats = Stats()
-    unserved = {} if lookahead is None else {"guidance_scale": 1.5}
+    unserved = {} if lookahead is None else {"return_dict_in_generate": True, "output_hidden_states": True}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", lade.FallbackWarning)
         lade.generate(model, input_ids=ids, max_new_tokens=10, stats=stats, lookahead=lookahead, **unserved)
