@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lade.cli import options
 from lade.cli.prompts import check_text
 from lade.cli.terminal import Terminal, terminal
-from lade.errors import InputError
+from lade.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from lade.cli.conversation import Conversation
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lade.cli.loading import Subject
 
 EXAMPLE = "Example:  [bold]lade chat --model Qwen/Qwen3-0.6B[/bold]"
+_NO_BEAMS = "a chat shows answers as they come, beams only when complete: leave it out, or use lade generate"
 HELP = """\
 /help    this
 /reset   forget the conversation
@@ -24,6 +25,7 @@ HELP = """\
 Ctrl-C stops an answer; what was said so far stays in the conversation."""
 
 
+@options.grouped
 def chat(
     model: options.Model = None,
     max_new_tokens: options.MaxNewTokens = 256,
@@ -33,19 +35,24 @@ def chat(
     guesses: options.Guesses = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    *,
+    choices: options.Choices,
     no_color: options.NoColor = False,
     debug: options.Debug = False,
 ) -> None:
     """Talk to a model. It keeps the conversation and its KV cache; /help lists what else one can say."""
     with terminal(debug=debug, no_color=no_color) as term:
         lookahead = options.lookahead_of(method, window, ngram, guesses)
+        choices = choices.settled()
+        if choices.num_beams > 1:
+            raise ConfigError("num-beams", choices.num_beams, _NO_BEAMS)
         options.check_max_new_tokens(max_new_tokens)
         from lade.cli.decoding import check_served
         from lade.cli.loading import load
 
         subject = load(model, dtype=dtype, device=device, term=term)
-        check_served(subject, lookahead)
-        Chat(subject, lookahead, max_new_tokens, term).run()
+        check_served(subject, lookahead, choices)
+        Chat(subject, lookahead, choices, max_new_tokens, term).run()
 
 
 class Chat:
@@ -54,15 +61,19 @@ class Chat:
     Args:
         subject: who answers.
         lookahead: as in `lade.generate`.
+        choices: settled ones; each answer has a seed of its own.
         max_new_tokens: of one answer.
         term: is written to.
     """
 
-    def __init__(self, subject: Subject, lookahead: Lookahead, max_new_tokens: int, term: Terminal) -> None:
+    def __init__(
+        self, subject: Subject, lookahead: Lookahead, choices: options.Choices, max_new_tokens: int, term: Terminal
+    ) -> None:
         from lade.cli.conversation import Conversation
         from lade.cli.decoding import Generation
 
-        self._subject, self._lookahead, self._max_new_tokens, self._term = subject, lookahead, max_new_tokens, term
+        self._subject, self._lookahead, self._choices = subject, lookahead, choices
+        self._max_new_tokens, self._term = max_new_tokens, term
         self._conversation: Conversation = Conversation(subject)
         self._total, self._turns, self._fed = Generation(), 0, 0
 
@@ -136,6 +147,7 @@ class Chat:
             self._subject,
             prompt,
             lookahead=self._lookahead,
+            choices=self._choices.after(self._turns),
             max_new_tokens=room,
             term=self._term,
             on_step=painter,

@@ -7,13 +7,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from transformers import StoppingCriteriaList, StopStringCriteria
 
 from lade.cli.interrupt import Interrupt
-from lade.cli.loading import Subject
+from lade.cli.loading import BEAM_FIELDS, SAMPLING_FIELDS, Subject
+from lade.cli.options import GREEDY, Choices, check_ranges
 from lade.cli.terminal import Terminal
 from lade.config import LookaheadConfig
+from lade.errors import ConfigError
 from lade.hf.arguments import resolve
-from lade.hf.generate import stream
+from lade.hf.generate import generate, stream
 from lade.model.support import supports
 from lade.stats import Stats, Step
 
@@ -28,6 +31,7 @@ class Generation:
         token_ids: the new tokens.
         stats: figures of these tokens.
         config: the sizes it ran with; None where it decoded plainly.
+        choices: how its tokens were chosen.
         interrupted: whether Ctrl-C ended it.
         torn: whether that happened inside a forward pass, so that the cache is not to be used again.
     """
@@ -35,6 +39,7 @@ class Generation:
     token_ids: list[int] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     config: LookaheadConfig | None = None
+    choices: Choices = GREEDY
     interrupted: bool = False
     torn: bool = False
 
@@ -55,7 +60,7 @@ class Generation:
         mine.prefill_s += its.prefill_s
         mine.decode_s += its.decode_s
         mine.forward_s += its.forward_s
-        self.config = other.config
+        self.config, self.choices = other.config, other.choices
 
     def as_dict(self, subject: Subject) -> dict[str, Any]:
         """The object that `--json` prints."""
@@ -74,6 +79,7 @@ class Generation:
             "model": subject.name,
             "dtype": subject.dtype,
             "config": None if self.config is None else asdict(self.config),
+            **self.choices.as_dict(),
             "interrupted": self.interrupted,
         }
 
@@ -87,14 +93,41 @@ class Generation:
         return (
             f"{stats.new_tokens} tokens in {stats.generations} + {stats.steps} passes · "
             f"{stats.tokens_per_step:.2f} tokens a step · {fed:.1f} fed a step · "
-            f"prefill {stats.prefill_s:.2f} s · decode {stats.decode_s:.2f} s{rate} · {how}"
+            f"prefill {stats.prefill_s:.2f} s · decode {stats.decode_s:.2f} s{rate} · {how}{self.choices.summary()}"
         )
 
 
-def check_served(subject: Subject, lookahead: Lookahead) -> None:
-    """Raise `UnsupportedModelError` where a method was asked for that the model cannot be decoded with."""
+def check_served(subject: Subject, lookahead: Lookahead, choices: Choices = GREEDY) -> None:
+    """Raise what would be wrong with every prompt.
+
+    Raises:
+        UnsupportedModelError: a method was asked for that the model cannot be decoded with.
+        ConfigError: a stop text that its tokenizer cannot spell, or a checkpoint's value that is out of range.
+    """
     if isinstance(lookahead, LookaheadConfig):
         supports(subject.model).require()
+    check_ranges(generate_arguments(subject, choices), origin="the checkpoint's generation_config says so")
+    for text in choices.stop or ():
+        try:
+            StopStringCriteria(subject.tokenizer, [text])
+        except ValueError as problem:
+            raise ConfigError("stop", text, f"no tokens of {subject.name!r} spell it: give another") from problem
+
+
+def generate_arguments(subject: Subject, choices: Choices) -> dict[str, Any]:
+    """What `model.generate` is to be told about choosing tokens; what is not said it takes from the model."""
+    told: dict[str, Any] = {"repetition_penalty": choices.repetition_penalty}
+    if choices.do_sample:
+        wishes = {name: subject.wishes.get(name) for name in SAMPLING_FIELDS}
+        mine = {name: getattr(choices, name, None) for name in SAMPLING_FIELDS}
+        told |= {name: wish if mine[name] is None else mine[name] for name, wish in wishes.items()}
+        told["do_sample"] = True
+    if choices.num_beams > 1:
+        told |= {name: subject.wishes.get(name) for name in BEAM_FIELDS}
+        told["num_beams"] = choices.num_beams
+    if choices.stop:
+        told |= {"stop_strings": choices.stop, "tokenizer": subject.tokenizer}
+    return {name: value for name, value in told.items() if value is not None}
 
 
 def decode(
@@ -105,9 +138,10 @@ def decode(
     max_new_tokens: int,
     term: Terminal,
     on_step: Callable[[Step], None],
+    choices: Choices = GREEDY,
     cache: Any = None,
 ) -> Generation:
-    """Generate, telling `on_step` each step.
+    """Generate, telling `on_step` each step, or each token of a beam search when it is complete.
 
     Args:
         subject: what generates.
@@ -116,13 +150,31 @@ def decode(
         max_new_tokens: at least 1.
         term: learns of a fallback to plain decoding.
         on_step: is called with each `Step`; its time counts for nothing where lookahead decodes.
+        choices: settled ones; their seed becomes that of torch's generator.
         cache: a `TreeCache` that may hold a part of the prompt; it is left holding all tokens but the last.
     """
-    run, measured, fallbacks = Generation(), Stats(), len(term.fallbacks)
+    run, fallbacks = Generation(choices=choices), len(term.fallbacks)
+    ids = torch.tensor([prompt], device=subject.model.device)
+    arguments = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": subject.room(prompt, max_new_tokens),
+        "lookahead": lookahead,
+        **({} if cache is None else {"past_key_values": cache}),
+        **generate_arguments(subject, choices),
+    }
+    if choices.seed is not None:
+        torch.manual_seed(choices.seed)
+    (_steps if choices.num_beams == 1 else _beams)(subject, arguments, run, on_step)
+    if len(term.fallbacks) == fallbacks:
+        run.config = resolve(lookahead)[0]
+    return run
+
+
+def _steps(subject: Subject, arguments: dict[str, Any], run: Generation, on_step: Callable[[Step], None]) -> None:
+    measured = Stats()
     with Interrupt() as interrupt:
-        steps = _start(subject, prompt, max_new_tokens, cache, lookahead=lookahead, stats=measured)
-        if len(term.fallbacks) == fallbacks:
-            run.config = resolve(lookahead)[0]
+        steps: Any = stream(subject.model, stats=measured, **arguments)  # a generator
         try:
             for step in steps:
                 run.token_ids += step.tokens
@@ -137,13 +189,19 @@ def decode(
             steps.close()
     if measured.new_tokens == run.stats.new_tokens:  # else plain decoding was a token ahead when it was stopped
         run.stats = measured
-    return run
 
 
-def _start(subject: Subject, prompt: list[int], max_new_tokens: int, cache: Any, **arguments: Any) -> Any:
-    """The steps of a generation that has not begun, a generator."""
-    ids = torch.tensor([prompt], device=subject.model.device)
-    if cache is not None:
-        arguments["past_key_values"] = cache
-    room = subject.room(prompt, max_new_tokens)
-    return stream(subject.model, input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=room, **arguments)
+def _beams(subject: Subject, arguments: dict[str, Any], run: Generation, on_step: Callable[[Step], None]) -> None:
+    """Beams change until the last of them ends, so their text comes at the end; so it does after Ctrl-C."""
+    with Interrupt() as interrupt:
+        try:
+            criteria = StoppingCriteriaList([interrupt])
+            output: Any = generate(subject.model, stats=run.stats, stopping_criteria=criteria, **arguments)
+        except KeyboardInterrupt:
+            run.stats, run.interrupted, run.torn = Stats(), True, True
+            return
+        run.interrupted = interrupt.requested
+    run.token_ids = output[0, arguments["input_ids"].shape[1] :].tolist()
+    run.stats.new_tokens = len(run.token_ids)  # of the best beam; it may have ended before the search did
+    for index, token in enumerate(run.token_ids):
+        on_step(Step(index, [token], ["bonus"], 1, 0.0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +21,7 @@ EXAMPLE = 'Example:  [bold]lade generate --prompt "def mean(values):" --max-new-
 _LONGEST_ECHO = 2000
 
 
+@options.grouped
 def generate(
     source: Annotated[str | None, typer.Argument(metavar="[-]", help="-: read the prompt from standard input.")] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The text to continue.")] = None,
@@ -35,29 +38,48 @@ def generate(
     guesses: options.Guesses = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    choices: options.Choices,
     json: options.Json = False,
     no_color: options.NoColor = False,
     debug: options.Debug = False,
 ) -> None:
-    """Continue a prompt greedily. On a terminal, tokens that came in one step have one colour."""
+    """Continue a prompt, greedily unless --do-sample. On a terminal, tokens that came in one step have one colour."""
     with terminal(debug=debug, no_color=no_color) as term:
         lookahead = options.lookahead_of(method, window, ngram, guesses)
+        choices = choices.settled()
         options.check_max_new_tokens(max_new_tokens)
         prompts = read_prompts(source, prompt, prompt_file)
         from lade.cli.loading import load
 
         subject = load(model, dtype=dtype, device=device, term=term)
-        _run(subject, prompts, lookahead, max_new_tokens, term, json=json)
+        _run(subject, prompts, lookahead, choices, max_new_tokens, term, json=json)
 
 
 def _run(
-    subject: Subject, prompts: list[str], lookahead: Lookahead, max_new_tokens: int, term: Terminal, *, json: bool
+    subject: Subject,
+    prompts: list[str],
+    lookahead: Lookahead,
+    choices: options.Choices,
+    max_new_tokens: int,
+    term: Terminal,
+    *,
+    json: bool,
 ) -> None:
-    from lade.cli.decoding import check_served
+    from lade.cli.decoding import check_served, decode
 
     encoded = [subject.encode(text) for text in prompts]  # all are checked before the first one is decoded
-    check_served(subject, lookahead)
-    longest = max(map(len, encoded))
+    check_served(subject, lookahead, choices)
+    _warn_of_length(subject, max(map(len, encoded)), max_new_tokens, term)
+    begin = partial(decode, subject, lookahead=lookahead, choices=choices, max_new_tokens=max_new_tokens, term=term)
+    for number, (text, ids) in enumerate(zip(prompts, encoded, strict=True)):
+        if number and not json:
+            term.write("\n")
+        run = _one(subject, text, ids, partial(begin, ids), term, json=json)
+        if run.interrupted:
+            raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _warn_of_length(subject: Subject, longest: int, max_new_tokens: int, term: Terminal) -> None:
     if subject.context and longest + max_new_tokens > subject.context:
         then = "the text ends there" if subject.ends else "beyond it the text may get worse"
         term.say(
@@ -65,39 +87,24 @@ def _run(
             f"{subject.context}: {then}",
             "yellow",
         )
-    for number, (text, ids) in enumerate(zip(prompts, encoded, strict=True)):
-        if number and not json:
-            term.write("\n")
-        run = _one(subject, text, ids, lookahead, max_new_tokens, term, json=json)
-        if run.interrupted:
-            raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def _one(
-    subject: Subject,
-    text: str,
-    ids: list[int],
-    lookahead: Lookahead,
-    max_new_tokens: int,
-    term: Terminal,
-    *,
-    json: bool,
+    subject: Subject, text: str, ids: list[int], decode: Callable[..., Generation], term: Terminal, *, json: bool
 ) -> Generation:
-    from lade.cli.decoding import decode
+    """Decode one prompt and write what came of it; `decode` wants its `on_step` only."""
     from lade.cli.painter import Painter, legend
 
     if json:
-        run = decode(
-            subject, ids, lookahead=lookahead, max_new_tokens=max_new_tokens, term=term, on_step=lambda step: None
-        )
+        run = decode(on_step=lambda step: None)
         term.write_json(run.as_dict(subject))
         return run
     if term.interactive:
         term.write(text if len(text) <= _LONGEST_ECHO else "..." + text[-_LONGEST_ECHO:], "dim")
     painter = Painter(subject, term, context=ids if term.interactive else ())
-    run = decode(subject, ids, lookahead=lookahead, max_new_tokens=max_new_tokens, term=term, on_step=painter)
+    run = decode(on_step=painter)
     painter.finish()
-    if term.interactive and run.config:
+    if term.interactive and run.config and run.choices.num_beams == 1:
         term.say(legend())
     if run.interrupted:
         term.say("interrupted", "yellow")

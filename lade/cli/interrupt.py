@@ -7,10 +7,14 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+import torch
+from transformers import StoppingCriteria
 
-class Interrupt:
+
+class Interrupt(StoppingCriteria):
     """While it is entered, the first Ctrl-C sets `requested`; the second raises `KeyboardInterrupt` at once.
 
+    As a stopping criterion it ends what does not come step by step.
     Outside of the main thread, and where Ctrl-C is ignored, it changes nothing.
     """
 
@@ -29,6 +33,10 @@ class Interrupt:
     ) -> None:
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """`[rows]` of whether Ctrl-C was pressed."""
+        return torch.full((input_ids.shape[0],), self.requested, device=input_ids.device, dtype=torch.bool)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.requested:

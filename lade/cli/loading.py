@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +23,16 @@ EMBEDDED = "embedded"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 _HUB_TIMEOUT_S = 5.0
 _SILENT = 50  # logging.CRITICAL
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+BEAM_FIELDS = ("early_stopping", "length_penalty")
 _DECIDED_BY_THE_SHELL = frozenset(
     [
+        *SAMPLING_FIELDS,
+        *BEAM_FIELDS,
         "do_sample",
         "num_beams",
         "num_beam_groups",
         "num_return_sequences",
-        "temperature",
-        "top_k",
-        "top_p",
-        "top_h",
-        "min_p",
-        "typical_p",
-        "epsilon_cutoff",
-        "eta_cutoff",
-        "early_stopping",
-        "length_penalty",
         "diversity_penalty",
         "penalty_alpha",
         "dola_layers",
@@ -47,6 +41,7 @@ _DECIDED_BY_THE_SHELL = frozenset(
         "max_time",
         "stop_strings",
         "prompt_lookup_num_tokens",
+        "use_mtp",
         "use_cache",
         "cache_implementation",
         "cache_config",
@@ -68,11 +63,13 @@ class Subject:
         name: as the user gave it, or "embedded".
         model: a transformers causal language model; its generation_config decodes greedily.
         tokenizer: its tokenizer.
+        wishes: what its checkpoint's generation_config says of sampling and beams, and `model` no longer knows.
     """
 
     name: str
     model: Any
     tokenizer: Any
+    wishes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def dtype(self) -> str:
@@ -148,8 +145,9 @@ def load(name: str | None, *, dtype: str, device: str, term: Terminal) -> Subjec
         model = model.to(target)
     except Exception as problem:
         raise InputError(f"model {shown!r} does not fit on device {device!r}: {one_line(problem)}") from problem
+    wishes = {name: getattr(model.generation_config, name, None) for name in (*SAMPLING_FIELDS, *BEAM_FIELDS)}
     model.generation_config = _greedy(model.generation_config)
-    return Subject(shown, model, tokenizer)
+    return Subject(shown, model, tokenizer, {name: wish for name, wish in wishes.items() if wish is not None})
 
 
 def _load_model(shown: str, source: str, only_local: bool, dtype: torch.dtype | str) -> Any:

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import functools
+import inspect
+import math
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from lade.cli.prompts import check_text
 from lade.config import LookaheadConfig
 from lade.errors import ConfigError
 
 METHODS = ("plain", "lookahead", "auto")
+
+_PANEL = "Choosing tokens"
+_DRAWN_SEEDS = 2**32  # a drawn seed is short enough to be typed, and exact in every JSON reader
+_SEEDS = 2**63
+_ONLY_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda value: 0.0 < value < math.inf, "give a number > 0"),
+    "top_k": (lambda value: value >= 0, "give a whole number >= 1, or 0 for no limit"),
+    "top_p": (lambda value: 0.0 < value <= 1.0, "give a number > 0 and <= 1"),
+    "min_p": (lambda value: 0.0 <= value <= 1.0, "give a number from 0 to 1"),
+    "seed": (lambda value: 0 <= value < _SEEDS, f"give a whole number from 0 to {_SEEDS - 1}"),
+    "repetition_penalty": (lambda value: 0.0 < value < math.inf, "give a number > 0; 1 is no penalty"),
+    "num_beams": (lambda value: value >= 1, "give a whole number >= 1"),
+}
 
 Model = Annotated[
     str | None,
@@ -66,3 +87,127 @@ def check_max_new_tokens(max_new_tokens: int) -> None:
     """Raise `ConfigError` unless there is at least one token to generate."""
     if max_new_tokens < 1:
         raise ConfigError("max-new-tokens", max_new_tokens, "give a whole number >= 1")
+
+
+def _option(*names: str, metavar: str | None = None, help: str) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=_PANEL)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the shell's options say about choosing tokens; None is "not given".
+
+    Attributes:
+        do_sample: draw each token instead of taking the most likely one.
+        temperature, top_k, top_p, min_p: as in transformers; not given: as the checkpoint's generation_config has it.
+        seed: of torch's generator, set anew before each generation.
+        repetition_penalty: as in transformers.
+        num_beams: 1 is no beam search.
+        stop: a text ends behind any of these.
+    """
+
+    do_sample: Annotated[
+        bool, _option("--do-sample", help="Draw tokens at random instead of taking the most likely one each time.")
+    ] = False
+    temperature: Annotated[
+        float | None, _option(metavar="T", help="With --do-sample: > 0; below 1 likely tokens get likelier.")
+    ] = None
+    top_k: Annotated[
+        int | None, _option(metavar="K", help="With --do-sample: only among the K likeliest; 0: no limit.")
+    ] = None
+    top_p: Annotated[
+        float | None, _option(metavar="P", help="With --do-sample: only among the likeliest that add up to P.")
+    ] = None
+    min_p: Annotated[
+        float | None, _option(metavar="P", help="With --do-sample: only those at least P times as likely as the best.")
+    ] = None
+    seed: Annotated[
+        int | None,
+        _option(
+            metavar="S",
+            help="With --do-sample: set before each prompt of a file; in a chat, the first answer has S, "
+            "the second S+1, ... Not given: drawn, and reported.",
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, _option(metavar="R", help="Above 1, tokens that the text has already get less likely.")
+    ] = None
+    num_beams: Annotated[
+        int, _option(metavar="B", help="Beam search with so many beams; the text is shown when it is complete.")
+    ] = 1
+    stop: Annotated[
+        list[str] | None, _option("--stop", metavar="TEXT", help="End behind this text. May be given several times.")
+    ] = None
+
+    def settled(self) -> Choices:
+        """The same, checked, and with a seed if one is needed.
+
+        Raises:
+            ConfigError, InputError: a value out of range, or one that nothing would use.
+        """
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in _ONLY_SAMPLING:
+            if given[name] is not None and not self.do_sample:
+                raise ConfigError(_spelt(name), given[name], "only sampling uses it: add --do-sample, or leave it out")
+        check_ranges(given)
+        for text in self.stop or ():
+            check_text(text, "the text of --stop")
+        if self.do_sample and self.seed is None:
+            return replace(self, seed=secrets.randbelow(_DRAWN_SEEDS))
+        return self
+
+    def after(self, generations: int) -> Choices:
+        """The choices of a later generation of the same session: the next seed, so that it draws something else."""
+        return self if self.seed is None else replace(self, seed=(self.seed + generations) % _SEEDS)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `--json` says of them."""
+        return {"do_sample": self.do_sample, "num_beams": self.num_beams, "seed": self.seed}
+
+    def summary(self) -> str:
+        """The end of a statistics line: nothing for greedy decoding."""
+        beams = f" · {self.num_beams} beams" if self.num_beams > 1 else ""
+        return beams + (f" · seed {self.seed}" if self.do_sample else "")
+
+
+GREEDY = Choices()
+
+
+def check_ranges(values: Mapping[str, Any], origin: str = "") -> None:
+    """Raise `ConfigError` for the first value out of its range.
+
+    Args:
+        values: by the names of `Choices`' fields; None and unknown names are passed over.
+        origin: where they come from, if not from the command line.
+    """
+    for name, (fits, remedy) in _RANGES.items():
+        value = values.get(name)
+        if value is not None and not fits(value):
+            raise ConfigError(_spelt(name), value, f"{origin}; {remedy} with --{_spelt(name)}" if origin else remedy)
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Make options of the fields of `Choices`, which the command takes as its keyword argument `choices`."""
+    names = {field.name: field.default for field in fields(Choices)}
+    hints = get_type_hints(Choices, include_extras=True)
+    group = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
+        for name, default in names.items()
+    ]
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "choices"]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        chosen = {name: values.pop(name) for name in names}
+        command(**values, choices=Choices(**chosen))
+
+    place = next((i for i, p in enumerate(own) if p.kind is inspect.Parameter.KEYWORD_ONLY), len(own))
+    run.__dict__["__signature__"] = inspect.Signature([*own[:place], *group, *own[place:]])
+    run.__annotations__ = {p.name: p.annotation for p in [*own, *group]}
+    del run.__dict__["__wrapped__"]
+    return run
+
+
+def _spelt(name: str) -> str:
+    """As on the command line."""
+    return name.replace("_", "-")

@@ -9,7 +9,7 @@ CONTEXT = 512  # of the model in conftest.py
 PROMPT = "say it again, say it"
 FIELDS = [
     "text", "token_ids", "new_tokens", "steps", "tokens_per_step", "step_tokens_mean", "prefill_s", "decode_s",
-    "tokens_per_s", "model", "dtype", "config", "interrupted",
+    "tokens_per_s", "model", "dtype", "config", "do_sample", "num_beams", "seed", "interrupted",
 ]  # fmt: skip
 SIZES = ["--window", 4, "--ngram", 3, "--guesses", 3]
 
@@ -28,6 +28,7 @@ def test_json_has_the_tokens_of_plain_generate(lade, folder, plain, tokenizer, a
     assert report["tokens_per_step"] == pytest.approx(39 / report["steps"])
     assert report["tokens_per_s"] == pytest.approx(39 / report["decode_s"])
     assert (report["model"], report["dtype"], report["interrupted"]) == (str(folder), "float32", False)
+    assert (report["do_sample"], report["num_beams"], report["seed"]) == (False, 1, None)
     if "plain" in arguments:
         assert report["config"] is None and report["steps"] == 39 and report["step_tokens_mean"] == 1
     else:
