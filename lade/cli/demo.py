@@ -1,4 +1,4 @@
-"""`lade demo`: watch plain and lookahead decoding write the same text."""
+"""`lade demo`: watch plain and lookahead decoding write the same text, the likeliest or a sampled one."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ def demo(
     prompts: Annotated[int, typer.Option(metavar="N", help="How many of the built-in prompts.")] = 3,
     max_new_tokens: options.MaxNewTokens = 160,
     *,
+    do_sample: Annotated[bool, typer.Option("--do-sample", help="Sample in all rounds, not only in the last.")] = False,
+    temperature: Annotated[float, typer.Option(metavar="T", help="Of sampled rounds.")] = 0.7,
+    seed: Annotated[int, typer.Option(metavar="S", help="Of sampled rounds; both sides draw with it.")] = 0,
     window: options.Window = None,
     ngram: options.Ngram = None,
     guesses: options.Guesses = None,
@@ -41,6 +44,7 @@ def demo(
     with terminal(debug=debug, no_color=no_color) as term:
         config = options.lookahead_of("lookahead", window, ngram, guesses)
         assert isinstance(config, LookaheadConfig)
+        sampled = options.Choices(do_sample=True, temperature=temperature, seed=seed).settled()
         options.check_max_new_tokens(max_new_tokens)
         if prompts < 1:
             raise ConfigError("prompts", prompts, "give a whole number >= 1")
@@ -50,9 +54,10 @@ def demo(
         from lade.cli.loading import load
 
         subject = load(model, dtype=dtype, device=device, term=term)
-        check_served(subject, config)
+        check_served(subject, config, sampled)
         style = "json" if json else "text" if plain_text or not term.interactive else "live"
-        races = _run(subject, _texts(prompt, prompts), config, max_new_tokens, term, style)
+        rounds = _rounds(_texts(prompt, prompts), sampled, all_sampled=do_sample)
+        races = _run(subject, rounds, config, max_new_tokens, term, style)
         _conclude(races, term, json=json)
 
 
@@ -62,19 +67,32 @@ def _texts(prompt: str | None, count: int) -> list[str]:
     return [prompt] if prompt is not None else embedded.prompts()[:count]
 
 
+def _rounds(texts: list[str], sampled: options.Choices, *, all_sampled: bool) -> list[tuple[str, options.Choices]]:
+    """What is shown: every text greedily and the first one sampled too, or every text sampled."""
+    if all_sampled:
+        return [(text, sampled) for text in texts]
+    return [*((text, options.GREEDY) for text in texts), (texts[0], sampled)]
+
+
 def _run(
-    subject: Subject, texts: list[str], config: LookaheadConfig, max_new_tokens: int, term: Terminal, style: str
+    subject: Subject,
+    rounds: list[tuple[str, options.Choices]],
+    config: LookaheadConfig,
+    max_new_tokens: int,
+    term: Terminal,
+    style: str,
 ) -> list[Race]:
     from lade.cli.race import Race
+    from lade.cli.views import manner
 
-    encoded = [subject.encode(text) for text in texts]
+    encoded = [subject.encode(text) for text, _ in rounds]
     Race(subject, encoded[0], config, _WARMUP_TOKENS).run(draw=lambda: None)
     races: list[Race] = []
-    for text, ids in zip(texts, encoded, strict=True):
+    for (text, choices), ids in zip(rounds, encoded, strict=True):
         room = subject.room(ids, max_new_tokens, within=True)
-        race = Race(subject, ids, config, room)
+        race = Race(subject, ids, config, room, choices)
         try:
-            _show(race, f"prompt {len(races) + 1} of {len(texts)}", text, term, style)
+            _show(race, f"round {len(races) + 1} of {len(rounds)} · {manner(choices)}", text, term, style)
         except KeyboardInterrupt:
             if races and style != "json":
                 _conclude(races, term, json=False)

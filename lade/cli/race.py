@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+from lade.cli.decoding import generate_arguments
 from lade.cli.detokenizer import Detokenizer
 from lade.cli.loading import Subject
+from lade.cli.noise import Noise
+from lade.cli.options import GREEDY, Choices
 from lade.cli.painter import Palette
 from lade.config import LookaheadConfig
 from lade.hf.generate import generate, stream
@@ -63,9 +66,18 @@ class Race:
         prompt: ids.
         config: sizes of the lookahead lane.
         max_new_tokens: at least 1.
+        choices: settled ones, without beams. Each lane draws from a generator of its own with their seed.
     """
 
-    def __init__(self, subject: Subject, prompt: list[int], config: LookaheadConfig, max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        prompt: list[int],
+        config: LookaheadConfig,
+        max_new_tokens: int,
+        choices: Choices = GREEDY,
+    ) -> None:
+        self.choices = choices
         self.plain, self.lookahead = Lane(subject, prompt), Lane(subject, prompt)
         self._model, self._config = subject.model, config
         ids = torch.tensor([prompt], device=subject.model.device)
@@ -73,21 +85,27 @@ class Race:
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
             "max_new_tokens": max_new_tokens,
+            **generate_arguments(subject, choices),
         }
 
     def run(self, draw: Callable[[], None]) -> None:
         """Decode both, calling `draw` after each token of the plain lane and each step after its end."""
-        steps = stream(self._model, lookahead=self._config, **self._arguments)
+        ours, theirs = (Noise(self.choices.seed, self._model.device) for _ in range(2))
+        with ours.taken():
+            steps = stream(self._model, lookahead=self._config, **self._arguments)
 
         def catch_up() -> None:
-            while self.lookahead.stats.decode_s <= self.plain.stats.decode_s and (step := next(steps, None)):
-                self.lookahead.take(step)
+            with ours.taken():  # amid a turn of theirs
+                while self.lookahead.stats.decode_s <= self.plain.stats.decode_s and (step := next(steps, None)):
+                    self.lookahead.take(step)
             draw()
 
-        generate(self._model, lookahead=None, streamer=_Pacer(self.plain, catch_up), **self._arguments)
-        for step in steps:
-            self.lookahead.take(step)
-            draw()
+        with theirs.taken():
+            generate(self._model, lookahead=None, streamer=_Pacer(self.plain, catch_up), **self._arguments)
+        with ours.taken():
+            for step in steps:
+                self.lookahead.take(step)
+                draw()
         for lane in (self.plain, self.lookahead):
             lane.finish()
         draw()
@@ -108,6 +126,9 @@ class Race:
         lanes = {"plain": self.plain, "lookahead": self.lookahead}
         return {
             **{name: _lane_dict(lane) for name, lane in lanes.items()},
+            "do_sample": self.choices.do_sample,
+            "temperature": self.choices.temperature,
+            "seed": self.choices.seed,
             "same_tokens": self.same,
             "speedup": self.speedup,
         }

@@ -11,6 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from lade.cli.options import Choices
 from lade.cli.painter import legend
 from lade.cli.race import Lane, Race
 from lade.cli.terminal import Terminal
@@ -90,6 +91,11 @@ def describe(term: Terminal, title: str, prompt: str, race: Race) -> None:
         term.write(f"{'':>9}  {verdict(race)}, {race.speedup:.2f} times as fast\n\n")
 
 
+def manner(choices: Choices) -> str:
+    """How the texts of a race come about."""
+    return f"sampled, temperature {choices.temperature:g}, seed {choices.seed}" if choices.do_sample else "greedy"
+
+
 def verdict(race: Race) -> str:
     """Whether the texts are equal; where not, from which token on."""
     if race.same:
@@ -101,12 +107,15 @@ def verdict(race: Race) -> str:
 
 
 def summary(races: Sequence[Race]) -> Table:
-    """One row a prompt, and one for all."""
-    table = Table(title="plain / lookahead", title_style="bold")
+    """One row a round, and one for all."""
+    sampled = next((manner(race.choices) for race in races if race.choices.do_sample), None)
+    table = Table(title="plain / lookahead", title_style="bold", show_edge=False, pad_edge=False)  # fits 80 columns
+    table.caption = f"*: {sampled}" if sampled else None
     for column in ("#", "text", "tokens", "passes", "per pass", "seconds", "speed-up", "4-grams"):
         table.add_column(column, justify="left" if column in ("#", "text") else "right", no_wrap=True)
     for number, race in enumerate(races, start=1):
-        table.add_row(*_row(str(number), [race]), style="" if race.same else "bold red")
+        name = f"{number}*" if race.choices.do_sample else str(number)
+        table.add_row(*_row(name, [race]), style="" if race.same else "bold red")
     if len(races) > 1:
         table.add_section()
         table.add_row(*_row("all", races), style="bold")

@@ -7,6 +7,8 @@ from rich.console import Console
 from rich.text import Text
 
 from lade.cli.loading import load
+from lade.cli.noise import Noise
+from lade.cli.options import Choices
 from lade.cli.race import Race
 from lade.cli.terminal import terminal
 from lade.cli.views import LiveView, Tail, summary, verdict
@@ -18,10 +20,10 @@ PROMPT = "say it again, say it"
 
 @pytest.fixture
 def race(folder):
-    def make(new=30):
+    def make(new=30, **choices):
         with terminal() as term:
             subject = load(str(folder), dtype="auto", device="cpu", term=term)
-        return Race(subject, subject.encode(PROMPT), LookaheadConfig(), new)
+        return Race(subject, subject.encode(PROMPT), LookaheadConfig(), new, Choices(**choices).settled())
 
     return make
 
@@ -84,12 +86,58 @@ def test_demo_in_a_pipe(lade, folder, plain, tokenizer):
 
 def test_demo_json(lade, folder, plain, tokenizer):
     result = lade("demo", "-m", folder, "-p", PROMPT, "-n", 20, "--json", "--window", 3, "--ngram", 3)
-    (race,) = json.loads(result.stdout)["races"]
+    race, sampled = json.loads(result.stdout)["races"]
     expected = plain(tokenizer(PROMPT)["input_ids"], 20)
     assert race["plain"]["token_ids"] == race["lookahead"]["token_ids"] == expected
+    assert (race["do_sample"], race["temperature"], race["seed"]) == (False, None, None)
+    assert (sampled["do_sample"], sampled["temperature"], sampled["seed"]) == (True, 0.7, 0)
     assert race["same_tokens"] is True
     assert race["speedup"] == pytest.approx(race["plain"]["decode_s"] / race["lookahead"]["decode_s"])
     assert race["plain"]["distinct_4grams"] == distinct_ngrams(expected)
+
+
+def sample(model, tokenizer, seed, temperature, new=20):
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    torch.manual_seed(seed)
+    output = model.generate(ids, max_new_tokens=new, do_sample=True, temperature=temperature)
+    return output[0, ids.shape[1] :].tolist()
+
+
+def test_lanes_that_sample_have_a_generator_each(race, model, tokenizer):
+    run = race(20, do_sample=True, temperature=2.0, seed=6)
+    before, frames = torch.get_rng_state(), []
+    run.run(draw=lambda: frames.append((run.plain.stats.new_tokens, run.lookahead.stats.new_tokens)))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert run.plain.token_ids == run.lookahead.token_ids == sample(model, tokenizer, 6, 2.0)
+    assert any(0 < slow < 20 and 0 < fast < 20 for slow, fast in frames), "the lanes take turns"
+
+
+def test_noise_kept_aside_goes_on_where_it_was():
+    cpu = torch.device("cpu")
+    first, second = Noise(3, cpu), Noise(3, cpu)
+    torch.manual_seed(3)
+    expected = [torch.rand(()).item() for _ in range(4)]
+    outside = torch.get_rng_state()
+    for noise in (first, second):
+        drawn = []
+        for _ in range(4):
+            with noise.taken():
+                with Noise(8, cpu).taken():
+                    torch.rand(())  # another one's, amid a turn
+                drawn.append(torch.rand(()).item())
+        assert drawn == expected
+    assert torch.equal(torch.get_rng_state(), outside)
+
+
+def test_the_demo_samples_all_rounds_or_the_last(lade, folder, model, tokenizer):
+    arguments = ["demo", "-m", folder, "-p", PROMPT, "-n", 20, "--temperature", 1.5, "--seed", 4]
+    (race,) = json.loads(lade(*arguments, "--do-sample", "--json").stdout)["races"]
+    assert race["plain"]["token_ids"] == race["lookahead"]["token_ids"] == sample(model, tokenizer, 4, 1.5)
+    assert race["plain"]["token_ids"] == json.loads(lade(*arguments, "--json").stdout)["races"][1]["plain"]["token_ids"]
+    shown = lade(*arguments).stdout
+    assert "=== round 1 of 2 · greedy" in shown and "=== round 2 of 2 · sampled, temperature 1.5, seed 4" in shown
+    assert "\n2*  │ same" in shown and "*: sampled, temperature 1.5, seed 4" in shown
+    assert lade("demo", "--temperature", -1).exit_code == 2
 
 
 def test_the_embedded_model_is_what_the_demo_shows(lade):
