@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -53,11 +54,12 @@ def refuse_arguments(
     logits_processor: LogitsProcessorList,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
+    modes: Collection[GenerationMode] = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
 ) -> None:
     """Raise `UnsupportedArgumentError` for what lookahead decoding does not serve; takes what `generate` prepared."""
     mode = generation_config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        _refuse(_mode_arguments(mode, generation_config), "only greedy decoding and sampling are accelerated so far")
+    if mode not in modes:
+        _refuse(_mode_arguments(mode, generation_config), "greedy decoding, sampling and beam search are accelerated")
     if "inputs_embeds" in model_kwargs:
         _refuse("inputs_embeds", "n-grams are made of token ids; give input_ids")
     if input_ids.shape[0] != 1:

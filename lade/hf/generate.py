@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from lade.config import LookaheadConfig
 from lade.errors import FallbackWarning, UnsupportedArgumentError, UnsupportedModelError
 from lade.hf.arguments import REMEDY, Lookahead, check_prompt, resolve, with_stop_strings
+from lade.hf.beams import BeamSession, num_beams, refuse_streamed_beams
 from lade.hf.plain import decoding_method, metered, plain_steps
 from lade.hf.session import Output, Session
 from lade.model.support import supports, unwrap
@@ -78,17 +79,19 @@ def _decode(
 ) -> Output:
     config, may_fall_back = resolve(lookahead)
     prepared = (model, input_ids, logits_processor, stopping_criteria, generation_config)
+    refuse_streamed_beams(generation_config.num_beams if streamer is not None else None)
     if config is not None:
+        beams = (generation_config.num_beams or 1) > 1
+        make: Any = BeamSession if beams else functools.partial(Session, streamer=streamer)
         try:
-            session = Session(
-                *prepared, config=config, stats=Stats() if stats is None else stats, streamer=streamer, **model_kwargs
-            )
+            session = make(*prepared, config=config, stats=Stats() if stats is None else stats, **model_kwargs)
         except (UnsupportedModelError, UnsupportedArgumentError) as problem:
             if not may_fall_back:
                 raise
             _warn(problem)
         else:
-            return session.run()
+            result: Output = session.run()
+            return result
     if streamer is not None:
         streamer.put(input_ids.cpu())
         model_kwargs["streamer"] = streamer
@@ -131,6 +134,7 @@ def generate(
     config, may_fall_back = resolve(lookahead)
     if inputs is not None:
         generate_arguments["inputs"] = inputs
+    refuse_streamed_beams(num_beams(unwrap(model), generate_arguments) if streamer is not None else None)
     if config is not None:
         try:
             _check_request(model, generate_arguments)
@@ -166,6 +170,7 @@ def stream(
     config, may_fall_back = resolve(lookahead)
     if inputs is not None:
         generate_arguments["inputs"] = inputs
+    refuse_streamed_beams(num_beams(unwrap(model), generate_arguments))
     if config is not None:
         try:
             _check_request(model, generate_arguments)

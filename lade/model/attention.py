@@ -54,6 +54,20 @@ class StepInputs:
             allowed[row, size:, cached] = True  # padding sees the root, so that no softmax is empty
         return cls(*(tensor.to(device) for tensor in (ids, positions, key_positions, allowed)))
 
+    @classmethod
+    def rest(cls, tree: TokenTree, cached: int, length: int, device: torch.device) -> StepInputs:
+        """The nodes of one tree from number `cached` on; those before are the last of `length` cached tokens.
+
+        Here S is the number of nodes to feed, and K = length + S.
+        """
+        before = length - cached  # tokens in front of the tree
+        positions = torch.tensor(tree.depths) + before
+        allowed = torch.ones(len(tree) - cached, before + len(tree), dtype=torch.bool)
+        allowed[:, before:] = torch.from_numpy(tree.closure()[cached:])
+        key_positions = torch.cat([torch.arange(before), positions])
+        rows = (torch.tensor(tree.ids[cached:]), positions[cached:], key_positions, allowed)
+        return cls(*(tensor[None].to(device) for tensor in rows))
+
 
 def everything(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Full attention: no key is too far."""

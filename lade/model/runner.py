@@ -75,7 +75,23 @@ class EagerRunner:
         """
         if cache.lengths[0] == self.positions.switch and self._forgets(rows, cache):
             return self._timed(lambda: self.prefill(rows, cache)[:, None])
-        inputs = StepInputs.of(trees, cache.lengths, self.device)
+        return self._feed(StepInputs.of(trees, cache.lengths, self.device), cache)
+
+    @torch.no_grad()
+    def extend(self, tree: TokenTree, cached: int, cache: TreeCache) -> torch.Tensor:
+        """Feed the nodes of one tree that the cache does not hold yet.
+
+        Args:
+            tree: its first nodes are cached already.
+            cached: how many.
+            cache: of one row, the last of its tokens being these nodes; the other nodes are appended to it.
+
+        Returns:
+            Logits of the nodes fed, `[S, V]`.
+        """
+        return self._feed(StepInputs.rest(tree, cached, cache.lengths[0], self.device), cache)[0]
+
+    def _feed(self, inputs: StepInputs, cache: TreeCache) -> torch.Tensor:
         kwargs: dict[str, Any] = {"attention_mask": self.plan.masks(inputs, self.model.dtype)}
         if "position_ids" in self._accepts:
             kwargs["position_ids"] = inputs.positions

@@ -1,0 +1,90 @@
+"""The texts of a beam search as one tree behind a common trunk, which lose what no beam can use any more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lade.decoding.tree import ROOT, TokenTree
+
+Follow = tuple[int, float]
+"""A token and its log-probability."""
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What a pruning left.
+
+    Attributes:
+        kept: nodes that stay in the cache, in the numbers of the tree before.
+        numbers: old to new numbers of the nodes that stay in the tree; the others of `kept` have joined the trunk.
+    """
+
+    kept: list[int]
+    numbers: dict[int, int]
+
+
+@dataclass
+class Branches:
+    """Trunk and tree.
+
+    Attributes:
+        trunk: the text before the tree's root.
+        tree: the root is the last token that all branches share, or a later one.
+        follows: for each node that a pass has seen (the first ones of the tree) the likeliest next tokens, the
+            likeliest first; empty where no beam can get to any more.
+    """
+
+    trunk: list[int]
+    tree: TokenTree
+    follows: list[Sequence[Follow]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, prompt: Sequence[int]) -> Branches:
+        """Those before the first pass: the last token of a prompt is the root."""
+        return cls(list(prompt[:-1]), TokenTree(prompt[-1]))
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root to this one."""
+        path = [node]
+        while (node := self.tree.parents[node]) >= 0:
+            path.append(node)
+        return path[::-1]
+
+    def ending(self, node: int, length: int) -> list[int]:
+        """The last tokens of the text that ends with this node, at most so many."""
+        tokens: list[int] = []
+        while node >= 0 and len(tokens) < length:
+            tokens.append(self.tree.ids[node])
+            node = self.tree.parents[node]
+        missing = length - len(tokens)
+        return [*(self.trunk[-missing:] if missing else ()), *tokens[::-1]]
+
+    def prune(self, beams: Sequence[int]) -> Pruned:
+        """Keep what the beams, which end with these nodes, come from and can get to.
+
+        What is common to all of them, and behind what any of them can ask for, joins the trunk.
+        """
+        reachable = set(beams)
+        for node, parent in enumerate(self.tree.parents):  # parents come before their children
+            if parent in reachable:
+                reachable.add(node)
+        alive = sorted(reachable.union(*(self.path(node) for node in set(beams))))
+        kept = [node for node in alive if node < len(self.follows)]
+
+        parents = [self.tree.parents[node] for node in alive]
+        common = 0
+        while alive[common] not in reachable and parents.count(alive[common]) == 1:
+            common += 1
+        self.trunk += [self.tree.ids[node] for node in alive[:common]]
+        numbers = {node: number for number, node in enumerate(alive[common:])}
+        self.follows = [self.follows[node] if node in reachable else () for node in kept[common:]]
+        self.tree = self._renumbered(numbers)
+        return Pruned(kept, numbers)
+
+    def _renumbered(self, numbers: dict[int, int]) -> TokenTree:
+        old, nodes = self.tree, list(numbers)
+        tree = TokenTree(old.ids[nodes[ROOT]])
+        for node in nodes[1:]:
+            tree.add(numbers[old.parents[node]], old.ids[node], old.sources[node])
+        return tree

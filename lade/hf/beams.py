@@ -1,0 +1,153 @@
+"""Beam search by transformers itself, whose calls of the model are answered from a token tree.
+
+`GenerationMixin._beam_search` runs as it is, so what a beam step is, processors, criteria, sampling, scores and the
+choice of the beams are its own; only the model that it is given is a stand-in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from lade.config import LookaheadConfig
+from lade.decoding.beams import BeamLogits
+from lade.errors import UnsupportedArgumentError
+from lade.hf.arguments import REMEDY, check_padding, check_positions, check_prompt, left_padding, refuse_arguments
+from lade.hf.plain import decoding_method
+from lade.hf.session import special_ids
+from lade.model.cache import TreeCache
+from lade.model.runner import EagerRunner
+from lade.model.support import supports
+from lade.stats import Stats
+
+BEAM_MODES = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
+BeamOutput = torch.Tensor | GenerateBeamDecoderOnlyOutput
+
+
+class BeamSession:
+    """One beam search, prepared by `model.generate` and not started yet.
+
+    The arguments are those of `lade.hf.session.Session`, without the streamer: a beam search has no text to show before
+    it ends.
+
+    Raises:
+        InputError: the prompt is empty, has ids out of the vocabulary, or is too long for a table of positions.
+        UnsupportedModelError, UnsupportedArgumentError: it cannot be served exactly.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        *,
+        config: LookaheadConfig,
+        stats: Stats,
+        **model_kwargs: Any,
+    ) -> None:
+        plan = supports(model).require()
+        prompts = input_ids[:: generation_config.num_beams]  # each stands there num_beams times
+        refuse_arguments(prompts, logits_processor, generation_config, model_kwargs, modes=BEAM_MODES)
+        check_prompt(model, prompts)
+        mask = model_kwargs.get("attention_mask")
+        padding = left_padding(prompts, None if mask is None else mask[:1])
+        check_padding(model, padding, generation_config.max_length)
+        check_positions(model_kwargs.get("position_ids"), padding)
+        given: Any = model_kwargs.get("past_key_values")
+        users = getattr(given, "_is_user_defined", False)
+        if users and (given.get_seq_length() or not isinstance(given, TreeCache)):
+            _refuse("past_key_values with num_beams", "a search of beams begins with an empty cache of its own")
+        runner = EagerRunner(model, plan, generation_config)
+        switch = runner.positions.switch
+        if switch is not None and prompts.shape[1] <= switch < generation_config.max_length:
+            _refuse(f"num_beams beyond {switch} tokens", "there this model computes the text of each beam anew")
+
+        self._model, self._padding = model, padding
+        self._arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
+        self._cache: TreeCache = given if users else TreeCache()
+        self._as_rows = bool(users or generation_config.return_dict_in_generate)
+        self._answers = BeamLogits(
+            prompts[0, padding:].tolist(),
+            generation_config.num_beams,
+            config,
+            runner,
+            self._cache,
+            stats,
+            special_ids(generation_config),
+        )
+
+    def run(self) -> BeamOutput:
+        """Search to the end; what `model.generate` returns."""
+        config = self._arguments[-1]
+        search = decoding_method(self._model, config)
+        stand_in = _StandIn(self._model, self._answers)
+        try:
+            output: BeamOutput = search(stand_in, *self._arguments, past_key_values=stand_in, use_cache=True)
+        finally:
+            self._answers.finish(as_rows=self._as_rows)
+        if isinstance(output, GenerateBeamDecoderOnlyOutput):
+            # Ours has no slots for padding, and plain decoding would count them.
+            output.past_key_values = None if self._padding else self._cache
+        return output
+
+
+class _StandIn:
+    """What `_beam_search` takes for the model and for its cache; all else is the model's own."""
+
+    def __init__(self, model: PreTrainedModel, answers: BeamLogits[TreeCache]) -> None:
+        self._model, self._answers = model, answers
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_reorder_cache":  # an old model's own way to reorder caches, which would be preferred
+            raise AttributeError(name)
+        return getattr(self._model, name)
+
+    def _prefill(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
+        return _output(self._answers.prefill())
+
+    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
+        """The beams `[k, L]`, as they are handed to the call."""
+        return {"input_ids": input_ids}
+
+    def __call__(self, input_ids: torch.Tensor, **kwargs: Any) -> CausalLMOutputWithPast:
+        """Logits `[k, 1, V]` behind the beams."""
+        return _output(self._answers.extend(input_ids[:, -1].tolist()))
+
+    def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: Any, **kwargs: Any) -> Any:
+        return model_kwargs
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Beam i goes on from what was beam `beam_idx[i]`."""
+        self._answers.reorder(beam_idx.tolist())
+
+
+def num_beams(model: Any, arguments: Mapping[str, Any]) -> int:
+    """How many beams `model.generate` would search with, given these arguments."""
+    given = (arguments.get("generation_config"), getattr(model, "generation_config", None))
+    counts = [arguments.get("num_beams"), *(getattr(config, "num_beams", None) for config in given)]
+    return next((count for count in counts if count is not None), 1)
+
+
+def refuse_streamed_beams(beams: int | None) -> None:
+    """Raise `UnsupportedArgumentError` for a streamed beam search, plain or not; None where nothing is streamed."""
+    if beams is not None and beams > 1:
+        raise UnsupportedArgumentError(
+            f"num_beams={beams} cannot be streamed: which beam wins is known only at its end; "
+            "use lade.generate without a streamer, or num_beams=1"
+        )
+
+
+def _output(logits: torch.Tensor) -> CausalLMOutputWithPast:
+    return CausalLMOutputWithPast(logits=cast(torch.FloatTensor, logits[:, None]))
+
+
+def _refuse(what: str, why: str) -> None:
+    raise UnsupportedArgumentError(f"{what} cannot be used with lookahead decoding: {why}; {REMEDY}")
