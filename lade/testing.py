@@ -54,7 +54,8 @@ def toy_model(
         model = make(vocabulary, positions)
     model.generation_config.eos_token_id = model.generation_config.bos_token_id = None
     model.set_attn_implementation(attention)
-    return model.to(dtype).eval()
+    torch.nn.Module.to(model, dtype)
+    return model.eval()
 
 
 def _llama(vocabulary: int, positions: int) -> PreTrainedModel:
