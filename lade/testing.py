@@ -55,7 +55,8 @@ def toy_model(
     model.generation_config.eos_token_id = model.generation_config.bos_token_id = None
     model.set_attn_implementation(attention)
     torch.nn.Module.to(model, dtype)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def _llama(vocabulary: int, positions: int) -> PreTrainedModel:

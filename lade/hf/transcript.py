@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
@@ -40,7 +41,8 @@ class ProcessedGreedy:
     """The argmax after transformers' logits processors (repetition penalty, banned words, the user's own ...)."""
 
     def __init__(self, processors: LogitsProcessorList, transcript: Transcript) -> None:
-        self._processors, self._transcript = processors, transcript
+        self._processors: Any = processors  # its annotations ask for LongTensor, which no torch function returns
+        self._transcript = transcript
 
     def open(self, logits: torch.Tensor, picks: Sequence[int], tokens: Sequence[int]) -> Choose:
         """See `lade.decoding.choose.Chooser.open`."""
