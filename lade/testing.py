@@ -54,7 +54,9 @@ def toy_model(
         model = make(vocabulary, positions)
     model.generation_config.eos_token_id = model.generation_config.bos_token_id = None
     model.set_attn_implementation(attention)
-    return model.to(dtype).eval()
+    torch.nn.Module.to(model, dtype)
+    model.eval()
+    return model
 
 
 def _llama(vocabulary: int, positions: int) -> PreTrainedModel:

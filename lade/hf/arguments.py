@@ -137,7 +137,8 @@ def check_prompt(model: PreTrainedModel, input_ids: torch.Tensor) -> None:
         )
     if input_ids.shape[1] == 0:
         raise InputError("input_ids is empty: give at least one token, for instance the tokenizer's bos_token_id")
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    embeddings: Any = model.get_input_embeddings()
+    vocabulary: int = embeddings.weight.shape[0]
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= vocabulary:
         wrong = low if low < 0 else high

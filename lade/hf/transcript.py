@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
@@ -76,7 +77,8 @@ class Processed:
     def __init__(
         self, processors: LogitsProcessorList, transcript: Transcript, *, sample: bool, record: Record
     ) -> None:
-        self._processors, self._transcript, self._sample, self._record = processors, transcript, sample, record
+        self._processors: Any = processors  # its annotations ask for LongTensor, which no torch function returns
+        self._transcript, self._sample, self._record = transcript, sample, record
 
     def open(self, logits: torch.Tensor, picks: Sequence[int], tokens: Sequence[int]) -> Choose:
         """See `lade.decoding.choose.Chooser.open`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from lade.decoding.tree import TokenTree
@@ -39,20 +40,21 @@ class StepInputs:
         """Join one tree a row; row b has `lengths[b]` cached tokens, and its nodes follow them."""
         rows, step = len(trees), max(map(len, trees))
         keys = max(lengths) + step
-        ids = torch.empty(rows, step, dtype=torch.long)
-        positions = torch.empty(rows, step, dtype=torch.long)
-        key_positions = torch.arange(keys).repeat(rows, 1)
-        allowed = torch.zeros(rows, step, keys, dtype=torch.bool)
+        ids = np.empty((rows, step), dtype=np.int64)
+        positions = np.empty((rows, step), dtype=np.int64)
+        key_positions = np.tile(np.arange(keys), (rows, 1))
+        allowed = np.zeros((rows, step, keys), dtype=np.bool_)
         for row, (tree, cached) in enumerate(zip(trees, lengths, strict=True)):
             size = len(tree)
             padding = step - size
-            ids[row] = torch.tensor(tree.ids + tree.ids[:1] * padding)
-            positions[row] = torch.tensor(tree.depths + [0] * padding) + cached
+            ids[row] = tree.ids + tree.ids[:1] * padding
+            positions[row] = tree.depths + [0] * padding
+            positions[row] += cached
             key_positions[row, cached : cached + step] = positions[row]
             allowed[row, :, :cached] = True
-            allowed[row, :size, cached : cached + size] = torch.from_numpy(tree.closure())
+            allowed[row, :size, cached : cached + size] = tree.closure()
             allowed[row, size:, cached] = True  # padding sees the root, so that no softmax is empty
-        return cls(*(tensor.to(device) for tensor in (ids, positions, key_positions, allowed)))
+        return cls(*(torch.from_numpy(array).to(device) for array in (ids, positions, key_positions, allowed)))
 
     @classmethod
     def rest(cls, tree: TokenTree, cached: int, length: int, device: torch.device) -> StepInputs:

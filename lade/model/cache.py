@@ -12,11 +12,33 @@ All layers keep all positions, those of sliding windows too: their masks leave o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 _ROOM_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Move:
+    """How a path gets to the front of the tokens that were fed; the same for all layers.
+
+    Attributes:
+        kept: length of the path.
+        in_place: how many of its first nodes lie there already, since the path begins 0, 1, 2, ...
+        nodes: the others, int64.
+    """
+
+    kept: int
+    in_place: int
+    nodes: torch.Tensor
+
+    @classmethod
+    def of(cls, path: Sequence[int]) -> Move:
+        """The move that keeps `path`."""
+        in_place = next((i for i, node in enumerate(path) if i != node), len(path))
+        return cls(len(path), in_place, torch.tensor(path[in_place:], dtype=torch.long))
 
 
 class TreeLayer(CacheLayerMixin):
@@ -59,18 +81,17 @@ class TreeLayer(CacheLayerMixin):
         self.lengths = [length + fed for length in self.lengths]
         return self.keys[:, :, :visible], self.values[:, :, :visible]
 
-    def keep(self, paths: Sequence[Sequence[int]], fed: int) -> None:
-        """See `TreeCache.keep`."""
+    def keep(self, moves: Sequence[Move], fed: int) -> None:
+        """See `TreeCache.keep`; one move a row."""
         assert self.keys is not None and self.values is not None
-        for row, path in enumerate(paths):
+        for row, move in enumerate(moves):
             start = self.lengths[row] - fed
-            self.lengths[row] = start + len(path)
-            done = next((i for i, node in enumerate(path) if i != node), len(path))  # these lie in place already
-            if done == len(path):
+            end = self.lengths[row] = start + move.kept
+            if move.in_place == move.kept:
                 continue
-            nodes = torch.tensor(path[done:], device=self.keys.device) + start
+            nodes = move.nodes.to(self.keys.device) + start
             for buffer in (self.keys, self.values):
-                buffer[row, :, start + done : start + len(path)] = buffer[row].index_select(1, nodes)
+                buffer[row, :, start + move.in_place : end] = buffer[row].index_select(1, nodes)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens of every row; `tokens_to_remove` <= 0, as transformers wants it."""
@@ -148,8 +169,9 @@ class TreeCache(Cache):
             paths: for each row the indices to keep, ascending, counted from the first of the `fed` tokens.
             fed: tokens that the last forward pass appended to every row.
         """
+        moves = [Move.of(path) for path in paths]
         for layer in self.layers:
-            layer.keep(paths, fed)
+            layer.keep(moves, fed)
 
 
 def _grown(buffer: torch.Tensor, needed: int) -> torch.Tensor:
