@@ -12,6 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import lade
 from lade import LookaheadConfig, Stats
+from lade.decoding.beams import BeamLogits
 from lade.model.cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.testing import toy_model
@@ -84,7 +85,7 @@ configs = st.builds(
 
 
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     family=st.sampled_from(sorted(MODELS)),
     config=configs,
@@ -280,6 +281,33 @@ def test_what_the_beams_have_in_common_is_cached_once():
         assert_same(MODELS["llama"], num_beams=8, max_new_tokens=100)
     assert rows == {1}
     assert slots[-1][1] > IDS.shape[1] + 20, "the trunk does not grow"
+
+
+def test_only_logits_that_some_beam_may_ask_for_are_held(monkeypatch):
+    held = []
+
+    def watched(self):
+        prune(self)
+        held.append(len(self._logits))
+        assert all(self.branches.follows[node] for node in self._logits)
+
+    prune = BeamLogits._prune
+    monkeypatch.setattr(BeamLogits, "_prune", watched)
+    assert_same(MODELS["llama"], num_beams=4, max_new_tokens=60)
+    assert 0 < max(held) < 60
+
+
+def test_a_model_with_its_own_way_to_reorder_caches(monkeypatch):
+    """Such a method is preferred by transformers, and knows nothing of a token tree."""
+
+    def reorder(self, cache, beam_idx):
+        cache.reorder_cache(beam_idx.flip(0))
+        return cache
+
+    plain = MODELS["llama"].generate(IDS, num_beams=3, max_new_tokens=20)
+    monkeypatch.setattr(type(MODELS["llama"]), "_reorder_cache", reorder, raising=False)
+    ours = lade.generate(MODELS["llama"], IDS, num_beams=3, max_new_tokens=20, lookahead=PAPER)
+    assert torch.equal(ours, plain)
 
 
 STREAMED = "num_beams=2 cannot be streamed"

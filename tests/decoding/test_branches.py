@@ -1,0 +1,79 @@
+"""Trunk and tree of a beam search, and the table of recycled logits."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lade.decoding.branches import Branches
+from lade.decoding.recycling import Recycler
+
+
+def text(branches, node):
+    return [*branches.trunk, *(branches.tree.ids[node] for node in branches.path(node))]
+
+
+@st.composite
+def grown(draw):
+    """Branches whose first nodes have been seen by a pass, and some nodes of one depth as the ends of beams."""
+    branches = Branches.of(draw(st.lists(st.integers(0, 3), min_size=1, max_size=4)))
+    for _ in range(draw(st.integers(0, 25))):
+        branches.tree.add(draw(st.integers(0, len(branches.tree) - 1)), draw(st.integers(0, 3)), "any")
+    depth = draw(st.sampled_from(sorted(set(branches.tree.depths))))
+    level = [node for node, at in enumerate(branches.tree.depths) if at == depth]
+    beams = draw(st.lists(st.sampled_from(level), min_size=1, max_size=4))
+    seen = draw(st.integers(min(beams), len(branches.tree)))
+    branches.follows = [[(node, 0.0)] for node in range(seen)]
+    return branches, beams
+
+
+@given(grown())
+def test_pruning_keeps_what_the_beams_come_from_and_can_get_to(drawn):
+    branches, beams = drawn
+    seen, size = len(branches.follows), len(branches.tree)
+    paths = {node: branches.path(node) for node in range(size)}
+    texts = {node: text(branches, node) for node in range(size)}
+    trunk = list(branches.trunk)
+    reachable = {node for node in range(size) if set(paths[node]) & set(beams)}
+    origins = {above for beam in beams for above in paths[beam]}
+
+    pruned = branches.prune(beams)
+
+    assert pruned.kept == sorted(node for node in reachable | origins if node < seen)
+    assert reachable | set(beams) <= set(pruned.numbers) <= reachable | origins
+    assert sorted(pruned.numbers.values()) == list(range(len(branches.tree)))
+    for node, number in pruned.numbers.items():
+        assert text(branches, number) == texts[node]
+        if number < len(branches.follows):
+            assert branches.follows[number] == ([(node, 0.0)] if node in reachable else ())
+    # The cache holds, in this order, what joined the trunk and the first nodes of the tree.
+    joined = len(branches.trunk) - len(trunk)
+    assert [pruned.numbers.get(node) for node in pruned.kept] == [None] * joined + list(range(len(branches.follows)))
+    root_children = branches.tree.parents.count(0)
+    assert 0 in {pruned.numbers[beam] for beam in beams} or root_children > 1, "more could have joined the trunk"
+
+
+@given(grown(), st.integers(1, 6))
+def test_the_ending_of_a_text_goes_back_into_the_trunk(drawn, length):
+    branches, beams = drawn
+    assert branches.ending(beams[0], length) == text(branches, beams[0])[-length:]
+
+
+def test_the_recycler_answers_for_the_longest_context_it_knows():
+    recycler = Recycler(orders=3)
+    recycler.learn([1, 2, 3], [(7, -0.1)])
+    recycler.learn([9, 2, 3], [(8, -0.2)])
+    assert recycler.lookup([1, 2, 3]) == recycler.lookup([5, 1, 2, 3]) == [(7, -0.1)]
+    assert recycler.lookup([4, 2, 3]) == recycler.lookup([3]) == [(8, -0.2)], "the last one that ended so"
+    assert recycler.lookup([2]) == recycler.lookup([]) == ()
+
+
+@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=5), max_size=40), st.integers(1, 4))
+def test_the_recycler_keeps_the_last_contexts_of_each_length(texts, bound):
+    recycler = Recycler(orders=2, max_contexts=bound)
+    for number, learned in enumerate(texts):
+        recycler.learn(learned, [(number, 0.0)])
+    recent: dict[int, int] = {}
+    for number, learned in reversed(list(enumerate(texts))):
+        recent.setdefault(learned[-1], number)
+    for token in range(6):
+        known = list(recent)[:bound]
+        assert recycler.lookup([token]) == ([(recent[token], 0.0)] if token in known else ())
