@@ -22,8 +22,8 @@ class BeamGuesser:
 
     The next beam steps are played ahead, with a few beams more than there are. Behind a node that a pass has seen, the
     next tokens and their log-probabilities are known; behind others those are taken that the model last gave to the
-    same tokens. They are what a Jacobi window is to greedy decoding: by W beams more for each step, they brought more
-    than a window of W columns under the best beam did.
+    same tokens. This takes the place of the Jacobi window, which guesses one text where k of them are wanted: under the
+    best beam a window of 7 columns saved fewer passes than as many nodes of this play do.
 
     Args:
         config: N - 1 is the number of steps played ahead; W, how many beams more than k are played (0 plays none); G,

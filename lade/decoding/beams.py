@@ -90,7 +90,8 @@ class BeamLogits(Generic[CacheT]):
         config: sizes, see `BeamGuesser`.
         runner: runs the model.
         cache: empty; it will hold the trunk and the tree.
-        stats: is added to; a beam step counts as one token.
+        stats: is added to, as if this were one text: a beam step counts as one token, however many beams it lengthens;
+            the tokens fed in a pass are those of all beams together.
         excluded: ids (end of sequence, padding) behind which nothing is guessed.
     """
 
