@@ -3,8 +3,9 @@
 LadeError
 ├── ConfigError             (ValueError)  a LookaheadConfig field is out of range
 ├── InputError              (ValueError)  a prompt, a file or an id that cannot be decoded
-├── UnsupportedModelError   (ValueError)  this model cannot be served exactly
-├── UnsupportedArgumentError(ValueError)  this argument of generate() cannot be served (yet)
+├── UnsupportedError        (ValueError)  what cannot be served exactly
+│   ├── UnsupportedModelError             this model
+│   └── UnsupportedArgumentError          this argument of generate()
 └── MissingExtraError       (ImportError) an optional dependency is not installed
 
 A message names what was wrong, its value, and the remedy.
@@ -29,11 +30,23 @@ class InputError(LadeError, ValueError):
     """A prompt, a file or token ids that cannot be decoded."""
 
 
-class UnsupportedModelError(LadeError, ValueError):
+class UnsupportedError(LadeError, ValueError):
+    """What cannot be decoded exactly, and what to do about it.
+
+    Attributes:
+        reason: the first half of the message, for who has found a remedy already.
+    """
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(f"{reason}; {remedy}")
+        self.reason = reason
+
+
+class UnsupportedModelError(UnsupportedError):
     """The model cannot be decoded exactly with a token tree."""
 
 
-class UnsupportedArgumentError(LadeError, ValueError):
+class UnsupportedArgumentError(UnsupportedError):
     """An argument of `generate` that lookahead decoding does not serve."""
 
 

@@ -59,33 +59,33 @@ def refuse_arguments(
     """Raise `UnsupportedArgumentError` for what lookahead decoding does not serve; takes what `generate` prepared."""
     mode = generation_config.get_generation_mode()
     if mode not in modes:
-        _refuse(_mode_arguments(mode, generation_config), "greedy decoding, sampling and beam search are accelerated")
+        refuse(_mode_arguments(mode, generation_config), "greedy decoding, sampling and beam search are accelerated")
     if "inputs_embeds" in model_kwargs:
-        _refuse("inputs_embeds", "n-grams are made of token ids; give input_ids")
+        refuse("inputs_embeds", "n-grams are made of token ids; give input_ids")
     if input_ids.shape[0] != 1:
-        _refuse(f"a batch of {input_ids.shape[0]} rows", "one prompt at a time is served so far")
+        refuse(f"a batch of {input_ids.shape[0]} rows", "one prompt at a time is served so far")
     if any(isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor) for processor in logits_processor):
-        _refuse(f"guidance_scale={generation_config.guidance_scale}", "it runs the model a second time at each token")
+        refuse(f"guidance_scale={generation_config.guidance_scale}", "it runs the model a second time at each token")
     for name in REFUSED_OUTPUTS:
         if generation_config.return_dict_in_generate and getattr(generation_config, name):
-            _refuse(f"{name}=True", "a pass over a tree has no such tensors of one token at a time")
+            refuse(f"{name}=True", "a pass over a tree has no such tensors of one token at a time")
     for name, value in model_kwargs.items():
         if name not in KNOWN_MODEL_KWARGS and value is not None:
-            _refuse(name, "its values for tokens ahead of the text are not known")
+            refuse(name, "its values for tokens ahead of the text are not known")
     _refuse_cache(generation_config, model_kwargs)
 
 
 def _refuse_cache(generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     cache = model_kwargs.get("past_key_values")
     if model_kwargs.get("use_cache") is False:
-        _refuse("use_cache=False", "a token tree needs the KV cache")
+        refuse("use_cache=False", "a token tree needs the KV cache")
     if generation_config.cache_implementation in FOREIGN_CACHES:
-        _refuse(
+        refuse(
             f"cache_implementation={generation_config.cache_implementation!r}",
             "lookahead decoding keeps a cache of its own on the model's device",
         )
     if getattr(cache, "_is_user_defined", False) and not can_lend(cache):
-        _refuse(
+        refuse(
             f"past_key_values of type {type(cache).__name__}",
             "it has no room for a tree; give a DynamicCache or a lade.TreeCache",
         )
@@ -99,10 +99,10 @@ def with_stop_strings(model: PreTrainedModel, arguments: dict[str, Any]) -> dict
     """
     tokenizer, strings = arguments.get("tokenizer"), arguments.get("stop_strings")
     if arguments.get("token_healing"):
-        _refuse("token_healing=True", "transformers does not hand on the tokenizer that it needs")
+        refuse("token_healing=True", "transformers does not hand on the tokenizer that it needs")
     for config in (arguments.get("generation_config"), model.generation_config):
         if getattr(config, "stop_strings", None) is not None:
-            _refuse("stop_strings in a generation_config", "give them as arguments: stop_strings=..., tokenizer=...")
+            refuse("stop_strings in a generation_config", "give them as arguments: stop_strings=..., tokenizer=...")
     if tokenizer is None or strings is None:
         return arguments
     criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
@@ -119,8 +119,9 @@ def _mode_arguments(mode: GenerationMode, config: GenerationConfig) -> str:
     return ", ".join(told) or f"generation mode {mode.value}"
 
 
-def _refuse(what: str, why: str) -> None:
-    raise UnsupportedArgumentError(f"{what} cannot be used with lookahead decoding: {why}; {REMEDY}")
+def refuse(what: str, why: str) -> None:
+    """Raise the `UnsupportedArgumentError` for an argument."""
+    raise UnsupportedArgumentError(f"{what} cannot be used with lookahead decoding: {why}", REMEDY)
 
 
 def check_prompt(model: PreTrainedModel, input_ids: torch.Tensor) -> None:
@@ -168,13 +169,13 @@ def left_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -
     if attention_mask is None:
         return 0
     if attention_mask.shape != input_ids.shape:
-        _refuse(f"an attention_mask of shape {list(attention_mask.shape)}", "it must have one column a token")
+        refuse(f"an attention_mask of shape {list(attention_mask.shape)}", "it must have one column a token")
     mask: list[int] = attention_mask[0].tolist()
     if not any(mask):
-        _refuse("an attention_mask of zeros", "there is no text to continue")
+        refuse("an attention_mask of zeros", "there is no text to continue")
     padding = next(i for i, unmasked in enumerate(mask) if unmasked)
     if not all(mask[padding:]):
-        _refuse("an attention_mask with gaps", "only padding on the left can be taken off")
+        refuse("an attention_mask with gaps", "only padding on the left can be taken off")
     return padding
 
 
@@ -182,20 +183,20 @@ def check_padding(model: PreTrainedModel, padding: int, max_length: int) -> None
     """Refuse left padding where plain decoding counts it as text."""
     limit = padding_counts_from(model.config.get_text_config(decoder=True))
     if padding and limit is not None and max_length >= limit:
-        _refuse("left padding", f"from {limit} tokens on this model counts the padding; give the prompt without it")
+        refuse("left padding", f"from {limit} tokens on this model counts the padding; give the prompt without it")
 
 
 def check_cache(cache: Any, padding: int) -> None:
     """Refuse a user's cache together with left padding: in plain decoding it has slots for padding."""
     if padding and getattr(cache, "_is_user_defined", False):
-        _refuse("left padding with past_key_values", "our cache has no slots for padding; give the prompt without it")
+        refuse("left padding with past_key_values", "our cache has no slots for padding; give the prompt without it")
 
 
 def check_switch(runner: EagerRunner, prompt_length: int, max_length: int) -> None:
     """Refuse a text that crosses the length at which an old transformers loses it."""
     switch = runner.positions.switch
     if switch is not None and prompt_length <= switch < max_length and runner.loses_text():
-        _refuse(f"max_length={max_length}", f"beyond {switch} tokens this transformers loses the text: upgrade it")
+        refuse(f"max_length={max_length}", f"beyond {switch} tokens this transformers loses the text: upgrade it")
 
 
 def check_positions(position_ids: torch.Tensor | None, padding: int) -> None:
@@ -204,4 +205,4 @@ def check_positions(position_ids: torch.Tensor | None, padding: int) -> None:
         return
     given = position_ids[..., padding:]
     if not torch.equal(given, torch.arange(given.shape[-1], device=given.device).expand_as(given)):
-        _refuse("position_ids", "positions ahead of the text are known only where they count on from 0")
+        refuse("position_ids", "positions ahead of the text are known only where they count on from 0")

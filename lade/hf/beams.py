@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from lade.config import LookaheadConfig
 from lade.decoding.beams import BeamLogits
 from lade.errors import UnsupportedArgumentError
-from lade.hf.arguments import REMEDY, check_padding, check_positions, check_prompt, left_padding, refuse_arguments
+from lade.hf.arguments import check_padding, check_positions, check_prompt, left_padding, refuse, refuse_arguments
 from lade.hf.plain import decoding_method
 from lade.hf.session import special_ids
 from lade.model.cache import TreeCache
@@ -64,11 +64,11 @@ class BeamSession:
         given: Any = model_kwargs.get("past_key_values")
         users = getattr(given, "_is_user_defined", False)
         if users and (given.get_seq_length() or not isinstance(given, TreeCache)):
-            _refuse("past_key_values with num_beams", "a search of beams begins with an empty cache of its own")
+            refuse("past_key_values with num_beams", "a search of beams begins with an empty cache of its own")
         runner = EagerRunner(model, plan, generation_config)
         switch = runner.positions.switch
         if switch is not None and prompts.shape[1] <= switch < generation_config.max_length:
-            _refuse(f"num_beams beyond {switch} tokens", "there this model computes the text of each beam anew")
+            refuse(f"num_beams beyond {switch} tokens", "there this model computes the text of each beam anew")
 
         self._model, self._padding = model, padding
         self._arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
@@ -140,14 +140,10 @@ def refuse_streamed_beams(beams: int | None) -> None:
     """Raise `UnsupportedArgumentError` for a streamed beam search, plain or not; None where nothing is streamed."""
     if beams is not None and beams > 1:
         raise UnsupportedArgumentError(
-            f"num_beams={beams} cannot be streamed: which beam wins is known only at its end; "
-            "use lade.generate without a streamer, or num_beams=1"
+            f"num_beams={beams} cannot be streamed: which beam wins is known only at its end",
+            "use lade.generate without a streamer, or num_beams=1",
         )
 
 
 def _output(logits: torch.Tensor) -> CausalLMOutputWithPast:
     return CausalLMOutputWithPast(logits=cast(torch.FloatTensor, logits[:, None]))
-
-
-def _refuse(what: str, why: str) -> None:
-    raise UnsupportedArgumentError(f"{what} cannot be used with lookahead decoding: {why}; {REMEDY}")

@@ -25,7 +25,7 @@ import torch
 from transformers import GenerationMixin
 
 from lade.config import LookaheadConfig
-from lade.errors import ConfigError, FallbackWarning, UnsupportedArgumentError, UnsupportedModelError
+from lade.errors import ConfigError, FallbackWarning, UnsupportedError
 from lade.hf.session import Session
 from lade.stats import Stats
 
@@ -151,8 +151,8 @@ def _augmented(original: Callable[..., Any]) -> Callable[..., Any]:
                 prompt_streamed=True,  # transformers has done so before it called us
                 **model_kwargs,
             )
-        except (UnsupportedModelError, UnsupportedArgumentError) as problem:
-            warnings.warn(f"decoding plainly: {problem}", FallbackWarning, stacklevel=2)
+        except UnsupportedError as problem:
+            warnings.warn(f"decoding plainly: {problem.reason}", FallbackWarning, stacklevel=2)
             return original(*prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
         output = session.run()
         _log(stats)

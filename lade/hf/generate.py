@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 
 from lade.config import LookaheadConfig
-from lade.errors import FallbackWarning, UnsupportedArgumentError, UnsupportedModelError
+from lade.errors import FallbackWarning, UnsupportedArgumentError, UnsupportedError
 from lade.hf.arguments import REMEDY, Lookahead, check_prompt, resolve, with_stop_strings
 from lade.hf.beams import BeamSession, num_beams, refuse_streamed_beams
 from lade.hf.plain import decoding_method, metered, plain_steps
@@ -85,7 +85,7 @@ def _decode(
         make: Any = BeamSession if beams else functools.partial(Session, streamer=streamer)
         try:
             session = make(*prepared, config=config, stats=Stats() if stats is None else stats, **model_kwargs)
-        except (UnsupportedModelError, UnsupportedArgumentError) as problem:
+        except UnsupportedError as problem:
             if not may_fall_back:
                 raise
             _warn(problem)
@@ -142,7 +142,7 @@ def generate(
             handed_on = with_stop_strings(unwrap(model), generate_arguments)
             output: Output = model.generate(custom_generate=method, lookahead=config, stats=stats, **handed_on)
             return output
-        except (UnsupportedModelError, UnsupportedArgumentError) as problem:  # raised before any work is done
+        except UnsupportedError as problem:  # raised before any work is done
             if not may_fall_back:
                 raise
             _warn(problem)
@@ -177,7 +177,7 @@ def stream(
             make = functools.partial(Session, config=config, stats=Stats() if stats is None else stats)
             handed_on = with_stop_strings(unwrap(model), generate_arguments)
             return iter(model.generate(custom_generate=make, **handed_on))
-        except (UnsupportedModelError, UnsupportedArgumentError) as problem:
+        except UnsupportedError as problem:
             if not may_fall_back:
                 raise
             _warn(problem)
@@ -190,7 +190,7 @@ def _check_request(model: Any, arguments: dict[str, Any]) -> None:
     supports(model).require()
     for name in ASSISTANTS:
         if arguments.get(name) is not None:
-            raise UnsupportedArgumentError(f"{name} asks for another way of decoding beside lookahead: {REMEDY}")
+            raise UnsupportedArgumentError(f"{name} asks for another way of decoding beside lookahead", REMEDY)
     ids = arguments.get("inputs", arguments.get("input_ids"))
     if isinstance(ids, torch.Tensor) and arguments.get("inputs_embeds") is None:
         check_prompt(unwrap(model), ids)
@@ -199,13 +199,11 @@ def _check_request(model: Any, arguments: dict[str, Any]) -> None:
 def _refuse_rows(arguments: dict[str, Any]) -> None:
     ids = arguments.get("inputs", arguments.get("input_ids"))
     if isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[0] > 1:
-        raise UnsupportedArgumentError(
-            f"a batch of {ids.shape[0]} rows cannot be streamed: stream one prompt at a time"
-        )
+        raise UnsupportedArgumentError(f"a batch of {ids.shape[0]} rows cannot be streamed", "stream one at a time")
 
 
-def _warn(problem: Exception) -> None:
-    warnings.warn(f"decoding plainly: {problem}", FallbackWarning, stacklevel=3)
+def _warn(problem: UnsupportedError) -> None:
+    warnings.warn(f"decoding plainly: {problem.reason}", FallbackWarning, stacklevel=3)
 
 
 __all__ = ["LookaheadConfig", "decode", "decoder", "generate", "stream"]

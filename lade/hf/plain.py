@@ -30,7 +30,9 @@ def decoding_method(model: PreTrainedModel, generation_config: GenerationConfig)
         mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
     name = GENERATION_MODES_MAPPING.get(mode, "/")
     if "/" in name:
-        raise UnsupportedArgumentError(f"generation mode {mode.value} has no loop in transformers: call model.generate")
+        raise UnsupportedArgumentError(
+            f"transformers has no loop for generation mode {mode.value}", "call model.generate"
+        )
     method: Callable[..., Any] = getattr(type(model), name)
     return method
 

@@ -44,7 +44,7 @@ class Support:
 
     Attributes:
         model: class name of the model.
-        reason: why not, and what to do; empty where it can be served.
+        reason: why not; empty where it can be served.
         plan: how the model takes its masks; None where it cannot be served.
     """
 
@@ -61,7 +61,7 @@ class Support:
     def require(self) -> MaskPlan:
         """The plan, or `UnsupportedModelError`."""
         if self.plan is None:
-            raise UnsupportedModelError(str(self))
+            raise UnsupportedModelError(str(self), PLAIN_REMEDY)
         return self.plan
 
 
@@ -83,7 +83,7 @@ def supports(model: Any) -> Support:
     name = type(model).__name__
     reason = _refusal(model) or _refusal_of_wrapper(wrapped, model)
     if reason:
-        return Support(name, f"{reason}; {PLAIN_REMEDY}")
+        return Support(name, reason)
     config = model.config.get_text_config(decoder=True)
     if _is_listed(model, config):
         return Support(name, plan=_plan(config, by_layer_type=config.model_type in MASK_PER_LAYER_TYPE))
@@ -177,7 +177,7 @@ def _probe(model: PreTrainedModel, config: PretrainedConfig) -> Support:
     reach = max((getattr(config, field, None) or 0) for field in ("sliding_window", "attention_chunk_size"))
     if reach > LONGEST_PROBE_TOKENS:
         reason = f"its attention window of {reach} tokens is too long to be checked, and this package does not test it"
-        return Support(name, f"{reason}; {PLAIN_REMEDY}")
+        return Support(name, reason)
     findings = []
     for by_layer_type in (True, False) if getattr(config, "layer_types", None) else (False,):
         plan = _plan(config, by_layer_type=by_layer_type)
@@ -190,4 +190,4 @@ def _probe(model: PreTrainedModel, config: PretrainedConfig) -> Support:
             return Support(name, plan=plan)
         findings.append(f"logits differ by {error:.2g} standard deviations")
     reason = f"a tree pass does not equal plain passes on it ({'; '.join(findings)})"
-    return Support(name, f"{reason}; {PLAIN_REMEDY}")
+    return Support(name, reason)
