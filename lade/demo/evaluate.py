@@ -28,13 +28,13 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def main(
     folder: Annotated[Path, typer.Argument(help="Folder of an exported model.")],
     root: Annotated[Path | None, typer.Option(help="Source tree [standard library].")] = None,
-    sample_every: Annotated[int, typer.Option(help="Take every n-th training document for the mix.", min=1)] = 20,
+    sample_every: Annotated[int, typer.Option(help="Take every n-th training document for the mix.", min=1)] = 100,
 ) -> None:
     """Print bits per byte on the held-out modules, on their tests, and on a sample of the training mix."""
     root = root or standard_library()
     try:
         model, tokenizer = load(folder)
-        mix = [d for d in training_documents(root)[::sample_every] for _ in range(d.repeats)]
+        mix = training_documents(root)[::sample_every]
     except InputError as error:
         Console(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
@@ -61,12 +61,15 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
 
 
 def bits_per_byte(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, documents: Iterable[Document]) -> float:
-    """Return the mean code length of `documents` under `model`, in bits per UTF-8 byte."""
+    """Return the mean code length of `documents` under `model`, in bits per UTF-8 byte.
+
+    A document counts as often as training repeats it.
+    """
     nats, size = 0.0, 0
     for document in documents:
         ids = tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"]
-        nats += _nats(model, ids)
-        size += len(document.text.encode("utf-8"))
+        nats += document.repeats * _nats(model, ids)
+        size += document.repeats * len(document.text.encode("utf-8"))
     return nats / math.log(2) / size
 
 

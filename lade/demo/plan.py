@@ -14,18 +14,21 @@ from lade.errors import InputError
 class TrainPlan:
     """A warmup-stable-decay schedule counted in tokens.
 
-    The total may change when a run is resumed, as long as its decay has not begun: nothing before the decay
-    depends on it. The last `long_share` of the tokens comes in rows of `long_tokens`, the others in short rows.
+    The last `long_share` of the tokens comes in rows of `long_tokens`, the others in short rows; the learning rate
+    falls during the last `decay_share`; during the last `loop_share` every batch has looping rows beside it (loops.py).
+    Nothing before these depends on the total, so that it may still be changed when a run is resumed.
 
     Raises InputError for a count below one or a share outside 0 to 1.
     """
 
-    total_tokens: int = 24_000_000
+    total_tokens: int = 21_700_000
     batch_tokens: int = 4096
     short_tokens: int = 256
     long_tokens: int = 1024
     long_share: float = 0.12
     decay_share: float = 0.25
+    loop_share: float = 0.34
+    loop_weight: float = 0.8
     warmup_tokens: int = 400_000
     matrix_lr: float = 5e-3
     vector_lr: float = 8e-3
@@ -37,11 +40,9 @@ class TrainPlan:
         for field in ("total_tokens", "batch_tokens", "short_tokens", "long_tokens", "warmup_tokens"):
             if getattr(self, field) < 1:
                 raise InputError(f"{field}={getattr(self, field)}: must be at least 1")
-        for field in ("long_share", "decay_share"):
+        for field in ("long_share", "decay_share", "loop_share"):
             if not 0 <= getattr(self, field) <= 1:
                 raise InputError(f"{field}={getattr(self, field)}: must lie between 0 and 1")
-        if self.long_share > self.decay_share:
-            raise InputError(f"long_share={self.long_share}: must not exceed decay_share={self.decay_share}")
         if self.batch_tokens % self.long_tokens or self.batch_tokens % self.short_tokens:
             rows = f"rows of {self.short_tokens} and {self.long_tokens}"
             raise InputError(f"batch_tokens={self.batch_tokens}: must be a multiple of {rows}")
@@ -52,9 +53,18 @@ class TrainPlan:
         left = max(self.total_tokens - tokens, 0) / (self.total_tokens * self.decay_share or 1)
         return min(1.0, warmup, max(left, 0.0))
 
-    def decays(self, tokens: int) -> bool:
-        """Say whether the decay has begun after `tokens` tokens."""
-        return tokens >= self.total_tokens * (1 - self.decay_share)
+    @property
+    def tail_share(self) -> float:
+        """The last share of the run, in which what happens depends on the total."""
+        return max(self.long_share, self.decay_share, self.loop_share)
+
+    def in_tail(self, tokens: int) -> bool:
+        """Say whether the tail has begun after `tokens` tokens."""
+        return tokens >= self.total_tokens * (1 - self.tail_share)
+
+    def breaks_loops(self, tokens: int) -> bool:
+        """Say whether looping rows are read beside the text after `tokens` tokens."""
+        return tokens >= self.total_tokens * (1 - self.loop_share)
 
     def row_tokens(self, tokens: int) -> int:
         """Return the length of the rows read after `tokens` tokens."""

@@ -12,12 +12,14 @@ import torch
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
+from lade.demo.loops import LoopRows, loop_loss, make_loops
 from lade.demo.plan import Shape, TrainPlan
 from lade.demo.rows import RowOrder
 from lade.demo.tokens import EncodedCorpus
 from lade.errors import InputError
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
+LossAndPenalty = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass
@@ -42,6 +44,8 @@ class Trainer:
         self._long = RowOrder(corpus, plan.long_tokens, plan.seed)
         self._fast = fast
         self._loss: Loss = torch.compile(self._mean_loss, dynamic=False) if fast else self._mean_loss
+        both = self._mean_loss_and_penalty
+        self._loss_and_penalty: LossAndPenalty = torch.compile(both, dynamic=False) if fast else both
 
     @property
     def done(self) -> bool:
@@ -52,8 +56,12 @@ class Trainer:
         """Read one batch, move the weights, and return the batch's mean loss in nats per token, []."""
         rate = self.plan.rate(self.progress.tokens)
         with torch.autocast("cpu", torch.bfloat16, enabled=self._fast):
-            loss = self._loss(self._next_batch())
-        loss.backward()  # type: ignore[no-untyped-call]
+            if self.plan.breaks_loops(self.progress.tokens):
+                rows, loops = self._next_batch_and_loops()
+                loss, penalty = self._loss_and_penalty(rows, loops.ids, loops.earlier, loops.looping)
+            else:
+                loss, penalty = self._loss(self._next_batch()), torch.zeros(())
+        (loss + self.plan.loop_weight * penalty).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.clip_norm)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -103,10 +111,26 @@ class Trainer:
         self.progress.tokens += self.plan.batch_tokens
         return rows
 
+    def _next_batch_and_loops(self) -> tuple[torch.Tensor, LoopRows]:
+        """Return the next rows, and loops made of one in eight of them."""
+        seed = [self.plan.seed, self.progress.tokens]
+        rows = self._next_batch()
+        return rows, make_loops(rows[: max(1, len(rows) // 8)], seed)
+
     def _mean_loss(self, rows: torch.Tensor) -> torch.Tensor:  # rows: [B, T + 1] -> []
+        return -self._log_probs(rows).mean()
+
+    def _mean_loss_and_penalty(
+        self, rows: torch.Tensor, loops: torch.Tensor, earlier: torch.Tensor, looping: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # rows: [B, T + 1]  loops: [R, T + 1]  earlier, looping: [R, T] -> [], []
+        log_probs = self._log_probs(torch.cat([rows, loops]))
+        return -log_probs[: len(rows)].mean(), loop_loss(log_probs[len(rows) :], earlier, looping)
+
+    def _log_probs(self, rows: torch.Tensor) -> torch.Tensor:  # rows: [B, T + 1] -> [B, T]
         hidden = self.model.model(input_ids=rows[:, :-1], use_cache=False).last_hidden_state
         logits = self.model.lm_head(hidden).float()
-        return functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        nats = functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
+        return -nats.view(len(rows), -1)
 
 
 def _optimizers(model: LlamaForCausalLM, plan: TrainPlan) -> list[torch.optim.Optimizer]:
@@ -149,10 +173,10 @@ def _check_plan(plan: TrainPlan, saved: TrainPlan, tokens: int) -> None:
             raise InputError(f"{field}={mine}: the run was begun with {value}; keep it or use a fresh work folder")
     if plan.total_tokens == saved.total_tokens:
         return
-    if saved.decays(tokens):
-        remedy = f"the decay towards {saved.total_tokens} has begun; keep that total"
+    if saved.in_tail(tokens):
+        remedy = f"the tail of {saved.total_tokens} has begun; keep that total"
         raise InputError(f"total_tokens={plan.total_tokens}: {remedy}")
-    least = math.ceil(tokens / (1 - plan.decay_share)) if plan.decay_share < 1 else saved.total_tokens
+    least = math.ceil(tokens / (1 - plan.tail_share)) if plan.tail_share < 1 else saved.total_tokens
     if plan.total_tokens < least:
-        remedy = f"{tokens} tokens are read and the decay is still to come; use {least} or more"
+        remedy = f"{tokens} tokens are read and the tail is still to come; use {least} or more"
         raise InputError(f"total_tokens={plan.total_tokens}: {remedy}")

@@ -45,10 +45,9 @@ def corpus() -> EncodedCorpus:
 
 @pytest.fixture
 def plan() -> TrainPlan:
-    """Ten batches: eight of short rows, then two of long ones."""
-    return TrainPlan(
-        total_tokens=640, batch_tokens=64, short_tokens=16, long_tokens=32, long_share=0.2, warmup_tokens=128
-    )
+    """Ten batches: eight of short rows, then two of long ones; loops beside the last three."""
+    shares = {"long_share": 0.2, "decay_share": 0.25, "loop_share": 0.3}
+    return TrainPlan(total_tokens=640, batch_tokens=64, short_tokens=16, long_tokens=32, warmup_tokens=128, **shares)
 
 
 @pytest.fixture

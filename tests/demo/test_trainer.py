@@ -22,7 +22,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
     whole = Trainer(corpus, plan, shape)
     losses = _steps(whole, 10)
     first = Trainer(corpus, plan, shape)
-    _steps(first, 7)
+    _steps(first, 7)  # short rows alone; then short rows and loops, then long rows and loops
     first.save(tmp_path / "c.pt")
     _steps(first, 1)  # lost with the process that is killed here
     second = Trainer(corpus, plan, shape)
@@ -58,18 +58,18 @@ def test_a_kill_while_saving_leaves_the_old_checkpoint(
     assert path.read_bytes() == before
 
 
-def test_the_total_may_change_until_the_decay_begins(
+def test_the_total_may_change_until_the_tail_begins(
     corpus: EncodedCorpus, plan: TrainPlan, shape: Shape, tmp_path: Path
 ) -> None:
     trainer, path = Trainer(corpus, plan, shape), tmp_path / "c.pt"
     _steps(trainer, 6)
     trainer.save(path)
     Trainer(corpus, replace(plan, total_tokens=6400), shape).resume(path)
-    with pytest.raises(InputError, match=r"total_tokens=448: 384 tokens are read .* use 512 or more"):
+    with pytest.raises(InputError, match=r"total_tokens=448: 384 tokens are read .* use 549 or more"):
         Trainer(corpus, replace(plan, total_tokens=448), shape).resume(path)
     _steps(trainer, 2)
     trainer.save(path)
-    with pytest.raises(InputError, match="decay towards 640 has begun"):
+    with pytest.raises(InputError, match="tail of 640 has begun"):
         Trainer(corpus, replace(plan, total_tokens=6400), shape).resume(path)
 
 
@@ -103,7 +103,7 @@ def test_the_rate_rises_stays_and_falls(plan: TrainPlan) -> None:
     [
         ({"total_tokens": 0}, "total_tokens=0: must be at least 1"),
         ({"decay_share": 1.5}, "decay_share=1.5: must lie between 0 and 1"),
-        ({"long_share": 0.5}, "long_share=0.5: must not exceed decay_share=0.25"),
+        ({"loop_share": -0.5}, "loop_share=-0.5: must lie between 0 and 1"),
         ({"batch_tokens": 100}, "batch_tokens=100: must be a multiple of rows of 16 and 32"),
     ],
 )
