@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,12 +20,21 @@ if TYPE_CHECKING:
 EXAMPLE = 'Example:  [bold]lade demo --prompt "class Stack:" --max-new-tokens 200[/bold]'
 EXIT_DIFFERENT = 1
 _WARMUP_TOKENS = 8
+_SLOW_MOTION = 20.0  # the embedded model writes several hundred tokens a second
+
+
+@dataclass(frozen=True)
+class _Show:
+    """How a race is shown: as "live" panels, so many times slower than it ran, as "text", or at the end as "json"."""
+
+    style: str
+    slow_motion: float
 
 
 def demo(
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="A text of your own.")] = None,
     prompts: Annotated[int, typer.Option(metavar="N", help="How many of the built-in prompts.")] = 3,
-    max_new_tokens: options.MaxNewTokens = 160,
+    max_new_tokens: options.MaxNewTokens = 120,
     *,
     do_sample: Annotated[bool, typer.Option("--do-sample", help="Sample in all rounds, not only in the last.")] = False,
     temperature: Annotated[float, typer.Option(metavar="T", help="Of sampled rounds.")] = 0.7,
@@ -35,6 +45,10 @@ def demo(
     model: options.Model = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    slow_motion: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Show it X times slower than it ran [the embedded model: 20, others: 1]."),
+    ] = None,
     plain_text: Annotated[bool, typer.Option("--plain-text", help="Paragraphs instead of moving panels.")] = False,
     json: options.Json = False,
     no_color: options.NoColor = False,
@@ -42,10 +56,10 @@ def demo(
 ) -> None:
     """Plain and lookahead decoding side by side: the same text, fewer passes, less time."""
     with terminal(debug=debug, no_color=no_color) as term:
-        config = options.lookahead_of("lookahead", window, ngram, guesses)
-        assert isinstance(config, LookaheadConfig)
         sampled = options.Choices(do_sample=True, temperature=temperature, seed=seed).settled()
         options.check_max_new_tokens(max_new_tokens)
+        if slow_motion is not None and slow_motion < 1:
+            raise ConfigError("slow_motion", slow_motion, "give a number >= 1")
         if prompts < 1:
             raise ConfigError("prompts", prompts, "give a whole number >= 1")
         if prompt is not None:
@@ -54,11 +68,34 @@ def demo(
         from lade.cli.loading import load
 
         subject = load(model, dtype=dtype, device=device, term=term)
+        config = _sizes(window, ngram, guesses, on_cpu=subject.model.device.type == "cpu")
         check_served(subject, config, sampled)
+        if model is None:
+            _use_one_thread()
         style = "json" if json else "text" if plain_text or not term.interactive else "live"
+        show = _Show(style, slow_motion or (_SLOW_MOTION if model is None else 1.0))
         rounds = _rounds(_texts(prompt, prompts), sampled, all_sampled=do_sample)
-        races = _run(subject, rounds, config, max_new_tokens, term, style)
+        races = _run(subject, rounds, config, max_new_tokens, term, show)
         _conclude(races, term, json=json)
+
+
+def _sizes(window: int | None, ngram: int | None, guesses: int | None, *, on_cpu: bool) -> LookaheadConfig:
+    """What was asked for; else sizes that save time with so small a model.
+
+    On a CPU a wide pass costs it more than it brings (docs/lab-log.md).
+    """
+    if on_cpu and window is ngram is guesses is None:
+        return LookaheadConfig(window=0, ngram=5, guesses=3)
+    config = options.lookahead_of("lookahead", window, ngram, guesses)
+    assert isinstance(config, LookaheadConfig)
+    return config
+
+
+def _use_one_thread() -> None:
+    """So small a model gains nothing from a second thread, and on a busy machine they wait for each other."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 def _texts(prompt: str | None, count: int) -> list[str]:
@@ -80,7 +117,7 @@ def _run(
     config: LookaheadConfig,
     max_new_tokens: int,
     term: Terminal,
-    style: str,
+    show: _Show,
 ) -> list[Race]:
     from lade.cli.race import Race
     from lade.cli.views import manner
@@ -92,9 +129,9 @@ def _run(
         room = subject.room(ids, max_new_tokens, within=True)
         race = Race(subject, ids, config, room, choices)
         try:
-            _show(race, f"round {len(races) + 1} of {len(rounds)} · {manner(choices)}", text, term, style)
+            _show(race, f"round {len(races) + 1} of {len(rounds)} · {manner(choices)}", text, term, show)
         except KeyboardInterrupt:
-            if races and style != "json":
+            if races and show.style != "json":
                 _conclude(races, term, json=False)
             term.say("interrupted", "yellow")
             raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -102,15 +139,15 @@ def _run(
     return races
 
 
-def _show(race: Race, title: str, text: str, term: Terminal, style: str) -> None:
+def _show(race: Race, title: str, text: str, term: Terminal, show: _Show) -> None:
     from lade.cli.views import LiveView, describe
 
-    if style == "live":
-        with LiveView(term, title, text, race) as view:
+    if show.style == "live":
+        with LiveView(term, title, text, race, show.slow_motion) as view:
             race.run(view.draw)
         return
     race.run(draw=lambda: None)
-    if style == "text":
+    if show.style == "text":
         describe(term, title, text, race)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import perf_counter
+from time import perf_counter, sleep
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
@@ -37,17 +37,26 @@ class Tail:
 
 
 class LiveView:
-    """Draws a race as two panels, a few times a second."""
+    """Draws a race as two panels, a few times a second.
 
-    def __init__(self, term: Terminal, title: str, prompt: str, race: Race) -> None:
-        self._prompt, self._race = prompt, race
-        self._title = title
+    Args:
+        term: where.
+        title: of the picture.
+        prompt: shown before each text.
+        race: what is drawn.
+        slow_motion: how many times slower than it ran, for models too fast to watch; no clock counts the waiting.
+    """
+
+    def __init__(self, term: Terminal, title: str, prompt: str, race: Race, slow_motion: float = 1.0) -> None:
+        self._prompt, self._race, self._slow_motion = prompt, race, slow_motion
+        self._title = title if slow_motion == 1 else f"{title} · shown {slow_motion:g} times slower than it ran"
         self._height = max(_SMALLEST_HEIGHT, min(_LARGEST_HEIGHT, term.out.height - 10))
         self._live = Live(console=term.out, auto_refresh=False, vertical_overflow="crop")
         self._drawn = 0.0
 
     def __enter__(self) -> LiveView:
         self._live.start()
+        self._begun = perf_counter()
         return self
 
     def __exit__(self, *problem: object) -> None:
@@ -55,7 +64,10 @@ class LiveView:
         self._live.stop()
 
     def draw(self) -> None:
-        """Draw, unless that was done just now."""
+        """Draw, unless that was done just now; in slow motion wait until the picture is due."""
+        ran = max(lane.stats.decode_s for lane in (self._race.plain, self._race.lookahead))
+        if self._slow_motion > 1:
+            sleep(max(0.0, self._slow_motion * ran - (perf_counter() - self._begun)))
         if perf_counter() - self._drawn >= _FRAME_S:
             self._live.update(self._picture(), refresh=True)
             self._drawn = perf_counter()

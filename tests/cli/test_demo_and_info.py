@@ -1,16 +1,18 @@
 import json
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 from rich.text import Text
 
+from lade.cli import views
 from lade.cli.loading import load
 from lade.cli.noise import Noise
 from lade.cli.options import Choices
 from lade.cli.race import Race
-from lade.cli.terminal import terminal
+from lade.cli.terminal import Terminal, terminal
 from lade.cli.views import LiveView, Tail, summary, verdict
 from lade.config import LookaheadConfig
 from lade.stats import distinct_ngrams
@@ -200,3 +202,17 @@ def test_info_says_why_not(lade, unsupported):
 def test_info_without_a_model_shows_the_embedded_one(lade):
     facts = json.loads(lade("info", "--json").stdout)
     assert (facts["model"], facts["supported"], facts["dtype"]) == ("embedded", True, "float32")
+
+
+def test_slow_motion_waits_until_a_picture_is_due(monkeypatch):
+    """At 0.2 s of decoding a picture shown ten times slower is due after two seconds."""
+    waited = []
+    monkeypatch.setattr(views, "sleep", waited.append)
+    monkeypatch.setattr(views, "perf_counter", lambda: 5.0)
+    plain, lookahead = (SimpleNamespace(stats=SimpleNamespace(decode_s=seconds)) for seconds in (0.2, 0.1))
+    for slow_motion, expected in ((10.0, [2.0]), (1.0, [])):
+        waited.clear()
+        view = views.LiveView(Terminal(), "title", "", SimpleNamespace(plain=plain, lookahead=lookahead), slow_motion)
+        view._begun = view._drawn = 5.0
+        view.draw()
+        assert waited == pytest.approx(expected)
