@@ -47,6 +47,7 @@ def main(
     ignore_eos: Annotated[bool, typer.Option(help="write all tokens, past the end of the text")] = False,
     threads: Annotated[int | None, typer.Option(help="torch threads")] = None,
     temperature: Annotated[float | None, typer.Option(help="sample at this temperature instead of greedily")] = None,
+    beams: Annotated[int, typer.Option(help="beams of a beam search")] = 1,
     seeds: Annotated[int, typer.Option(help="samples of each prompt, with the seeds 0, 1, ...")] = 1,
 ) -> None:
     """Measure and print a table."""
@@ -56,6 +57,8 @@ def main(
     texts = [json.loads(line)["prompt"] for line in prompts.read_text(encoding="utf-8").splitlines()][:limit]
     arms = [Arm("plain", None), *(Arm(s, lade.LookaheadConfig(*map(int, s.split(",")))) for s in sizes)]
     arguments = {"max_new_tokens": max_new_tokens, "do_sample": temperature is not None}
+    if beams > 1:
+        arguments |= {"num_beams": beams}
     if temperature is not None:
         arguments |= {"temperature": temperature, "top_k": 0}
     if ignore_eos:

@@ -1,6 +1,7 @@
 """Settings for all tests."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -10,6 +11,11 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("home", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ci" if os.environ.get("CI") else "home")
+
+
+# Whoever starts tests in the background may have them ignore Ctrl-C, and the shell's tests would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
