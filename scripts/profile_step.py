@@ -1,0 +1,79 @@
+"""Where the library's own time of a step goes: all but the model's forward pass.
+
+    python scripts/profile_step.py --model FOLDER
+
+Each part is timed by wrapping its function. What the wrappers cost counts as the library's time, so this shows shares;
+`measure.py` has the total.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import typer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import lade
+from lade.decoding import engine
+from lade.decoding.row import Row
+from lade.model.attention import MaskPlan
+from lade.model.cache import TreeCache
+from lade.model.runner import StepInputs
+
+PARTS: list[tuple[Any, str, str]] = [
+    (Row, "learn", "learning n-grams"),
+    (StepInputs, "of", "the step's tensors"),
+    (MaskPlan, "masks", "masks in the model's form"),
+    (TreeCache, "keep", "moving the accepted path's keys and values"),
+    (engine, "best_tokens", "argmax, and the copy to the host"),
+    (Row, "grow", "growing the tree"),
+    (engine, "walk", "the walk, stop rules included"),
+]
+
+
+def timed(function: Callable[..., Any], name: str, spent: Counter[str]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        start = perf_counter()
+        result = function(*args, **kwargs)
+        spent[name] += perf_counter() - start
+        return result
+
+    return call
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="folder of a causal language model")],
+    prompt: str = "Once upon a time there was a little girl named Lily",
+    sizes: Annotated[str, typer.Option(help="W,N,G")] = "7,5,7",
+    rounds: int = 10,
+) -> None:
+    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    stats, spent = lade.Stats(), Counter[str]()
+    arguments = {
+        "input_ids": tokenizer(prompt, return_tensors="pt").input_ids,
+        "max_new_tokens": 200,
+        "do_sample": False,
+        "eos_token_id": None,
+        "lookahead": lade.LookaheadConfig(*map(int, sizes.split(","))),
+        "stats": stats,
+    }
+    for owner, name, part in PARTS:
+        wrapper = timed(getattr(owner, name), part, spent)
+        setattr(owner, name, staticmethod(wrapper) if owner is StepInputs else wrapper)
+    lade.generate(loaded, **arguments)
+    stats.reset()
+    spent.clear()
+    for _ in range(rounds):
+        lade.generate(loaded, **arguments)
+    print(f"{1e6 * stats.library_s / stats.steps:.0f} us a step, {stats.library_s / stats.decode_s:.1%} of it")
+    for part, seconds in spent.most_common():
+        print(f"{seconds / stats.library_s:6.1%}  {part}")
+    print(f"{1 - sum(spent.values()) / stats.library_s:6.1%}  the rest: calls, bookkeeping")
+
+
+if __name__ == "__main__":
+    typer.run(main)
