@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from transformers import (
@@ -59,39 +60,28 @@ def toy_model(
     return model
 
 
+def _rotary(vocabulary: int, positions: int) -> dict[str, Any]:
+    """Sizes of the rotary families."""
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": positions,
+        "initializer_range": 0.5,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
 def _llama(vocabulary: int, positions: int) -> PreTrainedModel:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=positions,
-            initializer_range=0.5,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
+    return LlamaForCausalLM(LlamaConfig(**_rotary(vocabulary, positions)))
 
 
 def _qwen3(vocabulary: int, positions: int) -> PreTrainedModel:
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=vocabulary,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            max_position_embeddings=positions,
-            initializer_range=0.5,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
+    return Qwen3ForCausalLM(Qwen3Config(**_rotary(vocabulary, positions), head_dim=8))
 
 
 def _gpt2(vocabulary: int, positions: int) -> PreTrainedModel:
