@@ -70,8 +70,6 @@ def demo(
         subject = load(model, dtype=dtype, device=device, term=term)
         config = _sizes(window, ngram, guesses, on_cpu=subject.model.device.type == "cpu")
         check_served(subject, config, sampled)
-        if model is None:
-            _use_one_thread()
         style = "json" if json else "text" if plain_text or not term.interactive else "live"
         show = _Show(style, slow_motion or (_SLOW_MOTION if model is None else 1.0))
         rounds = _rounds(_texts(prompt, prompts), sampled, all_sampled=do_sample)
@@ -89,13 +87,6 @@ def _sizes(window: int | None, ngram: int | None, guesses: int | None, *, on_cpu
     config = options.lookahead_of("lookahead", window, ngram, guesses)
     assert isinstance(config, LookaheadConfig)
     return config
-
-
-def _use_one_thread() -> None:
-    """So small a model gains nothing from a second thread, and on a busy machine they wait for each other."""
-    import torch
-
-    torch.set_num_threads(1)
 
 
 def _texts(prompt: str | None, count: int) -> list[str]:

@@ -117,7 +117,7 @@ class Subject:
 
 
 def load(name: str | None, *, dtype: str, device: str, term: Terminal) -> Subject:
-    """Load a model for the shell.
+    """Load a model for the shell; the embedded one runs on one CPU thread.
 
     Args:
         name: folder or hub id; None for the embedded model.
@@ -145,6 +145,8 @@ def load(name: str | None, *, dtype: str, device: str, term: Terminal) -> Subjec
         model = model.to(target)
     except Exception as problem:
         raise InputError(f"model {shown!r} does not fit on device {device!r}: {one_line(problem)}") from problem
+    if name is None:
+        torch.set_num_threads(1)  # so small a model gains nothing from two, which on a busy machine wait for each other
     wishes = {name: getattr(model.generation_config, name, None) for name in (*SAMPLING_FIELDS, *BEAM_FIELDS)}
     model.generation_config = _greedy(model.generation_config)
     return Subject(shown, model, tokenizer, {name: wish for name, wish in wishes.items() if wish is not None})
