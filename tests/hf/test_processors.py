@@ -1,13 +1,15 @@
 """Everything that transformers turns into processors and criteria, combined at random, against plain decoding."""
 
+import asyncio
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import WatermarkingConfig
+from transformers import AsyncTextIteratorStreamer, WatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
 import lade
@@ -170,3 +172,31 @@ def test_a_streamer_gets_its_tokens_one_by_one_in_order():
         generate(input_ids=torch.tensor([[1, 2, 1, 2]]), max_new_tokens=40, streamer=Listener(recorder), **more)
         books.append(recorder.calls)
     assert books[0] == books[1] and len(books[0]) == 42
+
+
+class Spelled:
+    """As much of a tokenizer as a streamer needs."""
+
+    def decode(self, ids: Any, **kwargs: Any) -> str:
+        return "".join(f"{int(i)} " for i in ids)
+
+
+@pytest.mark.parametrize("way", ["lade.generate", "custom_generate"])
+def test_an_asynchronous_streamer_hears_everything(way):
+    ids = torch.tensor([[1, 2, 1, 2]])
+
+    async def read() -> str:
+        streamer = AsyncTextIteratorStreamer(Spelled())
+        if way == "lade.generate":
+            arguments = {"target": lade.generate, "args": (MODEL,), "kwargs": {"streamer": streamer}}
+        else:
+            arguments = {"target": MODEL.generate, "kwargs": {"custom_generate": lade.decoder(streamer=streamer)}}
+        arguments["kwargs"] |= {"input_ids": ids, "max_new_tokens": 30}
+        thread = Thread(**arguments)
+        thread.start()
+        text = "".join([piece async for piece in streamer])
+        thread.join()
+        return text
+
+    heard = [int(word) for word in asyncio.run(read()).split()]
+    assert heard == MODEL.generate(ids, max_new_tokens=30)[0].tolist()
