@@ -49,12 +49,46 @@ def resolve(lookahead: Lookahead) -> tuple[LookaheadConfig | None, bool]:
     raise ConfigError("lookahead", lookahead, 'give a LookaheadConfig, "auto", or None for plain decoding')
 
 
+def checked_padding(
+    model: PreTrainedModel,
+    prompt: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    modes: Collection[GenerationMode] = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
+) -> int:
+    """All checks that any way of decoding needs; takes what `generate` prepared.
+
+    Args:
+        model: the causal language model.
+        prompt: `[1, L]` int64.
+        logits_processor: see `generate`.
+        generation_config: the final one.
+        model_kwargs: attention mask, positions, cache; where there are several rows, as for beams, they are alike.
+        modes: generation modes that are served.
+
+    Returns:
+        How many padding columns stand left of the prompt.
+
+    Raises:
+        InputError: no decoding could continue the prompt.
+        UnsupportedArgumentError: lookahead decoding cannot.
+    """
+    refuse_arguments(prompt, logits_processor, generation_config, model_kwargs, modes)
+    check_prompt(model, prompt)
+    mask = model_kwargs.get("attention_mask")
+    padding = left_padding(prompt, None if mask is None else mask[:1])
+    check_padding(model, padding, generation_config.max_length)
+    check_positions(model_kwargs.get("position_ids"), padding)
+    return padding
+
+
 def refuse_arguments(
     input_ids: torch.Tensor,
     logits_processor: LogitsProcessorList,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
-    modes: Collection[GenerationMode] = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
+    modes: Collection[GenerationMode],
 ) -> None:
     """Raise `UnsupportedArgumentError` for what lookahead decoding does not serve; takes what `generate` prepared."""
     mode = generation_config.get_generation_mode()

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from lade.config import LookaheadConfig
 from lade.decoding.beams import BeamLogits
 from lade.errors import UnsupportedArgumentError
-from lade.hf.arguments import check_padding, check_positions, check_prompt, left_padding, refuse, refuse_arguments
+from lade.hf.arguments import checked_padding, refuse
 from lade.hf.plain import decoding_method
 from lade.hf.session import special_ids
 from lade.model.cache import TreeCache
@@ -55,12 +55,7 @@ class BeamSession:
     ) -> None:
         plan = supports(model).require()
         prompts = input_ids[:: generation_config.num_beams]  # each stands there num_beams times
-        refuse_arguments(prompts, logits_processor, generation_config, model_kwargs, modes=BEAM_MODES)
-        check_prompt(model, prompts)
-        mask = model_kwargs.get("attention_mask")
-        padding = left_padding(prompts, None if mask is None else mask[:1])
-        check_padding(model, padding, generation_config.max_length)
-        check_positions(model_kwargs.get("position_ids"), padding)
+        padding = checked_padding(model, prompts, logits_processor, generation_config, model_kwargs, BEAM_MODES)
         given: Any = model_kwargs.get("past_key_values")
         users = getattr(given, "_is_user_defined", False)
         if users and (given.get_seq_length() or not isinstance(given, TreeCache)):

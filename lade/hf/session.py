@@ -15,15 +15,7 @@ from lade.config import LookaheadConfig
 from lade.decoding.choose import Chooser, Greedy
 from lade.decoding.engine import Engine
 from lade.decoding.row import Row
-from lade.hf.arguments import (
-    check_cache,
-    check_padding,
-    check_positions,
-    check_prompt,
-    check_switch,
-    left_padding,
-    refuse_arguments,
-)
+from lade.hf.arguments import check_cache, check_switch, checked_padding
 from lade.hf.transcript import Processed, Record, StopRules, Transcript
 from lade.model.cache import TreeCache
 from lade.model.lending import Loan
@@ -65,13 +57,8 @@ class Session:
         **model_kwargs: Any,
     ) -> None:
         plan = supports(model).require()
-        refuse_arguments(input_ids, logits_processor, generation_config, model_kwargs)
-        check_prompt(model, input_ids)
-        padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
-        check_padding(model, padding, generation_config.max_length)
+        padding = checked_padding(model, input_ids, logits_processor, generation_config, model_kwargs)
         check_cache(model_kwargs.get("past_key_values"), padding)
-        check_positions(model_kwargs.get("position_ids"), padding)
-
         runner = EagerRunner(model, plan, generation_config)
         check_switch(runner, input_ids.shape[1], generation_config.max_length)
 
