@@ -13,6 +13,7 @@ from lade.neighbour import warn_of_the_old_library
 from lade.version import __version__
 
 if TYPE_CHECKING:
+    from lade import bench
     from lade.config import LookaheadConfig
     from lade.errors import (
         ConfigError,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from lade.hf.compat import augment_all, config_lade, log_history, restore_all, save_log
     from lade.hf.generate import decode, decoder, generate, stream
     from lade.model.cache import TreeCache
+    from lade.model.packing import pack, unpack
     from lade.model.support import Support, supports
     from lade.stats import Stats, Step
 
@@ -44,15 +46,18 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "augment_all",
+    "bench",
     "config_lade",
     "decode",
     "decoder",
     "generate",
     "log_history",
+    "pack",
     "restore_all",
     "save_log",
     "stream",
     "supports",
+    "unpack",
 ]
 
 _HOMES = {
@@ -69,15 +74,19 @@ _HOMES = {
     "lade.hf.compat": ("augment_all", "config_lade", "log_history", "restore_all", "save_log"),
     "lade.hf.generate": ("decode", "decoder", "generate", "stream"),
     "lade.model.cache": ("TreeCache",),
+    "lade.model.packing": ("pack", "unpack"),
     "lade.model.support": ("Support", "supports"),
     "lade.stats": ("Stats", "Step"),
 }
+_PACKAGES = ("bench",)
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 if not TYPE_CHECKING:  # else type checkers would believe in any name
 
     def __getattr__(name: str) -> Any:
         """Import a name when it is first asked for: the shell shows its help without waiting for torch."""
+        if name in _PACKAGES:
+            return importlib.import_module(f"lade.{name}")
         if name not in _HOME_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = globals()[name] = getattr(importlib.import_module(_HOME_OF[name]), name)

@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from lade.tuning import store
+
 # `.ci/run` asks for the same examples every time; at home each run tries others.
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("home", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -23,3 +25,12 @@ def untouched_generator():
     """No test may depend on the global generator's state, and the library must never draw from it when greedy."""
     torch.manual_seed(1234)
     yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_folder(tmp_path_factory):
+    """No test may write into the user's cache folder; all share this one, so that a model is measured only once."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "default_folder", lambda: folder)
+        yield folder

@@ -13,8 +13,10 @@ LAYERS = [
     "version neighbour config errors stats",
     "decoding",
     "model",
+    "tuning",
     "hf testing",
     "demo",
+    "bench",
     "cli",
     "__init__ __main__",
 ]

@@ -36,6 +36,7 @@ def chat(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     *,
+    pack: options.Pack = None,
     choices: options.Choices,
     no_color: options.NoColor = False,
     debug: options.Debug = False,
@@ -50,7 +51,7 @@ def chat(
         from lade.cli.decoding import check_served
         from lade.cli.loading import load
 
-        subject = load(model, dtype=dtype, device=device, term=term)
+        subject = load(model, dtype=dtype, device=device, term=term, pack=pack)
         check_served(subject, lookahead, choices)
         Chat(subject, lookahead, choices, max_new_tokens, term).run()
 
@@ -101,8 +102,10 @@ class Chat:
 
     def _greet(self) -> None:
         subject = self._subject
+        packed = ", packed" if subject.packed else ""
         self._term.say(
-            f"{subject.name} · {type(subject.model).__name__} · {subject.dtype} · /help lists the commands", "dim"
+            f"{subject.name} · {type(subject.model).__name__} · {subject.dtype}{packed} · /help lists the commands",
+            "dim",
         )
         if not self._conversation.templated:
             self._term.say(

@@ -45,6 +45,7 @@ def demo(
     model: options.Model = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    pack: options.Pack = None,
     slow_motion: Annotated[
         float | None,
         typer.Option(metavar="X", help="Show it X times slower than it ran [the embedded model: 20, others: 1]."),
@@ -67,14 +68,14 @@ def demo(
         from lade.cli.decoding import check_served
         from lade.cli.loading import load
 
-        subject = load(model, dtype=dtype, device=device, term=term)
+        subject = load(model, dtype=dtype, device=device, term=term, pack=pack)
         config = _sizes(window, ngram, guesses, on_cpu=subject.model.device.type == "cpu")
         check_served(subject, config, sampled)
         style = "json" if json else "text" if plain_text or not term.interactive else "live"
         show = _Show(style, slow_motion or (_SLOW_MOTION if model is None else 1.0))
         rounds = _rounds(_texts(prompt, prompts), sampled, all_sampled=do_sample)
         races = _run(subject, rounds, config, max_new_tokens, term, show)
-        _conclude(races, term, json=json)
+        _conclude(races, term, json=json, packed=subject.packed)
 
 
 def _sizes(window: int | None, ngram: int | None, guesses: int | None, *, on_cpu: bool) -> LookaheadConfig:
@@ -142,11 +143,12 @@ def _show(race: Race, title: str, text: str, term: Terminal, show: _Show) -> Non
         describe(term, title, text, race)
 
 
-def _conclude(races: list[Race], term: Terminal, *, json: bool) -> None:
+def _conclude(races: list[Race], term: Terminal, *, json: bool, packed: bool = False) -> None:
     from lade.cli.views import footnote, summary, verdict
 
     if json:
-        term.write_json({"races": [race.as_dict() for race in races], "same_tokens": all(race.same for race in races)})
+        same = all(race.same for race in races)
+        term.write_json({"races": [race.as_dict() for race in races], "same_tokens": same, "packed": packed})
     else:
         term.out.print(summary(races))
         if term.interactive:

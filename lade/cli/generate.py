@@ -38,6 +38,7 @@ def generate(
     guesses: options.Guesses = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    pack: options.Pack = None,
     choices: options.Choices,
     json: options.Json = False,
     no_color: options.NoColor = False,
@@ -51,7 +52,7 @@ def generate(
         prompts = read_prompts(source, prompt, prompt_file)
         from lade.cli.loading import load
 
-        subject = load(model, dtype=dtype, device=device, term=term)
+        subject = load(model, dtype=dtype, device=device, term=term, pack=pack)
         _run(subject, prompts, lookahead, choices, max_new_tokens, term, json=json)
 
 
@@ -97,7 +98,7 @@ def _one(
 
     if json:
         run = decode(on_step=lambda step: None)
-        term.write_json(run.as_dict(subject))
+        term.write_json({**run.as_dict(subject), "packed": subject.packed})
         return run
     if term.interactive:
         term.write(text if len(text) <= _LONGEST_ECHO else "..." + text[-_LONGEST_ECHO:], "dim")

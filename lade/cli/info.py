@@ -64,12 +64,24 @@ def _facts(subject: Subject) -> dict[str, Any]:
         "vocabulary": model.get_input_embeddings().num_embeddings,
         "chat_template": bool(getattr(subject.tokenizer, "chat_template", None)),
         "device": str(model.device),
+        **_packing(model),
         "threads": torch.get_num_threads(),
         "lade": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
+
+
+def _packing(model: Any) -> dict[str, Any]:
+    """How many layers `lade generate --pack` packs, which takes seconds of a large model, so it is not done here."""
+    from lade.errors import UnsupportedModelError
+    from lade.model.packing import packable
+
+    try:
+        return {"packable_layers": len(packable(model)), "not_packable": None}
+    except UnsupportedModelError as problem:
+        return {"packable_layers": 0, "not_packable": problem.reason}
 
 
 def _shown(value: Any) -> str:

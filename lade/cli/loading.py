@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as _logging
 
 from lade.cli.terminal import Terminal, one_line
-from lade.errors import ConfigError, InputError
+from lade.errors import ConfigError, InputError, UnsupportedModelError
+from lade.model import packing
 from lade.model.positions import LEARNED_POSITIONS
 
 EMBEDDED = "embedded"
@@ -77,6 +78,11 @@ class Subject:
         return str(self.model.dtype).removeprefix("torch.")
 
     @property
+    def packed(self) -> bool:
+        """Whether any of its layers are prepacked for the CPU."""
+        return packing.packed_layers(self.model) > 0
+
+    @property
     def context(self) -> int | None:
         """Tokens the model was made for; None where it does not say."""
         config = self.model.config.get_text_config(decoder=True)
@@ -116,7 +122,7 @@ class Subject:
             )
 
 
-def load(name: str | None, *, dtype: str, device: str, term: Terminal) -> Subject:
+def load(name: str | None, *, dtype: str, device: str, term: Terminal, pack: bool | None = False) -> Subject:
     """Load a model for the shell; the embedded one runs on one CPU thread.
 
     Args:
@@ -124,9 +130,10 @@ def load(name: str | None, *, dtype: str, device: str, term: Terminal) -> Subjec
         dtype: one of `DTYPES`.
         device: "auto", or any name torch knows.
         term: says whether transformers may talk.
+        pack: prepack the linear layers for the CPU; None: if that can be done, the embedded model excepted.
 
     Raises:
-        ConfigError, InputError: the one line that the user is to read.
+        ConfigError, InputError, UnsupportedModelError: the one line that the user is to read.
     """
     if not term.debug:
         term.closing.enter_context(_quiet())
@@ -145,11 +152,24 @@ def load(name: str | None, *, dtype: str, device: str, term: Terminal) -> Subjec
         model = model.to(target)
     except Exception as problem:
         raise InputError(f"model {shown!r} does not fit on device {device!r}: {one_line(problem)}") from problem
+    if pack or (pack is None and name is not None and target.type == "cpu"):
+        _pack(model, term, wanted=bool(pack))
     if name is None:
         torch.set_num_threads(1)  # so small a model gains nothing from two, which on a busy machine wait for each other
     wishes = {name: getattr(model.generation_config, name, None) for name in (*SAMPLING_FIELDS, *BEAM_FIELDS)}
     model.generation_config = _greedy(model.generation_config)
     return Subject(shown, model, tokenizer, {name: wish for name, wish in wishes.items() if wish is not None})
+
+
+def _pack(model: Any, term: Terminal, *, wanted: bool) -> None:
+    """Nobody has asked for packing where it is not `wanted`, so nobody is told why there is none."""
+    try:
+        packing.pack(model)
+    except UnsupportedModelError as problem:
+        if wanted:
+            raise
+        if term.debug:
+            term.say(f"not packed: {problem}", "dim")
 
 
 def _load_model(shown: str, source: str, only_local: bool, dtype: torch.dtype | str) -> Any:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lade.cli import chat, demo, generate, info
+from lade.cli import chat, demo, generate, info, tune
 from lade.version import __version__
 
 app = typer.Typer(
@@ -38,6 +38,7 @@ def _lade(
 app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
 app.command("chat", epilog=chat.EXAMPLE)(chat.chat)
 app.command("info", epilog=info.EXAMPLE)(info.info)
+app.command("tune", epilog=tune.EXAMPLE)(tune.tune)
 app.command("demo", epilog=demo.EXAMPLE)(demo.demo)
 
 

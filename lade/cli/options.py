@@ -47,6 +47,13 @@ Device = Annotated[
     str,
     typer.Option(metavar="NAME", help="cpu, cuda, cuda:1, mps, ..., or auto: CUDA if it is there, else the CPU."),
 ]
+Pack = Annotated[
+    bool | None,
+    typer.Option(
+        "--pack/--no-pack",
+        help="Prepack the linear layers, for faster passes on the CPU. Not given: where it can be done and pays.",
+    ),
+]
 Method = Annotated[
     str | None,
     typer.Option(

@@ -1,0 +1,282 @@
+"""`lade tune`: measure with care what a forward pass costs by the number of tokens it feeds, and save it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median, quantiles
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from lade.cli import options
+from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
+from lade.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    from lade.cli.interrupt import Interrupt
+    from lade.cli.loading import Subject
+    from lade.model.runner import EagerRunner
+    from lade.tuning.cost import StepCost
+
+EXAMPLE = "Example:  [bold]lade tune --model gpt2 --cached 64,1024 --out cost.svg[/bold]"
+FREE = 1.2
+"""A pass of several tokens is called free if it takes at most so many times as long as a pass of one."""
+
+_FORMATS = (".svg", ".png", ".pdf")
+_BAR_WIDTH = 32
+_ROUNDS = 10_000  # time ends it, not their number
+
+
+@dataclass
+class Sweep:
+    """What was measured with one length of the cache.
+
+    Attributes:
+        cached: tokens in the cache.
+        wanted: sizes to measure.
+        samples: seconds of every pass by size; of several, the first is left out, since it warms up.
+    """
+
+    cached: int
+    wanted: list[int]
+    samples: dict[int, list[float]] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Sizes measured, ascending."""
+        return sorted(self.samples)
+
+    @property
+    def free(self) -> int:
+        """Largest size up to which all sizes are free."""
+        limit = FREE * self.median(1)
+        dear = [size for size in self.sizes if self.median(size) > limit]
+        return max(size for size in self.sizes if size < (dear or [self.sizes[-1] + 1])[0])
+
+    def median(self, size: int) -> float:
+        """Seconds."""
+        return median(self.samples[size])
+
+    def quartiles(self, size: int) -> tuple[float, float]:
+        """First and third, in seconds."""
+        samples = self.samples[size]
+        if len(samples) == 1:
+            return samples[0], samples[0]
+        first, _, third = quantiles(samples, method="inclusive")
+        return first, third
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `--json` says of it."""
+        points = [
+            {
+                "size": size,
+                "passes": len(self.samples[size]),
+                "median_s": self.median(size),
+                "quartiles_s": list(self.quartiles(size)),
+                "relative": self.median(size) / self.median(1),
+            }
+            for size in self.sizes
+        ]
+        return {"cached": self.cached, "free_tokens": self.free, "sizes": points}
+
+
+def tune(
+    model: options.Model = None,
+    cached: Annotated[
+        str, typer.Option(metavar="P,P,...", help="Tokens in the cache while measuring; one table for each.")
+    ] = "256",
+    seconds: Annotated[float, typer.Option(metavar="S", help="How long to measure, all lengths together.")] = 20.0,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the curves to this .svg, .png or .pdf file.")
+    ] = None,
+    *,
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", help="CPU threads. Not given: as torch has it (the embedded model: 1).")
+    ] = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    pack: options.Pack = None,
+    json: options.Json = False,
+    no_color: options.NoColor = False,
+    debug: options.Debug = False,
+) -> None:
+    """Measure what a step costs by the number of tokens it feeds, and save it for every later generation.
+
+    The first generation with a model measures this by itself, in about a second; here it is done with more care.
+    Ctrl-C keeps what was measured so far.
+    """
+    with terminal(debug=debug, no_color=no_color) as term:
+        lengths = _lengths(cached)
+        _check(seconds, threads, out)
+        from lade.cli.loading import load
+
+        subject = load(model, dtype=dtype, device=device, term=term, pack=pack)
+        _run(subject, lengths, seconds, threads, out, term, json=json)
+
+
+def _run(
+    subject: Subject,
+    lengths: list[int],
+    seconds: float,
+    threads: int | None,
+    out: Path | None,
+    term: Terminal,
+    *,
+    json: bool,
+) -> None:
+    import torch
+
+    from lade.cli.interrupt import Interrupt
+    from lade.model.runner import EagerRunner
+    from lade.model.support import supports, unwrap
+
+    plan = supports(subject.model).require()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    model = unwrap(subject.model)
+    runner = EagerRunner(model, plan, model.generation_config)
+    with Interrupt() as interrupt:
+        sweeps = _measure(runner, lengths, seconds, interrupt, term)
+    saved = _save(model, runner, sweeps, interrupted=interrupt.requested)
+    if json:
+        facts = {"model": subject.name, "dtype": subject.dtype, "packed": subject.packed, "profile": saved}
+        found = {"interrupted": interrupt.requested, "sweeps": [sweep.as_dict() for sweep in sweeps]}
+        term.write_json({**facts, **found})
+    else:
+        for sweep in sweeps:
+            price = f"{sweep.free} tokens for the price of one (up to {FREE:g} times its time)"
+            term.out.print(Text(f"{sweep.cached} cached tokens: {price}", "bold"))
+            term.out.print(_table(sweep))
+    if out is not None:
+        draw(sweeps, f"{subject.name}, {subject.dtype}{', packed' if subject.packed else ''}", out)
+    term.say(f"saved to {saved}" if saved else "not saved", "dim" if saved else "yellow")
+    if interrupt.requested:
+        term.say("interrupted", "yellow")
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _measure(
+    runner: EagerRunner, lengths: list[int], seconds: float, interrupt: Interrupt, term: Terminal
+) -> list[Sweep]:
+    """One sweep a length, up to the one in which Ctrl-C was pressed: that has its single token at least."""
+    sweeps: list[Sweep] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=term.err, transient=True, disable=not term.err.is_terminal) as progress:
+        for length in lengths:
+            if not (sweeps and interrupt.requested):
+                sweeps.append(_sweep(runner, length, seconds / len(lengths), interrupt, progress))
+    return sweeps
+
+
+def _sweep(runner: EagerRunner, cached: int, seconds: float, interrupt: Interrupt, progress: Progress) -> Sweep:
+    from time import perf_counter
+
+    from lade.tuning.cost import KNOTS
+    from lade.tuning.measure import SIZES, StepTimer, samples_of
+
+    vocabulary = runner.model.get_input_embeddings().weight.shape[0]
+    timer = StepTimer(runner, vocabulary=vocabulary, largest=KNOTS[-1], cached=cached)
+    order = [*SIZES, *(knot for knot in KNOTS if knot not in SIZES)]
+    sweep = Sweep(timer.cached, [size for size in order if size <= timer.largest])
+    task = progress.add_task(f"{timer.cached} cached tokens", total=seconds)
+    start = perf_counter()
+    for size, taken in samples_of(timer, sweep.wanted, budget_s=seconds, rounds=_ROUNDS):
+        sweep.samples.setdefault(size, []).append(taken)
+        progress.update(task, completed=perf_counter() - start)
+        if interrupt.requested:
+            break
+    sweep.samples = {size: taken[1:] or taken for size, taken in sweep.samples.items()}
+    return sweep
+
+
+def _save(model: Any, runner: EagerRunner, sweeps: list[Sweep], *, interrupted: bool) -> str | None:
+    """Save the curve of the length that generations measure at by themselves, or of the one next to it.
+
+    One that Ctrl-C left without some sizes is not saved: an older one may be better.
+
+    Returns:
+        The file; None if it was not saved.
+    """
+    from math import log
+    from time import time
+
+    from lade.tuning import profile, store
+    from lade.tuning.cost import StepCost
+    from lade.tuning.measure import CACHED_TOKENS
+
+    usual = min(sweeps, key=lambda sweep: abs(log(sweep.cached / CACHED_TOKENS)))
+    if interrupted and len(usual.samples) < len(usual.wanted):
+        return None
+    cost: StepCost = StepCost.of(usual.samples, measured_at=time())
+    key = profile.key_of(model, runner)
+    return str(store.path_of(key)) if profile.use(model, key, cost) else None
+
+
+def _table(sweep: Sweep) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("tokens", "ms", "quartiles", "relative"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    longest = max(map(sweep.median, sweep.sizes))
+    for size in sweep.sizes:
+        middle, (low, high) = sweep.median(size), sweep.quartiles(size)
+        bar = "█" * max(1, round(_BAR_WIDTH * middle / longest))
+        table.add_row(
+            str(size),
+            f"{1e3 * middle:.2f}",
+            f"{1e3 * low:.2f}-{1e3 * high:.2f}",
+            f"{middle / sweep.median(1):.2f}",
+            Text(bar, "green" if size <= sweep.free else "cyan"),
+        )
+    return table
+
+
+def draw(sweeps: list[Sweep], title: str, out: Path) -> None:
+    """Draw the curves, quartiles shaded, to a file whose ending says what it is to be."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for sweep in sweeps:
+        quartiles = [sweep.quartiles(size) for size in sweep.sizes]
+        medians = [1e3 * sweep.median(size) for size in sweep.sizes]
+        (line,) = axes.plot(sweep.sizes, medians, marker="o", label=f"{sweep.cached} cached tokens")
+        low, high = ([1e3 * pair[i] for pair in quartiles] for i in (0, 1))
+        axes.fill_between(sweep.sizes, low, high, alpha=0.2, color=line.get_color(), linewidth=0)
+        axes.axhline(FREE * medians[0], color=line.get_color(), linewidth=0.8, linestyle=":")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sweeps[0].sizes, [str(size) for size in sweeps[0].sizes], fontsize=8)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(f"tokens fed by a forward pass (dotted: {FREE:g} times the time of one)")
+    axes.set_ylabel("milliseconds")
+    axes.set_title(title)
+    axes.legend(frameon=False)
+    figure.savefig(out)
+
+
+def _lengths(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise ConfigError("cached", text, "give whole numbers >= 1 with commas between them, such as 64,1024")
+    return [int(part) for part in parts]
+
+
+def _check(seconds: float, threads: int | None, out: Path | None) -> None:
+    """Find out before the work begins what would end it."""
+    if not 0 < seconds < float("inf"):
+        raise ConfigError("seconds", seconds, "give a number > 0")
+    if threads is not None and threads < 1:
+        raise ConfigError("threads", threads, "give a whole number >= 1")
+    if out is None:
+        return
+    if out.suffix.lower() not in _FORMATS:
+        raise ConfigError("out", str(out), f"give a name that ends in {', '.join(_FORMATS)}")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError("out", str(out), f"the folder {out.absolute().parent} does not exist: create it")
+    if find_spec("matplotlib") is None:
+        raise MissingExtraError("matplotlib", "plot")

@@ -1,0 +1,285 @@
+"""What a forward pass costs by the number of tokens it feeds, kept up to date by the passes that are made.
+
+    t(S)                                  o  knots: measured, refreshed, interpolated between
+     |                         o          -  lower convex hull: `marginals` are its slopes, `corners` where it touches
+     |               o     _--
+     |        o    __--
+     |o-------o--~~        S
+
+Time here is relative: an error of one tenth counts the same for a pass of a millisecond and for one of a second.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+import numpy as np
+
+KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+LARGEST = KNOTS[-1]
+MAX_WEIGHT = 50.0  # passes that a knot remembers: its average is over the last ones
+PASS_WEIGHT = 4.0  # of a measured pass: nothing else ran then, or so we hope
+GUESSED_WEIGHT = 2.0  # of a knot that lies between measured ones
+UNKNOWN_WEIGHT = 0.25  # of a knot beyond them
+SCALE_GAIN = 0.06  # how much of a pass's error all sizes share
+SURPRISE = 0.2  # a pass slower than this says no more than one that is slower by just this
+DISBELIEF = 0.35  # and this bounds one that is faster; by accident a pass is seldom too fast
+DOUBT = 0.1  # part of its weight that a knot loses when it alone is surprised, or when neighbours contradict it
+CONTRADICTION = 1.1  # a size that costs so many times as much as a larger one
+REFRESH_S = 0.05  # of passes observed, between two refreshes of some 25 us: less than a thousandth of the time
+
+_SHORTEST_S = 1e-9
+_LEAST_WEIGHT = 0.01
+_SIZES = np.arange(LARGEST + 1)
+
+
+def _place(size: int) -> tuple[int, float]:
+    low = max(0, bisect_left(KNOTS, size) - 1)
+    return low, max(0.0, (size - KNOTS[low]) / (KNOTS[low + 1] - KNOTS[low]))
+
+
+_PLACES = [_place(size) for size in range(LARGEST + 1)]
+"""By size: the knot at or below it, and how far it lies on the way to the next one (0.0 to 1.0)."""
+
+
+class StepCost:
+    """Seconds of one forward pass by its size S, the tokens it feeds.
+
+    What is read (`table`, `marginals`, `corners`, `seconds`, `marginal`) is computed from the knots every now and then,
+    so reading costs a list access. Generations on several threads may share one: a lost observation is the worst.
+
+    Args:
+        knots: seconds at each of `KNOTS`.
+        weights: how many passes each of them stands for, at most `MAX_WEIGHT`; they decide how fast it moves.
+        measured_at: Unix time of the measurement; 0.0 if there was none.
+
+    Attributes:
+        table: seconds by size, 0 to `LARGEST`; never decreasing (entry 0 repeats entry 1).
+        marginals: by size, seconds that one more token adds on the lower convex hull; never decreasing, >= 0.
+        corners: the sizes at which the curve touches its hull, ascending. Between two of them it lies above, and a tree
+            that stops there costs more than the marginals say: it had better have one of these sizes.
+
+    Raises:
+        ValueError: a list has another length than `KNOTS`, or an entry that is no time or no weight.
+    """
+
+    def __init__(self, knots: Sequence[float], weights: Sequence[float], *, measured_at: float = 0.0) -> None:
+        _check("knots", knots, least=_SHORTEST_S)
+        _check("weights", weights, least=0.0)
+        self._knots = [float(seconds) for seconds in knots]
+        self._weights = [min(float(weight), MAX_WEIGHT) for weight in weights]
+        self._scale = 1.0
+        self._surprise = 0.0  # by how much the last pass surprised; 0.0 if it did not
+        self._unread_s = 0.0
+        self.measured_at = measured_at
+        self.table: list[float] = []
+        self.marginals: list[float] = []
+        self.corners: list[int] = []
+        self.refresh()
+
+    @classmethod
+    def of(cls, samples: Mapping[int, Sequence[float]], *, measured_at: float = 0.0) -> StepCost:
+        """The curve through measured passes, by size.
+
+        Of each size's passes one of the fastest counts, next to the fastest fifth: what else the machine did meanwhile
+        is not to be remembered. Between measured sizes the curve is straight. Beyond the last one it goes on as it
+        went, yet never flatter than by a quarter of its height for each time the last size: what was not measured is
+        not believed to be free.
+
+        Raises:
+            ValueError: no samples, or a size that is not one of `KNOTS`.
+        """
+        sizes = sorted(size for size, seconds in samples.items() if seconds)
+        foreign = sorted(set(sizes) - set(KNOTS))
+        if not sizes or foreign:
+            raise ValueError(f"samples of the sizes {foreign or sizes} are not valid: give some, of sizes in {KNOTS}")
+        heights = [max(_SHORTEST_S, typical(samples[size])) for size in sizes]
+        last, slope = sizes[-1], _slope_beyond(sizes, heights)
+        straight = np.interp(KNOTS, sizes, heights).tolist()
+        knots = [t + slope * max(0, knot - last) for knot, t in zip(KNOTS, straight, strict=True)]
+        unmeasured = [GUESSED_WEIGHT if knot < last else UNKNOWN_WEIGHT for knot in KNOTS]
+        passes = [len(samples.get(knot, ())) for knot in KNOTS]
+        weights = [PASS_WEIGHT * count or hunch for count, hunch in zip(passes, unmeasured, strict=True)]
+        return cls(knots, weights, measured_at=measured_at)
+
+    def seconds(self, size: int) -> float:
+        """t(S) for a size >= 1; beyond `LARGEST` it goes on straight, with the steepest slope of the hull."""
+        if 0 < size <= LARGEST:
+            return self.table[size]
+        _check_size(size)
+        return self.table[-1] + (size - LARGEST) * self.marginals[-1]
+
+    def marginal(self, size: int) -> float:
+        """Seconds that one more token adds to a pass of `size` >= 1, on the lower convex hull."""
+        if 0 < size <= LARGEST:
+            return self.marginals[size]
+        _check_size(size)
+        return self.marginals[-1]
+
+    def lower_hull(self) -> list[float]:
+        """Seconds on the lower convex hull by size, 0 to `LARGEST` (entry 0 repeats entry 1); nowhere above `table`."""
+        hull: list[float] = np.interp(_SIZES, self.corners, [self.table[size] for size in self.corners]).tolist()
+        return hull
+
+    def observe(self, size: int, seconds: float) -> None:
+        """Learn from one pass.
+
+        The knots around its size move towards it, each by its share in the interpolation and the slower the more it
+        knows already; and all sizes move, most of the way in the long run, so that those not visited follow when the
+        text gets longer or the machine busier. A pass that took many times as long as expected moves them no more than
+        one that took a fifth longer; but where hardly anything is known, or where a size surprises again and again
+        while others do not, more is believed.
+
+        Args:
+            size: tokens fed, >= 1 (in a batch, by the largest tree).
+            seconds: time of the pass; one of 0 (a coarse clock) is passed over.
+        """
+        if not seconds > 0.0:
+            return
+        self._unread_s += seconds
+        if 0 < size <= LARGEST:
+            self._move_around(size, seconds)
+        else:
+            self._move_all(seconds / self.seconds(size) - 1.0, self._weights[-1])
+        if self._unread_s >= REFRESH_S:
+            self.refresh()
+
+    def _move_around(self, size: int, seconds: float) -> None:
+        """Move the knots around a size, and all of them a little."""
+        low, part = _PLACES[size]
+        knots, weights, surprise = self._knots, self._weights, self._surprise
+        known = weights[low] + part * (weights[low + 1] - weights[low])
+        expected = self._scale * (knots[low] + part * (knots[low + 1] - knots[low]))
+        error = self._move_all(seconds / expected - 1.0, known)
+        doubted = self._surprise * surprise <= 0.0 != self._surprise  # the pass before was as expected
+        for knot, share in ((low, 1.0 - part), (low + 1, part)):
+            if share:
+                weight = weights[knot]
+                knots[knot] *= 1.0 + share / (weight + share) * error
+                weight = weight * (1.0 - DOUBT * share) if doubted else weight + share
+                weights[knot] = weight if weight < MAX_WEIGHT else MAX_WEIGHT
+        self._doubt_neighbours(low + (part == 1.0), low + (part > 0.0))
+
+    def _doubt_neighbours(self, lowest: int, highest: int) -> None:
+        """Of knots in the wrong order those that were just observed are right; else old ones would hold them back."""
+        knots, weights = self._knots, self._weights
+        for knot in range(highest + 1, len(knots)):
+            if knots[knot] * CONTRADICTION >= knots[highest]:
+                break
+            weights[knot] *= 1.0 - DOUBT
+        for knot in range(lowest - 1, -1, -1):
+            if knots[knot] <= CONTRADICTION * knots[lowest]:
+                break
+            weights[knot] *= 1.0 - DOUBT
+
+    def _move_all(self, error: float, known: float) -> float:
+        """Move all sizes by their share of a relative error; returns the error as far as it is believed.
+
+        `known` is the weight of what it was compared with: an error of a mere guess says little about other sizes.
+        """
+        limit = SURPRISE + 2.0 / (1.0 + known) ** 2
+        believed = limit if error > limit else -DISBELIEF if error < -DISBELIEF else error
+        self._surprise = 0.0 if believed == error else believed
+        self._scale *= 1.0 + SCALE_GAIN * known / (known + 2.0) * believed
+        return believed
+
+    def refresh(self) -> None:
+        """Compute what is read from what was observed; `observe` does it in time."""
+        self._knots = [max(_SHORTEST_S, self._scale * seconds) for seconds in self._knots]
+        self._scale, self._unread_s = 1.0, 0.0
+        curve = _ascending(self._knots, self._weights)
+        corners = _hull(curve)
+        sizes, heights = [KNOTS[i] for i in corners], [curve[i] for i in corners]
+        slopes = np.maximum.accumulate(np.diff(heights) / np.diff(sizes))  # rounding may turn them
+        self.table = np.interp(_SIZES, KNOTS, curve).tolist()
+        # The first slope serves sizes 0 and 1 as well, the last one serves `LARGEST`.
+        self.marginals = np.repeat(slopes, np.diff([0, *sizes[1:-1], LARGEST + 1])).tolist()
+        self.corners = sizes
+
+    def change_since(self, table: Sequence[float]) -> float:
+        """Greatest relative change against an earlier `table`: 0.1 where a size got a tenth slower or faster."""
+        return max(abs(math.log(self.table[knot] / table[knot])) for knot in KNOTS)
+
+    def to_json(self) -> dict[str, Any]:
+        """All there is to it, for `from_json`: sizes, seconds, weights, and the time of the measurement."""
+        self.refresh()
+        return {
+            "sizes": list(KNOTS),
+            "seconds": list(self._knots),
+            "weights": list(self._weights),
+            "measured_at": self.measured_at,
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> StepCost:
+        """What `to_json` wrote.
+
+        Raises:
+            ValueError: anything else; the message names what is wrong.
+        """
+        if not isinstance(value, dict) or value.get("sizes") != list(KNOTS):
+            raise ValueError(f"the sizes are not {list(KNOTS)}: measure anew")
+        measured_at = value.get("measured_at")
+        if not _is_number(measured_at):
+            raise ValueError(f"measured_at={measured_at!r} is not valid: give a Unix time")
+        return cls(value.get("seconds") or (), value.get("weights") or (), measured_at=measured_at)
+
+
+def typical(samples: Sequence[float]) -> float:
+    """Seconds at the end of the fastest fifth: of up to four passes the fastest, of nine the second."""
+    return sorted(samples)[len(samples) // 5]
+
+
+def _slope_beyond(sizes: Sequence[int], heights: Sequence[float]) -> float:
+    """Seconds per token to assume behind the last size measured."""
+    slopes = [heights[-1] / (4 * sizes[-1])]
+    if len(sizes) > 1:
+        slopes += [(heights[-1] - heights[i]) / (sizes[-1] - sizes[i]) for i in (0, -2)]
+    return max(slopes)
+
+
+def _ascending(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The nearest curve that never decreases: neighbours in the wrong order get their weighted mean."""
+    pools: list[tuple[float, float, int]] = []  # mean, weight, knots
+    for value, weight in zip(values, weights, strict=True):
+        pool = (value, max(weight, _LEAST_WEIGHT), 1)
+        while pools and pools[-1][0] > pool[0]:
+            mean, mass, count = pools.pop()
+            total = mass + pool[1]
+            pool = ((mean * mass + pool[0] * pool[1]) / total, total, count + pool[2])
+        pools.append(pool)
+    return [mean for mean, _, count in pools for _ in range(count)]
+
+
+def _hull(curve: Sequence[float]) -> list[int]:
+    """Indices of the knots on the lower convex hull of the curve."""
+    corners: list[int] = []
+    for new in range(len(KNOTS)):
+        while len(corners) > 1 and _slope(curve, corners[-2], corners[-1]) >= _slope(curve, corners[-1], new):
+            corners.pop()
+        corners.append(new)
+    return corners
+
+
+def _slope(curve: Sequence[float], left: int, right: int) -> float:
+    return (curve[right] - curve[left]) / (KNOTS[right] - KNOTS[left])
+
+
+def _check_size(size: int) -> None:
+    if size < 1:
+        raise ValueError(f"size={size!r} is not valid: a pass feeds at least 1 token")
+
+
+def _check(name: str, values: Sequence[float], *, least: float) -> None:
+    if not isinstance(values, Sequence) or len(values) != len(KNOTS):
+        raise ValueError(f"{name}={values!r} is not valid: give one number for each of the sizes {KNOTS}")
+    for value in values:
+        if not _is_number(value) or value < least:
+            raise ValueError(f"{name} has an entry {value!r}, which is not valid: give a number >= {least}")
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

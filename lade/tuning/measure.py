@@ -1,0 +1,183 @@
+"""Times the model's own forward pass over dummy trees of several sizes.
+
+The cache is this module's own. A few tokens are really run; copies of their keys and values fill it up to the length
+wanted, since their content does not change what a pass costs, and running 256 tokens through a large model on a CPU
+takes longer than all that is to be measured.
+
+A curve is measured at one length of the cache. At other lengths passes cost more or less, by much the same factor for
+all sizes (`lade tune --cached 64,1024` shows it), and `StepCost.observe` follows it.
+
+Nothing else is touched: no hook, no setting, no generator of torch's.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from time import perf_counter
+
+from lade.decoding.engine import Runner
+from lade.decoding.tree import ROOT, TokenTree
+from lade.model.cache import TreeCache
+from lade.tuning.cost import KNOTS, StepCost, typical
+
+SIZES = (1, 8, 32, 2, 4, 16, 64, 128)
+"""In this order: should the time be over early, the first ones tell most."""
+CACHED_TOKENS = 256
+BUDGET_S = 1.0
+ROUNDS = 9
+
+_ALWAYS = 2  # sizes measured whatever they take: one point makes no curve
+_PREFIX_TOKENS = 4
+_DEPTH = 7
+
+
+class StepTimer:
+    """Times single passes.
+
+    Args:
+        runner: of the model; its `forward_s` is what a pass took, and changes.
+        vocabulary: V.
+        largest: the largest size that will be asked for.
+        cached: tokens in the cache; fewer where the model's positions end before.
+        batch: rows B, all alike.
+    """
+
+    def __init__(
+        self,
+        runner: Runner[TreeCache],
+        *,
+        vocabulary: int,
+        largest: int,
+        cached: int = CACHED_TOKENS,
+        batch: int = 1,
+    ) -> None:
+        depth = runner.room(0)
+        self.cached = cached if depth is None else min(cached, max(1, depth - _DEPTH))
+        self.largest = min(largest, vocabulary)  # nodes must have tokens of their own, else the tree would merge them
+        self._runner, self._batch = runner, batch
+        self._tokens = random.Random(0).sample(range(vocabulary), self.largest)
+        self._text = [self._tokens[i % self.largest] for i in range(self.cached)]
+        self._room = runner.room(self.cached)
+        if self._room == 0:
+            self.largest = 1
+        self._cache = TreeCache()
+        self._fill()
+
+    def __call__(self, size: int) -> float:
+        """Seconds of one pass that feeds `size` tokens a row, 1 to `largest`."""
+        tree = self._tree(size)
+        self._runner.forward([tree] * self._batch, [[*self._text, tree.ids[ROOT]]] * self._batch, self._cache)
+        self._cache.keep([[]] * self._batch, fed=size)
+        return self._runner.forward_s
+
+    def _tree(self, size: int) -> TokenTree:
+        """Chains that hang from the root: all tokens differ, as in a real step, so that all experts are asked."""
+        depth = _DEPTH if self._room is None else min(_DEPTH, self._room)
+        tree = TokenTree(self._tokens[0])
+        for start in range(1, size, depth or 1):
+            tree.add_path(self._tokens[start : min(size, start + depth)], "pool")
+        return tree
+
+    def _fill(self) -> None:
+        """Run some tokens and multiply their keys and values: `cached` of them, and room for the largest pass."""
+        prefix = self._text[:_PREFIX_TOKENS]
+        self._runner.prefill([prefix] * self._batch, self._cache)
+        missing = self.cached + self.largest - len(prefix)
+        for layer in self._cache.layers:
+            assert layer.keys is not None and layer.values is not None
+            used = [buffer[:, :, : len(prefix)] for buffer in (layer.keys, layer.values)]
+            repeats = -(-missing // len(prefix))
+            keys, values = (states.repeat(1, 1, repeats, 1)[:, :, :missing] for states in used)
+            layer.update(keys, values)
+        self._cache.keep([[]] * self._batch, fed=self.largest)
+
+
+def samples_of(
+    timer: Callable[[int], float],
+    sizes: Sequence[int],
+    *,
+    budget_s: float = BUDGET_S,
+    rounds: int = ROUNDS,
+    clock: Callable[[], float] = perf_counter,
+) -> Iterator[tuple[int, float]]:
+    """Time the sizes in turn, so that a drift of the machine's speed meets all of them.
+
+    A size that would not end in time is left out: then the smaller ones are measured more often.
+
+    Args:
+        timer: seconds of a pass of this size.
+        sizes: some of `KNOTS`; the first two are measured once whatever they take.
+        budget_s: seconds for all of it.
+        rounds: how often each size is measured at most.
+        clock: in seconds.
+
+    Yields:
+        A size and what a pass took, as soon as it is known.
+    """
+    deadline = clock() + budget_s
+    samples: dict[int, list[float]] = {size: [] for size in sizes}
+    for _ in range(rounds):
+        measured = False
+        for number, size in enumerate(sizes):
+            must = number < _ALWAYS and not samples[size]
+            if must or clock() + _expected(samples, size) <= deadline:
+                samples[size].append(timer(size))
+                measured = True
+                yield size, samples[size][-1]
+        if not measured:
+            return
+
+
+def measure_step_cost(
+    runner: Runner[TreeCache],
+    *,
+    vocabulary: int,
+    sizes: Sequence[int] = SIZES,
+    cached: int = CACHED_TOKENS,
+    batch: int = 1,
+    budget_s: float = BUDGET_S,
+    clock: Callable[[], float] = perf_counter,
+) -> StepCost:
+    """Measure what a pass costs by its size.
+
+    Args:
+        runner: of the model.
+        vocabulary: V.
+        sizes: some of `KNOTS`, the most telling ones first.
+        cached: tokens in the cache while it is measured; fewer if the model has no positions for them.
+        batch: rows B.
+        budget_s: seconds for all passes but those of the cache's first tokens; the first two sizes take what they take.
+        clock: in seconds.
+
+    Raises:
+        ValueError: a size that is not one of `KNOTS`.
+
+    >>> cost = measure_step_cost(runner, vocabulary=32000)
+    >>> cost.seconds(16) / cost.seconds(1)
+    1.3
+    """
+    check_sizes(sizes)
+    before = runner.forward_s
+    timer = StepTimer(runner, vocabulary=vocabulary, largest=max(sizes), cached=cached, batch=batch)
+    samples: dict[int, list[float]] = {}
+    feasible = [size for size in sizes if size <= timer.largest]
+    for size, seconds in samples_of(timer, feasible, budget_s=budget_s, clock=clock):
+        samples.setdefault(size, []).append(seconds)
+    runner.forward_s = before
+    return StepCost.of(samples, measured_at=time.time())
+
+
+def check_sizes(sizes: Sequence[int]) -> None:
+    """Raise `ValueError` unless there are sizes, all of them knots of a `StepCost`."""
+    foreign = [size for size in sizes if size not in KNOTS]
+    if foreign or not sizes:
+        raise ValueError(f"sizes={list(sizes)!r} is not valid: give some of {KNOTS}")
+
+
+def _expected(samples: Mapping[int, Sequence[float]], size: int) -> float:
+    """Seconds that a pass of this size will take, as far as can be told."""
+    if samples[size]:
+        return typical(samples[size])
+    return StepCost.of(samples).seconds(size) if any(samples.values()) else 0.0

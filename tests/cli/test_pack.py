@@ -1,0 +1,86 @@
+"""`--pack` and `--no-pack`: said nothing of, models are packed on the CPU where that can be done."""
+
+import json
+from functools import partial
+
+import pytest
+
+from lade.cli.loading import load
+from lade.cli.terminal import terminal
+from lade.model import packing
+
+PROMPT = "say it again, say it"
+COMMANDS = {
+    "generate": ["-p", PROMPT, "-n", 8, "--json"],
+    "demo": ["-p", PROMPT, "-n", 8, "--json"],
+}
+
+
+@pytest.fixture
+def small_layers_count(monkeypatch):
+    monkeypatch.setattr(packing, "pack", partial(packing.pack, min_weights=1))
+    monkeypatch.setattr(packing, "packable", partial(packing.packable, min_weights=1))
+
+
+def loaded(name, **options):
+    with terminal() as term:
+        return load(name, dtype=options.pop("dtype", "float32"), device="cpu", term=term, **options)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_on_the_cpu_models_are_packed_unless_one_says_no(lade, folder, small_layers_count, command):
+    reports = [
+        json.loads(lade(command, "-m", folder, *COMMANDS[command], *more).stdout)
+        for more in ([], ["--pack"], ["--no-pack"])
+    ]
+    assert [report["packed"] for report in reports] == [True, True, False]
+    texts = [
+        [race["lookahead"]["token_ids"] for race in r["races"]] if command == "demo" else r["text"] for r in reports
+    ]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_packed_model_writes_the_tokens_of_plain_generate(lade, folder, plain, tokenizer, small_layers_count):
+    for method in ("plain", "lookahead"):
+        report = json.loads(
+            lade("generate", "-m", folder, "-p", PROMPT, "-n", 40, "--method", method, "--pack", "--json").stdout
+        )
+        assert report["packed"] and report["token_ids"] == plain(tokenizer(PROMPT)["input_ids"], 40)
+
+
+@pytest.mark.parametrize("command", ["generate", "demo", "chat"])
+def test_what_cannot_be_packed_is_an_error_only_where_it_was_asked_for(lade, folder, small_layers_count, command):
+    arguments = [command, "-m", folder, "--dtype", "float64", *COMMANDS.get(command, [])]
+    result = lade(*arguments, stdin="/quit\n")
+    assert result.exit_code == 0 and "pack" not in result.stderr
+    assert "not packed: layer" in lade(*arguments, "--debug", stdin="/quit\n").stderr
+    result = lade(*arguments, "--pack", stdin="/quit\n")
+    assert result.exit_code == 2 and result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: layer ") and "float64" in line and "float32" in line
+
+
+def test_chat_says_so(lade, folder, small_layers_count):
+    assert "float32, packed ·" in lade("chat", "-m", folder, stdin="/quit\n").stderr
+    assert "packed" not in lade("chat", "-m", folder, "--no-pack", stdin="/quit\n").stderr
+
+
+def test_small_models_have_nothing_to_pack(lade, folder):
+    result = lade("generate", "-m", folder, "-p", PROMPT, "-n", 8, "--json", "--pack")
+    assert result.exit_code == 0 and json.loads(result.stdout)["packed"] is False
+
+
+def test_the_embedded_model_is_packed_only_if_one_says_so():
+    assert [loaded(None, pack=pack).packed for pack in (None, False, True)] == [False, False, True]
+
+
+def test_the_library_packs_nothing_unasked(folder, small_layers_count):
+    assert not loaded(str(folder)).packed
+
+
+def test_info_says_what_would_be_packed(lade, folder, small_layers_count):
+    facts = json.loads(lade("info", "-m", folder, "--json").stdout)
+    assert (facts["packable_layers"], facts["not_packable"]) == (15, None)
+    facts = json.loads(lade("info", "-m", folder, "--dtype", "float64", "--json").stdout)
+    assert facts["packable_layers"] == 0 and "float64" in facts["not_packable"]
+    assert "packable layers" in lade("info", "-m", folder).stdout

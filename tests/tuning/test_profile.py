@@ -1,0 +1,154 @@
+import gc
+import weakref
+
+import pytest
+import torch
+
+import lade
+from lade.model.runner import EagerRunner
+from lade.model.support import supports
+from lade.testing import toy_model
+from lade.tuning import profile, store
+from lade.tuning.cost import StepCost
+
+
+def runner_of(model):
+    return EagerRunner(model, supports(model).require(), model.generation_config)
+
+
+@pytest.fixture
+def model():
+    return toy_model("llama", dtype=torch.float32)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The batches that were measured; a pass takes 10 ms whatever its size."""
+    batches = []
+
+    def measure(runner, *, vocabulary, batch):
+        batches.append(batch)
+        torch.rand(3)
+        return StepCost.of({1: [10e-3] * 9, 128: [10e-3] * 9}, measured_at=store.time.time())
+
+    monkeypatch.setattr(profile, "measure_step_cost", measure)
+    return batches
+
+
+def test_a_model_is_measured_once(model, measured, tmp_path):
+    cost = profile.step_cost_for(model, runner_of(model), folder=tmp_path)
+    assert profile.step_cost_for(model, runner_of(model), folder=tmp_path) is cost
+    assert measured == [1]
+    twin = toy_model("llama", dtype=torch.float32, seed=5)  # as another process finds it
+    loaded = profile.step_cost_for(twin, runner_of(twin), folder=tmp_path)
+    assert loaded is not cost and loaded.to_json() == cost.to_json()
+    assert measured == [1]
+
+
+def test_measuring_draws_no_random_numbers_that_anyone_could_miss(model, measured, tmp_path):
+    before = torch.get_rng_state()
+    profile.step_cost_for(model, runner_of(model), folder=tmp_path)
+    assert measured and torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_changes_the_cost_is_measured_anew(model, measured, tmp_path, monkeypatch):
+    class PackedLinear(torch.nn.Linear):
+        pass
+
+    def again():
+        count = len(measured)
+        profile.step_cost_for(model, runner_of(model), folder=tmp_path)
+        return len(measured) > count
+
+    assert again() and not again()
+    model.set_attn_implementation("eager")
+    assert again() and not again()
+    model.to(torch.float64)
+    assert again() and not again()
+    model.lm_head.__class__ = PackedLinear
+    assert again() and not again()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert again() and not again()
+    monkeypatch.setattr(profile, "__version__", "0.0.0")
+    assert again() and not again()
+    monkeypatch.setattr(profile.transformers, "__version__", "0.0.0")
+    assert again() and not again()
+    monkeypatch.setattr(profile, "devices_of", lambda model: ["another machine"])
+    assert again() and not again()
+
+
+def test_another_shape_is_another_key(model):
+    def key(other):
+        return profile.key_of(other, runner_of(other))
+
+    own = key(model)
+    assert own == key(toy_model("llama", dtype=torch.float32, seed=9))
+    others = [toy_model("qwen3", dtype=torch.float32), toy_model("llama", dtype=torch.float32, vocabulary=64)]
+    assert all(key(other) != own for other in others)
+    assert own["dtype"] == "float32" and own["attention"] == "sdpa" and own["batch"] == 1
+    assert own["parameters"] == model.num_parameters() and own["runner"] == "EagerRunner"
+
+
+def test_batches_are_measured_by_powers_of_two(model, measured, tmp_path):
+    costs = {
+        batch: profile.step_cost_for(model, runner_of(model), batch=batch, folder=tmp_path) for batch in range(1, 10)
+    }
+    assert measured == [1, 2, 4, 8, 16]
+    assert costs[5] is costs[8] and costs[2] is not costs[1]
+
+
+def test_a_curve_that_steps_have_moved_is_saved_at_the_end(model, measured, tmp_path):
+    cost = profile.step_cost_for(model, runner_of(model), folder=tmp_path)
+    path = store.path_of(profile.key_of(model, runner_of(model)), tmp_path)
+    saved = path.read_text()
+    profile.save_refreshed(model, folder=tmp_path)
+    cost.observe(16, 10.1e-3)
+    cost.refresh()
+    profile.save_refreshed(model, folder=tmp_path)
+    assert path.read_text() == saved, "nothing worth saving"
+    for _ in range(30):
+        cost.observe(16, 20e-3)
+    cost.refresh()
+    profile.save_refreshed(model, folder=tmp_path)
+    assert path.read_text() != saved
+    assert store.load(profile.key_of(model, runner_of(model)), tmp_path).table == cost.table
+    path.unlink()
+    profile.save_refreshed(model, folder=tmp_path)
+    assert not path.exists(), "it has not moved since"
+
+
+def test_a_model_that_was_never_measured_has_nothing_to_save(model, tmp_path):
+    profile.save_refreshed(model, folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_better_curve_is_used_at_once(model, measured, tmp_path):
+    better = StepCost.of({1: [1.0]}, measured_at=store.time.time())
+    assert profile.use(model, profile.key_of(model, runner_of(model)), better, folder=tmp_path)
+    assert profile.step_cost_for(model, runner_of(model), folder=tmp_path) is better
+    assert not measured and len(list(tmp_path.iterdir())) == 1
+
+
+def test_curves_go_with_their_model(measured, tmp_path):
+    model = toy_model("llama")
+    cost = weakref.ref(profile.step_cost_for(model, runner_of(model), folder=tmp_path))
+    del model
+    gc.collect()
+    assert cost() is None
+
+
+def test_the_machine_has_a_name(model, monkeypatch, tmp_path):
+    assert all(profile.devices_of(model))
+    monkeypatch.setattr(profile, "_CPU_INFO", tmp_path / "none")
+    assert all(profile.devices_of(model))
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Abacus 3: fast\n")
+    monkeypatch.setattr(profile, "_CPU_INFO", tmp_path / "cpuinfo")
+    assert profile.devices_of(model)[0].startswith("Abacus 3: fast, ")
+
+
+def test_it_measures_a_real_model_and_leaves_its_text_as_it_was(model, tmp_path):
+    prompt = torch.tensor([[1, 2, 3, 4]])
+    before = lade.generate(model, input_ids=prompt, max_new_tokens=20)
+    cost = profile.step_cost_for(model, runner_of(model), folder=tmp_path)
+    assert 0 < cost.seconds(1) <= cost.seconds(64)
+    assert torch.equal(lade.generate(model, input_ids=prompt, max_new_tokens=20), before)
