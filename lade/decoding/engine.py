@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from lade.decoding.readout import Readout, best_tokens, read
 from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Verdict, walk
@@ -36,6 +37,10 @@ CacheT = TypeVar("CacheT", bound=Cache)
 CacheT_contra = TypeVar("CacheT_contra", bound=Cache, contravariant=True)
 
 
+Watch = Callable[[int, torch.Tensor], None]
+"""Is shown the number of a token in its row, and logits `[B, T, V]` behind it and the T - 1 tokens after it."""
+
+
 class Runner(Protocol[CacheT_contra]):
     """Runs the model, with the kind of cache that suits it.
 
@@ -49,8 +54,13 @@ class Runner(Protocol[CacheT_contra]):
         """How deep a tree may be whose root lies at position `cached`; None for no limit."""
         ...
 
-    def prefill(self, rows: Sequence[Sequence[int]], cache: CacheT_contra) -> torch.Tensor:
-        """Feed what is not cached yet of rows of equal length; logits of the last token, `[B, V]`."""
+    def prefill(
+        self, rows: Sequence[Sequence[int]], cache: CacheT_contra, watch: Watch | None = None
+    ) -> torch.Tensor:
+        """Feed what is not cached yet of rows of equal length; logits of the last token, `[B, V]`.
+
+        Where a `watch` is given it may be shown the logits of tokens before, in pieces of bounded size.
+        """
         ...
 
     def forward(self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: CacheT_contra) -> torch.Tensor:
@@ -81,7 +91,8 @@ class Engine(Generic[CacheT]):
     def _prefill(self) -> list[Step]:
         start = perf_counter()
         fed = len(self.rows[0].tokens) - self.cache.lengths[0]
-        logits = self.runner.prefill([row.tokens for row in self.rows], self.cache)  # [B, V]
+        watch = self._show_prompt if any(row.drafter.width for row in self.rows) else None
+        logits = self.runner.prefill([row.tokens for row in self.rows], self.cache, watch)  # [B, V]
         picks = best_tokens(logits[:, None])  # [B, 1]
         tokens = []
         for row, row_logits, row_picks in zip(self.rows, logits[:, None], picks, strict=True):
@@ -92,20 +103,33 @@ class Engine(Generic[CacheT]):
         self._drop_finished()
         return self._report([Step(0, [token], ["prefill"], fed, seconds) for token in tokens], 0.0)
 
+    def _show_prompt(self, start: int, logits: torch.Tensor) -> None:
+        for row, row_logits in zip(self.rows, logits, strict=True):
+            row.drafter.read_prompt(row.tokens, start, read(row_logits, row.drafter.width)[1])
+
     def _step(self, index: int) -> list[Step]:
         start = perf_counter()
         trees = [row.grow(self.runner.room(p)) for row, p in zip(self.rows, self.cache.lengths, strict=True)]
         logits = self.runner.forward(trees, [row.tokens for row in self.rows], self.cache)  # [B, S, V]
-        picks = best_tokens(logits)  # [B, S]: the one host synchronisation of a step
         verdicts = []
-        for row, tree, row_logits, row_picks in zip(self.rows, trees, logits, picks, strict=True):
-            choose = row.chooser.open(row_logits, row_picks, row.tokens)
-            verdict = walk(tree, choose, row.emit)
-            row.learn(row_picks, verdict)
+        for row, tree, row_logits in zip(self.rows, trees, logits, strict=True):
+            picks, readout = self._read(row, row_logits)
+            verdict = walk(tree, row.chooser.open(row_logits, picks, row.tokens), row.emit)
+            row.learn(picks, readout, verdict)
             verdicts.append(verdict)
         self.cache.keep([verdict.path for verdict in verdicts], fed=logits.shape[1])
+        seconds = perf_counter() - start
+        for row in self.rows:
+            row.drafter.observe(seconds, self.runner.forward_s)
         self._drop_finished()
-        return self._report(self._steps(index, trees, verdicts, perf_counter() - start), self.runner.forward_s)
+        return self._report(self._steps(index, trees, verdicts, seconds), self.runner.forward_s)
+
+    @staticmethod
+    def _read(row: Row, logits: torch.Tensor) -> tuple[list[int], Readout | None]:
+        """What a row wants to know of its logits `[S, V]`: the one place where a step waits for the device."""
+        if row.drafter.width:
+            return read(logits, row.drafter.width)
+        return best_tokens(logits[None])[0], None
 
     @staticmethod
     def _steps(index: int, trees: list[TokenTree], verdicts: list[Verdict], seconds: float) -> list[Step]:
@@ -123,17 +147,3 @@ class Engine(Generic[CacheT]):
             self.stats.add(step, forward_s=forward_s)
         return steps
 
-
-def best_tokens(logits: torch.Tensor) -> list[list[int]]:
-    """Argmax over the last dimension, as plain decoding finds it: on float32, where float64 may have ties.
-
-    Args:
-        logits: `[B, S, V]` in any floating dtype.
-
-    Returns:
-        `[B, S]` ids.
-    """
-    if logits.dtype == torch.float64:
-        logits = logits.float()
-    picks: list[list[int]] = logits.argmax(dim=-1).tolist()
-    return picks

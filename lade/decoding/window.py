@@ -43,15 +43,15 @@ class Window:
         """Whether all N-1 rows are there, so that each step sheds n-grams."""
         return len(self.rows) == self.ngram - 1
 
-    def plant(self, tree: TokenTree) -> list[int | None]:
-        """Hang all cells under the root of `tree`.
+    def plant(self, tree: TokenTree, columns: int | None = None) -> list[int | None]:
+        """Hang the cells under the root of `tree`, those of the first `columns` columns or all.
 
         Returns:
-            The nodes of the last row, one a column; None for those that lie beyond the tree's depth.
+            The nodes of the last row, one a column; None for those that were left out or lie beyond the tree's depth.
         """
         column: list[int | None] = [ROOT]
-        for token in self.rows[0][1:]:
-            column.append(tree.add(column[-1], token, "window"))
+        for i, token in enumerate(self.rows[0][1:], start=1):
+            column.append(None if columns is not None and i >= columns else tree.add(column[-1], token, "window"))
         for row in self.rows[1:]:
             column = [tree.add(above, token, "window") for above, token in zip(column, row, strict=True)]
         return column

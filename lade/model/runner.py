@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from lade.decoding.engine import Watch
 from lade.decoding.tree import TokenTree
 from lade.model.attention import MaskPlan, StepInputs
 from lade.model.cache import TreeCache
+from lade.model.hidden import HiddenStates
 from lade.model.positions import Positions
 from lade.model.slots import SlotCounters
 
@@ -40,7 +43,9 @@ class EagerRunner:
         return self.positions.room(cached)
 
     @torch.no_grad()
-    def prefill(self, rows: Sequence[Sequence[int]], cache: TreeCache) -> torch.Tensor:
+    def prefill(
+        self, rows: Sequence[Sequence[int]], cache: TreeCache, watch: Watch | None = None
+    ) -> torch.Tensor:
         """Feed what `cache` does not hold yet of rows of equal length, as transformers does it (in chunks if asked).
 
         Returns:
@@ -56,8 +61,11 @@ class EagerRunner:
             kwargs["logits_to_keep"] = 1
         if cache.get_seq_length():
             kwargs["attention_mask"] = torch.ones_like(ids)  # its width tells transformers what is cached already
-        output = self.model._prefill(ids, self.generation_config, kwargs)
+        with HiddenStates(self.model) if watch else nullcontext() as hidden:
+            output = self.model._prefill(ids, self.generation_config, kwargs)
         logits: torch.Tensor = output.logits[:, -1]
+        if watch and hidden:
+            hidden.show(logits, ids.shape[1], watch)
         return logits
 
     @torch.no_grad()

@@ -1,0 +1,47 @@
+"""Drafters: what guesses the tokens to come. Whatever they guess, the text is the same; only its speed differs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from lade.decoding.readout import Readout
+from lade.decoding.tree import TokenTree
+from lade.decoding.verify import Verdict
+
+
+class Drafter(Protocol):
+    """Drafts the trees of one row.
+
+    Attributes:
+        width: how many of the likeliest tokens it wants to know of each row of logits; 0 for none.
+    """
+
+    width: int
+
+    def read_prompt(self, tokens: Sequence[int], start: int, readout: Readout) -> None:
+        """Be told what prefill said behind the tokens from number `start` on; `readout` is `[T, K]`."""
+        ...
+
+    def begin(self, tokens: Sequence[int], prompt_length: int) -> None:
+        """Get ready, once prefill has emitted the first token."""
+        ...
+
+    def grow(self, tokens: Sequence[int], max_depth: int | None) -> TokenTree:
+        """The tree of the next step; its root is the last of `tokens`, and no node lies deeper than `max_depth`."""
+        ...
+
+    def learn(self, tokens: Sequence[int], picks: Sequence[int], readout: Readout | None, verdict: Verdict) -> None:
+        """Take in what a pass over the last tree showed.
+
+        Args:
+            tokens: the row's, with those that the walk has accepted.
+            picks: `[S]`, the argmax at each node.
+            readout: `[S, K]`, or None where `width` is 0.
+            verdict: what was accepted.
+        """
+        ...
+
+    def observe(self, seconds: float, forward_s: float) -> None:
+        """Be told how long the step took, and how much of that the model did."""
+        ...

@@ -1,0 +1,137 @@
+"""A memory of what follows a context: the likeliest tokens of every row of logits ever computed.
+
+A context is the last 1, 2, 3 or 5 tokens of a text. Whatever a pass computes, accepted or not, is paid for, so each
+node's row of logits is kept under the four ends of the node's text. A row that comes to a context already known is
+averaged with what is there, half and half: what was seen lately counts most.
+
+Source of the idea: Token Recycling (arXiv 2408.08696) keeps the last row under the last token.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from lade.decoding.contexts import MASKS, ORDERS, ROW, WIDTH
+from lade.decoding.mixer import Mixer
+from lade.decoding.readout import Readout
+from lade.errors import ConfigError
+
+ENTRY_BYTES = 200
+"""What one context takes in memory, its share of the tables included; a test holds it."""
+DEFAULT_BYTES = 128 * 2**20
+
+
+Table = dict[int, bytes]
+
+
+class Memory:
+    """What follows the contexts seen, the least recently used forgotten first.
+
+    By default each generation has one of its own. Hand one in to keep it across generations:
+
+    >>> memory = lade.Memory()
+    >>> config = lade.LookaheadConfig(memory=memory)
+    >>> lade.generate(model, input_ids=ids, lookahead=config)
+
+    Texts that look alike are then written faster. What made one user's text fast, another user's clock could notice:
+    share a memory only between those who may know of each other's texts.
+
+    Args:
+        max_bytes: roughly what it may take; a context takes about 220 bytes.
+
+    Attributes:
+        mixer: what has been learned about how far its rows are to be trusted.
+
+    Raises:
+        ConfigError: `max_bytes` is not a positive whole number.
+    """
+
+    def __init__(self, max_bytes: int = DEFAULT_BYTES) -> None:
+        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < ENTRY_BYTES:
+            raise ConfigError("max_bytes", max_bytes, f"give a whole number of bytes >= {ENTRY_BYTES}")
+        self.max_bytes = max_bytes
+        self.mixer = Mixer()
+        self._young: list[Table] = [{} for _ in ORDERS]
+        self._old: list[Table] = [{} for _ in ORDERS]
+        self._writing = threading.Lock()
+
+    def __len__(self) -> int:
+        """Number of contexts."""
+        return sum(len(young.keys() | old.keys()) for young, old in zip(self._young, self._old, strict=True))
+
+    def lookup(self, context: int) -> list[bytes]:
+        """Rows for the ends of `context`, the shortest end first, as many as are known; see `unpack_row`."""
+        rows = []
+        for young, old, mask in zip(self._young, self._old, MASKS, strict=True):
+            end = context & mask
+            row = young.get(end) or old.get(end)
+            if row is None:  # a longer end is known only if the shorter ones are
+                break
+            rows.append(row)
+        return rows
+
+    def learn(self, contexts: Sequence[int], readout: Readout) -> None:
+        """Take in what the model said.
+
+        Args:
+            contexts: `[M]`, see `context_of`.
+            readout: `[M, K]`, the likeliest tokens behind each.
+        """
+        rows = _rows_of(readout)
+        packed = _split(rows)
+        with self._writing:
+            known: list[bytes] = []
+            places: list[tuple[Table, int]] = []
+            news: list[int] = []
+            for young, old, mask in zip(self._young, self._old, MASKS, strict=True):
+                for number, context in enumerate(contexts):
+                    end = context & mask
+                    row = young.get(end) or old.get(end)
+                    if row is None:
+                        young[end] = packed[number]
+                    else:
+                        known.append(row)
+                        places.append((young, end))
+                        news.append(number)
+            if known:
+                means = _split(_averaged(np.frombuffer(b"".join(known), dtype=ROW), rows[news]))
+                for (young, end), mean in zip(places, means, strict=True):
+                    young[end] = mean
+            if sum(map(len, self._young)) > self.max_bytes // (2 * ENTRY_BYTES):
+                self._old, self._young = self._young, [{} for _ in ORDERS]
+
+
+def _rows_of(readout: Readout) -> npt.NDArray[np.void]:
+    """`[M]` rows; a vocabulary smaller than a row leaves places empty."""
+    rows = np.zeros(len(readout.tokens), dtype=ROW)
+    width = readout.tokens.shape[1]
+    if width < WIDTH:
+        rows["tokens"] = -1
+    rows["tokens"][:, :width] = readout.tokens
+    rows["values"][:, :width] = readout.values
+    return rows
+
+
+def _split(rows: npt.NDArray[np.void]) -> list[bytes]:
+    """The bytes of each row."""
+    whole, size = rows.tobytes(), ROW.itemsize
+    return [whole[start : start + size] for start in range(0, len(whole), size)]
+
+
+def _averaged(known: npt.NDArray[np.void], new: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    """The mean of two rows each, `[M]`. A token that one of them lacks counts 0 there."""
+    old, tokens = known["tokens"], new["tokens"]
+    same = old[:, :, None] == tokens[:, None, :]  # [M, known, new]
+    before = known["values"].astype(np.uint16)
+    total = new["values"] + (same * before[:, :, None]).sum(1, dtype=np.uint16)  # [M, new]
+    before[same.any(2)] = 0
+    values = np.concatenate([total, before], 1)
+    best = np.argpartition(values, WIDTH, axis=1)[:, WIDTH:]
+    mean = np.empty_like(new)
+    mean["tokens"] = np.take_along_axis(np.concatenate([tokens, old], 1), best, 1)
+    mean["values"] = np.take_along_axis(values, best, 1) >> 1
+    return mean

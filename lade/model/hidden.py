@@ -1,0 +1,62 @@
+"""The hidden states of a prefill, from which the language model head tells what would have followed each prompt token.
+
+Prefill asks the model for the logits of the last token only: those of a long prompt would take gigabytes. The hidden
+states before the head are small. The head then runs over them in pieces.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lade.decoding.engine import Watch
+
+MOST_TOKENS = 1024
+"""Of a longer prompt only the last tokens are looked at: the head is not free."""
+_PIECE_LOGITS = 2**24
+
+
+class HiddenStates:
+    """Collects what the base model returns while the context is open."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model: Any = model
+        self._states: list[torch.Tensor] = []
+        self._hook: Any = None
+
+    def __enter__(self) -> HiddenStates:
+        self._hook = self._model.base_model.register_forward_hook(self._collect)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hook.remove()
+
+    def _collect(self, module: Any, arguments: Any, output: Any) -> None:
+        self._states.append(output[0])  # [B, T, H]
+
+    def show(self, logits: torch.Tensor, length: int, watch: Watch) -> None:
+        """Show logits of the prompt's last tokens, a bounded number at a time.
+
+        Args:
+            logits: `[B, V]` that the model returned for the last token. Some models scale what the head says, or cap
+                it: the others are scaled likewise.
+            length: tokens in the prompt, cached ones included.
+            watch: is called with the number of a token and logits `[B, T, V]` from there on.
+        """
+        head = self._model.get_output_embeddings()
+        if head is None or not self._states:
+            return
+        states = torch.cat(self._states, dim=1)[:, -MOST_TOKENS:]
+        last = head(states[:, -1])
+        if last.shape != logits.shape:
+            return
+        scale = (last * logits).sum() / (last * last).sum()
+        piece = max(1, _PIECE_LOGITS // (logits.shape[0] * logits.shape[1]))
+        first = length - states.shape[1]
+        for start in range(0, states.shape[1], piece):
+            watch(first + start, head(states[:, start : start + piece]) * scale)
