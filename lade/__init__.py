@@ -15,6 +15,7 @@ from lade.version import __version__
 if TYPE_CHECKING:
     from lade import bench
     from lade.config import LookaheadConfig
+    from lade.decoding.memory import Memory
     from lade.errors import (
         ConfigError,
         FallbackWarning,
@@ -37,6 +38,7 @@ __all__ = [
     "InputError",
     "LadeError",
     "LookaheadConfig",
+    "Memory",
     "MissingExtraError",
     "Stats",
     "Step",
@@ -62,6 +64,7 @@ __all__ = [
 
 _HOMES = {
     "lade.config": ("LookaheadConfig",),
+    "lade.decoding.memory": ("Memory",),
     "lade.errors": (
         "ConfigError",
         "FallbackWarning",

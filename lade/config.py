@@ -3,42 +3,97 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 from lade.errors import ConfigError
+
+WINDOW, NGRAM, GUESSES = 7, 5, 7
+"""The paper's sizes for models of about 7B parameters."""
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """What `LookaheadConfig(memory=...)` takes: a `lade.Memory`."""
+
+    def lookup(self, context: int) -> list[bytes]:
+        """What is known about a context."""
+        ...
+
+    def learn(self, contexts: Any, readout: Any) -> None:
+        """Take in what the model said."""
+        ...
 
 
 @dataclass(frozen=True)
 class LookaheadConfig:
-    """Sizes of lookahead decoding, named as in the paper (arXiv 2402.02057).
+    """How to draft. Without arguments: the adaptive method, which needs no tuning.
+
+    Explicit `window`, `ngram` or `guesses` mean the method of the paper (arXiv 2402.02057) at just these sizes.
 
     Args:
-        window: W, columns of the lookahead window; 0 leaves the lookahead branch out.
-        ngram: N, length of the n-grams; the window has N - 1 rows. At least 2.
-        guesses: G, n-grams kept per token in the pool and verified in one step; 0 leaves the pool out.
+        window: W, columns of the lookahead window; 0 leaves the lookahead branch out. Default 7.
+        ngram: N, length of the n-grams; the window has N - 1 rows. At least 2. Default 5.
+        guesses: G, n-grams kept per token in the pool and verified in one step; 0 leaves the pool out. Default 7.
         prompt_ngrams: whether n-grams of the prompt and of the accepted text enter the pool too.
+        adaptive: each step takes the tree that is expected to yield most tokens per second on this machine, plain
+            decoding included. Default: true, unless a size is given. With false: the paper's method.
+        budget: tokens fed per step, the root included, by the adaptive method, instead of what it would choose; at
+            most, since a text may offer no more.
+        memory: a `lade.Memory` for the adaptive method to use and to fill, instead of one that ends with the request.
         seed: feeds a private generator for the window's first tokens. It changes which guesses are made, hence the
             speed, never the output; torch's global generator is not touched.
 
     Raises:
-        ConfigError: a field is out of range; the message names field, value and remedy.
+        ConfigError: a field is out of range, or two contradict each other; the message names field, value and remedy.
 
-    >>> LookaheadConfig(window=15, ngram=5, guesses=15)
-    LookaheadConfig(window=15, ngram=5, guesses=15, prompt_ngrams=True, seed=0)
+    >>> LookaheadConfig(window=15, ngram=5, guesses=15).adaptive
+    False
+    >>> LookaheadConfig(budget=32).adaptive
+    True
     """
 
-    window: int = 7
-    ngram: int = 5
-    guesses: int = 7
+    window: int = None  # type: ignore[assignment]  # None only until __post_init__: given sizes must be told apart
+    ngram: int = None  # type: ignore[assignment]
+    guesses: int = None  # type: ignore[assignment]
     prompt_ngrams: bool = True
+    adaptive: bool = None  # type: ignore[assignment]
+    budget: int | None = None
+    memory: Remembers | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
+        sizes = {"window": self.window, "ngram": self.ngram, "guesses": self.guesses}
+        given = {name: size for name, size in sizes.items() if size is not None}
+        if self.adaptive is None:
+            object.__setattr__(self, "adaptive", not given)
+        for name, default in (("window", WINDOW), ("ngram", NGRAM), ("guesses", GUESSES)):
+            object.__setattr__(self, name, given.get(name, default))
+        self._check_types()
+        self._check_method(given)
+
+    def _check_types(self) -> None:
         _require_int("window", self.window, least=0, remedy="give a whole number >= 0 (0 switches the window off)")
         _require_int("ngram", self.ngram, least=2, remedy="give a whole number >= 2")
         _require_int("guesses", self.guesses, least=0, remedy="give a whole number >= 0 (0 switches the pool off)")
         _require_int("seed", self.seed, least=0, remedy="give a whole number >= 0")
-        if not isinstance(self.prompt_ngrams, bool):
-            raise ConfigError("prompt_ngrams", self.prompt_ngrams, "give True or False")
+        if self.budget is not None:
+            _require_int("budget", self.budget, least=1, remedy="give a whole number >= 1 (1 decodes plainly), or None")
+        for field in ("prompt_ngrams", "adaptive"):
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigError(field, getattr(self, field), "give True or False")
+        if self.memory is not None and not isinstance(self.memory, Remembers):
+            raise ConfigError("memory", self.memory, "give a lade.Memory, or None")
+
+    def _check_method(self, given: dict[str, int]) -> None:
+        if not self.adaptive:
+            for field in ("budget", "memory"):
+                if getattr(self, field) is not None:
+                    remedy = "it belongs to the adaptive method: leave it out, or leave out window, ngram and guesses"
+                    raise ConfigError(field, getattr(self, field), remedy)
+            return
+        for name, default in (("window", WINDOW), ("ngram", NGRAM), ("guesses", GUESSES)):
+            if given.get(name, default) != default:
+                raise ConfigError(name, given[name], "the adaptive method has no sizes: leave it out, or adaptive=True")
 
 
 def _require_int(field: str, value: object, *, least: int, remedy: str) -> None:

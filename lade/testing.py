@@ -20,7 +20,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from lade.decoding.engine import Watch
 from lade.decoding.tree import TokenTree
+from lade.tuning.cost import StepCost
 
 
 def toy_model(
@@ -102,6 +104,11 @@ def _gpt2(vocabulary: int, positions: int) -> PreTrainedModel:
 _FAMILIES: dict[str, Callable[[int, int], PreTrainedModel]] = {"llama": _llama, "qwen3": _qwen3, "gpt2": _gpt2}
 
 
+def nearly_flat_cost() -> StepCost:
+    """A step cost that makes guessing worth while: 128 tokens at once cost twice what one costs."""
+    return StepCost.of({1: [1e-3], 128: [2e-3]})
+
+
 class ListCache:
     """A cache of token ids instead of keys and values: what a row's cache must hold, in plain sight.
 
@@ -148,9 +155,14 @@ class FunctionRunner:
         """Depth left before `max_length`."""
         return None if self.max_length is None else max(0, self.max_length - 1 - cached)
 
-    def prefill(self, rows: Sequence[Sequence[int]], cache: ListCache) -> torch.Tensor:
-        """Logits `[B, V]` after each row."""
+    def prefill(
+        self, rows: Sequence[Sequence[int]], cache: ListCache, watch: Watch | None = None
+    ) -> torch.Tensor:
+        """Logits `[B, V]` after each row; `watch` is shown those of all tokens, where rows are equally long."""
         cache.rows = [list(row) for row in rows]
+        length = min(map(len, rows))
+        if watch and length == max(map(len, rows)):
+            watch(0, torch.stack([torch.stack([self._logits(row[: n + 1]) for n in range(length)]) for row in rows]))
         return torch.stack([self._logits(row) for row in rows])
 
     def forward(self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: ListCache) -> torch.Tensor:

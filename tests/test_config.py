@@ -5,11 +5,43 @@ import dataclasses
 import pytest
 
 from lade import ConfigError, LadeError, LookaheadConfig
+from lade.decoding.memory import Memory
 
 
 def test_positional_order_and_defaults():
     assert LookaheadConfig(15, 5, 15) == LookaheadConfig(window=15, ngram=5, guesses=15)
-    assert LookaheadConfig() == LookaheadConfig(7, 5, 7, prompt_ngrams=True, seed=0)
+    assert LookaheadConfig(adaptive=False) == LookaheadConfig(7, 5, 7, prompt_ngrams=True, seed=0)
+
+
+@pytest.mark.parametrize("sizes", [{"window": 7}, {"ngram": 5}, {"guesses": 7}, {"window": 0, "guesses": 0}])
+def test_sizes_mean_the_papers_method(sizes):
+    assert not LookaheadConfig(**sizes).adaptive
+
+
+def test_without_sizes_it_is_adaptive_and_stays_so_when_a_field_is_replaced():
+    assert LookaheadConfig().adaptive and LookaheadConfig(budget=8).adaptive
+    assert dataclasses.replace(LookaheadConfig(), budget=9) == LookaheadConfig(budget=9)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"budget": 0}, "budget"),
+        ({"budget": True}, "budget"),
+        ({"budget": 8, "window": 3}, "budget"),
+        ({"budget": 8, "adaptive": False}, "budget"),
+        ({"memory": {}}, "memory"),
+        ({"memory": Memory(), "guesses": 7}, "memory"),
+        ({"adaptive": 1}, "adaptive"),
+        ({"adaptive": True, "window": 8}, "window"),
+        ({"adaptive": True, "ngram": 3}, "ngram"),
+        ({"adaptive": True, "guesses": 0}, "guesses"),
+    ],
+)
+def test_contradictions_are_refused(fields, named):
+    with pytest.raises(ConfigError, match=f"^{named}=") as caught:
+        LookaheadConfig(**fields)
+    assert caught.value.remedy
 
 
 @pytest.mark.parametrize(
@@ -19,7 +51,6 @@ def test_positional_order_and_defaults():
         ("window", 2.5),
         ("window", True),
         ("ngram", 1),
-        ("ngram", None),
         ("guesses", -3),
         ("guesses", "7"),
         ("seed", -1),

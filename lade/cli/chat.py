@@ -33,6 +33,8 @@ def chat(
     window: options.Window = None,
     ngram: options.Ngram = None,
     guesses: options.Guesses = None,
+    budget: options.Budget = None,
+    memory: options.MemoryFile = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     *,
@@ -43,15 +45,16 @@ def chat(
 ) -> None:
     """Talk to a model. It keeps the conversation and its KV cache; /help lists what else one can say."""
     with terminal(debug=debug, no_color=no_color) as term:
-        lookahead = options.lookahead_of(method, window, ngram, guesses)
+        lookahead = options.lookahead_of(method, window, ngram, guesses, budget=budget, memory=memory)
         choices = choices.settled()
         if choices.num_beams > 1:
             raise ConfigError("num-beams", choices.num_beams, _NO_BEAMS)
         options.check_max_new_tokens(max_new_tokens)
         from lade.cli.decoding import check_served
-        from lade.cli.loading import load
+        from lade.cli.loading import load, remembering
 
         subject = load(model, dtype=dtype, device=device, term=term, pack=pack)
+        lookahead = remembering(subject, lookahead, memory)
         check_served(subject, lookahead, choices)
         Chat(subject, lookahead, choices, max_new_tokens, term).run()
 

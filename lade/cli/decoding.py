@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ class Generation:
             "tokens_per_s": self.tokens_per_s,
             "model": subject.name,
             "dtype": subject.dtype,
-            "config": None if self.config is None else asdict(self.config),
+            "config": None if self.config is None else _config_dict(self.config),
             **self.choices.as_dict(),
             "interrupted": self.interrupted,
         }
@@ -87,14 +87,29 @@ class Generation:
         """The statistics line."""
         stats = self.stats
         rate = "" if self.tokens_per_s is None else f" · {self.tokens_per_s:.1f} tokens/s"
-        config = self.config
-        how = f"lookahead ({config.window}, {config.ngram}, {config.guesses})" if config else "plain"
         fed = sum(stats.step_tokens) / stats.steps if stats.steps else 0.0
+        how = _how(self.config) + self.choices.summary()
         return (
             f"{stats.new_tokens} tokens in {stats.generations} + {stats.steps} passes · "
             f"{stats.tokens_per_step:.2f} tokens a step · {fed:.1f} fed a step · "
-            f"prefill {stats.prefill_s:.2f} s · decode {stats.decode_s:.2f} s{rate} · {how}{self.choices.summary()}"
+            f"prefill {stats.prefill_s:.2f} s · decode {stats.decode_s:.2f} s{rate} · {how}"
         )
+
+
+def _config_dict(config: LookaheadConfig) -> dict[str, Any]:
+    """The fields; of a memory, whether there is one."""
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    return {**values, "memory": config.memory is not None}
+
+
+def _how(config: LookaheadConfig | None) -> str:
+    """The method, for the statistics line."""
+    if config is None:
+        return "plain"
+    if not config.adaptive:
+        return f"lookahead ({config.window}, {config.ngram}, {config.guesses})"
+    budget = "" if config.budget is None else f", budget {config.budget}"
+    return f"adaptive{budget}{', memory' if config.memory is not None else ''}"
 
 
 def check_served(subject: Subject, lookahead: Lookahead, choices: Choices = GREEDY) -> None:

@@ -36,6 +36,8 @@ def generate(
     window: options.Window = None,
     ngram: options.Ngram = None,
     guesses: options.Guesses = None,
+    budget: options.Budget = None,
+    memory: options.MemoryFile = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     pack: options.Pack = None,
@@ -46,13 +48,14 @@ def generate(
 ) -> None:
     """Continue a prompt, greedily unless --do-sample. On a terminal, tokens that came in one step have one colour."""
     with terminal(debug=debug, no_color=no_color) as term:
-        lookahead = options.lookahead_of(method, window, ngram, guesses)
+        lookahead = options.lookahead_of(method, window, ngram, guesses, budget=budget, memory=memory)
         choices = choices.settled()
         options.check_max_new_tokens(max_new_tokens)
         prompts = read_prompts(source, prompt, prompt_file)
-        from lade.cli.loading import load
+        from lade.cli.loading import load, remembering
 
         subject = load(model, dtype=dtype, device=device, term=term, pack=pack)
+        lookahead = remembering(subject, lookahead, memory)
         _run(subject, prompts, lookahead, choices, max_new_tokens, term, json=json)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as _logging
 
 from lade.cli.terminal import Terminal, one_line
+from lade.config import LookaheadConfig
+from lade.decoding.memory import Memory
 from lade.errors import ConfigError, InputError, UnsupportedModelError
 from lade.model import packing
 from lade.model.positions import LEARNED_POSITIONS
@@ -159,6 +161,20 @@ def load(name: str | None, *, dtype: str, device: str, term: Terminal, pack: boo
     wishes = {name: getattr(model.generation_config, name, None) for name in (*SAMPLING_FIELDS, *BEAM_FIELDS)}
     model.generation_config = _greedy(model.generation_config)
     return Subject(shown, model, tokenizer, {name: wish for name, wish in wishes.items() if wish is not None})
+
+
+def remembering(
+    subject: Subject, lookahead: LookaheadConfig | str | None, memory: Path | None
+) -> LookaheadConfig | str | None:
+    """`lookahead` with a memory from a file, if one was asked for.
+
+    Raises:
+        InputError: it cannot be read, is damaged, or is of another tokenizer.
+    """
+    if memory is None:
+        return lookahead
+    assert isinstance(lookahead, LookaheadConfig), "options.lookahead_of sees to it"
+    return replace(lookahead, memory=Memory.load(memory, subject.tokenizer))
 
 
 def _pack(model: Any, term: Terminal, *, wanted: bool) -> None:

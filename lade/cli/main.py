@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lade.cli import chat, demo, generate, info, tune
+from lade.cli import chat, demo, generate, info, tune, warm
 from lade.version import __version__
 
 app = typer.Typer(
@@ -39,6 +39,7 @@ app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
 app.command("chat", epilog=chat.EXAMPLE)(chat.chat)
 app.command("info", epilog=info.EXAMPLE)(info.info)
 app.command("tune", epilog=tune.EXAMPLE)(tune.tune)
+app.command("warm", epilog=warm.EXAMPLE)(warm.warm)
 app.command("demo", epilog=demo.EXAMPLE)(demo.demo)
 
 

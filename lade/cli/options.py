@@ -8,15 +8,16 @@ import math
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from lade.cli.prompts import check_text
 from lade.config import LookaheadConfig
-from lade.errors import ConfigError
+from lade.errors import ConfigError, InputError
 
-METHODS = ("plain", "lookahead", "auto")
+METHODS = ("plain", "lookahead", "adaptive", "auto")
 
 _PANEL = "Choosing tokens"
 _DRAWN_SEEDS = 2**32  # a drawn seed is short enough to be typed, and exact in every JSON reader
@@ -58,12 +59,20 @@ Method = Annotated[
     str | None,
     typer.Option(
         metavar="|".join(METHODS),
-        help="auto, the default: lookahead, or plain decoding with a warning where a model cannot be served.",
+        help="auto, the default: adaptive, or plain decoding with a warning where a model cannot be served. "
+        "lookahead: the paper's method, of a fixed size.",
     ),
 ]
 Window = Annotated[int | None, typer.Option(metavar="W", help="Columns of the lookahead window. Implies lookahead.")]
 Ngram = Annotated[int | None, typer.Option(metavar="N", help="Length of the n-grams. Implies lookahead.")]
 Guesses = Annotated[int | None, typer.Option(metavar="G", help="Guesses verified in a step. Implies lookahead.")]
+Budget = Annotated[
+    int | None, typer.Option(metavar="B", help="Tokens fed in a step, one of them sure. Implies adaptive.")
+]
+MemoryFile = Annotated[
+    Path | None,
+    typer.Option("--memory", metavar="FILE", help="What lade warm has learned from other texts. Implies adaptive."),
+]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", metavar="N", help="Tokens to generate at most.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks, warnings and transformers' own messages.")]
@@ -71,23 +80,52 @@ NoColor = Annotated[bool, typer.Option("--no-color", help="No colours. NO_COLOR 
 
 
 def lookahead_of(
-    method: str | None, window: int | None, ngram: int | None, guesses: int | None
+    method: str | None,
+    window: int | None = None,
+    ngram: int | None = None,
+    guesses: int | None = None,
+    *,
+    budget: int | None = None,
+    memory: Path | None = None,
 ) -> LookaheadConfig | str | None:
-    """What `--method`, `--window`, `--ngram` and `--guesses` ask for, as the library's `lookahead=`.
+    """What `--method`, the sizes, `--budget` and `--memory` ask for, as the library's `lookahead=`.
+
+    The memory is not loaded: that takes a tokenizer, see `loading.remembering`.
 
     Raises:
-        ConfigError: unknown method, a size out of range, or sizes given for plain decoding.
+        ConfigError: unknown method, a size out of range, or options that contradict each other.
+        InputError: there is no such memory.
     """
-    given = {"window": window, "ngram": ngram, "guesses": guesses}
-    sizes: dict[str, Any] = {name: size for name, size in given.items() if size is not None}
     if method not in (*METHODS, None):
         raise ConfigError("method", method, f"give one of {', '.join(METHODS)}")
-    if method == "plain" and sizes:
-        listed = " ".join(f"--{name} {size}" for name, size in sizes.items())
-        raise ConfigError("method", method, f"plain decoding has no {listed}: leave out --method, or the sizes")
+    sizes: dict[str, Any] = _given(window=window, ngram=ngram, guesses=guesses)
+    extras: dict[str, Any] = _given(budget=budget, memory=memory)
+    if method == "plain" and (sizes or extras):
+        remedy = f"plain decoding has no {_listed(sizes | extras)}: leave out --method, or what it has not"
+        raise ConfigError("method", method, remedy)
+    if method == "lookahead" and extras:
+        raise ConfigError("method", method, f"only the adaptive method has {_listed(extras)}: give --method adaptive")
+    if sizes and (extras or method == "adaptive"):
+        unlike = _listed(extras) or "--method adaptive"
+        name, size = next(iter(sizes.items()))
+        raise ConfigError(name, size, f"the adaptive method has no sizes: leave out {_listed(sizes)}, or {unlike}")
+    if memory is not None and not memory.is_file():
+        raise InputError(f"memory file {str(memory)!r} is not there: check the path, or fill one with lade warm")
     if method == "plain":
         return None
-    return LookaheadConfig(**sizes) if sizes or method == "lookahead" else "auto"
+    if sizes or method == "lookahead":
+        return LookaheadConfig(**sizes, adaptive=False)
+    return LookaheadConfig(budget=budget) if extras or method == "adaptive" else "auto"
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """Those that are."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _listed(options: Mapping[str, Any]) -> str:
+    """As on the command line."""
+    return " ".join(f"--{_spelt(name)} {value}" for name, value in options.items())
 
 
 def check_max_new_tokens(max_new_tokens: int) -> None:

@@ -10,13 +10,17 @@ import random
 from collections.abc import Collection, Sequence
 from heapq import heappop, heappush
 
-from lade.decoding.contexts import WIDTH, context_of, extended
+from lade.decoding.contexts import ORDERS, WIDTH, context_of, extended
+from lade.decoding.controller import Budget
 from lade.decoding.memory import Memory
 from lade.decoding.mixer import Mixer, Ranked, probability
 from lade.decoding.readout import Readout
 from lade.decoding.tree import ROOT, TokenTree
 from lade.decoding.verify import Verdict
 from lade.decoding.window import Window
+
+COLUMNS, NGRAM = 16, 5
+"""Sizes of the lookahead window; each step plants as many of its columns as there is room for."""
 
 
 class Growth:
@@ -38,8 +42,12 @@ class Growth:
         # the score is its own, which bounds those of its children.
         self._heap: list[tuple[float, int, int]] = [(-1.0, ROOT, -1)]
 
-    def grow(self, size: int, least: float = 0.0) -> None:
-        """Add the likeliest nodes, until the tree has `size` or the next one has a score below `least`."""
+    def grow(self, size: int, least: float = 0.0) -> bool:
+        """Add the likeliest nodes, until the tree has `size` or the next one has no score above `least`.
+
+        Returns:
+            Whether the tree has reached that size.
+        """
         tree, heap, scores, contexts = self.tree, self._heap, self.scores, self.contexts
         while heap and len(tree) < size and -heap[0][0] > least:
             score, parent, rank = heappop(heap)
@@ -56,6 +64,13 @@ class Growth:
                 scores.append(-score)
                 contexts.append(extended(contexts[parent], token))
                 heappush(heap, (score, node, -1))
+        return len(tree) >= size
+
+    def follow_tree(self) -> None:
+        """Take notice of nodes that others have cut off or added."""
+        del self.contexts[len(self.tree) :]
+        for node in range(len(self.contexts), len(self.tree)):
+            self.contexts.append(extended(self.contexts[self.tree.parents[node]], self.tree.ids[node]))
 
     def expanded(self, node: int) -> tuple[list[bytes], Ranked]:
         """What the memory has for a node, and how likely its children are."""
@@ -67,42 +82,77 @@ class Growth:
 
 
 class AdaptiveDrafter:
-    """Drafts for one row; see `Drafter`."""
+    """Drafts for one row; see `Drafter`.
 
-    width = WIDTH
+    What the memory offers comes first; where that is less than the budget, the lookahead window takes the rest, so that
+    its share grows when guesses are missing.
 
-    def __init__(self, memory, budget, excluded=(), seed=0, window=None, mixer=None) -> None:
+    Args:
+        memory: what follows a context; it is added to.
+        budget: how large trees are.
+        excluded: ids behind which nothing is to be guessed (end of sequence, padding).
+        read_prompts: whether to learn from the logits of the prompt.
+        seed: of the window's first tokens.
+    """
+
+    def __init__(
+        self, memory: Memory, budget: Budget, excluded: Collection[int] = (), *, read_prompts: bool = True, seed: int = 0
+    ) -> None:
         self.memory, self.budget, self._excluded = memory, budget, frozenset(excluded)
-        self.mixer = memory.mixer
         self._rng = random.Random(seed)
-        self.window=None; self.wn=window
-        self._growth = None
+        self.window: Window | None = None
+        self._tips: list[int | None] = []
+        self._growth: Growth | None = None
+        self._fed = self._emitted = 1
+        self.width = WIDTH if read_prompts else 0
 
-    def read_prompt(self, tokens, start, readout):
-        self.memory.learn([context_of(tokens[: n + 1][-5:]) for n in range(start, start + len(readout.tokens))], readout)
+    def read_prompt(self, tokens: Sequence[int], start: int, readout: Readout) -> None:
+        """See `Drafter`."""
+        ends = range(start + 1, start + 1 + len(readout.tokens))
+        self.memory.learn([context_of(tokens[max(0, end - ORDERS[-1]) : end]) for end in ends], readout)
 
-    def begin(self, tokens, prompt_length):
-        if self.wn:
-            self.window = Window(self.wn[0], self.wn[1], tokens[-1], tokens[:prompt_length], self._rng)
+    def begin(self, tokens: Sequence[int], prompt_length: int) -> None:
+        """See `Drafter`."""
+        self.window = Window(COLUMNS, NGRAM, tokens[-1], tokens[:prompt_length], self._rng)
 
-    def grow(self, tokens, max_depth):
+    def grow(self, tokens: Sequence[int], max_depth: int | None) -> TokenTree:
+        """See `Drafter`."""
         tree = TokenTree(tokens[-1], max_depth)
-        g = self._growth = Growth(tree, context_of(tokens), self.memory, self.mixer, self._excluded)
-        g.grow(self.budget)
-        if self.window:
-            cols = max(0, (self.budget - len(tree) + len(self.window.rows)-1) // len(self.window.rows)) if self.wn[2] else self.wn[0]
-            self._tips = self.window.plant(tree, cols)
-        for n in range(len(g.contexts), len(tree)):
-            g.contexts.append(extended(g.contexts[tree.parents[n]], tree.ids[n]))
+        self._growth, self.width = None, 0
+        if not self.budget.rest():
+            self.width = WIDTH
+            self._growth = Growth(tree, context_of(tokens), self.memory, self.memory.mixer, self._excluded)
+            for size, least in self.budget.stages():
+                if not self._growth.grow(size, least):
+                    break
+            tree.cut(self.budget.choose(self._growth.scores))
+            self._explore(tree)
+            self._growth.follow_tree()
+        self._fed = len(tree)
         return tree
 
-    def learn(self, tokens, picks, readout, verdict):
-        g = self._growth
-        for node, token in zip(verdict.path, verdict.tokens):
-            self.mixer.learn(*g.expanded(node), token)
-        self.memory.learn(g.contexts, readout[: len(g.contexts)])
-        if self.window:
-            last = self.window.rows[-1]
-            self.window.advance(tokens[-1], [last[i] if tip is None else picks[tip] for i, tip in enumerate(self._tips)])
+    def _explore(self, tree: TokenTree) -> None:
+        """Fill the tree with as many columns of the window as there is room for."""
+        self._tips = []
+        if self.window is not None:
+            columns = (self.budget.explored(len(tree)) - len(tree)) // (NGRAM - 1)
+            if columns > 0:
+                self._tips = self.window.plant(tree, columns)
 
-    def observe(self, seconds, forward_s): pass
+    def learn(self, tokens: Sequence[int], picks: Sequence[int], readout: Readout | None, verdict: Verdict) -> None:
+        """See `Drafter`."""
+        self._emitted = len(verdict.tokens)
+        growth = self._growth
+        if growth is None or readout is None:
+            return
+        for node, token in zip(verdict.path, verdict.tokens, strict=True):
+            self.memory.mixer.learn(*growth.expanded(node), token)
+        self.memory.learn(growth.contexts, readout[: len(growth.contexts)])
+        if self.window is not None and self._tips:
+            last = self.window.rows[-1]
+            new = [last[i] if tip is None else picks[tip] for i, tip in enumerate(self._tips)]
+            self.window.advance(tokens[-1], new)
+
+    def observe(self, seconds: float, forward_s: float) -> None:
+        """See `Drafter`."""
+        self.budget.observe(self._fed, self._emitted, seconds, forward_s)

@@ -9,12 +9,15 @@ Source of the idea: Token Recycling (arXiv 2408.08696) keeps the last row under 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from lade.decoding import memory_file
 from lade.decoding.contexts import MASKS, ORDERS, ROW, WIDTH
 from lade.decoding.mixer import Mixer
 from lade.decoding.readout import Readout
@@ -45,6 +48,7 @@ class Memory:
 
     Attributes:
         mixer: what has been learned about how far its rows are to be trusted.
+        fingerprint: of the tokenizer that it was loaded or saved with, None if there was none.
 
     Raises:
         ConfigError: `max_bytes` is not a positive whole number.
@@ -55,6 +59,7 @@ class Memory:
             raise ConfigError("max_bytes", max_bytes, f"give a whole number of bytes >= {ENTRY_BYTES}")
         self.max_bytes = max_bytes
         self.mixer = Mixer()
+        self.fingerprint: str | None = None
         self._young: list[Table] = [{} for _ in ORDERS]
         self._old: list[Table] = [{} for _ in ORDERS]
         self._writing = threading.Lock()
@@ -103,6 +108,48 @@ class Memory:
                     young[end] = mean
             if sum(map(len, self._young)) > self.max_bytes // (2 * ENTRY_BYTES):
                 self._old, self._young = self._young, [{} for _ in ORDERS]
+
+    def save(self, path: str | os.PathLike[str], tokenizer: Any = None) -> None:
+        """Save it to a file, which holds all of it or is left as it was. Others may go on learning meanwhile.
+
+        >>> memory.save("stories.memory", tokenizer)
+        >>> memory = lade.Memory.load("stories.memory", tokenizer)
+
+        Args:
+            path: of the file.
+            tokenizer: of the model that filled it; the file is tied to its vocabulary. None: to the tokenizer that the
+                memory was loaded or saved with before, if any.
+
+        Raises:
+            InputError: it cannot be written, or the memory is of another tokenizer.
+        """
+        fingerprint = memory_file.agreed(path, self.fingerprint, tokenizer)
+        with self._writing:
+            old, young = [dict(table) for table in self._old], [dict(table) for table in self._young]
+        weights = [list(weights) for weights in self.mixer.weights]
+        memory_file.write(path, memory_file.Contents(old, young, weights, self.max_bytes, fingerprint))
+        self.fingerprint = fingerprint
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], tokenizer: Any = None, *, max_bytes: int | None = None) -> Memory:
+        """A memory from a file.
+
+        Args:
+            path: of the file.
+            tokenizer: of the model that is to use it. None: it is not checked whether the file is of the same one.
+            max_bytes: as of `Memory`; None: as it was saved. If it is less, the newest contexts are kept.
+
+        Raises:
+            InputError: the file cannot be read, is damaged, or is of another tokenizer.
+            ConfigError: `max_bytes` is not a positive whole number.
+        """
+        contents = memory_file.read(path, tokenizer)
+        memory = cls(max(contents.max_bytes, ENTRY_BYTES) if max_bytes is None else max_bytes)
+        memory._old, memory._young = contents.old, contents.young
+        if memory.max_bytes < contents.max_bytes:
+            memory._old, memory._young = contents.newest(memory.max_bytes // (2 * ENTRY_BYTES))
+        memory.mixer.weights, memory.fingerprint = contents.weights, contents.fingerprint
+        return memory
 
 
 def _rows_of(readout: Readout) -> npt.NDArray[np.void]:

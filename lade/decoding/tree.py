@@ -67,6 +67,13 @@ class TokenTree:
         for token in tokens:
             node = self.add(node, token, source)
 
+    def cut(self, size: int) -> None:
+        """Keep only the first `size` nodes: parents come before their children, so they are a tree too."""
+        for node in range(size, len(self)):
+            del self._children[self.parents[node], self.ids[node]]
+        for column in (self.ids, self.parents, self.depths, self.sources):
+            del column[size:]
+
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` that carries `token`, if there is one."""
         return self._children.get((node, token))

@@ -34,7 +34,7 @@ from lade.stats import Stats
 class _Settings:
     """What `config_lade` set, and what was logged since."""
 
-    lookahead: LookaheadConfig = field(default_factory=lambda: LookaheadConfig(prompt_ngrams=False))
+    lookahead: LookaheadConfig = field(default_factory=lambda: LookaheadConfig(adaptive=False, prompt_ngrams=False))
     debug: bool = False
     log: list[list[int]] = field(default_factory=list)
     """For each generation [tokens, forward passes], as the original library logs them."""

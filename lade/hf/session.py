@@ -13,6 +13,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lade.config import LookaheadConfig
 from lade.decoding.choose import Chooser, Greedy
+from lade.decoding.drafting import drafter_for
 from lade.decoding.engine import Engine
 from lade.decoding.row import Row
 from lade.hf.arguments import check_cache, check_switch, checked_padding
@@ -22,6 +23,7 @@ from lade.model.lending import Loan
 from lade.model.runner import EagerRunner
 from lade.model.support import supports
 from lade.stats import Stats, Step
+from lade.tuning.profile import save_refreshed, step_cost_for
 
 Output = torch.Tensor | GenerateDecoderOnlyOutput
 
@@ -32,7 +34,7 @@ class Session:
     The arguments are those that `model.generate(custom_generate=...)` hands to a callable, and these:
 
     Args:
-        config: W, N, G.
+        config: the method and its sizes.
         stats: is added to.
         streamer: is given the prompt and every token, as `model.generate` does.
         prompt_streamed: whether it has been given the prompt already.
@@ -62,6 +64,9 @@ class Session:
         runner = EagerRunner(model, plan, generation_config)
         check_switch(runner, input_ids.shape[1], generation_config.max_length)
 
+        cost = step_cost_for(model, runner) if config.adaptive and config.budget is None else None
+
+        self._model = model
         self._input_ids, self._generation_config, self._padding = input_ids, generation_config, padding
         self._streamer, self._prompt_streamed = streamer, prompt_streamed
         given: Any = model_kwargs.get("past_key_values")
@@ -76,10 +81,9 @@ class Session:
             chooser = Processed(logits_processor, transcript, sample=sample, record=self._record)
         self._row = Row(
             input_ids[0, padding:].tolist(),
-            config,
+            drafter_for(config, special_ids(generation_config), cost),
             chooser,
             StopRules(stopping_criteria, transcript, self._record),
-            excluded=special_ids(generation_config),
         )
         self._engine = Engine([self._row], runner, self._loan.cache, stats)
         self._new_tokens = 0
@@ -97,6 +101,7 @@ class Session:
                 yield step
         finally:
             self._loan.give_back()
+            save_refreshed(self._model)
             if self._streamer is not None:
                 self._streamer.end()  # also after an error: whoever reads a TextIteratorStreamer would wait for ever
 

@@ -28,7 +28,7 @@ class HiddenStates:
         self._hook: Any = None
 
     def __enter__(self) -> HiddenStates:
-        self._hook = self._model.base_model.register_forward_hook(self._collect)
+        self._hook = self._model.get_decoder().register_forward_hook(self._collect)
         return self
 
     def __exit__(
@@ -52,9 +52,9 @@ class HiddenStates:
         if head is None or not self._states:
             return
         states = torch.cat(self._states, dim=1)[:, -MOST_TOKENS:]
+        if states.shape[-1] != getattr(head, "in_features", states.shape[-1]):
+            return  # something lies between decoder and head: nothing is known about the prompt then
         last = head(states[:, -1])
-        if last.shape != logits.shape:
-            return
         scale = (last * logits).sum() / (last * last).sum()
         piece = max(1, _PIECE_LOGITS // (logits.shape[0] * logits.shape[1]))
         first = length - states.shape[1]

@@ -7,13 +7,14 @@ from hypothesis import strategies as st
 
 from lade import LookaheadConfig, Stats
 from lade.decoding.choose import Greedy
+from lade.decoding.drafting import drafter_for
 from lade.decoding.engine import Engine
 from lade.decoding.row import Row
-from lade.testing import FunctionRunner, ListCache
+from lade.testing import FunctionRunner, ListCache, nearly_flat_cost
 
 VOCABULARY = 12
 Follow = Callable[[Sequence[int]], int]
-configs = st.builds(
+paper = st.builds(
     LookaheadConfig,
     window=st.integers(0, 6),
     ngram=st.integers(2, 6),
@@ -21,6 +22,13 @@ configs = st.builds(
     prompt_ngrams=st.booleans(),
     seed=st.integers(0, 3),
 )
+adaptive = st.builds(
+    LookaheadConfig,
+    budget=st.one_of(st.none(), st.integers(1, 40)),
+    prompt_ngrams=st.booleans(),
+    seed=st.integers(0, 3),
+)
+configs = st.one_of(paper, adaptive)
 prompts = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=8)
 
 
@@ -50,7 +58,7 @@ def engine_for(
 
     excluded = () if eos is None else (eos,)
     rows = [
-        Row(prompt, config, Greedy(), stop_at(len(prompt) + new), excluded)
+        Row(prompt, drafter_for(config, excluded, nearly_flat_cost()), Greedy(), stop_at(len(prompt) + new))
         for prompt, new in zip(prompts, new_tokens, strict=True)
     ]
     return Engine(list(rows), FunctionRunner(follow, VOCABULARY), ListCache(len(rows)), Stats()), rows
@@ -117,7 +125,7 @@ def test_nobody_guesses_past_the_end_of_the_context():
 
 
 def test_a_consumer_that_stops_early_leaves_tokens_and_cache_agreeing():
-    engine, (row,) = engine_for([[1, 2, 1, 2]], LookaheadConfig(), follow_of(1, 2), [50])
+    engine, (row,) = engine_for([[1, 2, 1, 2]], LookaheadConfig(7, 5, 7), follow_of(1, 2), [50])
     run = engine.run()
     for _ in range(4):
         next(run)

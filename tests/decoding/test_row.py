@@ -2,7 +2,8 @@
 
 from lade import LookaheadConfig
 from lade.decoding.choose import Greedy
-from lade.decoding.row import Row, chosen_ngrams
+from lade.decoding.lookahead import LookaheadDrafter, chosen_ngrams
+from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import walk
 
@@ -17,14 +18,15 @@ def test_every_node_teaches_what_the_model_chose_behind_it():
 
 
 def row_of(prompt: list[int], **sizes: object) -> Row:
-    return Row(prompt, LookaheadConfig(**{"window": 0, "ngram": 3, "guesses": 4} | sizes), Greedy(), lambda _: False)
+    config = LookaheadConfig(**{"window": 0, "ngram": 3, "guesses": 4} | sizes)
+    return Row(prompt, LookaheadDrafter(config), Greedy(), lambda _: False)
 
 
 def test_the_prompts_ngrams_are_guesses_from_the_first_step():
     row = row_of([1, 2, 3, 1])
-    assert row.pool.lookup(1) == [((2, 3), "prompt")]
     row.emit(2)
     row.begin()
+    assert row.drafter.pool.lookup(1) == [((2, 3), "prompt")]
     tree = row.grow(None)
     assert tree.ids == [2, 3, 1] and set(tree.sources[1:]) == {"prompt"}
 
@@ -33,18 +35,18 @@ def test_prompt_and_text_can_be_kept_out():
     row = row_of([1, 2, 3, 1], prompt_ngrams=False)
     row.emit(2)
     row.begin()
-    assert len(row.pool) == 0
+    assert len(row.drafter.pool) == 0
 
 
 def test_accepted_text_is_learned_across_the_border_of_steps():
     row = row_of([1, 2])
     row.emit(3)
     row.begin()
-    assert row.pool.lookup(1) == [((2, 3), "text")]
+    assert row.drafter.pool.lookup(1) == [((2, 3), "text")]
     tree = row.grow(None)
     verdict = walk(tree, [4].__getitem__, row.emit)
-    row.learn([4], verdict)
-    assert row.pool.lookup(2) == [((3, 4), "text")]
+    row.learn([4], None, verdict)
+    assert row.drafter.pool.lookup(2) == [((3, 4), "text")]
 
 
 def test_the_window_grows_under_the_current_token():

@@ -33,13 +33,17 @@ def ours(model, ids, new, **more):
     return lade.generate(model, input_ids=ids, max_new_tokens=new, lookahead=LookaheadConfig(4, 3, 4), **more)
 
 
+def adaptive(model, ids, new, **more):
+    return lade.generate(model, input_ids=ids, max_new_tokens=new, lookahead=LookaheadConfig(budget=12), **more)
+
+
 def plain(model, ids, new, **more):
     return model.generate(ids, max_new_tokens=new, **more)
 
 
 @pytest.mark.parametrize("make", [toy_model, windowed], ids=["full", "sliding window"])
 @pytest.mark.parametrize("kind", ["plain", "with config", "ours"])
-@pytest.mark.parametrize("turns", [(plain, ours), (ours, plain), (ours, ours), (plain, ours, plain, ours)])
+@pytest.mark.parametrize("turns", [(plain, ours), (ours, plain), (ours, ours), (plain, ours, plain, ours), (adaptive, plain, adaptive)])
 def test_turns_may_be_decoded_by_either(make, kind, turns):
     model = make()
     cache = {

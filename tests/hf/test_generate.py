@@ -10,11 +10,11 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 import lade
-from lade import LookaheadConfig, Stats
+from lade import LookaheadConfig, Memory, Stats
 from lade.testing import toy_model
 
 MODELS = {family: toy_model(family) for family in ("llama", "qwen3", "gpt2")}
-configs = st.builds(
+paper = st.builds(
     LookaheadConfig,
     window=st.integers(0, 8),
     ngram=st.integers(2, 6),
@@ -22,6 +22,15 @@ configs = st.builds(
     prompt_ngrams=st.booleans(),
     seed=st.integers(0, 5),
 )
+SHARED = Memory()  # of all models and texts: what it says is mostly wrong, and must only cost time
+adaptive = st.builds(
+    LookaheadConfig,
+    budget=st.one_of(st.none(), st.integers(1, 40)),
+    memory=st.sampled_from([None, SHARED]),
+    prompt_ngrams=st.booleans(),
+    seed=st.integers(0, 3),
+)
+configs = st.one_of(paper, adaptive)
 prompts = st.lists(st.integers(0, 47), min_size=1, max_size=12)
 
 
@@ -72,21 +81,26 @@ def test_the_three_ways_and_plain_agree(model, ids):
         assert torch.equal(output, plain)
 
 
-def test_a_text_that_repeats_itself_takes_fewer_passes(model, ids):
-    """The toy's greedy text falls into a period sooner or later; the pool must know it then."""
+@pytest.mark.parametrize("config", [LookaheadConfig(7, 5, 7), LookaheadConfig(budget=16)])
+def test_a_text_that_repeats_itself_takes_fewer_passes(model, ids, config):
+    """The toy's greedy text falls into a period sooner or later; pool and memory must know it then."""
     stats = Stats()
-    lade.generate(model, input_ids=ids, max_new_tokens=300, stats=stats, lookahead=LookaheadConfig())
+    lade.generate(model, input_ids=ids, max_new_tokens=300, stats=stats, lookahead=config)
     assert stats.tokens_per_step > 1.5
     assert stats.steps < 200
 
 
-def test_steps_name_their_sources_and_count_what_was_fed(model, ids):
+@pytest.mark.parametrize(
+    ("config", "sources"),
+    [(LookaheadConfig(7, 5, 7), {"bonus", "text"}), (LookaheadConfig(budget=16), {"bonus", "memory"})],
+)
+def test_steps_name_their_sources_and_count_what_was_fed(model, ids, config, sources):
     stats = Stats()
-    steps = list(lade.stream(model, input_ids=ids, max_new_tokens=200, stats=stats))
+    steps = list(lade.stream(model, input_ids=ids, max_new_tokens=200, stats=stats, lookahead=config))
     assert [step.index for step in steps] == list(range(len(steps)))
     assert steps[0].sources == ["prefill"] and steps[0].fed == ids.shape[1]
     later = steps[1:]
-    assert {source for step in later for source in step.sources} >= {"bonus", "text"}
+    assert {source for step in later for source in step.sources} >= sources
     assert all(len(step.tokens) == len(step.sources) for step in steps)
     assert [step.fed for step in later] == stats.step_tokens
     assert [len(step.tokens) for step in later] == stats.accepted

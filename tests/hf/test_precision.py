@@ -29,5 +29,6 @@ def test_the_head_runs_on_the_last_token_of_the_prompt_only():
     model, fed = toy_model(), []
     model.lm_head.register_forward_hook(lambda module, args, output: fed.append(output.shape[1]))
     stats = lade.Stats()
-    lade.generate(model, input_ids=torch.ones(1, 30, dtype=torch.long), max_new_tokens=10, stats=stats)
+    paper = lade.LookaheadConfig(7, 5, 7)
+    lade.generate(model, input_ids=torch.ones(1, 30, dtype=torch.long), max_new_tokens=10, stats=stats, lookahead=paper)
     assert fed == [1, *stats.step_tokens]

@@ -6,18 +6,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lade
-from lade import LookaheadConfig, Stats
+from lade import LookaheadConfig, Memory, Stats
 from lade.testing import toy_model
 
 MODELS = {family: toy_model(family, dtype=torch.float32) for family in ("llama", "qwen3", "gpt2")}
 IDS = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3]])
-configs = st.builds(
+paper = st.builds(
     LookaheadConfig,
     window=st.integers(0, 6),
     ngram=st.integers(2, 5),
     guesses=st.integers(0, 6),
     seed=st.integers(0, 3),
 )
+SHARED = Memory()  # of all models and texts: what it says is mostly wrong, and must only cost time
+adaptive = st.builds(
+    LookaheadConfig,
+    budget=st.one_of(st.none(), st.integers(1, 40)),
+    memory=st.sampled_from([None, SHARED]),
+    prompt_ngrams=st.booleans(),
+    seed=st.integers(0, 3),
+)
+configs = st.one_of(paper, adaptive)
 warpers = st.fixed_dictionaries(
     {},
     optional={
@@ -62,9 +71,10 @@ def test_the_same_seed_gives_the_same_tokens_and_generator(family, config, warpe
     assert torch.equal(state, expected_state)
 
 
-def test_guesses_are_accepted_when_the_distribution_is_sharp():
+@pytest.mark.parametrize("config", [LookaheadConfig(7, 5, 7), LookaheadConfig(budget=16)])
+def test_guesses_are_accepted_when_the_distribution_is_sharp(config):
     stats = Stats()
-    sampled(lade.generate, MODELS["llama"], 0, max_new_tokens=300, temperature=0.1, stats=stats)
+    sampled(lade.generate, MODELS["llama"], 0, max_new_tokens=300, temperature=0.1, stats=stats, lookahead=config)
     assert stats.tokens_per_step > 1.2
 
 

@@ -14,7 +14,8 @@ import lade
 from lade.decoding.tree import TokenTree
 
 PAPER = lade.LookaheadConfig(7, 5, 7)
-CONFIGS = (PAPER, *(lade.LookaheadConfig(*sizes) for sizes in ((3, 2, 4), (0, 4, 5), (5, 3, 0), (1, 4, 1))))
+ADAPTIVE = (lade.LookaheadConfig(budget=24), lade.LookaheadConfig())
+CONFIGS = (PAPER, *ADAPTIVE, *(lade.LookaheadConfig(*sizes) for sizes in ((3, 2, 4), (0, 4, 5), (5, 3, 0), (1, 4, 1))))
 
 
 @dataclass

@@ -1,0 +1,165 @@
+"""How large a step's tree should be: as large as is worth its time.
+
+Let t(S) be the seconds of a step that feeds S tokens, E(S) the tokens it is expected to yield, and r the tokens per
+second of late. In the long run most tokens per second come from the S that maximises E(S) - r t(S): what a step yields,
+less what its time would yield elsewhere (renewal reward theorem). S = 1, plain decoding, is always a candidate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol
+
+LARGEST = 128
+"""Tokens fed per step at most."""
+NEWS = 0.012
+"""Tokens that one more node saves later, by what its logits tell about the text: the worth of exploring."""
+_GAIN_OF_NEWS = 0.3
+_STEPS = 24  # that averages are over
+_LEAST_NODES = 6  # the library's time of a step is that of so many nodes, and of those fed
+_PATIENCE = 8  # steps
+_LONGEST_REST = 32  # steps
+_CHEAP = 0.005  # of a step's time
+
+
+class StepCost(Protocol):
+    """What a forward pass costs.
+
+    Attributes:
+        table: seconds by size, from 0 on; never decreasing.
+        marginals: seconds that one more token adds, on the lower convex hull of the table; never decreasing.
+        corners: sizes where the table touches its hull, ascending.
+    """
+
+    table: list[float]
+    marginals: list[float]
+    corners: list[int]
+
+    def observe(self, size: int, seconds: float) -> None:
+        """Learn from a pass."""
+        ...
+
+
+class Budget(Protocol):
+    """Decides how large trees are."""
+
+    def stages(self) -> list[tuple[int, float]]:
+        """Sizes up to which to grow, each with the least score that a node must have to be added on the way there."""
+        ...
+
+    def choose(self, scores: Sequence[float]) -> int:
+        """How many of the nodes to feed, given all their scores; the root, with 1.0, comes first."""
+        ...
+
+    def explored(self, size: int) -> int:
+        """Up to which size to fill a tree of `size` with the lookahead window."""
+        ...
+
+    def rest(self) -> bool:
+        """Whether the step that begins had better not even look for guesses."""
+        ...
+
+    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
+        """Learn from a step."""
+        ...
+
+
+class FixedBudget:
+    """So many tokens in each step, as far as there are guesses.
+
+    Args:
+        size: tokens fed, the root included.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def rest(self) -> bool:
+        """See `Budget`."""
+        return False
+
+    def stages(self) -> list[tuple[int, float]]:
+        """See `Budget`."""
+        return [(self.size, 0.0)]
+
+    def choose(self, scores: Sequence[float]) -> int:
+        """See `Budget`."""
+        return len(scores)
+
+    def explored(self, size: int) -> int:
+        """See `Budget`."""
+        return self.size
+
+    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
+        """See `Budget`."""
+
+
+class Controller:
+    """The size that pays best, by what passes cost and what guesses have been worth.
+
+    Args:
+        cost: of a pass; it is told about every step.
+    """
+
+    def __init__(self, cost: StepCost) -> None:
+        self._cost = cost
+        self._tokens, self._seconds = _STEPS * 1.0, _STEPS * cost.table[1]
+        self._gain = _GAIN_OF_NEWS
+        self._node_s = 0.0  # of the library's own time, per node
+        self._idle = 0  # times in a row that plain decoding was chosen
+        self._rest = 0  # steps to go
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of late, at least those of plain decoding."""
+        return max(self._tokens / self._seconds, 1.0 / self._cost.table[1])
+
+    @property
+    def _news(self) -> float:
+        """What a node is worth beside its score; nothing, if what is learned never helps."""
+        return NEWS * min(1.0, self._gain / _GAIN_OF_NEWS)
+
+    def stages(self) -> list[tuple[int, float]]:
+        """See `Budget`: the corners of the cost's hull, between which all nodes cost the same."""
+        rate, news, cost = self.rate, self._news, self._cost
+        return [
+            (size, rate * (cost.marginals[size - 1] + self._node_s) - news) for size in cost.corners if 1 < size <= LARGEST
+        ]
+
+    def choose(self, scores: Sequence[float]) -> int:
+        """See `Budget`."""
+        rate, news, table, node_s = self.rate, self._news, self._cost.table, self._node_s
+        worth = [
+            yielded + news * size - rate * (table[size] + node_s * size)
+            for size, yielded in enumerate(accumulate(scores), start=1)
+        ]
+        best = worth.index(max(worth)) + 1
+        self._idle = self._idle + 1 if best == 1 else 0
+        return best
+
+    def explored(self, size: int) -> int:
+        """See `Budget`: as far as a node costs less than its news is worth."""
+        rate, news, cost = self.rate, self._news, self._cost
+        affordable = size
+        for corner in cost.corners:
+            if corner > LARGEST or rate * (cost.marginals[corner - 1] + self._node_s) > news:
+                break
+            affordable = max(affordable, corner)
+        return affordable
+
+    def rest(self) -> bool:
+        """See `Budget`: where looking has been in vain for a while and costs something, ever longer."""
+        if self._rest == 0 and self._idle > _PATIENCE and self._node_s * _LEAST_NODES > _CHEAP * self._cost.table[1]:
+            self._rest = 1 + min(_LONGEST_REST, 2 ** (self._idle - _PATIENCE - 1))
+        self._rest = max(0, self._rest - 1)
+        return self._rest > 0
+
+    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
+        """See `Budget`."""
+        self._tokens += emitted - self._tokens / _STEPS
+        self._seconds += seconds - self._seconds / _STEPS
+        self._gain += (emitted - 1 - self._gain) / _STEPS
+        if not self._rest:
+            self._node_s += ((seconds - forward_s) / (fed + _LEAST_NODES) - self._node_s) / _STEPS
+        self._cost.observe(fed, forward_s)

@@ -1,0 +1,38 @@
+"""Which drafter a config asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import cast
+
+from lade.config import LookaheadConfig
+from lade.decoding.adaptive import AdaptiveDrafter
+from lade.decoding.controller import Budget, Controller, FixedBudget, StepCost
+from lade.decoding.drafter import Drafter
+from lade.decoding.lookahead import LookaheadDrafter
+from lade.decoding.memory import Memory
+
+
+def drafter_for(config: LookaheadConfig, excluded: Collection[int] = (), cost: StepCost | None = None) -> Drafter:
+    """A drafter for one row.
+
+    Args:
+        config: the paper's method, or the adaptive one.
+        excluded: ids behind which nothing is to be guessed (end of sequence, padding).
+        cost: of a pass; needed where the adaptive method has no fixed budget.
+
+    Raises:
+        ValueError: there is neither a budget nor a cost to choose one by.
+    """
+    if not config.adaptive:
+        return LookaheadDrafter(config, excluded)
+    memory = Memory() if config.memory is None else cast(Memory, config.memory)
+    return AdaptiveDrafter(memory, _budget(config, cost), excluded, read_prompts=config.prompt_ngrams, seed=config.seed)
+
+
+def _budget(config: LookaheadConfig, cost: StepCost | None) -> Budget:
+    if config.budget is not None:
+        return FixedBudget(config.budget)
+    if cost is None:
+        raise ValueError("the adaptive method needs the cost of a pass, or a budget: give LookaheadConfig(budget=...)")
+    return Controller(cost)

@@ -1,0 +1,84 @@
+"""What prefill shows of a prompt: the logits of its tokens, in pieces, without asking the model for them."""
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, GenerationConfig, GraniteConfig, GraniteForCausalLM
+
+import lade
+from lade.model import hidden
+from lade.model.cache import TreeCache
+from lade.model.runner import EagerRunner
+from lade.testing import toy_model
+
+IDS = torch.randint(1, 48, (1, 30), generator=torch.Generator().manual_seed(0))
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.5,
+}
+
+
+def shown(model, ids=IDS, cached=0, **arguments):
+    """What is shown of a prompt, by the number of the token."""
+    runner = EagerRunner(model, lade.supports(model).require(), GenerationConfig(**arguments))
+    pieces, cache = {}, TreeCache()
+    if cached:
+        runner.prefill([ids[0, :cached].tolist()], cache)
+    last = runner.prefill(ids.tolist(), cache, lambda start, logits: pieces.update({start: logits.clone()}))
+    return pieces, last
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_it_is_what_the_model_says(family, chunk):
+    model = toy_model(family)
+    pieces, last = shown(model, prefill_chunk_size=chunk)
+    with torch.no_grad():
+        expected = model(IDS).logits
+    assert list(pieces) == [0]
+    torch.testing.assert_close(pieces[0], expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(last, expected[:, -1], rtol=1e-9, atol=1e-9)
+
+
+def test_of_a_conversation_only_what_is_new():
+    model = toy_model()
+    pieces, _ = shown(model, cached=20)
+    with torch.no_grad():
+        expected = model(IDS).logits[:, 20:]
+    assert list(pieces) == [20]
+    torch.testing.assert_close(pieces[20], expected, rtol=1e-9, atol=1e-9)
+
+
+def test_pieces_are_bounded_and_only_the_last_tokens_are_looked_at(monkeypatch):
+    monkeypatch.setattr(hidden, "MOST_TOKENS", 20)
+    monkeypatch.setattr(hidden, "_PIECE_LOGITS", 48 * 8)
+    model = toy_model()
+    pieces, _ = shown(model)
+    with torch.no_grad():
+        expected = model(IDS).logits
+    assert {start: piece.shape[1] for start, piece in pieces.items()} == {10: 8, 18: 8, 26: 4}
+    for start, piece in pieces.items():
+        torch.testing.assert_close(piece, expected[:, start : start + piece.shape[1]], rtol=1e-9, atol=1e-9)
+
+
+def test_scaled_logits_are_scaled_and_capped_ones_nearly():
+    granite = GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0)).eval()
+    pieces, _ = shown(granite)
+    with torch.no_grad():
+        torch.testing.assert_close(pieces[0], granite(IDS).logits, rtol=1e-4, atol=1e-4)
+    gemma = Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=5.0)).eval()
+    gemma.set_attn_implementation("eager")
+    pieces, _ = shown(gemma)
+    with torch.no_grad():
+        assert torch.equal(pieces[0].argmax(-1), gemma(IDS).logits.argmax(-1))
+
+
+def test_the_hook_goes_even_when_prefill_fails():
+    model = toy_model()
+    with pytest.raises(IndexError):
+        shown(model, torch.full((1, 5), 1000))
+    assert not model.get_decoder()._forward_hooks
