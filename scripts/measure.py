@@ -1,20 +1,23 @@
-"""Compression ratio and time of lookahead decoding on real text, outputs compared with plain decoding first.
+"""Compression ratio and time of every way to decode on real text, outputs compared with `model.generate` first.
 
-    python scripts/measure.py --model FOLDER --prompts FILE.jsonl --sizes 7,5,7 --sizes 15,5,15
+    python scripts/measure.py --model FOLDER --prompts FILE.jsonl --arm 7,5,7 --arm budget=24 --arm adaptive --arm adaptive:kept
 
-For each prompt (one a line, key `prompt`) plain `model.generate` and each (W,N,G) run in turn, so that a drift of the
-machine's speed meets all of them. Exit code 1 if any output differs.
+Arms: `plain` (our loop, one token a step), `W,N,G` (the paper's method), `budget=B` and `adaptive` (ours, the memory
+empty for each prompt, or with `:kept` kept across the prompts). `generate` is `model.generate` and always runs. For each
+prompt all arms run in turn, so that a drift of the machine's speed meets all of them. Exit code 1 if any output
+differs (in bfloat16 near ties may, and are counted).
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -26,6 +29,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lade
 from lade.stats import distinct_ngrams
 
+PLAIN = lade.LookaheadConfig(window=0, ngram=2, guesses=0)
+
 
 @dataclass
 class Arm:
@@ -33,15 +38,28 @@ class Arm:
 
     name: str
     lookahead: lade.LookaheadConfig | None
+    kept: bool = False
     stats: lade.Stats = field(default_factory=lade.Stats)
     seconds: list[float] = field(default_factory=list)
     differing: int = 0
 
+    @classmethod
+    def of(cls, name: str) -> Arm:
+        """An arm by its name."""
+        method, _, kept = name.partition(":")
+        if method == "plain":
+            return cls(name, PLAIN)
+        if method == "adaptive":
+            return cls(name, lade.LookaheadConfig(), bool(kept))
+        if method.startswith("budget="):
+            return cls(name, lade.LookaheadConfig(budget=int(method.removeprefix("budget="))), bool(kept))
+        return cls(name, lade.LookaheadConfig(*map(int, method.split(","))))
+
 
 def main(
-    model: Annotated[Path, typer.Option(help="folder of a causal language model")],
-    prompts: Annotated[Path, typer.Option(help="JSON lines with the key `prompt`")],
-    sizes: Annotated[list[str], typer.Option(help="W,N,G; may be given several times")] = ["7,5,7", "15,5,15"],  # noqa: B006
+    model: Annotated[str, typer.Option(help="folder of a causal language model, or `embedded`")],
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines with the key `prompt`; none: the embedded ones")] = None,
+    arm: Annotated[list[str], typer.Option(help="may be given several times")] = ["7,5,7", "15,5,15"],  # noqa: B006
     max_new_tokens: int = 200,
     limit: Annotated[int | None, typer.Option(help="only the first prompts")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="write all tokens, past the end of the text")] = False,
@@ -49,14 +67,18 @@ def main(
     temperature: Annotated[float | None, typer.Option(help="sample at this temperature instead of greedily")] = None,
     beams: Annotated[int, typer.Option(help="beams of a beam search")] = 1,
     seeds: Annotated[int, typer.Option(help="samples of each prompt, with the seeds 0, 1, ...")] = 1,
+    inflate: Annotated[float | None, typer.Option(help="grow the model to so many parameters, same function")] = None,
+    dtype: Annotated[str, typer.Option(help="of the weights")] = "float32",
+    pack: Annotated[bool, typer.Option(help="pack the weights for all arms but `generate`")] = False,
 ) -> None:
     """Measure and print a table."""
     if threads:
         torch.set_num_threads(threads)
-    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-    texts = [json.loads(line)["prompt"] for line in prompts.read_text(encoding="utf-8").splitlines()][:limit]
-    arms = [Arm("plain", None), *(Arm(s, lade.LookaheadConfig(*map(int, s.split(",")))) for s in sizes)]
-    arguments = {"max_new_tokens": max_new_tokens, "do_sample": temperature is not None}
+    loaded, tokenizer = load(model, dtype, inflate)
+    ours = lade.pack(copy.deepcopy(loaded)) if pack else loaded
+    texts = texts_of(prompts)[:limit]
+    arms = [Arm("generate", None), *map(Arm.of, arm)]
+    arguments: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature is not None}
     if beams > 1:
         arguments |= {"num_beams": beams}
     if temperature is not None:
@@ -65,20 +87,43 @@ def main(
         arguments["eos_token_id"] = None
     shares = []
     warm_up = tokenizer(texts[0], return_tensors="pt").input_ids
-    for arm in arms:
-        lade.generate(loaded, input_ids=warm_up, lookahead=arm.lookahead, **arguments)
+    for each in arms:
+        lade.generate(ours, input_ids=warm_up, lookahead=each.lookahead, **arguments | {"max_new_tokens": 20})
+        if each.kept:
+            each.lookahead = replace(each.lookahead, memory=lade.Memory())
     jobs = [(seed, text) for seed in range(seeds) for text in texts]
     for seed, text in track(jobs, "prompts", console=Console(stderr=True)):
         ids = tokenizer(text, return_tensors="pt").input_ids
-        outputs = [run(loaded, ids, arm, arguments, seed) for arm in arms]
-        for arm, output in zip(arms, outputs, strict=True):
-            arm.differing += not torch.equal(output, outputs[0])
+        outputs = [run(ours if each.lookahead else loaded, ids, each, arguments, seed) for each in arms]
+        for each, output in zip(arms, outputs, strict=True):
+            each.differing += not torch.equal(output, outputs[0])
         shares.append(distinct_ngrams(outputs[0][0, ids.shape[1] :].tolist()))
-    report(arms, shares, loaded)
-    sys.exit(any(arm.differing for arm in arms))
+    report(arms, shares, ours)
+    sys.exit(any(each.differing for each in arms))
 
 
-def run(model: torch.nn.Module, ids: torch.Tensor, arm: Arm, arguments: dict, seed: int) -> torch.Tensor:
+def load(model: str, dtype: str, inflate: float | None) -> tuple[Any, Any]:
+    """The model in evaluation mode, and its tokenizer."""
+    if model == "embedded":
+        from lade.demo.embedded import model_path
+
+        model = str(model_path())
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+    if inflate:
+        loaded = lade.bench.inflate(loaded, params=inflate)
+    return loaded, AutoTokenizer.from_pretrained(model)
+
+
+def texts_of(prompts: Path | None) -> list[str]:
+    """The prompts."""
+    if prompts is None:
+        from lade.demo.embedded import prompts as embedded
+
+        return list(embedded())
+    return [json.loads(line)["prompt"] for line in prompts.read_text(encoding="utf-8").splitlines()]
+
+
+def run(model: Any, ids: torch.Tensor, arm: Arm, arguments: dict[str, Any], seed: int) -> torch.Tensor:
     """One prompt with one arm, timed."""
     torch.manual_seed(seed)
     start = perf_counter()
@@ -87,9 +132,9 @@ def run(model: torch.nn.Module, ids: torch.Tensor, arm: Arm, arguments: dict, se
     return output
 
 
-def report(arms: list[Arm], shares: list[float], model: torch.nn.Module) -> None:
+def report(arms: list[Arm], shares: list[float], model: Any) -> None:
     """The table, and what it was measured on."""
-    table = Table("W,N,G", "outputs differing", "S", "T̄", "step ms", "library share", "speed-up (median, quartiles)")
+    table = Table("method", "differing", "S", "T̄", "step ms", "library ms", "speed-up over generate (median, quartiles)")
     for arm in arms:
         stats = arm.stats
         ratios = sorted(plain / ours for plain, ours in zip(arms[0].seconds, arm.seconds, strict=True))
@@ -98,17 +143,20 @@ def report(arms: list[Arm], shares: list[float], model: torch.nn.Module) -> None
             arm.name,
             f"{arm.differing} of {len(arm.seconds)}",
             f"{stats.tokens_per_step:.3f}",
-            f"{sum(stats.step_tokens) / stats.steps:.1f}",
+            f"{sum(stats.step_tokens) / stats.steps:.2f}",
             f"{1000 * stats.decode_s / stats.steps:.2f}",
-            f"{stats.library_s / stats.decode_s:.1%}",
-            f"{median(ratios):.2f} ({quartiles[0]:.2f} to {quartiles[1]:.2f})",
+            f"{1000 * stats.library_s / stats.steps:.3f} ({stats.library_s / stats.decode_s:.1%})",
+            f"{sum(arms[0].seconds) / sum(arm.seconds):.2f} in all; {median(ratios):.2f} ({quartiles[0]:.2f} to "
+            f"{quartiles[1]:.2f})",
         )
-    console = Console(width=110)
+    console = Console(width=130)
     console.print(table)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     console.print(
         f"S: tokens per step. T̄: tokens fed per step. {len(shares)} outputs, {arms[0].stats.new_tokens} tokens; "
         f"distinct 4-grams per output: median {median(shares):.2f}, least {min(shares):.2f}; "
-        f"{next(model.parameters()).dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+        f"{parameters / 1e6:.1f}M parameters, {next(model.parameters()).dtype}, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}"
     )
 
 

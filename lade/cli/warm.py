@@ -180,12 +180,12 @@ def _fill(memory: Memory, subject: Subject, job: Job, term: Terminal) -> Harvest
             task = progress.add_task("prompts", total=len(job.prompts))
             for done in _answered(memory, subject, job, term, harvest):
                 progress.update(task, completed=done, description=f"prompts · {harvest.rate:.2f} tokens a step")
-                harvest.interrupted |= interrupt.requested
-                if harvest.interrupted:
-                    break
                 if perf_counter() - saved_at > SAVE_EVERY_S:
                     memory.save(job.out, subject.tokenizer)
                     saved_at = perf_counter()
+                harvest.interrupted |= interrupt.requested
+                if harvest.interrupted:
+                    break
         if harvest.runs:  # else an empty memory might take the place of a good one
             memory.save(job.out, subject.tokenizer)
         harvest.interrupted |= interrupt.requested
@@ -241,6 +241,8 @@ def _table(harvest: Harvest, memory: Memory, out: Path) -> Table:
         "file": f"{out}, {_size(out) / _MIB:.1f} MiB",
     }
     table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column("")
+    table.add_column("", overflow="fold")
     for name, value in rows.items():
         table.add_row(Text(name, "dim"), Text(value))
     return table

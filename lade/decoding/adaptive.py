@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
 
 from lade.decoding.contexts import ORDERS, WIDTH, context_of, extended
 from lade.decoding.controller import Budget
@@ -19,6 +19,9 @@ from lade.decoding.tree import ROOT, TokenTree
 from lade.decoding.verify import Verdict
 from lade.decoding.window import Window
 
+PROMISE = 0.7
+"""A node waits to be expanded as if its likeliest child had this probability. With 1.0, the bound, a quarter more nodes
+are expanded for nothing but 0.1 % of what trees yield."""
 COLUMNS, NGRAM = 16, 5
 """Sizes of the lookahead window; each step plants as many of its columns as there is room for."""
 
@@ -39,7 +42,7 @@ class Growth:
         self.contexts, self.scores = [context], [1.0]
         self._ranked: dict[int, tuple[list[bytes], Ranked]] = {}
         # Entries: minus a score, a node, and which of its children is meant; for -1 the node is not expanded yet, and
-        # the score is its own, which bounds those of its children.
+        # the score is what its likeliest child may have.
         self._heap: list[tuple[float, int, int]] = [(-1.0, ROOT, -1)]
 
     def grow(self, size: int, least: float = 0.0) -> bool:
@@ -50,10 +53,13 @@ class Growth:
         """
         tree, heap, scores, contexts = self.tree, self._heap, self.scores, self.contexts
         while heap and len(tree) < size and -heap[0][0] > least:
-            score, parent, rank = heappop(heap)
-            _, ranked = self.expanded(parent)
-            if rank + 1 < len(ranked):
-                heappush(heap, (-scores[parent] * probability(ranked[rank + 1][1]), parent, rank + 1))
+            score, parent, rank = heap[0]
+            ranked = self.expanded(parent)[1]
+            following = rank + 1
+            if following < len(ranked):
+                heapreplace(heap, (-scores[parent] * probability(ranked[following][1]), parent, following))
+            else:
+                heappop(heap)
             if rank < 0:
                 continue
             token = ranked[rank][0]
@@ -63,7 +69,7 @@ class Growth:
             if node is not None:
                 scores.append(-score)
                 contexts.append(extended(contexts[parent], token))
-                heappush(heap, (score, node, -1))
+                heappush(heap, (PROMISE * score, node, -1))
         return len(tree) >= size
 
     def follow_tree(self) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lade.decoding import memory_file
-from lade.decoding.contexts import MASKS, ORDERS, ROW, WIDTH
+from lade.decoding.contexts import ENTRY, MASKS, ORDERS, TOKEN, WIDTH, entries_of, row_bytes
 from lade.decoding.mixer import Mixer
 from lade.decoding.readout import Readout
 from lade.errors import ConfigError
@@ -86,26 +86,17 @@ class Memory:
             contexts: `[M]`, see `context_of`.
             readout: `[M, K]`, the likeliest tokens behind each.
         """
-        rows = _rows_of(readout)
-        packed = _split(rows)
+        new = entries_of(readout.tokens, readout.values)
+        packed = row_bytes(new)
+        ends = [[context & mask for context in contexts] for mask in MASKS]
         with self._writing:
             known: list[bytes] = []
-            places: list[tuple[Table, int]] = []
-            news: list[int] = []
-            for young, old, mask in zip(self._young, self._old, MASKS, strict=True):
-                for number, context in enumerate(contexts):
-                    end = context & mask
-                    row = young.get(end) or old.get(end)
-                    if row is None:
-                        young[end] = packed[number]
-                    else:
-                        known.append(row)
-                        places.append((young, end))
-                        news.append(number)
-            if known:
-                means = _split(_averaged(np.frombuffer(b"".join(known), dtype=ROW), rows[news]))
-                for (young, end), mean in zip(places, means, strict=True):
-                    young[end] = mean
+            for young, old, keys in zip(self._young, self._old, ends, strict=True):
+                known += map(young.get, keys, map(old.get, keys, packed))  # what is new is averaged with itself
+            before = np.frombuffer(b"".join(known), dtype=ENTRY).reshape(len(ORDERS), len(contexts), WIDTH)
+            means = row_bytes(_averaged(before, new))
+            for number, (young, keys) in enumerate(zip(self._young, ends, strict=True)):
+                young.update(zip(keys, means[number * len(keys) :], strict=False))
             if sum(map(len, self._young)) > self.max_bytes // (2 * ENTRY_BYTES):
                 self._old, self._young = self._young, [{} for _ in ORDERS]
 
@@ -152,33 +143,18 @@ class Memory:
         return memory
 
 
-def _rows_of(readout: Readout) -> npt.NDArray[np.void]:
-    """`[M]` rows; a vocabulary smaller than a row leaves places empty."""
-    rows = np.zeros(len(readout.tokens), dtype=ROW)
-    width = readout.tokens.shape[1]
-    if width < WIDTH:
-        rows["tokens"] = -1
-    rows["tokens"][:, :width] = readout.tokens
-    rows["values"][:, :width] = readout.values
-    return rows
+def _averaged(before: npt.NDArray[np.int32], new: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """The means of rows of entries `[N, M, WIDTH]` and `[M, WIDTH]`. A token that one of them lacks counts 0 there.
 
-
-def _split(rows: npt.NDArray[np.void]) -> list[bytes]:
-    """The bytes of each row."""
-    whole, size = rows.tobytes(), ROW.itemsize
-    return [whole[start : start + size] for start in range(0, len(whole), size)]
-
-
-def _averaged(known: npt.NDArray[np.void], new: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-    """The mean of two rows each, `[M]`. A token that one of them lacks counts 0 there."""
-    old, tokens = known["tokens"], new["tokens"]
-    same = old[:, :, None] == tokens[:, None, :]  # [M, known, new]
-    before = known["values"].astype(np.uint16)
-    total = new["values"] + (same * before[:, :, None]).sum(1, dtype=np.uint16)  # [M, new]
-    before[same.any(2)] = 0
-    values = np.concatenate([total, before], 1)
-    best = np.argpartition(values, WIDTH, axis=1)[:, WIDTH:]
-    mean = np.empty_like(new)
-    mean["tokens"] = np.take_along_axis(np.concatenate([tokens, old], 1), best, 1)
-    mean["values"] = np.take_along_axis(values, best, 1) >> 1
-    return mean
+    The longest axis goes last, where numpy is fast.
+    """
+    before, new = before.transpose(2, 0, 1).copy(), new.T.copy()[:, None]  # [WIDTH, N, M] and [WIDTH, 1, M]
+    tokens = before & TOKEN
+    same = tokens[:, None] == new & TOKEN  # [before, new, N, M]
+    total = (same * (before - tokens)[:, None]).sum(0, dtype=ENTRY)
+    total += new
+    np.putmask(before, same.any(1), TOKEN)
+    both = np.concatenate([total, before]).reshape(2 * WIDTH, -1).T.copy()
+    both.partition(WIDTH, axis=1)
+    best = both[:, WIDTH:]
+    return best >> 1 & ~TOKEN | best & TOKEN

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors import numpy as container
 
-from lade.decoding.contexts import MASKS, ORDERS, ROW, WIDTH
+from lade.decoding.contexts import BITS, MASKS, ORDERS, TOKEN, WIDTH, entries_of, row_bytes, tokens_and_values
 from lade.decoding.mixer import Mixer
 from lade.decoding.readout import CEILING, FLOOR
 from lade.errors import InputError
@@ -42,9 +42,6 @@ REMEDY = "fill a new one with lade warm"
 Table = dict[int, bytes]
 Arrays = Mapping[str, npt.NDArray[Any]]
 
-_BITS = 21
-_LIMIT = (1 << _BITS) - 1
-"""Ids are below it, see `context_of`."""
 _WORD = 64
 _LAYOUT = json.dumps({"orders": ORDERS, "width": WIDTH, "log_odds": [FLOOR, CEILING]})
 _UNKNOWN = b"0" * 64
@@ -281,7 +278,7 @@ def _checked_arrays(arrays: Arrays) -> Arrays:
         _checked(arrays, f"tokens.{order}", np.int32, length, WIDTH)
         _checked(arrays, f"values.{order}", np.uint8, length, WIDTH)
         for name in (f"contexts.{order}", f"tokens.{order}"):
-            wrong = (arrays[name] < -1) | (arrays[name] >= _LIMIT)
+            wrong = (arrays[name] < -1) | (arrays[name] >= TOKEN)
             if wrong.any():
                 raise _Refused(f"is damaged: {name} has the id {arrays[name][wrong][0]}")
     for weights in Mixer().weights:
@@ -324,21 +321,15 @@ def _tensors(contents: Contents) -> dict[str, npt.NDArray[Any]]:
     tensors: dict[str, npt.NDArray[Any]] = {}
     for order, old, young in zip(ORDERS, contents.old, contents.young, strict=True):
         entries = [*((key, row) for key, row in old.items() if key not in young), *young.items()]
-        rows = np.frombuffer(b"".join([row for _, row in entries]), dtype=ROW)
         tensors[f"contexts.{order}"] = _contexts([key for key, _ in entries], order)
-        tensors[f"tokens.{order}"] = np.ascontiguousarray(rows["tokens"])
-        tensors[f"values.{order}"] = np.ascontiguousarray(rows["values"])
+        tensors[f"tokens.{order}"], tensors[f"values.{order}"] = tokens_and_values([row for _, row in entries])
     for weights in contents.weights:
         tensors[f"weights.{len(weights) - 1}"] = np.array(weights, dtype=np.float64)
     return tensors
 
 
 def _rows(arrays: Arrays, order: int) -> list[bytes]:
-    tokens = arrays[f"tokens.{order}"]
-    rows = np.empty(len(tokens), dtype=ROW)
-    rows["tokens"], rows["values"] = tokens, arrays[f"values.{order}"]
-    whole, size = rows.tobytes(), ROW.itemsize
-    return [whole[start : start + size] for start in range(0, len(whole), size)]
+    return row_bytes(entries_of(arrays[f"tokens.{order}"], arrays[f"values.{order}"]))
 
 
 def _contexts(keys: Sequence[int], order: int) -> npt.NDArray[np.int32]:
@@ -346,11 +337,11 @@ def _contexts(keys: Sequence[int], order: int) -> npt.NDArray[np.int32]:
     words = np.frombuffer(b"".join([key.to_bytes(16, "little") for key in keys]), dtype="<u8").reshape(-1, 2)
     tokens = np.empty((len(keys), order), dtype=np.int32)
     for place in range(order):
-        word, shift = divmod(_BITS * place, _WORD)
+        word, shift = divmod(BITS * place, _WORD)
         bits = words[:, word] >> np.uint64(shift)
-        if shift + _BITS > _WORD:
+        if shift + BITS > _WORD:
             bits = bits | words[:, word + 1] << np.uint64(_WORD - shift)
-        tokens[:, order - 1 - place] = (bits & np.uint64(_LIMIT)).astype(np.int32) - 1
+        tokens[:, order - 1 - place] = (bits & np.uint64(TOKEN)).astype(np.int32) - 1
     return tokens
 
 
@@ -359,9 +350,9 @@ def _keys(tokens: npt.NDArray[np.int32]) -> list[int]:
     words = np.zeros((len(tokens), 2), dtype="<u8")
     for place in range(tokens.shape[1]):
         bits = (tokens[:, tokens.shape[1] - 1 - place].astype(np.int64) + 1).astype(np.uint64)
-        word, shift = divmod(_BITS * place, _WORD)
+        word, shift = divmod(BITS * place, _WORD)
         words[:, word] |= bits << np.uint64(shift)
-        if shift + _BITS > _WORD:
+        if shift + BITS > _WORD:
             words[:, word + 1] |= bits >> np.uint64(_WORD - shift)
     whole = words.tobytes()
     return [int.from_bytes(whole[start : start + 16], "little") for start in range(0, len(whole), 16)]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import exp
 from operator import itemgetter
 
-from lade.decoding.contexts import ORDERS, WIDTH, unpack_row
+from lade.decoding.contexts import BITS, ORDERS, TOKEN, unpack_row
 from lade.decoding.readout import FLOOR, SCALE
 
 Ranked = list[tuple[int, float]]
@@ -25,7 +25,8 @@ PRIORS = (
 )
 """By the number of rows: the weight of each, shortest context first, and a bias. Learned on stories and code."""
 RATE = 0.01
-_NEGLIGIBLE = 0.01
+_NEGLIGIBLE = -4.6
+"""Log-odds of about 1 %; of tokens below it only the chosen one is learned from."""
 _log_odds = itemgetter(1)
 
 
@@ -49,11 +50,11 @@ class Mixer:
         mixed: dict[int, float] = {}
         get = mixed.get
         for row, weight in zip(rows, weights, strict=True):
-            numbers = unpack_row(row)
             step = weight * SCALE
-            for token, value in zip(numbers[:WIDTH], numbers[WIDTH:], strict=True):
-                mixed[token] = get(token, base) + step * value
-        mixed.pop(-1, None)
+            for entry in unpack_row(row):
+                token = entry & TOKEN
+                mixed[token] = get(token, base) + step * (entry >> BITS)
+        mixed.pop(TOKEN, None)
         return sorted(mixed.items(), key=_log_odds, reverse=True)
 
     def learn(self, rows: Sequence[bytes], ranked: Ranked, chosen: int) -> None:
@@ -61,12 +62,11 @@ class Mixer:
         if not rows:
             return
         weights = self.weights[len(rows) - 1]
-        numbers = [unpack_row(row) for row in rows]
-        values = [dict(zip(row[:WIDTH], row[WIDTH:], strict=True)) for row in numbers]
+        values = [{entry & TOKEN: FLOOR + SCALE * (entry >> BITS) for entry in unpack_row(row)} for row in rows]
         for token, log_odds in ranked:
-            error = (token == chosen) - probability(log_odds)
-            if abs(error) < _NEGLIGIBLE:
+            if token != chosen and log_odds < _NEGLIGIBLE:
                 continue
+            step = RATE * ((token == chosen) - probability(log_odds))
             for i, row in enumerate(values):
-                weights[i] += RATE * error * (FLOOR + SCALE * row.get(token, 0))
-            weights[-1] += RATE * error
+                weights[i] += step * row.get(token, FLOOR)
+            weights[-1] += step

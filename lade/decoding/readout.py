@@ -6,6 +6,7 @@ This is the one place where a step waits for the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +16,13 @@ FLOOR, CEILING = -7.0, 5.0
 """Log-odds beyond which probabilities are not told apart: 0.1 % and 99 %."""
 SCALE = (CEILING - FLOOR) / 255
 """Log-odds per unit of a stored value: 0 stands for `FLOOR` and below, 255 for `CEILING` and above."""
+Floats = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
+
 _BLOCK = 64
-_TINY = 1e-6
+_BOUNDS = np.exp(FLOOR + SCALE * (np.arange(255) + 0.5)).astype(np.float32)
+"""Odds halfway between two stored values."""
+_TINY = 1e-9
 
 
 @dataclass(frozen=True)
@@ -70,33 +76,51 @@ def read(logits: torch.Tensor, width: int) -> tuple[list[int], Readout]:
     """
     if logits.dtype == torch.float64:
         logits = logits.float()
-    found = _likeliest(logits, min(width, logits.shape[-1]))
-    scores, tokens, maxima = (tensor.cpu() for tensor in found)
-    picks = tokens[:, 0].tolist()
-    if scores.shape[1] > 1:
-        for row in (scores[:, 0] <= scores[:, 1]).nonzero().flatten().tolist():
-            picks[row] = int(logits[row].argmax())  # of equal tokens the argmax is the first one
-    return picks, Readout(tokens.numpy().astype(np.int32), _values(scores.float().numpy(), maxima.float().numpy()))
-
-
-def _likeliest(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores and ids of the best tokens, both `[M, K]`, and the maxima of all blocks, `[M, V / 64]`."""
-    rows, vocabulary = logits.shape
+    vocabulary = logits.shape[-1]
     if vocabulary < _BLOCK * width:
-        scores, tokens = logits.topk(width)
-        return scores, tokens, logits
-    if vocabulary % _BLOCK:
-        logits = torch.nn.functional.pad(logits, (0, -vocabulary % _BLOCK), value=-torch.inf)
-    blocks = logits.view(rows, -1, _BLOCK)
-    maxima = blocks.amax(-1)
-    best = maxima.topk(width, sorted=False).indices  # [M, K]
-    scores, places = blocks.gather(1, best[:, :, None].expand(-1, -1, _BLOCK)).view(rows, -1).topk(width)
-    return scores, best.gather(1, places // _BLOCK) * _BLOCK + places % _BLOCK, maxima
+        scores, tokens = map(_on_host, logits.topk(min(width, vocabulary)))
+        values = _values(scores, _on_host(logits))
+    else:
+        scores, tokens, maxima = _likeliest(logits, width)
+        values = _values(scores, maxima)
+    picks: list[int] = tokens[:, 0].tolist()
+    for row, first_two in enumerate(scores[:, :2].tolist()):
+        if first_two[0] == first_two[-1]:
+            picks[row] = int(logits[row].argmax())  # of equal tokens the argmax is the first one
+    return picks, Readout(tokens.astype(np.int32), values)
 
 
-def _values(scores: npt.NDArray[np.float32], maxima: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+def _likeliest(logits: torch.Tensor, width: int) -> tuple[Floats, Ids, Floats]:
+    """Scores and ids of the best tokens, both `[M, K]`, and the maxima of all blocks, `[M, V / 64]`."""
+    rows = logits.shape[0]
+    if logits.shape[1] % _BLOCK:
+        logits = torch.nn.functional.pad(logits, (0, -logits.shape[1] % _BLOCK), value=-torch.inf)
+    blocks = logits.reshape(-1, _BLOCK)
+    maxima = _on_host(blocks.amax(1)).reshape(rows, -1)
+    count = maxima.shape[1]
+    best = maxima.argpartition(count - width, axis=1)[:, count - width :]  # [M, K]; topk takes twice as long
+    best += np.arange(0, rows * count, count)[:, None]  # counted through all rows
+    best = best.ravel()
+    chosen = blocks.index_select(0, torch.from_numpy(best).to(logits.device)).view(rows, -1)
+    scores, places = map(_on_host, chosen.topk(width))
+    tokens = best.take(places // _BLOCK + np.arange(0, rows * width, width)[:, None])
+    tokens *= _BLOCK
+    tokens += places % _BLOCK
+    tokens -= np.arange(0, rows * count * _BLOCK, count * _BLOCK)[:, None]
+    return scores, tokens, maxima
+
+
+def _on_host(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """As an array: float32 or int64."""
+    if tensor.is_floating_point():
+        tensor = tensor.float()
+    return tensor.cpu().numpy()
+
+
+def _values(scores: Floats, maxima: Floats) -> npt.NDArray[np.uint8]:
     """Log-odds `[M, K]` in steps of `SCALE`, of scores in falling order, relative to the sum over `maxima`."""
-    likelihoods = np.exp(scores - scores[:, :1])
-    likelihoods /= np.exp(maxima - scores[:, :1]).sum(1, keepdims=True)
-    odds = np.log(likelihoods + _TINY) - np.log1p(_TINY - np.minimum(likelihoods, 1.0))
-    return np.rint(np.clip((odds - FLOOR) / SCALE, 0, 255)).astype(np.uint8)
+    best = scores[:, :1]
+    weights = np.exp(scores - best)
+    others = np.exp(maxima - best).sum(1, keepdims=True) - weights
+    values: npt.NDArray[np.uint8] = _BOUNDS.searchsorted(weights / np.maximum(others, _TINY)).astype(np.uint8)
+    return values

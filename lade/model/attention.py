@@ -38,6 +38,8 @@ class StepInputs:
     @classmethod
     def of(cls, trees: Sequence[TokenTree], lengths: Sequence[int], device: torch.device) -> StepInputs:
         """Join one tree a row; row b has `lengths[b]` cached tokens, and its nodes follow them."""
+        if len(trees) == 1:
+            return cls.rest(trees[0], 0, lengths[0], device)
         rows, step = len(trees), max(map(len, trees))
         keys = max(lengths) + step
         ids = np.empty((rows, step), dtype=np.int64)
@@ -63,12 +65,14 @@ class StepInputs:
         Here S is the number of nodes to feed, and K = length + S.
         """
         before = length - cached  # tokens in front of the tree
-        positions = torch.tensor(tree.depths) + before
-        allowed = torch.ones(len(tree) - cached, before + len(tree), dtype=torch.bool)
-        allowed[:, before:] = torch.from_numpy(tree.closure()[cached:])
-        key_positions = torch.cat([torch.arange(before), positions])
-        rows = (torch.tensor(tree.ids[cached:]), positions[cached:], key_positions, allowed)
-        return cls(*(tensor[None].to(device) for tensor in rows))
+        key_positions = np.arange(before + len(tree))
+        positions = key_positions[before:]
+        positions[:] = tree.depths
+        positions += before
+        allowed = np.ones((len(tree) - cached, before + len(tree)), dtype=np.bool_)
+        allowed[:, before:] = tree.closure()[cached:]
+        rows = (np.array(tree.ids[cached:]), positions[cached:], key_positions, allowed)
+        return cls(*(torch.from_numpy(array[None]).to(device) for array in rows))
 
 
 def everything(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -13,32 +13,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 _ROOM_TOKENS = 256
+_JOINED_LAYERS = 8
+"""Layers whose buffers are made one; more would take fewer operations, but more memory whenever the cache grows."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """How a path gets to the front of the tokens that were fed; the same for all layers.
+    """How what is left of a path gets to where it belongs; the same for all layers.
 
     Attributes:
-        kept: length of the path.
-        in_place: how many of its first nodes lie there already, since the path begins 0, 1, 2, ...
-        nodes: the others, int64.
+        row: of the batch.
+        slots: where it lies, int64.
+        start: of the slots where it belongs.
     """
 
-    kept: int
-    in_place: int
-    nodes: torch.Tensor
-
-    @classmethod
-    def of(cls, path: Sequence[int]) -> Move:
-        """The move that keeps `path`."""
-        in_place = next((i for i, node in enumerate(path) if i != node), len(path))
-        return cls(len(path), in_place, torch.tensor(path[in_place:], dtype=torch.long))
+    row: int
+    slots: torch.Tensor
+    start: int
 
 
 class TreeLayer(CacheLayerMixin):
@@ -80,18 +77,6 @@ class TreeLayer(CacheLayerMixin):
                     buffer[row, :, length : length + fed] = states[row]
         self.lengths = [length + fed for length in self.lengths]
         return self.keys[:, :, :visible], self.values[:, :, :visible]
-
-    def keep(self, moves: Sequence[Move], fed: int) -> None:
-        """See `TreeCache.keep`; one move a row."""
-        assert self.keys is not None and self.values is not None
-        for row, move in enumerate(moves):
-            start = self.lengths[row] - fed
-            end = self.lengths[row] = start + move.kept
-            if move.in_place == move.kept:
-                continue
-            nodes = move.nodes.to(self.keys.device) + start
-            for buffer in (self.keys, self.values):
-                buffer[row, :, start + move.in_place : end] = buffer[row].index_select(1, nodes)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens of every row; `tokens_to_remove` <= 0, as transformers wants it."""
@@ -138,12 +123,45 @@ class TreeLayer(CacheLayerMixin):
         self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
 
 
+class JoinedLayers:
+    """Layers whose keys and values are made views of one tensor, so that one operation moves what lies in all of them.
+
+    Layers replace their buffers when these grow or when rows are selected; then they are joined anew. Buffers that
+    differ in shape, type or device stay by themselves.
+    """
+
+    def __init__(self, layers: Sequence[TreeLayer]) -> None:
+        self.layers = layers
+        self._views: list[torch.Tensor] = []
+        self._wholes: list[torch.Tensor] = []
+
+    def make(self, moves: Sequence[Move]) -> None:
+        """Make these moves in all layers."""
+        for whole in self._joined():  # [N, B, H, capacity, D]
+            for move in moves:
+                states = whole[:, move.row].index_select(2, move.slots.to(whole.device))
+                whole[:, move.row, :, move.start : move.start + len(move.slots)] = states
+
+    def _joined(self) -> list[torch.Tensor]:
+        buffers = [buffer for layer in self.layers for buffer in (layer.keys, layer.values) if buffer is not None]
+        if len(buffers) != len(self._views) or not all(map(is_, buffers, self._views)):
+            if len({(buffer.shape, buffer.dtype, buffer.device) for buffer in buffers}) == 1:
+                self._wholes = [torch.stack(buffers)]
+                self._views = list(self._wholes[0].unbind())
+                for layer, keys, values in zip(self.layers, self._views[::2], self._views[1::2], strict=True):
+                    layer.keys, layer.values = keys, values
+            else:
+                self._wholes, self._views = [buffer[None] for buffer in buffers], buffers
+        return self._wholes
+
+
 class TreeCache(Cache):
     """KV cache of B rows for any decoder-only transformers model; layers appear as the model asks for them."""
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=TreeLayer)
         self.layers: list[TreeLayer]  # type: ignore[assignment]
+        self._groups: list[JoinedLayers] = []
 
     @classmethod
     def of_length(cls, tokens: int) -> TreeCache:
@@ -161,6 +179,7 @@ class TreeCache(Cache):
     def reset(self) -> None:
         """Forget everything: the cache is as new, and as falsy, which transformers asks before it drops a cache."""
         self.layers.clear()
+        self._groups.clear()
 
     def keep(self, paths: Sequence[Sequence[int]], fed: int) -> None:
         """Of the `fed` tokens that came last, keep those of the path and drop the others.
@@ -169,9 +188,25 @@ class TreeCache(Cache):
             paths: for each row the indices to keep, ascending, counted from the first of the `fed` tokens.
             fed: tokens that the last forward pass appended to every row.
         """
-        moves = [Move.of(path) for path in paths]
+        moves: list[Move] = []
+        lengths: list[int] = []
+        for row, (path, length) in enumerate(zip(paths, self.lengths, strict=True)):
+            start = length - fed
+            lengths.append(start + len(path))
+            in_place = next((i for i, node in enumerate(path) if i != node), len(path))
+            if in_place < len(path):
+                moves.append(Move(row, torch.tensor(path[in_place:]) + start, start + in_place))
+        if moves:
+            for group in self._grouped():
+                group.make(moves)
         for layer in self.layers:
-            layer.keep(moves, fed)
+            layer.lengths = lengths
+
+    def _grouped(self) -> list[JoinedLayers]:
+        if sum(len(group.layers) for group in self._groups) != len(self.layers):
+            firsts = range(0, len(self.layers), _JOINED_LAYERS)
+            self._groups = [JoinedLayers(self.layers[first : first + _JOINED_LAYERS]) for first in firsts]
+        return self._groups
 
 
 def _grown(buffer: torch.Tensor, needed: int) -> torch.Tensor:

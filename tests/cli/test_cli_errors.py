@@ -33,7 +33,7 @@ def generate(lade, folder):
         (["--ngram", 1], ["ngram=1", ">= 2"]),
         (["--guesses", -2], ["guesses=-2", ">= 0"]),
         (["--max-new-tokens", 0], ["max-new-tokens=0", ">= 1"]),
-        (["--method", "adaptive"], ["'adaptive'", "plain, lookahead, auto"]),
+        (["--method", "magic"], ["'magic'", "plain, lookahead, adaptive, auto"]),
         (["--method", "plain", "--window", 3], ["--window 3", "leave out"]),
         (["--dtype", "int8"], ["'int8'", "float32"]),
         (["--device", "abacus"], ["'abacus'", "cpu"]),

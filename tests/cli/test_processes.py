@@ -36,7 +36,7 @@ def test_help_and_version_come_without_torch():
         assert done.stdout.strip()
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "info", "demo"])
+@pytest.mark.parametrize("command", ["generate", "chat", "info", "tune", "warm", "demo"])
 def test_every_command_has_an_example(command):
     result = CliRunner().invoke(app, [command, "--help"])
     assert result.exit_code == 0
@@ -112,14 +112,17 @@ def test_colours_on_a_terminal_are_the_steps(environment, folder, tokenizer):
     ids = tokenizer("say it again, say it")["input_ids"]
     expected, runs = "", 0
     model = LlamaForCausalLM.from_pretrained(folder)
-    for step in lade.stream(model, input_ids=torch.tensor([ids]), max_new_tokens=40):
+    config = lade.LookaheadConfig(budget=8)  # what the method chooses by itself depends on the clock
+    for step in lade.stream(model, input_ids=torch.tensor([ids]), max_new_tokens=40, lookahead=config):
         text = tokenizer.decode(step.tokens)
         if len(step.tokens) > 1:
             runs += 1
             text = f"\x1b[1;{36 if runs % 2 else 32}m{text}\x1b[0m"
         expected += text
     assert runs > 2
-    output, code = on_a_terminal(["generate", "-m", folder, "-p", "say it again, say it", "-n", 40], environment)
+    output, code = on_a_terminal(
+        ["generate", "-m", folder, "-p", "say it again, say it", "-n", 40, "--budget", 8], environment
+    )
     assert code == 0
     assert output.startswith(f"\x1b[2msay it again, say it\x1b[0m{expected}\n")
     assert "colours:" in output and "40 tokens in 1 + " in output

@@ -456,7 +456,7 @@ def test_the_container_is_one_that_others_can_read(path):
     rows = arrays["tokens.1"], arrays["values.1"]
     for token, ids, values in zip(arrays["contexts.1"][:, 0].tolist(), *rows, strict=True):
         (row, *_) = memory.lookup(context_of([token]))
-        assert row == ids.astype("<i4").tobytes() + values.tobytes()
+        assert row == (values.astype(int) << 21 | ids & (1 << 21) - 1).astype("<i4").tobytes()
     end = 8 + int.from_bytes(whole[:8], "little")
     metadata = json.loads(whole[8:end])["__metadata__"]
     assert metadata["format"] == "lade.memory" and metadata["version"] == "1"

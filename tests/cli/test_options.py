@@ -1,0 +1,93 @@
+"""What `--method`, the sizes, `--budget` and `--memory` mean together."""
+
+import json
+
+import pytest
+from test_cli_errors import fails
+
+from lade import LookaheadConfig
+from lade.cli.options import lookahead_of
+
+PROMPT = "say it again, say it"
+
+
+@pytest.fixture
+def memory(tmp_path):
+    path = tmp_path / "texts.memory"
+    path.write_bytes(b"")
+    return path
+
+
+def test_methods():
+    assert lookahead_of(None) == lookahead_of("auto") == "auto"
+    assert lookahead_of("plain") is None
+    assert lookahead_of("adaptive") == LookaheadConfig() and lookahead_of("adaptive").adaptive
+    assert lookahead_of("lookahead") == LookaheadConfig(adaptive=False)
+    assert not lookahead_of("lookahead").adaptive
+
+
+@pytest.mark.parametrize("method", [None, "auto", "lookahead"])
+def test_sizes_imply_lookahead(method):
+    assert lookahead_of(method, 3, None, 0) == LookaheadConfig(window=3, guesses=0)
+    assert lookahead_of(method, 7, 5, 7) == LookaheadConfig(7, 5, 7), "the defaults are sizes too"
+    assert not lookahead_of(method, 7, 5, 7).adaptive
+
+
+@pytest.mark.parametrize("method", [None, "auto", "adaptive"])
+def test_a_budget_and_a_memory_imply_adaptive(method, memory):
+    assert lookahead_of(method, budget=9) == LookaheadConfig(budget=9)
+    assert lookahead_of(method, memory=memory) == LookaheadConfig()
+    assert lookahead_of(method, budget=1, memory=memory) == LookaheadConfig(budget=1)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--budget", 0], ["budget=0", ">= 1"]),
+        (["--method", "plain", "--budget", 9], ["method='plain'", "--budget 9", "leave out"]),
+        (["--method", "plain", "--memory", "MEMORY"], ["method='plain'", "--memory", "leave out"]),
+        (["--method", "lookahead", "--budget", 9], ["method='lookahead'", "--budget 9", "--method adaptive"]),
+        (["--method", "lookahead", "--memory", "MEMORY"], ["method='lookahead'", "--memory", "--method adaptive"]),
+        (["--method", "adaptive", "--window", 3], ["window=3", "--method adaptive", "leave out"]),
+        (["--ngram", 3, "--budget", 9], ["ngram=3", "--ngram 3", "--budget 9", "leave out"]),
+        (["--guesses", 3, "--memory", "MEMORY"], ["guesses=3", "--memory", "leave out"]),
+        (["--memory", "none.memory"], ["'none.memory'", "not there", "lade warm"]),
+        (["--memory", "."], ["'.'", "lade warm"]),
+        (["--memory", "MEMORY"], ["damaged", "lade warm"]),
+    ],
+)
+def test_contradictions_are_one_line(lade, folder, memory, command, arguments, words):
+    arguments = [memory if argument == "MEMORY" else argument for argument in arguments]
+    prompt = ["-p", PROMPT] if command == "generate" else []
+    fails(lade(command, "-m", folder, *prompt, *arguments), *words)
+
+
+@pytest.mark.parametrize("arguments", [["--method", "adaptive"], ["--budget", 6]])
+def test_the_adaptive_method_has_the_tokens_of_plain_decoding(lade, folder, plain, tokenizer, arguments):
+    result = lade("generate", "-m", folder, "-p", PROMPT, "-n", 40, "--json", *arguments)
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["token_ids"] == plain(tokenizer(PROMPT)["input_ids"], 40)
+    assert report["config"]["adaptive"] is True
+    if "--budget" in arguments:
+        assert report["config"]["budget"] == 6 and 1 < report["step_tokens_mean"] <= 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ending"),
+    [
+        (["--method", "plain"], "· plain"),
+        (["--method", "lookahead"], "· lookahead (7, 5, 7)"),
+        (["--window", 3], "· lookahead (3, 5, 7)"),
+        (["--method", "adaptive"], "· adaptive"),
+        (["--budget", 6], "· adaptive, budget 6"),
+    ],
+)
+def test_the_statistics_line_names_the_method(lade, folder, arguments, ending):
+    assert lade("generate", "-m", folder, "-p", PROMPT, "-n", 8, *arguments).stderr.rstrip().endswith(ending)
+
+
+def test_an_explicit_adaptive_method_is_not_replaced(lade, unsupported):
+    for arguments in (["--method", "adaptive"], ["--budget", 6]):
+        fails(lade("generate", "-m", unsupported, "-p", PROMPT, *arguments), "GPTNeoForCausalLM", "plain")

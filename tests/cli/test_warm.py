@@ -1,0 +1,302 @@
+"""`lade warm`, and `--memory` of the commands that use what it has filled."""
+
+import json
+import signal
+
+import pytest
+import torch
+from test_cli_errors import fails
+from typer.testing import CliRunner
+
+from lade import InputError, LookaheadConfig, Memory, generate
+from lade.cli import warm as module
+from lade.cli.loading import Subject
+from lade.cli.main import app
+from lade.cli.warm import Harvest
+from lade.decoding.contexts import context_of
+from lade.decoding.memory_file import fingerprint_of
+from lade.stats import Stats
+
+CONTEXT = 512  # of the model in conftest.py
+TEXTS = ["say it again, say it", "one two three", "say it again, say it"]
+NEW = 24
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+    return file
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "texts.memory"
+
+
+@pytest.fixture
+def warm(lade, folder, prompts, out):
+    def run(*arguments, prompts=prompts):
+        return lade("warm", "-m", folder, "--prompts", prompts, "--out", out, "-n", NEW, *arguments)
+
+    return run
+
+
+@pytest.fixture
+def interrupting(monkeypatch):
+    """Presses Ctrl-C in a step of a generation, both counted from 1."""
+    from lade.cli import decoding
+
+    original, state = decoding.stream, {"generations": 0}
+
+    def at(generation, step_of_it):
+        def stream(*args, **kwargs):
+            state["generations"] += 1
+            for step in original(*args, **kwargs):
+                if (state["generations"], step.index) == (generation, step_of_it):
+                    signal.raise_signal(signal.SIGINT)
+                yield step
+
+        monkeypatch.setattr(decoding, "stream", stream)
+        return state
+
+    return at
+
+
+def test_it_fills_a_memory_with_what_the_model_says(warm, out, folder, tokenizer):
+    result = warm("--json")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    report = json.loads(result.stdout)
+    assert (report["model"], report["dtype"], report["packed"]) == (str(folder), "float32", False)
+    assert (report["prompts"], report["new_tokens"], report["skipped"]) == (3, 3 * NEW, [])
+    assert (report["continued"], report["interrupted"], report["out"]) == (False, False, str(out))
+    assert report["file_bytes"] == out.stat().st_size > 0 and report["seconds"] > 0
+    assert report["tokens_per_step"] == pytest.approx((3 * NEW - 3) / report["steps"])
+    assert report["tokens_per_step_last_tenth"] > report["tokens_per_step_first_tenth"], "the third is the first again"
+    memory = Memory.load(out, tokenizer)
+    assert len(memory) == report["contexts"] > 0
+    assert memory.fingerprint == fingerprint_of(tokenizer) and memory.max_bytes == 128 * 2**20
+    assert memory.mixer.weights != Memory().mixer.weights
+
+
+def test_the_memory_is_one_that_the_library_would_have_filled(warm, out, model, tokenizer):
+    warm()
+    memory = Memory()
+    for text in TEXTS:
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        generate(model, input_ids=ids, max_new_tokens=NEW, lookahead=LookaheadConfig(memory=memory))
+    ids = tokenizer(TEXTS[1])["input_ids"]
+    for end in range(1, len(ids) + 1):
+        mine, its = (kept.lookup(context_of(ids[:end])) for kept in (memory, Memory.load(out)))
+        assert len(mine) == len(its) == 4
+
+
+def test_the_summary(warm, out):
+    result = warm()
+    assert result.exit_code == 0, result.output
+    lines = dict(line.split(None, 1) for line in result.stdout.splitlines())
+    assert lines["prompts"].strip() == "3" and lines["contexts"].strip() == str(len(Memory.load(out)))
+    assert f"{3 * NEW}" in result.stdout and "in the first tenth of the prompts" in result.stdout
+    assert result.stderr == ""
+
+
+def test_it_goes_on_with_a_memory_that_is_there(warm, out, tokenizer):
+    first = json.loads(warm("--json", "--limit", 1).stdout)
+    assert first["prompts"] == 1
+    result = warm("--json")
+    report = json.loads(result.stdout)
+    assert report["continued"] is True
+    assert f"going on with the {first['contexts']} contexts" in result.stderr
+    assert report["contexts"] > first["contexts"]
+    assert report["tokens_per_step_first_tenth"] > first["tokens_per_step_first_tenth"], "it knows that one"
+    result = warm("--json", "--limit", 1, "--fresh")
+    again = json.loads(result.stdout)
+    assert again["continued"] is False and result.stderr == ""
+    assert again["contexts"] < report["contexts"]
+    assert len(Memory.load(out)) == again["contexts"]
+
+
+def test_several_files_and_one_that_is_a_single_prompt(warm, lade, folder, prompts, out, tmp_path):
+    text = tmp_path / "prompt.txt"
+    text.write_text("two\nlines\n")
+    assert json.loads(warm("--prompts", text, "--json").stdout)["prompts"] == 4
+
+
+def test_the_size_of_the_memory(warm, out):
+    warm("--max-mib", 3)
+    assert Memory.load(out).max_bytes == 3 * 2**20
+    warm("--max-mib", 1)
+    assert Memory.load(out).max_bytes == 2**20
+    warm()
+    assert Memory.load(out).max_bytes == 2**20, "as it was"
+
+
+def test_prompts_that_do_not_fit_are_skipped(warm, prompts, out):
+    with open(prompts, "a") as file:
+        file.write(json.dumps({"prompt": "x" * CONTEXT}) + "\n" + json.dumps({"prompt": "fine"}) + "\n")
+    result = warm("--json")
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert report["prompts"] == 4 and report["new_tokens"] == 4 * NEW
+    ((name, reason),) = [skipped.values() for skipped in report["skipped"]]
+    assert name == f"{prompts} prompt 4" and str(CONTEXT) in reason
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"skipped: {name}: ") and "shorten the prompt" in line
+    result = warm()
+    assert result.exit_code == 1 and "4, 1 skipped" in result.stdout
+
+
+def test_where_nothing_fits_nothing_is_saved(warm, prompts, out):
+    warm()
+    before = out.read_bytes()
+    prompts.write_text(json.dumps({"prompt": "x" * CONTEXT}))
+    for arguments in (["--fresh"], []):
+        result = warm("--json", *arguments)
+        assert result.exit_code == 1 and json.loads(result.stdout)["prompts"] == 0
+        assert out.read_bytes() == before, "an empty memory does not replace a good one"
+    out.unlink()
+    assert json.loads(warm("--json").stdout)["file_bytes"] == 0
+    assert warm().exit_code == 1 and not out.exists()
+
+
+def test_texts_end_with_the_context(warm, prompts):
+    prompts.write_text(json.dumps({"prompt": "x" * (CONTEXT - 5)}))
+    assert json.loads(warm("--json").stdout)["new_tokens"] == 5
+
+
+def test_ctrl_c_saves_what_it_has(warm, out, interrupting, tokenizer):
+    interrupting(2, 3)
+    before = signal.getsignal(signal.SIGINT)
+    result = warm("--json")
+    assert result.exit_code == 130
+    assert signal.getsignal(signal.SIGINT) is before
+    report = json.loads(result.stdout)
+    assert report["interrupted"] is True and report["prompts"] == 2
+    assert NEW < report["new_tokens"] < 2 * NEW
+    assert f"interrupted: {str(out)!r} has what was learned" in result.stderr and "Traceback" not in result.stderr
+    assert len(Memory.load(out, tokenizer)) == report["contexts"] > 0
+
+
+def test_ctrl_c_between_two_prompts_is_heard_too(warm, out, monkeypatch):
+    original, asked = Subject.encode, []
+
+    def encode(self, text):
+        asked.append(text)
+        if len(asked) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return original(self, text)
+
+    monkeypatch.setattr(Subject, "encode", encode)
+    result = warm("--json")
+    assert result.exit_code == 130 and json.loads(result.stdout)["prompts"] == 2
+    assert len(Memory.load(out)) > 0
+
+
+def test_it_saves_now_and_then(warm, out, monkeypatch):
+    """Whatever ends it: what was saved before is there."""
+    monkeypatch.setattr(module, "SAVE_EVERY_S", 0.0)
+    original, seen = Subject.encode, []
+
+    def encode(self, text):
+        seen.append(len(Memory.load(out)) if out.exists() else 0)
+        if len(seen) == 3:
+            raise RuntimeError("the machine is gone")
+        return original(self, text)
+
+    monkeypatch.setattr(Subject, "encode", encode)
+    assert isinstance(warm().exception, RuntimeError)
+    assert 0 == seen[0] < seen[1] < seen[2] == len(Memory.load(out))
+
+
+def test_a_bar_on_a_terminal(folder, prompts, out):
+    arguments = ["warm", "-m", str(folder), "--prompts", str(prompts), "--out", str(out), "-n", str(NEW)]
+    terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "100"}
+    result = CliRunner().invoke(app, arguments, env=terminal)
+    assert result.exit_code == 0, result.output
+    assert "3/3" in result.stderr and "tokens a step" in result.stderr
+
+
+def test_tenths():
+    def run(steps, tokens):
+        stats = Stats(steps=steps, accepted=[tokens] * steps, new_tokens=1 + steps * tokens, generations=1)
+        return stats
+
+    runs = [run(10, 1), run(10, 2), *[run(1, 7) for _ in range(16)], run(5, 3), run(15, 5)]
+    harvest = Harvest(runs)
+    assert harvest.first_tenth == 1.5 and harvest.last_tenth == 4.5
+    assert harvest.rate == pytest.approx((10 + 20 + 16 * 7 + 15 + 75) / 56)
+    assert Harvest(runs[:2]).first_tenth == 1 and Harvest(runs[:2]).last_tenth == 2
+    assert Harvest().first_tenth == Harvest().rate == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--max-mib", 0], ["max-mib=0", ">= 1"]),
+        (["--limit", 0], ["limit=0", ">= 1"]),
+        (["-n", 0], ["max-new-tokens=0"]),
+        (["--out", "no/such/folder/m"], ["out='no/such/folder/m'", "does not exist", "create it"]),
+        (["--out", "."], ["out='.'", "regular file"]),
+        (["--prompts", "none.jsonl"], ["none.jsonl", "No such file"]),
+        (["--dtype", "int8"], ["'int8'"]),
+    ],
+)
+def test_wrong_options_are_named_before_any_work(warm, out, arguments, words):
+    fails(warm(*arguments), *words)
+    assert not out.exists()
+
+
+def test_a_model_that_cannot_be_served_fills_nothing(lade, unsupported, prompts, out):
+    fails(lade("warm", "-m", unsupported, "--prompts", prompts, "--out", out), "GPTNeoForCausalLM")
+    assert not out.exists()
+
+
+@pytest.fixture
+def foreign(out):
+    """A memory of another tokenizer."""
+
+    class Other:
+        def get_vocab(self):
+            return {"a": 0}
+
+    Memory().save(out, Other())
+    return out
+
+
+def test_a_memory_of_another_tokenizer_or_a_damaged_one(warm, lade, folder, foreign):
+    fails(warm(), foreign, "tokenizer", "lade warm")
+    fails(lade("generate", "-m", folder, "-p", "x", "--memory", foreign), foreign, "tokenizer", "lade warm")
+    fails(lade("chat", "-m", folder, "--memory", foreign), foreign, "tokenizer")
+    assert warm("--fresh").exit_code == 0
+    foreign.write_bytes(foreign.read_bytes()[:-1])
+    fails(warm(), foreign, "damaged", "lade warm")
+    fails(lade("generate", "-m", folder, "-p", "x", "--memory", foreign), foreign, "damaged", "lade warm")
+    with pytest.raises(InputError):
+        Memory.load(foreign)
+    assert warm("--fresh").exit_code == 0
+
+
+def test_a_memory_makes_generation_faster_and_stays_as_it_is(warm, lade, folder, out, plain, tokenizer):
+    warm()
+    before = out.read_bytes()
+    arguments = ["generate", "-m", folder, "-p", TEXTS[0], "-n", NEW, "--json", "--budget", 8]
+    report, without = (json.loads(lade(*arguments, *more).stdout) for more in (["--memory", out], []))
+    assert report["token_ids"] == without["token_ids"] == plain(tokenizer(TEXTS[0])["input_ids"], NEW)
+    assert report["steps"] < without["steps"]
+    assert report["config"]["memory"] is True and without["config"]["memory"] is False
+    assert out.read_bytes() == before
+    result = lade("generate", "-m", folder, "-p", TEXTS[0], "-n", NEW, "--memory", out)
+    assert result.stderr.rstrip().endswith("· adaptive, memory")
+
+
+def test_a_chat_with_a_memory(warm, lade, folder, out, plain, tokenizer):
+    warm()
+    result = lade("chat", "-m", folder, "-n", NEW, "--memory", out, "--budget", 8, stdin=TEXTS[0] + "\n")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == tokenizer.decode(plain(tokenizer(TEXTS[0])["input_ids"], NEW)) + "\n"
+    assert "adaptive, budget 8, memory" in result.stderr
+
+
+def test_the_help_has_an_example(lade):
+    assert "Example:  lade warm --model gpt2" in lade("warm", "--help").stdout
