@@ -155,9 +155,7 @@ class FunctionRunner:
         """Depth left before `max_length`."""
         return None if self.max_length is None else max(0, self.max_length - 1 - cached)
 
-    def prefill(
-        self, rows: Sequence[Sequence[int]], cache: ListCache, watch: Watch | None = None
-    ) -> torch.Tensor:
+    def prefill(self, rows: Sequence[Sequence[int]], cache: ListCache, watch: Watch | None = None) -> torch.Tensor:
         """Logits `[B, V]` after each row; `watch` is shown those of all tokens, where rows are equally long."""
         cache.rows = [list(row) for row in rows]
         length = min(map(len, rows))

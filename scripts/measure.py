@@ -1,10 +1,10 @@
 """Compression ratio and time of every way to decode on real text, outputs compared with `model.generate` first.
 
-    python scripts/measure.py --model FOLDER --prompts FILE.jsonl --arm 7,5,7 --arm budget=24 --arm adaptive --arm adaptive:kept
+    python scripts/measure.py --model FOLDER --prompts FILE.jsonl --arm 7,5,7 --arm budget=24 --arm adaptive:kept
 
 Arms: `plain` (our loop, one token a step), `W,N,G` (the paper's method), `budget=B` and `adaptive` (ours, the memory
-empty for each prompt, or with `:kept` kept across the prompts). `generate` is `model.generate` and always runs. For each
-prompt all arms run in turn, so that a drift of the machine's speed meets all of them. Exit code 1 if any output
+empty for each prompt, or with `:kept` kept across the prompts). `generate` is `model.generate` and always runs. For
+each prompt all arms run in turn, so that a drift of the machine's speed meets all of them. Exit code 1 if any output
 differs (in bfloat16 near ties may, and are counted).
 """
 
@@ -56,9 +56,11 @@ class Arm:
         return cls(name, lade.LookaheadConfig(*map(int, method.split(","))))
 
 
-def main(
+def main(  # noqa: PLR0917 - the options of a command
     model: Annotated[str, typer.Option(help="folder of a causal language model, or `embedded`")],
-    prompts: Annotated[Path | None, typer.Option(help="JSON lines with the key `prompt`; none: the embedded ones")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON lines with the key `prompt`; none: the embedded ones")
+    ] = None,
     arm: Annotated[list[str], typer.Option(help="may be given several times")] = ["7,5,7", "15,5,15"],  # noqa: B006
     max_new_tokens: int = 200,
     limit: Annotated[int | None, typer.Option(help="only the first prompts")] = None,
@@ -134,7 +136,9 @@ def run(model: Any, ids: torch.Tensor, arm: Arm, arguments: dict[str, Any], seed
 
 def report(arms: list[Arm], shares: list[float], model: Any) -> None:
     """The table, and what it was measured on."""
-    table = Table("method", "differing", "S", "T̄", "step ms", "library ms", "speed-up over generate (median, quartiles)")
+    table = Table(
+        "method", "differing", "S", "T̄", "step ms", "library ms", "speed-up over generate (median, quartiles)"
+    )
     for arm in arms:
         stats = arm.stats
         ratios = sorted(plain / ours for plain, ours in zip(arms[0].seconds, arm.seconds, strict=True))

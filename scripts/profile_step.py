@@ -1,6 +1,6 @@
 """Where the library's own time of a step goes: all but the model's forward pass.
 
-    python scripts/profile_step.py --model FOLDER
+    python scripts/profile_step.py --model FOLDER [--method 7,5,7 | --method budget=16]
 
 Each part is timed by wrapping its function. What the wrappers cost counts as the library's time, so this shows shares;
 `measure.py` has the total.
@@ -25,11 +25,12 @@ from lade.model.cache import TreeCache
 from lade.model.runner import StepInputs
 
 PARTS: list[tuple[Any, str, str]] = [
-    (Row, "learn", "learning n-grams"),
+    (Row, "learn", "learning"),
     (StepInputs, "of", "the step's tensors"),
     (MaskPlan, "masks", "masks in the model's form"),
     (TreeCache, "keep", "moving the accepted path's keys and values"),
     (engine, "best_tokens", "argmax, and the copy to the host"),
+    (engine, "read", "argmax and likeliest tokens, and the copy to the host"),
     (Row, "grow", "growing the tree"),
     (engine, "walk", "the walk, stop rules included"),
 ]
@@ -45,10 +46,16 @@ def timed(function: Callable[..., Any], name: str, spent: Counter[str]) -> Calla
     return call
 
 
+def config_of(method: str) -> lade.LookaheadConfig:
+    if method.startswith("budget="):
+        return lade.LookaheadConfig(budget=int(method.removeprefix("budget=")))
+    return lade.LookaheadConfig(*map(int, method.split(",")))
+
+
 def main(
     model: Annotated[Path, typer.Option(help="folder of a causal language model")],
     prompt: str = "Once upon a time there was a little girl named Lily",
-    sizes: Annotated[str, typer.Option(help="W,N,G")] = "7,5,7",
+    method: Annotated[str, typer.Option(help="W,N,G or budget=B")] = "7,5,7",
     rounds: int = 10,
 ) -> None:
     loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
@@ -58,7 +65,7 @@ def main(
         "max_new_tokens": 200,
         "do_sample": False,
         "eos_token_id": None,
-        "lookahead": lade.LookaheadConfig(*map(int, sizes.split(","))),
+        "lookahead": config_of(method),
         "stats": stats,
     }
     for owner, name, part in PARTS:
@@ -71,7 +78,7 @@ def main(
         lade.generate(loaded, **arguments)
     print(f"{1e6 * stats.library_s / stats.steps:.0f} us a step, {stats.library_s / stats.decode_s:.1%} of it")
     for part, seconds in spent.most_common():
-        print(f"{seconds / stats.library_s:6.1%}  {part}")
+        print(f"{seconds / stats.library_s:6.1%}  {1e6 * seconds / stats.steps:4.0f} us  {part}")
     print(f"{1 - sum(spent.values()) / stats.library_s:6.1%}  the rest: calls, bookkeeping")
 
 

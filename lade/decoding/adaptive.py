@@ -6,8 +6,9 @@ sum of all scores, and one for the token that the model chooses itself, is what 
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from heapq import heappop, heappush, heapreplace
 
 from lade.decoding.contexts import ORDERS, WIDTH, context_of, extended
@@ -24,6 +25,8 @@ PROMISE = 0.7
 are expanded for nothing but 0.1 % of what trees yield."""
 COLUMNS, NGRAM = 16, 5
 """Sizes of the lookahead window; each step plants as many of its columns as there is room for."""
+LEAST_COLUMNS = 3
+"""A smaller window finds nothing worth its cells."""
 
 
 class Growth:
@@ -34,11 +37,13 @@ class Growth:
         context: of the root, see `context_of`.
         memory: what follows a context.
         mixer: how likely that is.
-        excluded: ids that are not drafted, since nothing follows them.
+        allowed: whether an id may be drafted.
     """
 
-    def __init__(self, tree: TokenTree, context: int, memory: Memory, mixer: Mixer, excluded: Collection[int]) -> None:
-        self.tree, self._memory, self._mixer, self._excluded = tree, memory, mixer, excluded
+    def __init__(
+        self, tree: TokenTree, context: int, memory: Memory, mixer: Mixer, allowed: Callable[[int], bool]
+    ) -> None:
+        self.tree, self._memory, self._mixer, self._allowed = tree, memory, mixer, allowed
         self.contexts, self.scores = [context], [1.0]
         self._ranked: dict[int, tuple[list[bytes], Ranked]] = {}
         # Entries: minus a score, a node, and which of its children is meant; for -1 the node is not expanded yet, and
@@ -63,7 +68,7 @@ class Growth:
             if rank < 0:
                 continue
             token = ranked[rank][0]
-            if token in self._excluded:
+            if not self._allowed(token):
                 continue
             node = tree.add(parent, token, "memory")
             if node is not None:
@@ -72,9 +77,16 @@ class Growth:
                 heappush(heap, (PROMISE * score, node, -1))
         return len(tree) >= size
 
+    def cut(self, size: int) -> None:
+        """Keep only the first `size` nodes, and grow no more. Others may be given the numbers of those cut off."""
+        if size < len(self.tree):
+            self.tree.cut(size)
+            del self.contexts[size:], self.scores[size:]
+            self._ranked = {node: found for node, found in self._ranked.items() if node < size}
+        self._heap.clear()
+
     def follow_tree(self) -> None:
-        """Take notice of nodes that others have cut off or added."""
-        del self.contexts[len(self.tree) :]
+        """Take notice of nodes that others have added."""
         for node in range(len(self.contexts), len(self.tree)):
             self.contexts.append(extended(self.contexts[self.tree.parents[node]], self.tree.ids[node]))
 
@@ -97,14 +109,23 @@ class AdaptiveDrafter:
         memory: what follows a context; it is added to.
         budget: how large trees are.
         excluded: ids behind which nothing is to be guessed (end of sequence, padding).
+        vocabulary: ids below it can be fed; a memory may know others, of another model.
         read_prompts: whether to learn from the logits of the prompt.
         seed: of the window's first tokens.
     """
 
     def __init__(
-        self, memory: Memory, budget: Budget, excluded: Collection[int] = (), *, read_prompts: bool = True, seed: int = 0
+        self,
+        memory: Memory,
+        budget: Budget,
+        excluded: Collection[int] = (),
+        *,
+        vocabulary: int | None = None,
+        read_prompts: bool = True,
+        seed: int = 0,
     ) -> None:
-        self.memory, self.budget, self._excluded = memory, budget, frozenset(excluded)
+        self.memory, self.budget = memory, budget
+        self._excluded, self._vocabulary = frozenset(excluded), math.inf if vocabulary is None else vocabulary
         self._rng = random.Random(seed)
         self.window: Window | None = None
         self._tips: list[int | None] = []
@@ -127,22 +148,25 @@ class AdaptiveDrafter:
         self._growth, self.width = None, 0
         if not self.budget.rest():
             self.width = WIDTH
-            self._growth = Growth(tree, context_of(tokens), self.memory, self.memory.mixer, self._excluded)
+            self._growth = Growth(tree, context_of(tokens), self.memory, self.memory.mixer, self._allowed)
             for size, least in self.budget.stages():
                 if not self._growth.grow(size, least):
                     break
-            tree.cut(self.budget.choose(self._growth.scores))
+            self._growth.cut(self.budget.choose(self._growth.scores))
             self._explore(tree)
             self._growth.follow_tree()
         self._fed = len(tree)
         return tree
+
+    def _allowed(self, token: int) -> bool:
+        return token < self._vocabulary and token not in self._excluded
 
     def _explore(self, tree: TokenTree) -> None:
         """Fill the tree with as many columns of the window as there is room for."""
         self._tips = []
         if self.window is not None:
             columns = (self.budget.explored(len(tree)) - len(tree)) // (NGRAM - 1)
-            if columns > 0:
+            if columns >= LEAST_COLUMNS:
                 self._tips = self.window.plant(tree, columns)
 
     def learn(self, tokens: Sequence[int], picks: Sequence[int], readout: Readout | None, verdict: Verdict) -> None:

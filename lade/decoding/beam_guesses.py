@@ -9,9 +9,9 @@ import torch
 
 from lade.config import LookaheadConfig
 from lade.decoding.branches import Branches, Follow
+from lade.decoding.lookahead import chosen_ngrams
 from lade.decoding.pool import NGramPool
 from lade.decoding.recycling import Recycler
-from lade.decoding.lookahead import chosen_ngrams
 
 FOLLOWS = 8
 """Next tokens kept of a row of logits; with more beams than these, one a beam."""

@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-ORDERS = (1, 2, 3, 5)
+ORDERS = (1, 2, 3, 5, 8)
 """Lengths of the contexts."""
 WIDTH = 6
 """Tokens kept of a row."""
@@ -52,7 +52,7 @@ def row_bytes(entries: npt.NDArray[np.int32]) -> list[bytes]:
 
 
 def context_of(tokens: Sequence[int]) -> int:
-    """The end of a text as one number: its last five tokens, 21 bits each, the last one lowest.
+    """The end of a text as one number: its last eight tokens, 21 bits each, the last one lowest.
 
     A token counts from 1, so that 0 stands for what lies before the text.
     """

@@ -3,6 +3,10 @@
 Let t(S) be the seconds of a step that feeds S tokens, E(S) the tokens it is expected to yield, and r the tokens per
 second of late. In the long run most tokens per second come from the S that maximises E(S) - r t(S): what a step yields,
 less what its time would yield elsewhere (renewal reward theorem). S = 1, plain decoding, is always a candidate.
+
+That counts what a step yields now. What it teaches pays later, most of all where hardly anything is known and E(S)
+says to feed little. So a step feeds no less than steps were worth feeding of late, unless that costs too much, and what
+the memory cannot fill is left to the lookahead window.
 """
 
 from __future__ import annotations
@@ -13,9 +17,13 @@ from typing import Protocol
 
 LARGEST = 128
 """Tokens fed per step at most."""
-NEWS = 0.012
-"""Tokens that one more node saves later, by what its logits tell about the text: the worth of exploring."""
+NEWS = 0.006
+"""Tokens that one more node saves later by what its logits tell about the text."""
+TUITION = 0.15
+"""Tokens that feeding the usual size may cost, for what it teaches, where less would yield more now."""
 _GAIN_OF_NEWS = 0.3
+_FIRST_SIZE = 4  # what was worth feeding before anything is known
+_SPREAD, _LEAP = 2, 8  # a tree has at most so many times the usual size, and so many nodes more
 _STEPS = 24  # that averages are over
 _LEAST_NODES = 6  # the library's time of a step is that of so many nodes, and of those fed
 _PATIENCE = 8  # steps
@@ -106,6 +114,7 @@ class Controller:
         self._cost = cost
         self._tokens, self._seconds = _STEPS * 1.0, _STEPS * cost.table[1]
         self._gain = _GAIN_OF_NEWS
+        self._usual = float(_FIRST_SIZE)
         self._node_s = 0.0  # of the library's own time, per node
         self._idle = 0  # times in a row that plain decoding was chosen
         self._rest = 0  # steps to go
@@ -121,10 +130,12 @@ class Controller:
         return NEWS * min(1.0, self._gain / _GAIN_OF_NEWS)
 
     def stages(self) -> list[tuple[int, float]]:
-        """See `Budget`: the corners of the cost's hull, between which all nodes cost the same."""
-        rate, news, cost = self.rate, self._news, self._cost
-        return [
-            (size, rate * (cost.marginals[size - 1] + self._node_s) - news) for size in cost.corners if 1 < size <= LARGEST
+        """See `Budget`: the usual size, then the corners of the cost's hull, between which all nodes cost the same."""
+        rate, news, cost, least = self.rate, self._news, self._cost, int(self._usual)
+        most = min(LARGEST, _SPREAD * least + _LEAP)
+        corners = [size for size in cost.corners if least < size < most] + [most]
+        return [(least, 0.0)] + [
+            (size, max(0.0, rate * (cost.marginals[size - 1] + self._node_s) - news)) for size in corners
         ]
 
     def choose(self, scores: Sequence[float]) -> int:
@@ -136,17 +147,16 @@ class Controller:
         ]
         best = worth.index(max(worth)) + 1
         self._idle = self._idle + 1 if best == 1 else 0
-        return best
+        self._usual += (best - self._usual) / _STEPS
+        usual = min(int(self._usual), len(scores))
+        return usual if usual > best and worth[usual - 1] > worth[best - 1] - TUITION else best
 
     def explored(self, size: int) -> int:
-        """See `Budget`: as far as a node costs less than its news is worth."""
+        """See `Budget`: to the usual size, and as far as a node costs less than its news is worth."""
         rate, news, cost = self.rate, self._news, self._cost
-        affordable = size
-        for corner in cost.corners:
-            if corner > LARGEST or rate * (cost.marginals[corner - 1] + self._node_s) > news:
-                break
-            affordable = max(affordable, corner)
-        return affordable
+        ends = [min(corner, LARGEST) for corner in cost.corners]  # the hull may go straight on behind the largest
+        affordable = [end for end in ends if rate * (cost.marginals[end - 1] + self._node_s) <= news]
+        return max([size, int(self._usual), *affordable])
 
     def rest(self) -> bool:
         """See `Budget`: where looking has been in vain for a while and costs something, ever longer."""

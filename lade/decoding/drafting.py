@@ -13,12 +13,19 @@ from lade.decoding.lookahead import LookaheadDrafter
 from lade.decoding.memory import Memory
 
 
-def drafter_for(config: LookaheadConfig, excluded: Collection[int] = (), cost: StepCost | None = None) -> Drafter:
+def drafter_for(
+    config: LookaheadConfig,
+    excluded: Collection[int] = (),
+    *,
+    vocabulary: int | None = None,
+    cost: StepCost | None = None,
+) -> Drafter:
     """A drafter for one row.
 
     Args:
         config: the paper's method, or the adaptive one.
         excluded: ids behind which nothing is to be guessed (end of sequence, padding).
+        vocabulary: ids below it can be fed; None for no limit.
         cost: of a pass; needed where the adaptive method has no fixed budget.
 
     Raises:
@@ -27,7 +34,14 @@ def drafter_for(config: LookaheadConfig, excluded: Collection[int] = (), cost: S
     if not config.adaptive:
         return LookaheadDrafter(config, excluded)
     memory = Memory() if config.memory is None else cast(Memory, config.memory)
-    return AdaptiveDrafter(memory, _budget(config, cost), excluded, read_prompts=config.prompt_ngrams, seed=config.seed)
+    return AdaptiveDrafter(
+        memory,
+        _budget(config, cost),
+        excluded,
+        vocabulary=vocabulary,
+        read_prompts=config.prompt_ngrams,
+        seed=config.seed,
+    )
 
 
 def _budget(config: LookaheadConfig, cost: StepCost | None) -> Budget:

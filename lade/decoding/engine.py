@@ -54,9 +54,7 @@ class Runner(Protocol[CacheT_contra]):
         """How deep a tree may be whose root lies at position `cached`; None for no limit."""
         ...
 
-    def prefill(
-        self, rows: Sequence[Sequence[int]], cache: CacheT_contra, watch: Watch | None = None
-    ) -> torch.Tensor:
+    def prefill(self, rows: Sequence[Sequence[int]], cache: CacheT_contra, watch: Watch | None = None) -> torch.Tensor:
         """Feed what is not cached yet of rows of equal length; logits of the last token, `[B, V]`.
 
         Where a `watch` is given it may be shown the logits of tokens before, in pieces of bounded size.
@@ -146,4 +144,3 @@ class Engine(Generic[CacheT]):
         for step in steps:
             self.stats.add(step, forward_s=forward_s)
         return steps
-

@@ -51,7 +51,7 @@ class LookaheadDrafter:
         return tree
 
     def learn(self, tokens: Sequence[int], picks: Sequence[int], readout: Readout | None, verdict: Verdict) -> None:
-        """The window advances; its n-grams, what the model chose at every node, and the accepted text enter the pool."""
+        """The window advances; its n-grams, the model's choices at all nodes and the accepted text enter the pool."""
         if self.window:
             # A tip that the context's end cut off keeps its token: only the speed could differ.
             last = self.window.rows[-1]

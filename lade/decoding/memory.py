@@ -1,7 +1,7 @@
 """A memory of what follows a context: the likeliest tokens of every row of logits ever computed.
 
-A context is the last 1, 2, 3 or 5 tokens of a text. Whatever a pass computes, accepted or not, is paid for, so each
-node's row of logits is kept under the four ends of the node's text. A row that comes to a context already known is
+A context is the last 1, 2, 3, 5 or 8 tokens of a text. Whatever a pass computes, accepted or not, is paid for, so each
+node's row of logits is kept under the five ends of the node's text. A row that comes to a context already known is
 averaged with what is there, half and half: what was seen lately counts most.
 
 Source of the idea: Token Recycling (arXiv 2408.08696) keeps the last row under the last token.
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from lade.decoding import memory_file
 from lade.decoding.contexts import ENTRY, MASKS, ORDERS, TOKEN, WIDTH, entries_of, row_bytes
+from lade.decoding.memory_contents import Contents, Table
 from lade.decoding.mixer import Mixer
 from lade.decoding.readout import Readout
 from lade.errors import ConfigError
@@ -26,9 +27,6 @@ from lade.errors import ConfigError
 ENTRY_BYTES = 200
 """What one context takes in memory, its share of the tables included; a test holds it."""
 DEFAULT_BYTES = 128 * 2**20
-
-
-Table = dict[int, bytes]
 
 
 class Memory:
@@ -118,7 +116,7 @@ class Memory:
         with self._writing:
             old, young = [dict(table) for table in self._old], [dict(table) for table in self._young]
         weights = [list(weights) for weights in self.mixer.weights]
-        memory_file.write(path, memory_file.Contents(old, young, weights, self.max_bytes, fingerprint))
+        memory_file.write(path, Contents(old, young, weights, self.max_bytes, fingerprint))
         self.fingerprint = fingerprint
 
     @classmethod

@@ -19,8 +19,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,8 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors import numpy as container
 
-from lade.decoding.contexts import BITS, MASKS, ORDERS, TOKEN, WIDTH, entries_of, row_bytes, tokens_and_values
+from lade.decoding.contexts import BITS, ORDERS, TOKEN, WIDTH, entries_of, row_bytes, tokens_and_values
+from lade.decoding.memory_contents import Contents
 from lade.decoding.mixer import Mixer
 from lade.decoding.readout import CEILING, FLOOR
 from lade.errors import InputError
@@ -39,64 +38,14 @@ FORMAT = "lade.memory"
 VERSION = 1
 REMEDY = "fill a new one with lade warm"
 
-Table = dict[int, bytes]
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 _WORD = 64
+_WORDS = -(-BITS * ORDERS[-1] // _WORD)
+_KEY_BYTES = 8 * _WORDS
 _LAYOUT = json.dumps({"orders": ORDERS, "width": WIDTH, "log_odds": [FLOOR, CEILING]})
 _UNKNOWN = b"0" * 64
 _CHECKSUM = re.compile(rb'"sha256":"([0-9a-f]{64})"')
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What a file holds.
-
-    Attributes:
-        old: a table for each order, context -> row; those that have not been used lately, the oldest first.
-        young: the others.
-        weights: the mixer's, see `Mixer`.
-        max_bytes: of the memory that was saved.
-        fingerprint: of the tokenizer that the tokens are of; None if nobody has said.
-    """
-
-    old: list[Table]
-    young: list[Table]
-    weights: list[list[float]]
-    max_bytes: int
-    fingerprint: str | None
-
-    def newest(self, half: int) -> tuple[list[Table], list[Table]]:
-        """The newest contexts, at most `half` in the old tables and as many in the young ones.
-
-        A short table is kept whole before a long one is. A context goes if its shorter end does, since nobody would
-        find it.
-        """
-        young = [_last(table, share) for table, share in zip(self.young, _shares(self.young, half), strict=True)]
-        rest = [
-            {**old, **dict(islice(table.items(), len(table) - len(kept)))}
-            for old, table, kept in zip(self.old, self.young, young, strict=True)
-        ]
-        old = [_last(table, share) for table, share in zip(rest, _shares(rest, half), strict=True)]
-        for longer in range(1, len(ORDERS)):
-            mask, known = MASKS[longer - 1], old[longer - 1].keys() | young[longer - 1].keys()
-            for tables in (old, young):
-                tables[longer] = {key: row for key, row in tables[longer].items() if key & mask in known}
-        return old, young
-
-
-def _shares(tables: Sequence[Table], limit: int) -> list[int]:
-    """How many of each table are kept: as many of each as of the others, but of a short one all."""
-    shares = [0] * len(tables)
-    by_length = sorted(range(len(tables)), key=lambda i: len(tables[i]))
-    for place, i in enumerate(by_length):
-        shares[i] = min(len(tables[i]), limit // (len(tables) - place))
-        limit -= shares[i]
-    return shares
-
-
-def _last(table: Table, count: int) -> Table:
-    return dict(islice(table.items(), len(table) - count, None))
 
 
 def fingerprint_of(tokenizer: Any) -> str:
@@ -334,7 +283,9 @@ def _rows(arrays: Arrays, order: int) -> list[bytes]:
 
 def _contexts(keys: Sequence[int], order: int) -> npt.NDArray[np.int32]:
     """`[n, order]` tokens of contexts as numbers, see `context_of`."""
-    words = np.frombuffer(b"".join([key.to_bytes(16, "little") for key in keys]), dtype="<u8").reshape(-1, 2)
+    words = np.frombuffer(b"".join([key.to_bytes(_KEY_BYTES, "little") for key in keys]), dtype="<u8").reshape(
+        -1, _WORDS
+    )
     tokens = np.empty((len(keys), order), dtype=np.int32)
     for place in range(order):
         word, shift = divmod(BITS * place, _WORD)
@@ -347,7 +298,7 @@ def _contexts(keys: Sequence[int], order: int) -> npt.NDArray[np.int32]:
 
 def _keys(tokens: npt.NDArray[np.int32]) -> list[int]:
     """The contexts as numbers; the inverse of `_contexts`."""
-    words = np.zeros((len(tokens), 2), dtype="<u8")
+    words = np.zeros((len(tokens), _WORDS), dtype="<u8")
     for place in range(tokens.shape[1]):
         bits = (tokens[:, tokens.shape[1] - 1 - place].astype(np.int64) + 1).astype(np.uint64)
         word, shift = divmod(BITS * place, _WORD)
@@ -355,4 +306,4 @@ def _keys(tokens: npt.NDArray[np.int32]) -> list[int]:
         if shift + BITS > _WORD:
             words[:, word + 1] |= bits >> np.uint64(_WORD - shift)
     whole = words.tobytes()
-    return [int.from_bytes(whole[start : start + 16], "little") for start in range(0, len(whole), 16)]
+    return [int.from_bytes(whole[start : start + _KEY_BYTES], "little") for start in range(0, len(whole), _KEY_BYTES)]

@@ -18,12 +18,14 @@ Ranked = list[tuple[int, float]]
 """Tokens with their log-odds of being accepted, the likeliest first."""
 
 PRIORS = (
-    (0.55, -0.3),
-    (0.45, 0.25, 0.1),
-    (0.35, 0.1, 0.4, 0.5),
-    (0.25, 0.05, 0.1, 0.6, 0.5),
+    (0.5, -0.6),
+    (0.35, 0.3, 0.2),
+    (0.3, 0.2, 0.3, 0.55),
+    (0.1, 0.1, 0.15, 0.75, 0.65),
+    (0.1, 0.1, 0.1, 0.2, 0.6, 0.65),
 )
-"""By the number of rows: the weight of each, shortest context first, and a bias. Learned on stories and code."""
+"""By the number of rows: the weight of each, shortest context first, and a bias. About what they
+become on stories and on code."""
 RATE = 0.01
 _NEGLIGIBLE = -4.6
 """Log-odds of about 1 %; of tokens below it only the chosen one is learned from."""

@@ -53,6 +53,9 @@ class BeamSession:
         stats: Stats,
         **model_kwargs: Any,
     ) -> None:
+        for name in ("budget", "memory"):
+            if getattr(config, name) is not None:
+                refuse(f"{name} with num_beams", "beams are drafted at fixed sizes, with a memory of their own")
         plan = supports(model).require()
         prompts = input_ids[:: generation_config.num_beams]  # each stands there num_beams times
         padding = checked_padding(model, prompts, logits_processor, generation_config, model_kwargs, BEAM_MODES)

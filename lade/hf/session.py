@@ -64,6 +64,7 @@ class Session:
         runner = EagerRunner(model, plan, generation_config)
         check_switch(runner, input_ids.shape[1], generation_config.max_length)
 
+        embeddings: Any = model.get_input_embeddings()
         cost = step_cost_for(model, runner) if config.adaptive and config.budget is None else None
 
         self._model = model
@@ -81,7 +82,7 @@ class Session:
             chooser = Processed(logits_processor, transcript, sample=sample, record=self._record)
         self._row = Row(
             input_ids[0, padding:].tolist(),
-            drafter_for(config, special_ids(generation_config), cost),
+            drafter_for(config, special_ids(generation_config), vocabulary=embeddings.weight.shape[0], cost=cost),
             chooser,
             StopRules(stopping_criteria, transcript, self._record),
         )

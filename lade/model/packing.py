@@ -12,7 +12,7 @@ The kernels are oneDNN's, which PyTorch ships and `torch.compile` uses on the CP
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lade.errors import UnsupportedModelError
+from lade.model.packed_linear import Guard, PackedLinear, same_bits, short, weight_of
 
 MIN_WEIGHTS = 2**17
 """Layers with fewer weights are left alone: calling the packed kernel takes longer there than it saves."""
@@ -29,9 +30,7 @@ UNDERSTOOD: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU_REMEDY = "leave it unpacked, or load it on the CPU with dtype=torch.float32 or torch.bfloat16 and no device_map"
-UNPACK_REMEDY = "call lade.unpack(model) first"
 
-_GUARD = "packing_guard"
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -74,7 +73,7 @@ def pack(model: _Model, keep_original: bool = False, *, min_weights: int = MIN_W
             _put(packed.unpacked(), places[packed.layer])
         raise
     if layers and isinstance(model, PreTrainedModel):  # a container, such as nn.Sequential, would call a guard
-        _Guard.put_into(model)
+        Guard.put_into(model)
     return model
 
 
@@ -92,7 +91,7 @@ def unpack(model: _Model) -> _Model:
         module, places = places_of.popitem()
         if isinstance(module, PackedLinear):
             _put(module.unpacked(), places)
-        elif isinstance(module, _Guard):
+        elif isinstance(module, Guard):
             for parent, name in places:
                 del parent._modules[name]
     return model
@@ -116,172 +115,12 @@ def packable(model: nn.Module, *, min_weights: int = MIN_WEIGHTS) -> list[nn.Mod
     _check_model(model)
     layers = []
     for name, module in model.named_modules():
-        if isinstance(module, UNDERSTOOD) and _weight(module).numel() >= min_weights:
+        if isinstance(module, UNDERSTOOD) and weight_of(module).numel() >= min_weights:
             _check_layer(name, module)
             layers.append(module)
-    for dtype in {_weight(layer).dtype for layer in layers}:
+    for dtype in {weight_of(layer).dtype for layer in layers}:
         _try_kernel(dtype)
     return layers
-
-
-class PackedLinear(nn.Module):
-    """A linear layer whose weight lies in oneDNN's blocked layout.
-
-    Args:
-        layer: an `nn.Linear`, or a `Conv1D`, whose weight is transposed.
-        keep: whether the layer's own weight stays beside the packed one.
-
-    Attributes:
-        in_features, out_features: as those of the layer.
-        bias: the layer's own parameter, `[out]`, or None.
-        layer: the layer that this one stands for, without its weight.
-        weight: the layer's own parameter where it is kept; else a parameter in the packed layout, `[out, in]`.
-    """
-
-    bias: nn.Parameter | None
-    layer: nn.Module
-    _packed: torch.Tensor
-
-    def __init__(self, layer: nn.Module, *, keep: bool) -> None:
-        super().__init__()
-        self.transposed = type(layer) is Conv1D
-        self.keeps_original = keep
-        self._parameters["weight"] = weight = layer._parameters["weight"]
-        self._parameters["bias"] = layer._parameters["bias"]
-        assert weight is not None
-        self.in_features, self.out_features = weight.shape if self.transposed else reversed(weight.shape)
-        self._pack_weight()
-        self.__dict__["layer"] = layer  # outside `_modules`: it is a part of neither the model's tree nor its state
-
-    @torch.no_grad()
-    def _pack_weight(self) -> None:
-        """Make the packed tensor of the dense `weight`, and give that up unless it is kept."""
-        weight: Any = self._parameters["weight"]
-        dense = weight.detach()
-        packed = torch.ops.mkldnn._reorder_linear_weight(dense.t().contiguous() if self.transposed else dense)
-        self.__dict__["_packed"] = packed
-        if self.keeps_original:
-            return
-        if not _same_bits(self.dense_weight(), dense):
-            raise UnsupportedModelError("a packed weight does not unpack to what it was", "keep this model unpacked")
-        self._parameters["weight"] = _like(weight, packed)
-
-    def dense_weight(self) -> torch.Tensor:
-        """A copy of the weight as the layer had it: `[out, in]`, or `[in, out]` of a `Conv1D`."""
-        dense: torch.Tensor = self._packed.to_dense()
-        return dense.t().contiguous() if self.transposed else dense
-
-    def unpacked(self) -> nn.Module:
-        """The layer as it was."""
-        self.layer._parameters["weight"] = self._dense_parameter()
-        self.layer._parameters["bias"] = self.bias
-        return self.layer
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[..., in]` to `[..., out]`.
-
-        Raises:
-            UnsupportedModelError: gradients or another dtype of autocast are asked for.
-        """
-        if torch.compiler.is_compiling():
-            raise UnsupportedModelError("a packed layer cannot be compiled", UNPACK_REMEDY)
-        bias, packed = self.bias, self._packed
-        if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-            raise UnsupportedModelError(
-                "a packed layer has no gradients", f"run it under torch.no_grad(), or {UNPACK_REMEDY}"
-            )
-        if torch.is_autocast_enabled("cpu"):
-            x = self._autocast(x)
-        if x.dtype != packed.dtype or x.shape[-1:] != packed.shape[1:]:
-            # Raises, in the words of the layer that this one stands for; oneDNN's own say nothing of the reason.
-            return nn.functional.linear(x, packed.to_dense(), bias)
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-        return y
-
-    def extra_repr(self) -> str:
-        """As of the layer."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-
-    def _autocast(self, x: torch.Tensor) -> torch.Tensor:
-        dtype = torch.get_autocast_dtype("cpu")
-        if dtype != self._packed.dtype:
-            raise UnsupportedModelError(
-                f"a layer packed in {_short(self._packed.dtype)} cannot run under autocast to {_short(dtype)}",
-                f"leave torch.autocast, or {UNPACK_REMEDY}",
-            )
-        return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
-
-    def _dense_parameter(self) -> nn.Parameter:
-        weight: Any = self._parameters["weight"]
-        return weight if self.keeps_original else _like(weight, self.dense_weight())
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight":
-            # Transformers ties anew what is tied, which changes nothing unless the tied weight has been resized.
-            current: Any = self._parameters["weight"]
-            if value is not current or current.numel() != self._packed.numel():
-                raise UnsupportedModelError("the weight of a packed layer cannot be replaced", UNPACK_REMEDY)
-        super().__setattr__(name, value)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Refuses another dtype or device; what else `fn` does to parameters concerns dense ones only."""
-        _check_move(fn, self._packed.dtype)
-        if self.keeps_original:
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not self.keeps_original:
-            destination[prefix + "weight"] = self.dense_weight()
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        errors: list[str] = args[-1]
-        errors.append(f"{prefix}weight is packed; {UNPACK_REMEDY}")
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Dense, for `copy.deepcopy` and pickle: the packed layout is of this processor, and cannot be copied."""
-        state = self.__dict__.copy()
-        del state["_packed"]
-        state["_parameters"] = {**self._parameters, "weight": self._dense_parameter()}
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._pack_weight()
-
-
-class _Guard(nn.Module):
-    """The first child of a packed model: it refuses what a packed layer refuses before any other weight has changed."""
-
-    def __init__(self, dtypes: set[torch.dtype]) -> None:
-        super().__init__()
-        self.dtypes = dtypes
-
-    @staticmethod
-    def put_into(model: nn.Module) -> None:
-        """Put one in front of the children of `model`, in place of an older one."""
-        dtypes = {module._packed.dtype for module in model.modules() if isinstance(module, PackedLinear)}
-        others = {name: child for name, child in model._modules.items() if name != _GUARD}
-        model.__dict__["_modules"] = {_GUARD: _Guard(dtypes), **others}
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        for dtype in self.dtypes:
-            _check_move(fn, dtype)
-        return self
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        raise UnsupportedModelError("the weights of a packed model cannot be replaced", UNPACK_REMEDY)
-
-
-def _check_move(fn: Any, dtype: torch.dtype) -> None:
-    """Raise `UnsupportedModelError` if `fn` gives a tensor another dtype or device."""
-    after = fn(torch.empty(0, dtype=dtype))
-    if after.dtype != dtype or after.device.type != "cpu":
-        raise UnsupportedModelError(
-            f"layers packed in {_short(dtype)} for the CPU cannot become {_short(after.dtype)} on {after.device}",
-            f"{UNPACK_REMEDY}, and pack it again afterwards",
-        )
 
 
 def _check_model(model: nn.Module) -> None:
@@ -327,7 +166,7 @@ def _check_layer(name: str, layer: nn.Module) -> None:
     if weight.device.type != "cpu" or weight.layout != torch.strided:
         raise UnsupportedModelError(f"layer {name!r} is on {weight.device}, and packing is for the CPU", CPU_REMEDY)
     if weight.dtype not in DTYPES:
-        raise UnsupportedModelError(f"layer {name!r} is in {_short(weight.dtype)}", CPU_REMEDY)
+        raise UnsupportedModelError(f"layer {name!r} is in {short(weight.dtype)}", CPU_REMEDY)
 
 
 @torch.no_grad()
@@ -343,16 +182,16 @@ def _try_kernel(dtype: torch.dtype) -> None:
             raise RuntimeError("torch.backends.mkldnn is not available or not enabled")
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)
         found = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-        right = _same_bits(packed.to_dense(), weight)
+        right = same_bits(packed.to_dense(), weight)
     except (RuntimeError, AttributeError) as problem:
         reason = str(problem).splitlines()[0]
         raise UnsupportedModelError(
-            f"PyTorch has no packed {_short(dtype)} kernel here ({reason})", CPU_REMEDY
+            f"PyTorch has no packed {short(dtype)} kernel here ({reason})", CPU_REMEDY
         ) from problem
     expected = x.double() @ weight.double().t()
     error = ((found.double() - expected).abs().max() / expected.abs().max()).item()
     if not right or error > 4 * torch.finfo(dtype).eps:
-        raise UnsupportedModelError(f"PyTorch's packed {_short(dtype)} kernel is wrong here by {error:.1g}", CPU_REMEDY)
+        raise UnsupportedModelError(f"PyTorch's packed {short(dtype)} kernel is wrong here by {error:.1g}", CPU_REMEDY)
 
 
 def _shared_weights(model: nn.Module) -> set[int]:
@@ -377,26 +216,3 @@ def _put(layer: nn.Module, places: list[tuple[nn.Module, str]]) -> None:
     for parent, name in places:
         layer.training = getattr(parent, name).training
         parent._modules[name] = layer
-
-
-def _weight(layer: nn.Module) -> torch.Tensor:
-    """Its weight; an empty one of a layer without any."""
-    weight = layer._parameters.get("weight")
-    return torch.empty(0) if weight is None else weight
-
-
-def _like(weight: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
-    """A parameter with other data, with whatever transformers and others have noted on the first one."""
-    parameter = nn.Parameter(data, requires_grad=weight.requires_grad)
-    parameter.__dict__.update(weight.__dict__)
-    return parameter
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equality in which a NaN equals itself, and zeros have signs."""
-    as_integers = {2: torch.int16, 4: torch.int32}[one.element_size()]
-    return torch.equal(one.contiguous().view(as_integers), other.contiguous().view(as_integers))
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

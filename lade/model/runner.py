@@ -43,9 +43,7 @@ class EagerRunner:
         return self.positions.room(cached)
 
     @torch.no_grad()
-    def prefill(
-        self, rows: Sequence[Sequence[int]], cache: TreeCache, watch: Watch | None = None
-    ) -> torch.Tensor:
+    def prefill(self, rows: Sequence[Sequence[int]], cache: TreeCache, watch: Watch | None = None) -> torch.Tensor:
         """Feed what `cache` does not hold yet of rows of equal length, as transformers does it (in chunks if asked).
 
         Returns:

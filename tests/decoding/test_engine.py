@@ -58,7 +58,7 @@ def engine_for(
 
     excluded = () if eos is None else (eos,)
     rows = [
-        Row(prompt, drafter_for(config, excluded, nearly_flat_cost()), Greedy(), stop_at(len(prompt) + new))
+        Row(prompt, drafter_for(config, excluded, cost=nearly_flat_cost()), Greedy(), stop_at(len(prompt) + new))
         for prompt, new in zip(prompts, new_tokens, strict=True)
     ]
     return Engine(list(rows), FunctionRunner(follow, VOCABULARY), ListCache(len(rows)), Stats()), rows

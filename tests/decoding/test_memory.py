@@ -78,7 +78,7 @@ def test_each_end_has_a_row_of_its_own():
 
 
 def test_what_is_about_to_be_forgotten_is_averaged_too():
-    memory, context = Memory(8 * ENTRY_BYTES), context_of([3])
+    memory, context = Memory(2 * len(ORDERS) * ENTRY_BYTES), context_of([3])
     memory.learn([context], readout_of([{5: 100, 6: 50}]))
     memory.learn([context_of([4])], readout_of([{5: 1, 6: 1}]))  # now both are old
     memory.learn([context], readout_of([{5: 40, 7: 20}]))
@@ -103,7 +103,7 @@ def test_what_is_known_is_the_ends_that_both_texts_share(text, other):
 
 def test_contexts_are_the_last_tokens_and_know_the_start_of_a_text():
     assert context_of([7, 8]) == extended(context_of([7]), 8)
-    assert context_of(list(range(20))) == context_of(list(range(15, 20)))
+    assert context_of(list(range(20))) == context_of(list(range(20 - ORDERS[-1], 20)))
     assert context_of([0]) != context_of([0, 0]) != context_of([])
     assert all(context_of([5, 5, 5, 1]) & mask == context_of([6, 5, 5, 1]) & mask for mask in MASKS[:3])
     assert context_of([5, 5, 5, 1]) & MASKS[3] != context_of([6, 5, 5, 1]) & MASKS[3]

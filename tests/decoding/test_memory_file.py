@@ -103,16 +103,19 @@ def test_an_empty_memory(path):
 
 
 def test_all_places_of_all_contexts_are_kept(path):
-    """Each of the five tokens at its limits, in turn."""
+    """Each of a context's tokens at its limits, in turn."""
     memory = Memory()
-    texts = [[token if place == i else 5 for i in range(5)] for place in range(5) for token in (0, 1, LARGEST)]
-    texts += [[], [0], [LARGEST] * 5, [0] * 5, [7, 8]]
+    longest = ORDERS[-1]
+    places = range(longest)
+    texts = [[token if place == i else 5 for i in places] for place in places for token in (0, 1, LARGEST)]
+    texts += [[], [0], [LARGEST] * longest, [0] * longest, [7, 8]]
     readout = Readout(np.full((len(texts), WIDTH), LARGEST, np.int32), np.zeros((len(texts), WIDTH), np.uint8))
     memory.learn([context_of(text) for text in texts], readout)
     memory.save(path)
     assert same(memory, Memory.load(path))
-    contexts = container.load(path.read_bytes())["contexts.5"].tolist()
-    assert [-1, -1, -1, 7, 8] in contexts and [5, 5, LARGEST, 5, 5] in contexts and [0, 5, 5, 5, 5] in contexts
+    contexts = container.load(path.read_bytes())[f"contexts.{longest}"].tolist()
+    assert [-1] * (longest - 2) + [7, 8] in contexts and [0] + [5] * (longest - 1) in contexts
+    assert [5, 5, LARGEST] + [5] * (longest - 3) in contexts
 
 
 def test_a_loaded_memory_goes_on_learning_as_the_saved_one(path):

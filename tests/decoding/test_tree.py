@@ -76,3 +76,33 @@ def test_the_mask_can_be_read():
     tree.add_path([3], "pool")
     drawn = "\n".join("".join("#" if seen else "." for seen in row) for row in tree.closure())
     assert drawn == "#...\n##..\n###.\n#..#"
+
+
+@given(additions, st.integers(1, 45))
+def test_what_is_cut_off_is_gone_and_the_rest_is_as_it_was(pairs, size):
+    tree, whole = grown(pairs), grown(pairs)
+    tree.cut(size)
+    kept = min(size, len(whole))
+    assert len(tree) == kept
+    for column in ("ids", "parents", "depths", "sources"):
+        assert getattr(tree, column) == getattr(whole, column)[:kept]
+    for node in range(1, len(whole)):
+        parent, token = whole.parents[node], whole.ids[node]
+        assert tree.child(parent, token) == (node if node < kept else None)
+    assert np.array_equal(tree.closure(), whole.closure()[:kept, :kept])
+
+
+@given(additions, st.integers(1, 45), additions)
+def test_a_cut_tree_grows_as_one_that_never_had_more(pairs, size, more):
+    """A node that was cut off and comes again gets the next free number, not the one that it had."""
+    tree = grown(pairs)
+    tree.cut(size)
+    small = TokenTree(9)
+    for node in range(1, len(tree)):
+        small.add(tree.parents[node], tree.ids[node], "pool")
+    for each in (tree, small):
+        for parent, token in more:
+            each.add(parent % len(each), token, "window")
+    assert (tree.ids, tree.parents, tree.depths, tree.sources) == (small.ids, small.parents, small.depths, small.sources)
+    pairs_seen = [(small.parents[n], small.ids[n]) for n in range(1, len(small))]
+    assert [tree.child(*pair) for pair in pairs_seen] == list(range(1, len(small)))

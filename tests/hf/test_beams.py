@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 import lade
-from lade import LookaheadConfig, Stats
+from lade import LookaheadConfig, Memory, Stats, UnsupportedArgumentError
 from lade.decoding.beams import BeamLogits
 from lade.model.cache import TreeCache
 from lade.model.runner import EagerRunner
@@ -381,3 +381,9 @@ def test_an_error_on_the_way_leaves_stats_of_what_was_done():
         arguments = {"num_beams": 2, "max_new_tokens": 10, "logits_processor": [Failing()]}
         lade.generate(MODELS["llama"], IDS, lookahead=PAPER, stats=stats, **arguments)
     assert stats.new_tokens == 5 and sum(stats.accepted) == 4
+
+
+@pytest.mark.parametrize(("name", "config"), [("budget", {"budget": 8}), ("memory", {"memory": Memory()})])
+def test_what_only_the_adaptive_method_knows_is_refused(name, config):
+    with pytest.raises(UnsupportedArgumentError, match=f"^{name} with num_beams"):
+        lade.generate(MODELS["llama"], input_ids=IDS, num_beams=2, lookahead=LookaheadConfig(**config))

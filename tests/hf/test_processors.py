@@ -20,7 +20,7 @@ MODEL = toy_model(dtype=torch.float32, vocabulary=32)
 tokens = st.integers(0, 31)
 prompts = st.lists(tokens, min_size=1, max_size=8)
 configs = st.sampled_from(
-    [LookaheadConfig(budget=20), LookaheadConfig(7, 5, 7), LookaheadConfig(3, 3, 4), LookaheadConfig(0, 4, 5), LookaheadConfig(2, 2, 0)]
+    [LookaheadConfig(budget=20), *(LookaheadConfig(*sizes) for sizes in ((7, 5, 7), (3, 3, 4), (0, 4, 5), (2, 2, 0)))]
 )
 
 
