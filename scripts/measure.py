@@ -71,12 +71,13 @@ def main(  # noqa: PLR0917 - the options of a command
     seeds: Annotated[int, typer.Option(help="samples of each prompt, with the seeds 0, 1, ...")] = 1,
     inflate: Annotated[float | None, typer.Option(help="grow the model to so many parameters, same function")] = None,
     dtype: Annotated[str, typer.Option(help="of the weights")] = "float32",
+    random_weights: Annotated[bool, typer.Option(help="of the same shape: a text that nobody can guess")] = False,
     pack: Annotated[bool, typer.Option(help="pack the weights for all arms but `generate`")] = False,
 ) -> None:
     """Measure and print a table."""
     if threads:
         torch.set_num_threads(threads)
-    loaded, tokenizer = load(model, dtype, inflate)
+    loaded, tokenizer = load(model, dtype, inflate, random_weights)
     ours = lade.pack(copy.deepcopy(loaded)) if pack else loaded
     texts = texts_of(prompts)[:limit]
     arms = [Arm("generate", None), *map(Arm.of, arm)]
@@ -104,13 +105,18 @@ def main(  # noqa: PLR0917 - the options of a command
     sys.exit(any(each.differing for each in arms))
 
 
-def load(model: str, dtype: str, inflate: float | None) -> tuple[Any, Any]:
+def load(model: str, dtype: str, inflate: float | None, random_weights: bool) -> tuple[Any, Any]:
     """The model in evaluation mode, and its tokenizer."""
     if model == "embedded":
         from lade.demo.embedded import model_path
 
         model = str(model_path())
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+    if random_weights:
+        torch.manual_seed(0)
+        for parameter in loaded.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=0.1)
     if inflate:
         loaded = lade.bench.inflate(loaded, params=inflate)
     return loaded, AutoTokenizer.from_pretrained(model)

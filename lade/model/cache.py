@@ -188,6 +188,8 @@ class TreeCache(Cache):
             paths: for each row the indices to keep, ascending, counted from the first of the `fed` tokens.
             fed: tokens that the last forward pass appended to every row.
         """
+        if not self.layers:
+            return
         moves: list[Move] = []
         lengths: list[int] = []
         for row, (path, length) in enumerate(zip(paths, self.lengths, strict=True)):

@@ -75,7 +75,9 @@ def naive_scores(
     return taken
 
 
-def growth_of(memory: Memory, text: Sequence[int], max_depth: int | None = None, allowed: Allowed | None = None) -> Growth:
+def growth_of(
+    memory: Memory, text: Sequence[int], max_depth: int | None = None, allowed: Allowed | None = None
+) -> Growth:
     tree = TokenTree(text[-1], max_depth)
     return Growth(tree, context_of(text), memory, memory.mixer, allowed or (lambda token: True))
 
@@ -89,7 +91,12 @@ def check_contexts(growth: Growth, text: list[int]) -> None:
 
 
 @given(
-    seeds, texts, st.integers(1, 40), st.sampled_from([0.0, 0.01, 0.1, 0.5]), depths, st.sets(st.integers(0, VOCABULARY))
+    seeds,
+    texts,
+    st.integers(1, 40),
+    st.sampled_from([0.0, 0.01, 0.1, 0.5]),
+    depths,
+    st.sets(st.integers(0, VOCABULARY)),
 )
 def test_a_tree_has_the_likeliest_nodes_of_all(seed, text, size, least, max_depth, forbidden):
     """Against a naive search. With a promise of 1.0 the order is exact."""
@@ -116,7 +123,8 @@ def test_nodes_come_in_falling_order_with_their_probabilities(seed, text, stages
         assert all(score > least for score in scores[before:])
     for node in range(1, len(tree)):
         path = path_to(tree, node)
-        chances = [dict((t, p) for p, t in offers(memory, text + path[:i], lambda token: True)) for i in range(len(path))]
+        known = [offers(memory, text + path[:i], lambda token: True) for i in range(len(path))]
+        chances = [{token: chance for chance, token in offered} for offered in known]
         assert scores[node] == pytest.approx(prod(chance[token] for chance, token in zip(chances, path, strict=True)))
         assert tree.parents[node] < node
         assert PROMISE * scores[node] <= min(scores[:node]) + 1e-12
@@ -352,9 +360,7 @@ def model():
 @pytest.mark.parametrize("reads", [True, False])
 def test_prompts_are_read_only_if_they_may_be(model, reads):
     memory = Memory()
-    lade.generate(
-        model, input_ids=IDS, max_new_tokens=1, lookahead=LookaheadConfig(memory=memory, prompt_ngrams=reads)
-    )
+    lade.generate(model, input_ids=IDS, max_new_tokens=1, lookahead=LookaheadConfig(memory=memory, prompt_ngrams=reads))
     assert (len(memory) > 0) is reads
     assert (len(memory.lookup(context_of([1, 2]))) == len(ORDERS)) is reads
     assert AdaptiveDrafter(memory, FixedBudget(8), read_prompts=reads).width == (WIDTH if reads else 0)

@@ -103,6 +103,11 @@ def test_a_cut_tree_grows_as_one_that_never_had_more(pairs, size, more):
     for each in (tree, small):
         for parent, token in more:
             each.add(parent % len(each), token, "window")
-    assert (tree.ids, tree.parents, tree.depths, tree.sources) == (small.ids, small.parents, small.depths, small.sources)
+    assert (tree.ids, tree.parents, tree.depths, tree.sources) == (
+        small.ids,
+        small.parents,
+        small.depths,
+        small.sources,
+    )
     pairs_seen = [(small.parents[n], small.ids[n]) for n in range(1, len(small))]
     assert [tree.child(*pair) for pair in pairs_seen] == list(range(1, len(small)))

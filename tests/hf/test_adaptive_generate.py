@@ -61,9 +61,7 @@ def test_a_text_that_the_memory_knows_takes_fewer_steps(dtype):
     steps = []
     for _ in range(2):
         stats = Stats()
-        lade.generate(
-            model, input_ids=torch.tensor([[7, 8, 9]]), max_new_tokens=60, lookahead=config, stats=stats
-        )
+        lade.generate(model, input_ids=torch.tensor([[7, 8, 9]]), max_new_tokens=60, lookahead=config, stats=stats)
         steps.append(stats.steps)
     assert steps[1] < 0.7 * steps[0]
 

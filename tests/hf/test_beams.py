@@ -386,4 +386,4 @@ def test_an_error_on_the_way_leaves_stats_of_what_was_done():
 @pytest.mark.parametrize(("name", "config"), [("budget", {"budget": 8}), ("memory", {"memory": Memory()})])
 def test_what_only_the_adaptive_method_knows_is_refused(name, config):
     with pytest.raises(UnsupportedArgumentError, match=f"^{name} with num_beams"):
-        lade.generate(MODELS["llama"], input_ids=IDS, num_beams=2, lookahead=LookaheadConfig(**config))
+        lade.generate(MODELS["llama"], input_ids=IDS, num_beams=2, max_length=12, lookahead=LookaheadConfig(**config))
