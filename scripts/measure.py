@@ -42,6 +42,7 @@ class Arm:
     stats: lade.Stats = field(default_factory=lade.Stats)
     seconds: list[float] = field(default_factory=list)
     differing: int = 0
+    gaps: list[float] = field(default_factory=list)  # see `gap`, one for each differing output
 
     @classmethod
     def of(cls, name: str) -> Arm:
@@ -99,7 +100,9 @@ def main(  # noqa: PLR0917 - the options of a command
         ids = tokenizer(text, return_tensors="pt").input_ids
         outputs = [run(ours if each.lookahead else loaded, ids, each, arguments, seed) for each in arms]
         for each, output in zip(arms, outputs, strict=True):
-            each.differing += not torch.equal(output, outputs[0])
+            if not torch.equal(output, outputs[0]):
+                each.differing += 1
+                each.gaps.append(gap(loaded, outputs[0], output))
         shares.append(distinct_ngrams(outputs[0][0, ids.shape[1] :].tolist()))
     report(arms, shares, ours)
     sys.exit(any(each.differing for each in arms))
@@ -140,6 +143,20 @@ def run(model: Any, ids: torch.Tensor, arm: Arm, arguments: dict[str, Any], seed
     return output
 
 
+@torch.no_grad()
+def gap(model: Any, expected: torch.Tensor, found: torch.Tensor) -> float:
+    """How far the two tokens where two texts first part lie apart, in units of the last place of the better score.
+
+    A few units are a near tie, which passes of different widths may round either way.
+    """
+    length = min(expected.shape[1], found.shape[1])
+    place = int((expected[0, :length] != found[0, :length]).nonzero()[0])
+    logits = model(expected[:, :place]).logits[0, -1]
+    best, other = logits[expected[0, place]], logits[found[0, place]]
+    unit = torch.finfo(logits.dtype).eps * 2.0 ** best.abs().float().log2().floor()
+    return float((best.float() - other.float()).abs() / unit)
+
+
 def report(arms: list[Arm], shares: list[float], model: Any) -> None:
     """The table, and what it was measured on."""
     table = Table(
@@ -151,7 +168,7 @@ def report(arms: list[Arm], shares: list[float], model: Any) -> None:
         quartiles = ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]
         table.add_row(
             arm.name,
-            f"{arm.differing} of {len(arm.seconds)}",
+            f"{arm.differing} of {len(arm.seconds)}" + (f", {max(arm.gaps):.1f} ulp" if arm.gaps else ""),
             f"{stats.tokens_per_step:.3f}",
             f"{sum(stats.step_tokens) / stats.steps:.2f}",
             f"{1000 * stats.decode_s / stats.steps:.2f}",
@@ -163,7 +180,8 @@ def report(arms: list[Arm], shares: list[float], model: Any) -> None:
     console.print(table)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     console.print(
-        f"S: tokens per step. T̄: tokens fed per step. {len(shares)} outputs, {arms[0].stats.new_tokens} tokens; "
+        "S: tokens per step. T̄: tokens fed per step. ulp: of the better score, by which the two tokens differ where "
+        f"texts first part, at most. {len(shares)} outputs, {arms[0].stats.new_tokens} tokens; "
         f"distinct 4-grams per output: median {median(shares):.2f}, least {min(shares):.2f}; "
         f"{parameters / 1e6:.1f}M parameters, {next(model.parameters()).dtype}, {torch.get_num_threads()} threads, "
         f"torch {torch.__version__}"

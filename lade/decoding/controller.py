@@ -22,12 +22,12 @@ NEWS = 0.006
 TUITION = 0.15
 """Tokens that feeding the usual size may cost, for what it teaches, where less would yield more now."""
 _GAIN_OF_NEWS = 0.3
-_FIRST_SIZE = 4  # what was worth feeding before anything is known
+_FIRST_SIZE = 2  # what was worth feeding before anything is known
 _SPREAD, _LEAP = 2, 8  # a tree has at most so many times the usual size, and so many nodes more
 _STEPS = 24  # that averages are over
 _LEAST_NODES = 6  # the library's time of a step is that of so many nodes, and of those fed
-_PATIENCE = 8  # steps
-_LONGEST_REST = 32  # steps
+_PATIENCE = 3  # steps
+_LONGEST_REST = 64  # steps
 _CHEAP = 0.005  # of a step's time
 
 
@@ -142,9 +142,10 @@ class Controller:
         """See `Budget`."""
         rate, news, table, node_s = self.rate, self._news, self._cost.table, self._node_s
         worth = [
-            yielded + news * size - rate * (table[size] + node_s * size)
+            yielded + news * size - rate * (table[size] + node_s * (size + _LEAST_NODES))
             for size, yielded in enumerate(accumulate(scores), start=1)
         ]
+        worth[0] = 1.0 - rate * table[1]  # who decodes plainly will soon rest, and not even look
         best = worth.index(max(worth)) + 1
         self._idle = self._idle + 1 if best == 1 else 0
         self._usual += (best - self._usual) / _STEPS
