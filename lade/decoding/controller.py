@@ -145,7 +145,7 @@ class Controller:
             yielded + news * size - rate * (table[size] + node_s * (size + _LEAST_NODES))
             for size, yielded in enumerate(accumulate(scores), start=1)
         ]
-        worth[0] = 1.0 - rate * table[1]  # who decodes plainly will soon rest, and not even look
+        worth[0] = 1.0 + news - rate * table[1]  # who decodes plainly will soon rest, and not even look
         best = worth.index(max(worth)) + 1
         self._idle = self._idle + 1 if best == 1 else 0
         self._usual += (best - self._usual) / _STEPS

@@ -159,7 +159,9 @@ def test_the_usual_size_is_fed_where_that_costs_less_than_the_tuition(increments
     controller = after(cost, history)
     rate, news, node_s = controller.rate, controller._news, controller._node_s
     worth = {
-        size: sum(scores[:size]) + size * news - rate * (cost.table[size] + size * node_s)
+        size: sum(scores[:size])
+        + size * news
+        - rate * (cost.table[size] + (size > 1) * (size + controller_module._LEAST_NODES) * node_s)
         for size in range(1, len(scores) + 1)
     }
     best = max(worth.values())
@@ -328,7 +330,7 @@ def test_the_first_choice_that_is_not_plain_ends_the_resting():
     while controller.rest():
         take(controller, sharp, 1, 1)
     assert controller.choose([1.0] + [0.9] * 9) > 1
-    assert looks(controller, sharp, 5, [1.0], PLAIN_S) == [True] * 5
+    assert looks(controller, sharp, 3, [1.0], PLAIN_S) == [True] * 3
     assert not all(looks(controller, sharp, 500, [1.0], PLAIN_S)), "until it has been in vain for a while again"
 
 
