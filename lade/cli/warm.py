@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -238,7 +239,7 @@ def _table(harvest: Harvest, memory: Memory, out: Path) -> Table:
         "tokens": str(harvest.new_tokens),
         "tokens a step": f"{first:.2f} in the first tenth of the prompts, {last:.2f} in the last",
         "contexts": str(len(memory)),
-        "file": f"{out}, {_size(out) / _MIB:.1f} MiB",
+        "file": f"{out}, {decimal(_size(out))}",
     }
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column("")
