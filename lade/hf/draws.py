@@ -72,6 +72,11 @@ def draw_alone(probabilities: torch.Tensor) -> int:
     return int(torch.multinomial(probabilities, num_samples=1))
 
 
+def draw_from(generator: torch.Generator, probabilities: torch.Tensor) -> int:
+    """The same from a generator other than torch's global one."""
+    return int(torch.multinomial(probabilities, num_samples=1, generator=generator))
+
+
 def _check(probabilities: torch.Tensor) -> None:
     """What `torch.multinomial` checks, with its words."""
     if not bool(((probabilities >= 0) & (probabilities < torch.inf)).all()):

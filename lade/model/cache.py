@@ -8,6 +8,8 @@ forgets the others:
     row 1   [ cached .. |     | root a b c d ]   keep [0]        ->  [ cached .. | root ]
 
 So a pass writes each layer's keys at once, however long the rows are, and what is moved is moved in all layers at once.
+Rows come and go without the others being copied: there may be room for more rows than there are, and where one leaves,
+the last one takes its place.
 
 All layers keep all positions, those of sliding windows too: their masks leave out what lies outside the window.
 """
@@ -42,9 +44,10 @@ class Move:
 
 
 class TreeLayer(CacheLayerMixin):
-    """Keys and values of one layer: buffers `[B, H, capacity, D]`, of which row b uses the first `lengths[b]`.
+    """Keys and values of one layer: buffers `[rows, H, capacity, D]`, of which row b uses the first `lengths[b]`.
 
-    Between a pass and `TreeCache.keep` the tokens fed lie behind the longest row, in all rows.
+    There are B rows in use, the first ones. Between a pass and `TreeCache.keep` the tokens fed lie behind the longest
+    row, in all rows.
     """
 
     is_sliding = False
@@ -71,14 +74,30 @@ class TreeLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        fed, first = key_states.shape[2], max(self.lengths)
+        rows, fed, first = len(self.lengths), key_states.shape[2], max(self.lengths)
         visible = first + fed
         if visible > self.keys.shape[2]:
             self.keys, self.values = _grown(self.keys, visible), _grown(self.values, visible)
-        self.keys[:, :, first:visible] = key_states
-        self.values[:, :, first:visible] = value_states
+        self.keys[:rows, :, first:visible] = key_states
+        self.values[:rows, :, first:visible] = value_states
         self.lengths = [length + fed for length in self.lengths]
-        return self.keys[:, :, :visible], self.values[:, :, :visible]
+        return self.keys[:rows, :, :visible], self.values[:rows, :, :visible]
+
+    def reserve(self, rows: int, tokens: int) -> None:
+        """Have buffers of just this size; see `TreeCache.reserve`."""
+        assert self.keys is not None and self.values is not None
+        used = len(self.lengths), self.get_seq_length()
+        self.keys, self.values = (_resized(buffer, used, rows, tokens) for buffer in (self.keys, self.values))
+
+    def take(self, part: TreeLayer) -> None:
+        """Append the only row of another layer; see `TreeCache.take`."""
+        assert self.keys is not None and self.values is not None and part.keys is not None and part.values is not None
+        rows, length = len(self.lengths), part.lengths[0]
+        if rows == self.keys.shape[0] or length > self.keys.shape[2]:
+            self.reserve(max(1, 2 * rows), max(length, self.keys.shape[2]))
+        self.keys[rows, :, :length] = part.keys[0, :, :length]
+        self.values[rows, :, :length] = part.values[0, :, :length]
+        self.lengths = [*self.lengths, length]
 
     def join(self, parts: Sequence[TreeLayer], places: Sequence[tuple[int, int]]) -> None:
         """Take over rows of other layers; see `TreeCache.join`."""
@@ -146,6 +165,11 @@ class JoinedLayers:
         self.layers = layers
         self._views: list[torch.Tensor] = []
         self._wholes: list[torch.Tensor] = []
+
+    def put(self, source: int, target: int, length: int) -> None:
+        """Copy the first tokens of one row to another, in all layers."""
+        for whole in self._joined():
+            whole[:, target, :, :length] = whole[:, source, :, :length]
 
     def make(self, moves: Sequence[Move]) -> None:
         """Make these moves in all layers."""
@@ -231,6 +255,43 @@ class TreeCache(Cache):
             for layer in layers:
                 layer.reset()
 
+    @property
+    def token_bytes(self) -> int:
+        """What one token of one row takes, all layers together; 0 before the first pass."""
+        buffers = [buffer for layer in self.layers for buffer in (layer.keys, layer.values) if buffer is not None]
+        return sum(buffer.shape[1] * buffer.shape[3] * buffer.element_size() for buffer in buffers)
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Rows, and tokens of each, that there are buffers for; none before the first pass."""
+        keys = self.layers[0].keys if self.layers else None
+        return (0, 0) if keys is None else (keys.shape[0], keys.shape[2])
+
+    def reserve(self, rows: int, tokens: int) -> None:
+        """Have room for just so many rows of so many tokens, at least for what there is; copies all that is cached."""
+        for layer in self.layers:
+            layer.reserve(rows, tokens)
+
+    def take(self, part: TreeCache) -> None:
+        """Append the only row of another cache of the same model; that one may be empty then."""
+        if not self.layers:
+            self.layers, part.layers = part.layers, []
+            self._groups.clear()
+            return
+        for layer, other in zip(self.layers, part.layers, strict=True):
+            layer.take(other)
+
+    def leave(self, row: int) -> None:
+        """Forget a row; the last one takes its place and its number."""
+        last = len(self.lengths) - 1
+        if row < last:
+            for group in self._grouped():
+                group.put(last, row, self.lengths[last])
+        lengths = list(self.lengths)
+        lengths[row] = lengths[last]
+        for layer in self.layers:
+            layer.lengths = lengths[:last]
+
     def _grouped(self) -> list[JoinedLayers]:
         if sum(len(group.layers) for group in self._groups) != len(self.layers):
             firsts = range(0, len(self.layers), _JOINED_LAYERS)
@@ -240,10 +301,16 @@ class TreeCache(Cache):
 
 def _grown(buffer: torch.Tensor, needed: int) -> torch.Tensor:
     """A buffer `[B, H, capacity, D]` with capacity for `needed` tokens, and half as many again: copies stay rare."""
-    batch, heads, used, dim = buffer.shape
-    grown = buffer.new_zeros(batch, heads, needed + max(_ROOM_TOKENS, needed // 2), dim)
-    grown[:, :, :used] = buffer
-    return grown
+    rows, _, tokens, _ = buffer.shape
+    return _resized(buffer, (rows, tokens), rows, needed + max(_ROOM_TOKENS, needed // 2))
+
+
+def _resized(buffer: torch.Tensor, used: tuple[int, int], rows: int, tokens: int) -> torch.Tensor:
+    """A buffer for so many rows and tokens, with what is used of the old one: its first rows and tokens."""
+    most_rows, longest = used
+    resized = buffer.new_zeros(max(rows, most_rows), buffer.shape[1], max(tokens, longest), buffer.shape[3])
+    resized[:most_rows, :, :longest] = buffer[:most_rows, :, :longest]
+    return resized
 
 
 def _joined(
