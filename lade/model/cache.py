@@ -17,7 +17,7 @@ All layers keep all positions, those of sliding windows too: their masks leave o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import is_
 
 import torch
@@ -28,19 +28,37 @@ _JOINED_LAYERS = 8
 """Layers whose buffers are made one; more would take fewer operations, but more memory whenever the cache grows."""
 
 
-@dataclass(frozen=True)
-class Move:
-    """How what is left of a path gets to where it belongs; the same for all layers.
+@dataclass
+class Moves:
+    """What is to be moved within its row, the same in all layers; token i of M from one slot to another.
 
     Attributes:
-        row: of the batch.
-        slots: where it lies, int64.
-        start: of the slots where it belongs.
+        rows: `[M]`, of the batch.
+        sources: `[M]`, slots where the tokens lie.
+        targets: `[M]`, slots where they belong, never behind where they lie.
     """
 
-    row: int
-    slots: torch.Tensor
-    start: int
+    rows: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+
+    def add(self, row: int, sources: Sequence[int], target: int) -> None:
+        """Move tokens of a row to where one slot follows the other, beginning with `target`."""
+        self.rows += [row] * len(sources)
+        self.sources += sources
+        self.targets += range(target, target + len(sources))
+
+    def make(self, wholes: Sequence[torch.Tensor]) -> None:
+        """Make them in tensors `[N, rows, H, capacity, D]`."""
+        one_row = self.rows[0] == self.rows[-1]  # they come row by row
+        rows, sources, targets = (torch.tensor(column) for column in (self.rows, self.sources, self.targets))
+        for whole in wholes:
+            if one_row:  # as a slice, which is faster
+                states = whole[:, self.rows[0]].index_select(2, sources.to(whole.device))
+                whole[:, self.rows[0], :, self.targets[0] : self.targets[-1] + 1] = states
+            else:
+                at, to = ((rows.to(whole.device), slots.to(whole.device)) for slots in (sources, targets))
+                whole[:, to[0], :, to[1]] = whole[:, at[0], :, at[1]]
 
 
 class TreeLayer(CacheLayerMixin):
@@ -171,12 +189,9 @@ class JoinedLayers:
         for whole in self._joined():
             whole[:, target, :, :length] = whole[:, source, :, :length]
 
-    def make(self, moves: Sequence[Move]) -> None:
+    def make(self, moves: Moves) -> None:
         """Make these moves in all layers."""
-        for whole in self._joined():  # [N, B, H, capacity, D]
-            for move in moves:
-                states = whole[:, move.row].index_select(2, move.slots.to(whole.device))
-                whole[:, move.row, :, move.start : move.start + len(move.slots)] = states
+        moves.make(self._joined())
 
     def _joined(self) -> list[torch.Tensor]:
         buffers = [buffer for layer in self.layers for buffer in (layer.keys, layer.values) if buffer is not None]
@@ -226,7 +241,7 @@ class TreeCache(Cache):
         """
         if not self.layers:
             return
-        moves: list[Move] = []
+        moves = Moves()
         lengths: list[int] = []
         first = max(self.lengths) - fed  # slot of the first token fed
         for row, (path, length) in enumerate(zip(paths, self.lengths, strict=True)):
@@ -234,8 +249,8 @@ class TreeCache(Cache):
             lengths.append(start + len(path))
             in_place = next((i for i, node in enumerate(path) if first + node != start + i), len(path))
             if in_place < len(path):
-                moves.append(Move(row, torch.tensor(path[in_place:]) + first, start + in_place))
-        if moves:
+                moves.add(row, [first + node for node in path[in_place:]], start + in_place)
+        if moves.rows:
             for group in self._grouped():
                 group.make(moves)
         for layer in self.layers:
