@@ -23,10 +23,10 @@ Reach = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Tensors of one step over B trees; S is the largest tree's size, K = max(P) + S.
+    """Tensors of one step over B trees; S is the largest number of nodes to feed, K = max(P) + S.
 
     Attributes:
-        ids: `[B, S]` int64; rows with a smaller tree are filled up with copies of their root.
+        ids: `[B, S]` int64; rows with fewer nodes are filled up with copies of their root.
         positions: `[B, S]` int64.
         key_positions: `[B, K]` int64, position of every slot of the cache and of the step.
         allowed: `[B, S, K]` bool, what each node may see.
@@ -38,42 +38,56 @@ class StepInputs:
     allowed: torch.Tensor
 
     @classmethod
-    def of(cls, trees: Sequence[TokenTree], lengths: Sequence[int], device: torch.device) -> StepInputs:
-        """Join one tree a row; row b has `lengths[b]` cached tokens. All nodes lie behind the longest row's."""
+    def of(
+        cls, trees: Sequence[TokenTree], lengths: Sequence[int], device: torch.device, held: Sequence[int] | None = None
+    ) -> StepInputs:
+        """Join one tree a row. All that is fed lies behind the longest row.
+
+        Args:
+            trees: S is the largest number of nodes to feed.
+            lengths: `[B]`, cached tokens of each row.
+            held: `[B]`, how many of these tokens, the last ones, are nodes of the row's tree (its first ones, which are
+                not fed again); none unless given.
+            device: where the tensors go.
+        """
+        held = held or [0] * len(trees)
         if len(trees) == 1:
-            return cls.rest(trees[0], 0, lengths[0], device)
-        rows, step, first = len(trees), max(map(len, trees)), max(lengths)
+            return cls._alone(trees[0], lengths[0], held[0], device)
+        rows, first = len(trees), max(lengths)
+        step = max(len(tree) - own for tree, own in zip(trees, held, strict=True))
         keys = first + step
         ids = np.empty((rows, step), dtype=np.int64)
         positions = np.empty((rows, step), dtype=np.int64)
         key_positions = np.tile(np.arange(keys), (rows, 1))
         allowed = np.zeros((rows, step, keys), dtype=np.bool_)
-        for row, (tree, cached) in enumerate(zip(trees, lengths, strict=True)):
-            size = len(tree)
-            padding = step - size
-            ids[row] = tree.ids + tree.ids[:1] * padding
-            positions[row] = tree.depths + [0] * padding
-            positions[row] += cached
+        for row, (tree, length, own) in enumerate(zip(trees, lengths, held, strict=True)):
+            before, size = length - own, len(tree) - own  # tokens in front of the tree, nodes to feed
+            filling = np.arange(size, step)
+            ids[row] = tree.ids[own:] + tree.ids[:1] * len(filling)
+            positions[row] = tree.depths[own:] + [0] * len(filling)
+            positions[row] += before
             key_positions[row, first:] = positions[row]
-            allowed[row, :, :cached] = True
-            allowed[row, :size, first : first + size] = tree.closure()
-            allowed[row, size:, first] = True  # padding sees the root, so that no softmax is empty
+            allowed[row, :, :before] = True
+            closure = tree.closure()[own:]
+            allowed[row, :size, first : first + size] = closure[:, own:]
+            allowed[row, filling, first + filling] = True  # it sees itself, so that no softmax is empty
+            if own:
+                key_positions[row, before:length] = tree.depths[:own]
+                key_positions[row, before:length] += before
+                allowed[row, :size, before:length] = closure[:, :own]
         return cls(*(_on(device, array) for array in (ids, positions, key_positions, allowed)))
 
     @classmethod
-    def rest(cls, tree: TokenTree, cached: int, length: int, device: torch.device) -> StepInputs:
-        """The nodes of one tree from number `cached` on; those before are the last of `length` cached tokens.
-
-        Here S is the number of nodes to feed, and K = length + S.
-        """
-        before = length - cached  # tokens in front of the tree
+    def _alone(cls, tree: TokenTree, length: int, held: int, device: torch.device) -> StepInputs:
+        """The same for a single row, where nothing needs filling up."""
+        before = length - held
         key_positions = np.arange(before + len(tree))
         positions = key_positions[before:]
         positions[:] = tree.depths
         positions += before
-        allowed = np.ones((len(tree) - cached, before + len(tree)), dtype=np.bool_)
-        allowed[:, before:] = tree.closure()[cached:]
-        rows = (np.array(tree.ids[cached:]), positions[cached:], key_positions, allowed)
+        allowed = np.ones((len(tree) - held, before + len(tree)), dtype=np.bool_)
+        allowed[:, before:] = tree.closure()[held:]
+        rows = (np.array(tree.ids[held:]), positions[held:], key_positions, allowed)
         return cls(*(_on(device, array[None]) for array in rows))
 
     def within(self, reach: Reach) -> torch.Tensor:

@@ -271,10 +271,10 @@ def test_what_the_beams_have_in_common_is_cached_once():
     rows, slots = set(), []
     extend = EagerRunner.extend
 
-    def watched(self, tree, cached, cache):
+    def watched(self, trees, held, cache):
         rows.add(len(cache.lengths))
-        slots.append((cache.lengths[0], cache.lengths[0] - cached))
-        return extend(self, tree, cached, cache)
+        slots.append((cache.lengths[0], cache.lengths[0] - held[0]))
+        return extend(self, trees, held, cache)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EagerRunner, "extend", watched)
