@@ -1,7 +1,7 @@
-"""Logits for beam search: the beams of each prompt are paths of one token tree, which a pass extends where it is needed.
+"""Logits for beam search: all beams of a prompt are paths of one token tree, which a pass extends where it is needed.
 
 What a beam step is, which tokens and beams it takes, is decided by whoever asks. Here the questions are answered: the
-tokens that lengthen the beams come in, the logits behind them go out. Where the trees have these nodes already, no pass
+tokens that lengthen the beams come in, the logits behind them go out. Where the tree has these nodes already, no pass
 is needed. Otherwise the new tokens are fed, and guesses of the beam steps after them:
 
     trunk, in the cache           tree, in the cache too             fed by the next pass
@@ -12,8 +12,8 @@ is needed. Otherwise the new tokens are fed, and guesses of the beam steps after
 What the beams have in common is cached once, not once a beam; and a guess that was not taken stays in the tree for as
 long as some beam may still get to it.
 
-Each prompt has a row of the cache and a tree of its own. They all take a beam step at the same time, so a pass is needed
-as soon as one of them lacks a node. It serves all of them: the others use it to look further ahead.
+Several prompts have a tree each, and each a row of the cache. They take their beam steps together, so a pass is needed
+as soon as one tree lacks a node; the others then use it to look further ahead.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 from lade.config import LookaheadConfig
 from lade.decoding.beam_guesses import BeamGuesser
 from lade.decoding.beam_row import BeamRow
+from lade.decoding.recycling import Recycler
 from lade.decoding.tree import TokenTree
 from lade.stats import Stats, Step
 
@@ -125,7 +126,10 @@ class BeamLogits(Generic[CacheT]):
         excluded: Collection[int] = (),
     ) -> None:
         self.runner, self.cache, self.num_beams = runner, cache, num_beams
-        self.rows = [BeamRow(prompt, num_beams, BeamGuesser(config, num_beams, excluded)) for prompt in prompts]
+        recycler = Recycler()  # what the model said of one prompt helps the others
+        self.rows = [
+            BeamRow(prompt, num_beams, BeamGuesser(config, num_beams, excluded, recycler)) for prompt in prompts
+        ]
         self._prompts = prompts
         self._fed = 0  # slots that the last pass took behind the longest row
         self._held = [1] * len(self.rows)  # nodes that were in the cache before it; at first the root is the last token

@@ -343,7 +343,6 @@ def test_beams_that_the_checkpoint_asks_for_are_not_streamed():
 
 
 REFUSED = {
-    "a batch of 2 rows": {"input_ids": IDS.repeat(2, 1)},
     "past_key_values": {"past_key_values": DynamicCache()},
     "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
     "use_cache=False": {"use_cache": False},
