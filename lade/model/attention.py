@@ -55,26 +55,20 @@ class StepInputs:
             return cls._alone(trees[0], lengths[0], held[0], device)
         rows, first = len(trees), max(lengths)
         step = max(len(tree) - own for tree, own in zip(trees, held, strict=True))
-        keys = first + step
-        ids = np.empty((rows, step), dtype=np.int64)
-        positions = np.empty((rows, step), dtype=np.int64)
-        key_positions = np.tile(np.arange(keys), (rows, 1))
-        allowed = np.zeros((rows, step, keys), dtype=np.bool_)
-        for row, (tree, length, own) in enumerate(zip(trees, lengths, held, strict=True)):
-            before, size = length - own, len(tree) - own  # tokens in front of the tree, nodes to feed
-            filling = np.arange(size, step)
-            ids[row] = tree.ids[own:] + tree.ids[:1] * len(filling)
-            positions[row] = tree.depths[own:] + [0] * len(filling)
-            positions[row] += before
-            key_positions[row, first:] = positions[row]
-            allowed[row, :, :before] = True
-            closure = tree.closure()[own:]
-            allowed[row, :size, first : first + size] = closure[:, own:]
-            allowed[row, filling, first + filling] = True  # it sees itself, so that no softmax is empty
-            if own:
-                key_positions[row, before:length] = tree.depths[:own]
-                key_positions[row, before:length] += before
-                allowed[row, :size, before:length] = closure[:, :own]
+        before = (np.array(lengths) - np.array(held))[:, None]  # [B, 1], tokens in front of the trees
+        ids, depths = (_filled(columns, held, step) for columns in ([t.ids for t in trees], [t.depths for t in trees]))
+        positions = depths + before
+        slots, nodes = np.arange(first), np.arange(step)
+        key_positions = np.concatenate([np.broadcast_to(slots, (rows, first)), positions], axis=1)
+        allowed = np.zeros((rows, step, first + step), dtype=np.bool_)
+        allowed[:, :, :first] = (slots < before)[:, None]
+        allowed[:, nodes, first + nodes] = True  # all see themselves, padding too, so that no softmax is empty
+        for row, (tree, own) in enumerate(zip(trees, held, strict=True)):
+            if len(tree) > 1:
+                closure, size = tree.closure()[own:], len(tree) - own
+                allowed[row, :size, first : first + size] = closure[:, own:]
+                allowed[row, :size, lengths[row] - own : lengths[row]] = closure[:, :own]
+                key_positions[row, lengths[row] - own : lengths[row]] = before[row] + tree.depths[:own]
         return cls(*(_on(device, array) for array in (ids, positions, key_positions, allowed)))
 
     @classmethod
@@ -95,6 +89,12 @@ class StepInputs:
         if reach is everything:
             return self.allowed
         return self.allowed & reach(self.positions[:, :, None], self.key_positions[:, None, :])
+
+
+def _filled(columns: Sequence[list[int]], held: Sequence[int], length: int) -> npt.NDArray[np.int64]:
+    """Lists as rows `[B, length]`, without what is held of them; the shorter ones filled up with their first number."""
+    rows = zip(columns, held, strict=True)
+    return np.array([column[own:] + column[:1] * (length - len(column) + own) for column, own in rows], dtype=np.int64)
 
 
 def _on(device: torch.device, array: npt.NDArray[Any]) -> torch.Tensor:
