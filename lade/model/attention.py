@@ -23,10 +23,10 @@ Reach = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Tensors of one step over B trees; S is the largest tree's size, K = max(P) + S.
+    """Tensors of one step over B trees; S is the largest number of nodes to feed, K = max(P) + S.
 
     Attributes:
-        ids: `[B, S]` int64; rows with a smaller tree are filled up with copies of their root.
+        ids: `[B, S]` int64; rows with fewer nodes are filled up with copies of their root.
         positions: `[B, S]` int64.
         key_positions: `[B, K]` int64, position of every slot of the cache and of the step.
         allowed: `[B, S, K]` bool, what each node may see.
@@ -38,38 +38,50 @@ class StepInputs:
     allowed: torch.Tensor
 
     @classmethod
-    def of(cls, trees: Sequence[TokenTree], lengths: Sequence[int], device: torch.device) -> StepInputs:
-        """Join one tree a row; row b has `lengths[b]` cached tokens. All nodes lie behind the longest row's."""
+    def of(
+        cls, trees: Sequence[TokenTree], lengths: Sequence[int], device: torch.device, held: Sequence[int] | None = None
+    ) -> StepInputs:
+        """Join one tree a row. All that is fed lies behind the longest row.
+
+        Args:
+            trees: S is the largest number of nodes to feed.
+            lengths: `[B]`, cached tokens of each row.
+            held: `[B]`, how many of these tokens, the last ones, are nodes of the row's tree (its first ones, which are
+                not fed again); none unless given.
+            device: where the tensors go.
+        """
+        held = held or [0] * len(trees)
         if len(trees) == 1:
-            return cls.rest(trees[0], 0, lengths[0], device)
-        rows, step, first = len(trees), max(map(len, trees)), max(lengths)
-        cached = np.array(lengths)[:, None]  # [B, 1]
-        ids, depths = (_filled(columns, step) for columns in ([t.ids for t in trees], [t.depths for t in trees]))
-        positions = depths + cached
-        slots = np.arange(first)
+            return cls._alone(trees[0], lengths[0], held[0], device)
+        rows, first = len(trees), max(lengths)
+        step = max(len(tree) - own for tree, own in zip(trees, held, strict=True))
+        before = (np.array(lengths) - np.array(held))[:, None]  # [B, 1], tokens in front of the trees
+        ids, depths = (_filled(columns, held, step) for columns in ([t.ids for t in trees], [t.depths for t in trees]))
+        positions = depths + before
+        slots, nodes = np.arange(first), np.arange(step)
         key_positions = np.concatenate([np.broadcast_to(slots, (rows, first)), positions], axis=1)
         allowed = np.zeros((rows, step, first + step), dtype=np.bool_)
-        allowed[:, :, :first] = (slots < cached)[:, None]
-        allowed[:, :, first] = True  # all see the root, padding too, so that no softmax is empty
-        for row, tree in enumerate(trees):
-            if (size := len(tree)) > 1:
-                allowed[row, :size, first : first + size] = tree.closure()
+        allowed[:, :, :first] = (slots < before)[:, None]
+        allowed[:, nodes, first + nodes] = True  # all see themselves, padding too, so that no softmax is empty
+        for row, (tree, own) in enumerate(zip(trees, held, strict=True)):
+            if len(tree) > 1:
+                closure, size = tree.closure()[own:], len(tree) - own
+                allowed[row, :size, first : first + size] = closure[:, own:]
+                allowed[row, :size, lengths[row] - own : lengths[row]] = closure[:, :own]
+                key_positions[row, lengths[row] - own : lengths[row]] = before[row] + tree.depths[:own]
         return cls(*(_on(device, array) for array in (ids, positions, key_positions, allowed)))
 
     @classmethod
-    def rest(cls, tree: TokenTree, cached: int, length: int, device: torch.device) -> StepInputs:
-        """The nodes of one tree from number `cached` on; those before are the last of `length` cached tokens.
-
-        Here S is the number of nodes to feed, and K = length + S.
-        """
-        before = length - cached  # tokens in front of the tree
+    def _alone(cls, tree: TokenTree, length: int, held: int, device: torch.device) -> StepInputs:
+        """The same for a single row, where nothing needs filling up."""
+        before = length - held
         key_positions = np.arange(before + len(tree))
         positions = key_positions[before:]
         positions[:] = tree.depths
         positions += before
-        allowed = np.ones((len(tree) - cached, before + len(tree)), dtype=np.bool_)
-        allowed[:, before:] = tree.closure()[cached:]
-        rows = (np.array(tree.ids[cached:]), positions[cached:], key_positions, allowed)
+        allowed = np.ones((len(tree) - held, before + len(tree)), dtype=np.bool_)
+        allowed[:, before:] = tree.closure()[held:]
+        rows = (np.array(tree.ids[held:]), positions[held:], key_positions, allowed)
         return cls(*(_on(device, array[None]) for array in rows))
 
     def within(self, reach: Reach) -> torch.Tensor:
@@ -79,9 +91,10 @@ class StepInputs:
         return self.allowed & reach(self.positions[:, :, None], self.key_positions[:, None, :])
 
 
-def _filled(columns: Sequence[list[int]], length: int) -> npt.NDArray[np.int64]:
-    """Lists as rows `[B, length]`, the shorter ones filled up with their first number."""
-    return np.array([column + column[:1] * (length - len(column)) for column in columns])
+def _filled(columns: Sequence[list[int]], held: Sequence[int], length: int) -> npt.NDArray[np.int64]:
+    """Lists as rows `[B, length]`, without what is held of them; the shorter ones filled up with their first number."""
+    rows = zip(columns, held, strict=True)
+    return np.array([column[own:] + column[:1] * (length - len(column) + own) for column, own in rows], dtype=np.int64)
 
 
 def _on(device: torch.device, array: npt.NDArray[Any]) -> torch.Tensor:

@@ -114,18 +114,19 @@ class EagerRunner:
         return self._feed(StepInputs.of(trees, cache.lengths, self.device), cache)
 
     @torch.no_grad()
-    def extend(self, tree: TokenTree, cached: int, cache: TreeCache) -> torch.Tensor:
-        """Feed the nodes of one tree that the cache does not hold yet.
+    def extend(self, trees: Sequence[TokenTree], held: Sequence[int], cache: TreeCache) -> torch.Tensor:
+        """Feed the nodes of one tree a row that the cache does not hold yet.
 
         Args:
-            tree: its first nodes are cached already.
-            cached: how many.
-            cache: of one row, the last of its tokens being these nodes; the other nodes are appended to it.
+            trees: their first nodes are cached already.
+            held: `[B]`, how many.
+            cache: its rows end with these nodes; the other ones are appended to it.
 
         Returns:
-            Logits of the nodes fed, `[S, V]`.
+            Logits of the nodes fed, `[B, S, V]`, S being the largest number of them; in rows with fewer the logits
+            behind the last one mean nothing.
         """
-        return self._feed(StepInputs.rest(tree, cached, cache.lengths[0], self.device), cache)[0]
+        return self._feed(StepInputs.of(trees, cache.lengths, self.device, held), cache)
 
     def _feed(self, inputs: StepInputs, cache: TreeCache) -> torch.Tensor:
         kwargs: dict[str, Any] = {"attention_mask": self.plan.masks(inputs, self.model.dtype)}
