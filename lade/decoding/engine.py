@@ -10,8 +10,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from lade.decoding.joint import JointBudget
-from lade.decoding.kernels import Ints
-from lade.decoding.readout import best_tokens, read
+from lade.decoding.readout import best_tokens, read, read_rows
 from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Verdict, walk
@@ -123,10 +122,9 @@ class Engine(Generic[CacheT]):
         trees = self._grow()
         logits = self.runner.forward(trees, [row.tokens for row in self.rows], self.cache)  # [B, S, V]
         verdicts = []
-        for place, (row, tree) in enumerate(zip(self.rows, trees, strict=True)):
-            row_logits = logits[place, : len(tree)]  # [S, V]
-            picks, best = self._read(row, row_logits)
-            verdict = walk(tree, row.chooser.open(row_logits, picks, row.tokens), row.emit)
+        said = read_rows(logits, [len(tree) for tree in trees], [row.drafter.reads for row in self.rows])
+        for row, tree, row_logits, (picks, best) in zip(self.rows, trees, logits, said, strict=True):
+            verdict = walk(tree, row.chooser.open(row_logits[: len(tree)], picks, row.tokens), row.emit)
             row.learn(picks, best, verdict)
             verdicts.append(verdict)
         self.cache.keep([verdict.path for verdict in verdicts], fed=logits.shape[1])
@@ -148,13 +146,6 @@ class Engine(Generic[CacheT]):
         if self.budget is not None:
             emitted = sum(len(verdict.tokens) for verdict in verdicts) / len(verdicts)
             self.budget.passed(fed, emitted, seconds, self.runner.forward_s)
-
-    @staticmethod
-    def _read(row: Row, logits: torch.Tensor) -> tuple[list[int], Ints | None]:
-        """What a row wants to know of its logits `[S, V]`: the one place where a step waits for the device."""
-        if row.drafter.reads:
-            return read(logits)
-        return best_tokens(logits[None])[0], None
 
     @staticmethod
     def _steps(index: int, trees: list[TokenTree], verdicts: list[Verdict], seconds: float) -> list[Step]:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from lade.decoding.tree import TokenTree
+from lade.model.staging import upload
 
 Mask = torch.Tensor | dict[str, torch.Tensor]
 Reach = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -58,7 +57,7 @@ class StepInputs:
             allowed[row, :, :cached] = True
             allowed[row, :size, first : first + size] = tree.closure()
             allowed[row, size:, first] = True  # padding sees the root, so that no softmax is empty
-        return cls(*(_on(device, array) for array in (ids, positions, key_positions, allowed)))
+        return cls(*upload((ids, positions, key_positions, allowed), device))
 
     @classmethod
     def rest(cls, tree: TokenTree, cached: int, length: int, device: torch.device) -> StepInputs:
@@ -74,18 +73,13 @@ class StepInputs:
         allowed = np.ones((len(tree) - cached, before + len(tree)), dtype=np.bool_)
         allowed[:, before:] = tree.closure()[cached:]
         rows = (np.array(tree.ids[cached:]), positions[cached:], key_positions, allowed)
-        return cls(*(_on(device, array[None]) for array in rows))
+        return cls(*upload([array[None] for array in rows], device))
 
     def within(self, reach: Reach) -> torch.Tensor:
         """What each node may see of what is near enough, `[B, S, K]` bool."""
         if reach is everything:
             return self.allowed
         return self.allowed & reach(self.positions[:, :, None], self.key_positions[:, None, :])
-
-
-def _on(device: torch.device, array: npt.NDArray[Any]) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.to(device)  # where there is nothing to do, asking takes time too
 
 
 def everything(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
