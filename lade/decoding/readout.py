@@ -1,6 +1,6 @@
 """What the logits of a step say: the argmax at each node, and, where a memory asks, the likeliest tokens behind it.
 
-This is the one place where a step waits for the device, and it waits once: what all rows want to know comes in one copy.
+This is the one place where a step waits for the device. It waits once: what all rows want to know comes in one copy.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class StepCost:
         """
         if tuple(sizes) == self._padded_to:
             return
-        if [*sizes] != sorted({1, *sizes} & {*KNOTS}):
+        if sizes and [*sizes] != sorted({1, *sizes} & {*KNOTS}):
             raise ValueError(f"sizes={list(sizes)!r} is not valid: give some of {KNOTS}, ascending, from 1 on")
         self._padded_to = tuple(sizes)
         self.refresh()

@@ -1,0 +1,89 @@
+"""A capture on the CPU that forgets as much as a CUDA graph does.
+
+The operations of a call are written down with the tensors they read and wrote. A replay does these again, on these
+tensors, and runs no Python of the model: a number that the host computed stays what it was. As in a graph nothing may
+look at a tensor's content to decide what comes next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lade.model.capture import Call, Capture, Recording
+
+WAITS = frozenset(
+    ["_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "unique_consecutive", "_unique2", "item"]
+)
+
+
+class Tape:
+    """See `lade.model.capture.Capture`."""
+
+    def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
+        call()
+        with _Writer() as writer:
+            result = call()
+        return _Written(writer.steps, result)
+
+
+class Counted:
+    """Another capture, and what it is asked for.
+
+    Attributes:
+        recorded: how often something was captured.
+        replayed: how often it was done again.
+    """
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self.recorded = self.replayed = 0
+
+    def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
+        recording = self._capture.record(call, fixed)
+        self.recorded += 1
+        return _CountedRecording(self, recording)
+
+
+class _CountedRecording:
+    def __init__(self, counted: Counted, recording: Recording) -> None:
+        self._counted, self._recording = counted, recording
+
+    def replay(self, call: Call) -> torch.Tensor:
+        self._counted.replayed += 1
+        return self._recording.replay(call)
+
+
+class _Writer(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        if name in WAITS or (name.startswith("index") and _by_mask(args)):
+            raise RuntimeError(f"{name} is not permitted when a stream is capturing")
+        output = func(*args, **(kwargs or {}))
+        self.steps.append((func, args, kwargs or {}, output))
+        return output
+
+
+def _by_mask(args: Any) -> bool:
+    return any(isinstance(each, torch.Tensor) and each.dtype == torch.bool for each in tree_leaves(args[1:2]))
+
+
+class _Written:
+    def __init__(self, steps: list[tuple[Any, Any, Any, Any]], result: torch.Tensor) -> None:
+        self._steps, self._result = steps, result
+
+    def replay(self, call: Call) -> torch.Tensor:
+        for func, args, kwargs, before in self._steps:
+            after = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(before), tree_leaves(after), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():  # else a view, or done in place
+                    old.copy_(new)
+        return self._result
