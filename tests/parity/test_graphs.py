@@ -170,7 +170,8 @@ def test_batches_with_padding_whose_rows_end_in_turn(
     told = {"eos_token_id": [int(free[1, 25]), int(free[3, 35])], "pad_token_id": 0, "max_new_tokens": 30}
     expected = plain(model, **rows, **told)
     assert torch.equal(lookahead(model, **rows, config=config, stats=stats, **told), expected)
-    assert {rows for rows, _, _ in shapes_of(graphs.workspace(model))} > {8} and stats.tokens_per_step > 1
+    assert {rows for rows, _, _ in shapes_of(graphs.workspace(model))} > {8}
+    assert stats.tokens_per_step > 1 or config == "auto"  # that goes by the clock
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -428,13 +429,12 @@ def test_the_host_looks_at_a_tensor_once_a_step(
         looks.clear()
         before, steps = len(self.rows), step(self, index)
         if len(self.rows) == before:  # else rows leave, whose numbers are looked at
-            counts.append(dict(looks))
+            counts.append(looks.total())
         return steps
 
     monkeypatch.setattr(Engine, "_step", counted_step)
     lookahead(model, ids, config, max_new_tokens=30)
-    (look,) = {tuple(count.items()) for count in counts}
-    assert len(counts) > 3 and len(look) == 1 and look[0][1] == 1
+    assert len(counts) > 3 and set(counts) == {1}
 
 
 @pytest.mark.gpu
