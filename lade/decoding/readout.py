@@ -1,11 +1,9 @@
 """What the logits of a step say: the argmax at each node, and, where a memory asks, the likeliest tokens behind it.
 
-This is the one place where a step waits for the device. It waits once: what all rows want to know comes in one copy.
+This is the one place where a step waits for the device.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,31 +12,6 @@ from lade.decoding import kernels
 from lade.decoding.kernels import WIDTH, Ints
 
 _BLOCK = 64
-
-
-def read_rows(
-    logits: torch.Tensor, sizes: Sequence[int], curious: Sequence[bool]
-) -> list[tuple[list[int], Ints | None]]:
-    """What the rows of a batch want to know of the logits of a step.
-
-    Args:
-        logits: `[B, S, V]` in any floating dtype.
-        sizes: `[B]`, nodes of each row's tree; what lies behind them is not looked at.
-        curious: `[B]`, whether a row asks for the likeliest tokens, too.
-
-    Returns:
-        For each row what `read` returns, or `best_tokens` and None.
-    """
-    if _is_here(logits):
-        parts = zip((row[:size] for row, size in zip(logits, sizes, strict=True)), curious, strict=True)
-        return [read(part) if asks else (best_tokens(part[None])[0], None) for part, asks in parts]
-    if not any(curious):
-        return [(picks[:size], None) for picks, size in zip(best_tokens(logits), sizes, strict=True)]
-    picks, entries = read(logits.flatten(0, 1))
-    starts = range(0, len(picks), logits.shape[1])
-    ends = [start + size for start, size in zip(starts, sizes, strict=True)]
-    spans = zip(starts, ends, curious, strict=True)
-    return [(picks[start:end], entries[start:end] if asks else None) for start, end, asks in spans]
 
 
 def best_tokens(logits: torch.Tensor) -> list[list[int]]:
@@ -50,7 +23,7 @@ def best_tokens(logits: torch.Tensor) -> list[list[int]]:
     Returns:
         `[B, S]` ids.
     """
-    if _is_here(logits):  # numpy's argmax is ten times as fast as torch's, and takes the first one too
+    if logits.device.type == "cpu":  # numpy's argmax is ten times as fast as torch's, and takes the first one too
         found: list[list[int]] = logits.float().numpy().argmax(axis=-1).tolist()
         return found
     if logits.dtype == torch.float64:
@@ -73,15 +46,10 @@ def read(logits: torch.Tensor) -> tuple[list[int], Ints]:
     """
     logits = logits.float().contiguous()
     maxima = _maxima(logits)
-    if not _is_here(logits):
+    if logits.device.type != "cpu":
         return _read_remotely(logits, maxima)
     picks, entries = kernels.entries_of(logits.numpy(), maxima.numpy(), _BLOCK)
     return picks.tolist(), entries
-
-
-def _is_here(logits: torch.Tensor) -> bool:
-    """Whether the host can look at them where they are."""
-    return logits.device.type == "cpu"
 
 
 def _maxima(logits: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lade.decoding.tree import TokenTree
@@ -42,21 +43,17 @@ class StepInputs:
         if len(trees) == 1:
             return cls.rest(trees[0], 0, lengths[0], device)
         rows, step, first = len(trees), max(map(len, trees)), max(lengths)
-        keys = first + step
-        ids = np.empty((rows, step), dtype=np.int64)
-        positions = np.empty((rows, step), dtype=np.int64)
-        key_positions = np.tile(np.arange(keys), (rows, 1))
-        allowed = np.zeros((rows, step, keys), dtype=np.bool_)
-        for row, (tree, cached) in enumerate(zip(trees, lengths, strict=True)):
-            size = len(tree)
-            padding = step - size
-            ids[row] = tree.ids + tree.ids[:1] * padding
-            positions[row] = tree.depths + [0] * padding
-            positions[row] += cached
-            key_positions[row, first:] = positions[row]
-            allowed[row, :, :cached] = True
-            allowed[row, :size, first : first + size] = tree.closure()
-            allowed[row, size:, first] = True  # padding sees the root, so that no softmax is empty
+        cached = np.array(lengths)[:, None]  # [B, 1]
+        ids, depths = (_filled(columns, step) for columns in ([t.ids for t in trees], [t.depths for t in trees]))
+        positions = depths + cached
+        slots = np.arange(first)
+        key_positions = np.concatenate([np.broadcast_to(slots, (rows, first)), positions], axis=1)
+        allowed = np.zeros((rows, step, first + step), dtype=np.bool_)
+        allowed[:, :, :first] = (slots < cached)[:, None]
+        allowed[:, :, first] = True  # all see the root, padding too, so that no softmax is empty
+        for row, tree in enumerate(trees):
+            if (size := len(tree)) > 1:
+                allowed[row, :size, first : first + size] = tree.closure()
         return cls(*upload((ids, positions, key_positions, allowed), device))
 
     @classmethod
@@ -80,6 +77,11 @@ class StepInputs:
         if reach is everything:
             return self.allowed
         return self.allowed & reach(self.positions[:, :, None], self.key_positions[:, None, :])
+
+
+def _filled(columns: Sequence[list[int]], length: int) -> npt.NDArray[np.int64]:
+    """Lists as rows `[B, length]`, the shorter ones filled up with their first number."""
+    return np.array([column + column[:1] * (length - len(column)) for column in columns])
 
 
 def everything(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -290,6 +290,12 @@ class StaticCache:
             targets[row, :places] = np.arange(firsts[row], self._ends[row])
         self.buffers.move(sources, targets)
 
+    def leave(self, row: int) -> None:
+        """Forget a row; the last one takes its place and its number."""
+        rows = list(range(len(self.lengths)))
+        rows[row] = rows[-1]
+        self._select(rows[:-1])
+
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only these rows, in this order.
 
@@ -299,6 +305,9 @@ class StaticCache:
         rows: list[int] = indices.tolist()
         if len(rows) > self.buffers.rows:
             raise ValueError(f"indices={rows} are too many: the buffers have {self.buffers.rows} rows")
+        self._select(rows)
+
+    def _select(self, rows: Sequence[int]) -> None:
         before, used = len(self.lengths), max(self._ends)
         self.buffers.select(rows, used)
         self.lengths, self._ends = [self.lengths[row] for row in rows], [self._ends[row] for row in rows]

@@ -189,21 +189,3 @@ def test_reading_changes_no_logits():
     for reader in READERS:
         reader(logits)
         assert torch.equal(logits, before)
-
-
-@pytest.mark.parametrize("curious", [(True, True, True), (False, False, False), (True, False, True)])
-def test_rows_are_told_what_each_of_them_would_read(curious, monkeypatch):
-    sizes, vocabulary = (4, 1, 3), 200
-    logits = logits_of(3 * 4, vocabulary).view(3, 4, vocabulary)
-    for row, size in enumerate(sizes):
-        logits[row, size:] = math.nan  # means nothing
-    alone = [read(row[:size]) for row, size in zip(logits, sizes, strict=True)]
-    here = module.read_rows(logits, sizes, curious)
-    copies, copy = [], torch.Tensor.cpu
-    monkeypatch.setattr(module, "_is_here", lambda logits: False)
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: copies.append(self) or copy(self))
-    far = module.read_rows(torch.nan_to_num(logits), sizes, curious)
-    assert len(copies) == any(curious)
-    for found in (here, far):
-        for (picks, entries), (wanted, rows), asks in zip(found, alone, curious, strict=True):
-            assert picks == wanted and (np.array_equal(entries, rows) if asks else entries is None)

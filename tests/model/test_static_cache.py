@@ -140,6 +140,14 @@ def test_rows_are_selected(rows):
     assert held(cache) == [[*before[row], 201] for row in rows]
 
 
+@pytest.mark.parametrize(("row", "rows"), [(0, [2, 1]), (1, [0, 2]), (2, [0, 1])])
+def test_the_last_row_takes_the_place_of_one_that_leaves(row, rows):
+    cache = static(4, 7, 2)
+    before = held(cache)
+    cache.leave(row)
+    assert held(cache) == [before[row] for row in rows]
+
+
 def test_more_rows_than_there_is_room_for():
     with pytest.raises(ValueError, match=r"indices=\[0, 0, 0\] are too many: the buffers have 2 rows"):
         static(4, 7).batch_select_indices(torch.tensor([0, 0, 0]))

@@ -22,8 +22,7 @@ from test_batch_families import batch, build
 from transformers import GenerationConfig, PreTrainedModel
 
 import lade
-from lade.decoding import readout
-from lade.decoding.engine import Engine
+from lade.decoding import engine, readout
 from lade.errors import CaptureWarning
 from lade.hf import session
 from lade.model import choice, static_cache
@@ -407,8 +406,11 @@ def test_the_host_looks_at_a_tensor_once_a_step(
 ) -> None:
     if graphs.device.type != "cpu":
         pytest.skip("there, torch itself counts: see the next test")
-    monkeypatch.setattr(readout, "_is_here", lambda logits: False)  # as if they lay elsewhere
-    model, ids = built("llama", graphs.device), prompt(20).repeat(rows, 1)
+    monkeypatch.setattr(engine, "best_tokens", lambda logits: logits.argmax(-1).tolist())  # as if they lay elsewhere
+    monkeypatch.setattr(
+        engine, "read", lambda logits: readout._read_remotely(logits.float(), readout._maxima(logits.float()))
+    )
+    model, ids = built("llama", graphs.device, dtype=torch.float32), prompt(20).repeat(rows, 1)
     ids[:, 0] = torch.arange(1, rows + 1)
     looks: Counter[str] = Counter()
 
@@ -423,16 +425,15 @@ def test_the_host_looks_at_a_tensor_once_a_step(
 
     for name in ("cpu", "tolist", "item", "__int__", "__bool__", "__float__", "__index__"):
         counting(name)
-    step, counts = Engine._step, []
+    step, counts = engine.Engine.step, []
 
-    def counted_step(self: Any, index: int) -> Any:
+    def counted_step(self: Any) -> Any:
         looks.clear()
-        before, steps = len(self.rows), step(self, index)
-        if len(self.rows) == before:  # else rows leave, whose numbers are looked at
-            counts.append(looks.total())
+        steps = step(self)
+        counts.append(looks.total())
         return steps
 
-    monkeypatch.setattr(Engine, "_step", counted_step)
+    monkeypatch.setattr(engine.Engine, "step", counted_step)
     lookahead(model, ids, config, max_new_tokens=30)
     assert len(counts) > 3 and set(counts) == {1}
 
