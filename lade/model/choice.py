@@ -13,6 +13,9 @@ from lade.model.positions import Positions
 from lade.model.runner import EagerRunner, input_device
 from lade.model.workspace import workspace_of
 
+_IDLE_HOOKS = "transformers.utils.output_capturing"
+"""Its hooks stay on a model once hidden states were asked for, and do nothing where they are not."""
+
 
 def runner_for(
     model: PreTrainedModel, plan: MaskPlan, generation_config: GenerationConfig, *, own_cache: bool = True
@@ -47,7 +50,8 @@ def why_eager(model: Any) -> str:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "the caller is capturing a graph"
     for module in model.modules():
-        if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if hasattr(module, "_hf_hook") or any(getattr(hook, "__module__", "") != _IDLE_HOOKS for hook in hooks):
             return "its modules have hooks, which a replay would not call"
         if type(module).__module__.partition(".")[0] == "peft":
             return "its adapters can be switched from call to call"

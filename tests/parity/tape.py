@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lade.model.capture import Call, Capture, Recording
 
@@ -68,8 +68,13 @@ class _Writer(TorchDispatchMode):
         if name in WAITS or (name.startswith("index") and _by_mask(args)):
             raise RuntimeError(f"{name} is not permitted when a stream is capturing")
         output = func(*args, **(kwargs or {}))
-        self.steps.append((func, args, kwargs or {}, output))
+        self.steps.append((func, *tree_map(_where_it_lies, (args, kwargs or {})), output))
         return output
+
+
+def _where_it_lies(value: Any) -> Any:
+    """The memory of a tensor, whatever becomes of the object: a parameter may be given other memory."""
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _by_mask(args: Any) -> bool:

@@ -32,7 +32,7 @@ from lade.model.choice import runner_for, why_eager
 from lade.model.graphs import GraphRunner
 from lade.model.runner import EagerRunner
 from lade.model.static_cache import StaticCache
-from lade.model.workspace import Workspace, setup_of
+from lade.model.workspace import Workspace, setup_of, workspace_of
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
@@ -384,6 +384,13 @@ def test_why_a_model_is_not_captured(said: str, change: Callable[[Any], Any]) ->
     assert bool(why_eager(model)) == bool(said) and said in why_eager(model)
 
 
+def test_hooks_that_are_left_from_asking_for_hidden_states_do_nothing() -> None:
+    model: Any = family("llama").build()
+    model(prompt(5), output_hidden_states=True)
+    hooks = [hook for module in model.modules() for hook in module._forward_hooks]
+    assert hooks and why_eager(model) == ""
+
+
 def test_frequencies_that_the_host_decides_about() -> None:
     assert "frequencies" in why_eager(family("phi3").build(**longrope()))
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
@@ -436,6 +443,16 @@ def test_the_host_looks_at_a_tensor_once_a_step(
     monkeypatch.setattr(engine.Engine, "step", counted_step)
     lookahead(model, ids, config, max_new_tokens=30)
     assert len(counts) > 3 and set(counts) == {1}
+
+
+@pytest.mark.gpu
+@NO_CUDA
+def test_graphs_are_chosen_where_there_are_some() -> None:
+    device = torch.device("cuda")
+    model, ids = built("llama", device), prompt(20).to(device)
+    assert torch.equal(lookahead(model, ids, PAPER), plain(model, ids))
+    workspace = workspace_of(model, device)
+    assert isinstance(workspace.capture, CudaCapture) and shapes_of(workspace)
 
 
 @pytest.mark.gpu
