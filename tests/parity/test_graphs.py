@@ -37,7 +37,7 @@ from lade.model.workspace import Workspace, setup_of, workspace_of
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
 BUDGET = lade.LookaheadConfig(budget=24)
-QUICK = "llama mistral-window gemma3_text gpt2 bloom llama4_text"
+QUICK = "llama gemma3_text gpt2 bloom llama4_text"
 """Families that are tried each time; the others are `slow`."""
 EXPERTS = "mixtral qwen3_moe olmoe deepseek_v2 deepseek_v3 gpt_oss granitemoe"
 """Their experts are called one by one, each with the tokens that chose it: how many, the host has to know."""
@@ -116,9 +116,9 @@ def shapes_of(workspace: Workspace) -> Counter[tuple[int, int, int]]:
 @pytest.mark.parametrize("each", CAPTURED)
 def test_greedy_tokens_are_plain_decodings(each: Any, device: torch.device, graphs: Graphs) -> None:
     model, ids, stats = each.build().to(device), prompt(20).to(device), lade.Stats()
-    expected = plain(model, ids, max_new_tokens=40)
+    expected = plain(model, ids, max_new_tokens=30)
     for config in (PAPER, BUDGET):
-        assert torch.equal(lookahead(model, ids, config, stats=stats, max_new_tokens=40), expected), config
+        assert torch.equal(lookahead(model, ids, config, stats=stats, max_new_tokens=30), expected), config
     assert graphs.counted.replayed == stats.steps > graphs.counted.recorded > 1
 
 
@@ -128,7 +128,7 @@ def test_attention_with_added_masks(device: torch.device, graphs: Graphs) -> Non
     assert graphs.counted.replayed > 0
 
 
-@pytest.mark.parametrize("config", [*CONFIGS[:3], *slow(CONFIGS[3:])])
+@pytest.mark.parametrize("config", [CONFIGS[2], *slow(CONFIGS[3:])])
 def test_any_method_at_any_size(config: lade.LookaheadConfig, device: torch.device, graphs: Graphs) -> None:
     model = built("qwen3", device)
     for length, new in ((1, 12), (2, 1), (7, 2), (64, 20)):
@@ -158,7 +158,7 @@ def test_the_end_of_a_table_of_positions(device: torch.device, graphs: Graphs) -
     assert graphs.counted.replayed > 0
 
 
-@pytest.mark.parametrize("config", [PAPER, BUDGET, "auto"], ids=["paper", "budget", "auto"])
+@pytest.mark.parametrize("config", [BUDGET, *slow([PAPER, "auto"])])
 @pytest.mark.parametrize("name", ["llama", *slow(QUICK.split()[1:])])
 def test_batches_with_padding_whose_rows_end_in_turn(
     name: str, config: Any, device: torch.device, graphs: Graphs
@@ -180,7 +180,7 @@ def test_samples_and_the_generator_afterwards(rows: int, device: torch.device, g
         ends = []
         for way in (plain, lambda *given, config=config, **named: lookahead(*given, config, **named)):
             torch.manual_seed(seed)
-            output = way(model, ids, do_sample=True, temperature=0.7, top_k=20, max_new_tokens=25)
+            output = way(model, ids, do_sample=True, temperature=0.7, top_k=20, max_new_tokens=14)
             ends.append((output, generator_state(device)))
         (expected, state), (ours, our_state) = ends
         assert torch.equal(ours, expected) and torch.equal(our_state, state), seed
@@ -223,7 +223,7 @@ def test_what_is_not_kept_is_never_seen(
     """All that a pass leaves beside the accepted path is poisoned, and all that no pass looks at."""
     model, ids = built("gemma3_text", device), prompt(20).repeat(rows, 1).to(device)
     ids[:, 0] = torch.arange(1, rows + 1)
-    expected = plain(model, ids, max_new_tokens=40)
+    expected = plain(model, ids, max_new_tokens=24)
     keep, poisoned = StaticCache.keep, []
 
     def poisoning(self: StaticCache, paths: Any, fed: int) -> None:
@@ -243,7 +243,7 @@ def test_what_is_not_kept_is_never_seen(
 
     monkeypatch.setattr(StaticCache, "keep", poisoning)
     for config in (PAPER, BUDGET):
-        assert torch.equal(lookahead(model, ids, config, max_new_tokens=40), expected)
+        assert torch.equal(lookahead(model, ids, config, max_new_tokens=24), expected)
     assert sum(poisoned) > 100
 
 
@@ -281,28 +281,28 @@ def test_buffers_grow_with_a_text_that_was_not_expected(
 def test_generations_at_the_same_time_have_buffers_of_their_own(device: torch.device, graphs: Graphs) -> None:
     model = built("llama", device)
     texts = [prompt(20, seed=seed).to(device) for seed in (0, 1)]
-    streams = [lade.stream(model, input_ids=ids, max_new_tokens=40, do_sample=False, lookahead=PAPER) for ids in texts]
+    streams = [lade.stream(model, input_ids=ids, max_new_tokens=20, do_sample=False, lookahead=PAPER) for ids in texts]
     written: list[list[int]] = [[], []]
     for steps in itertools.zip_longest(*streams):
         for tokens, step in zip(written, steps, strict=True):
             tokens.extend(step.tokens if step else [])
-    assert written == [plain(model, ids, max_new_tokens=40)[0, 20:].tolist() for ids in texts]
+    assert written == [plain(model, ids, max_new_tokens=20)[0, 20:].tolist() for ids in texts]
     assert len(graphs.workspace(model)._entries) == 1, "of idle ones one is kept"
 
 
 def test_a_generation_that_nobody_ends_does_not_keep_its_buffers(device: torch.device, graphs: Graphs) -> None:
     model, ids = built("llama", device), prompt(20).to(device)
     stream = lade.stream(model, input_ids=ids, max_new_tokens=40, do_sample=False, lookahead=PAPER)
-    next(iter(stream)), next(iter(stream))
+    next(iter(stream))
     del stream
     gc.collect()
-    lookahead(model, ids)
+    lookahead(model, ids, PAPER, max_new_tokens=5)
     assert len(graphs.workspace(model)._entries) == 1
 
 
 def test_changed_weights_are_captured_anew(device: torch.device, graphs: Graphs) -> None:
     model, ids = built("llama", device), prompt(20).to(device)
-    told = {"max_new_tokens": 20}
+    told = {"max_new_tokens": 12}
 
     def check() -> torch.Tensor:
         ours: torch.Tensor = lookahead(model, ids, **told)
@@ -407,7 +407,7 @@ def test_autocast_decides_by_itself() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("config", [PAPER, BUDGET, "auto"], ids=["paper", "budget", "auto"])
+@pytest.mark.parametrize("config", [PAPER, BUDGET, *slow(["auto"])])
 def test_the_host_looks_at_a_tensor_once_a_step(
     rows: int, config: Any, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,7 @@
 """Where passes are padded to a few sizes, what lies between costs as much as the next of them."""
 
+import gc
+
 import pytest
 import torch
 
@@ -106,6 +108,11 @@ def test_captures_do_not_count_as_passes(batch, monkeypatch):
     when.clear()
     assert all(timer(size) > 0 for size in SIZES) and "capture" not in when
     assert timer._cache.lengths == [100] * batch
+    (entry,) = runner._workspace._entries
+    assert not entry.idle
+    del timer
+    gc.collect()
+    assert entry.idle, "who is gone needs no buffers"
 
 
 def test_a_profile_of_graphs_is_one_of_stairs(monkeypatch, tmp_path):
