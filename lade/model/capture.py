@@ -7,6 +7,7 @@ that nothing has moved.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -14,6 +15,7 @@ import torch
 
 Call = Callable[[], torch.Tensor]
 
+_one_at_a_time = threading.Lock()  # torch captures one graph at a time in a process
 _WARM_UPS = 2
 """Calls before a capture: libraries choose kernels and allocate workspaces in the first one."""
 
@@ -82,7 +84,7 @@ def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 class CudaCapture:
-    """Captures CUDA graphs, all in one memory pool: they are replayed one at a time, so they may share their scratch.
+    """Captures CUDA graphs, all in one memory pool: they are to be replayed one at a time, and share their scratch.
 
     Follows "CUDA graphs" in torch's notes on CUDA semantics: warm-up on a side stream, capture on the same one.
 
@@ -97,7 +99,7 @@ class CudaCapture:
 
     def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
         """See `Capture.record`."""
-        with torch.cuda.device(self._device):
+        with _one_at_a_time, torch.cuda.device(self._device):
             here = torch.cuda.current_stream()
             self._stream.wait_stream(here)
             with torch.cuda.stream(self._stream):

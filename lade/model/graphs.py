@@ -110,12 +110,7 @@ class GraphRunner(EagerRunner):
         def call() -> torch.Tensor:
             return self._whole(shape, buffers, inputs)
 
-        fixed = [inputs.memory, *buffers.groups]
-        try:
-            return self._workspace.capture.record(call, fixed)
-        except RuntimeError as problem:  # whatever a model does that a graph cannot hold; if it is wrong, so is a rerun
-            self._workspace.fail(self._setup, problem)
-            return self._workspace.capture.record(call, fixed)
+        return self._workspace.record(buffers, call, [inputs.memory, *buffers.groups], self._setup)
 
     def _whole(self, shape: Shape, buffers: Buffers, inputs: StaticInputs) -> torch.Tensor:
         """The pass itself: all that a graph holds. Logits `[B, S, V]`."""

@@ -2,6 +2,9 @@
 
 What was captured holds addresses: of the cache's buffers, which are therefore lent to one generation after another, and
 of the weights. So it is good for as long as the model is set up as it was, and is dropped otherwise.
+
+Passes on the same buffers share their scratch memory, since they run one at a time. Those on different buffers do not:
+two threads may generate at once.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -19,16 +22,17 @@ import torch
 from transformers import PreTrainedModel
 
 from lade.errors import CaptureWarning
-from lade.model.capture import Capture, CudaCapture, Rerun
+from lade.model.capture import Call, Capture, CudaCapture, Recording, Rerun
 from lade.model.static_cache import Buffers, States, StaticCache
 
 
 @dataclass
 class _Entry:
-    """Buffers that are lent, or idle."""
+    """Buffers that are lent, or idle, and what captures passes on them."""
 
     setup: Hashable
     buffers: Buffers
+    capture: Capture
     borrower: weakref.ref[StaticCache] | None
 
     @property
@@ -40,15 +44,14 @@ class Workspace:
     """Lends buffers of one model. Of those that nobody uses one is kept.
 
     Args:
-        capture: captures passes on them.
+        make_capture: makes what captures passes; called for each buffers anew.
 
     Attributes:
-        capture: as given; `Rerun` once a capture has failed.
-        trouble: the setup in which it failed, if it did.
+        trouble: the setup in which a capture has failed, if one has.
     """
 
-    def __init__(self, capture: Capture) -> None:
-        self.capture = capture
+    def __init__(self, make_capture: Callable[[], Capture]) -> None:
+        self._make_capture = make_capture
         self.trouble: Hashable = None
         self._entries: list[_Entry] = []
         self._lock = threading.Lock()
@@ -66,15 +69,31 @@ class Workspace:
 
         return StaticCache(tokens, lend, self._take_back)
 
+    def record(self, buffers: Buffers, call: Call, fixed: Sequence[torch.Tensor], setup: Hashable) -> Recording:
+        """Capture a call that works on buffers of this workspace; see `Capture.record`.
+
+        Where that fails there is one `CaptureWarning`, and nothing is captured any more: replays call again.
+        """
+        entry = next(entry for entry in self._entries if entry.buffers is buffers)
+        try:
+            return entry.capture.record(call, fixed)
+        except RuntimeError as problem:  # whatever a model does that a graph cannot hold; if it is wrong, so is a rerun
+            self.fail(setup, problem)
+            return entry.capture.record(call, fixed)
+
     def fail(self, setup: Hashable, problem: BaseException) -> None:
         """A capture has failed: warn, once, and capture nothing any more."""
-        self.capture, self.trouble = Rerun(), setup
+        if self.trouble is not None:
+            return
+        self.trouble, self._make_capture = setup, Rerun
+        for entry in self._entries:
+            entry.capture = Rerun()
         why = _first(problem)
         warnings.warn(
             f"a pass of this model cannot be captured, and is slower without: {type(why).__name__}: "
             + (str(why).splitlines() or [""])[0],
             CaptureWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
     def _lend(
@@ -93,7 +112,7 @@ class Workspace:
                     return entry.buffers
             self._entries = [entry for entry in self._entries if not entry.idle]  # frees them before others are made
             buffers = Buffers(layers, rows, slots)
-            self._entries.append(_Entry(setup, buffers, weakref.ref(borrower)))
+            self._entries.append(_Entry(setup, buffers, self._make_capture(), weakref.ref(borrower)))
             return buffers
 
     def _take_back(self, buffers: Buffers) -> None:
@@ -132,7 +151,7 @@ def workspace_of(model: PreTrainedModel, device: torch.device) -> Workspace:
     """
     workspace = _workspaces.get(model)
     if workspace is None or (workspace.trouble is not None and workspace.trouble != setup_of(model)):
-        workspace = _workspaces[model] = Workspace(CudaCapture(device))
+        workspace = _workspaces[model] = Workspace(lambda: CudaCapture(device))
     return workspace
 
 

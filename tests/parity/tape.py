@@ -8,6 +8,7 @@ look at a tensor's content to decide what comes next.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,30 +32,32 @@ class Tape:
         return _Written(writer.steps, result)
 
 
+@dataclass
+class Counts:
+    """How often something was captured, and how often it was done again."""
+
+    recorded: int = 0
+    replayed: int = 0
+
+
 class Counted:
-    """Another capture, and what it is asked for.
+    """Another capture; what it is asked for is counted."""
 
-    Attributes:
-        recorded: how often something was captured.
-        replayed: how often it was done again.
-    """
-
-    def __init__(self, capture: Capture) -> None:
-        self._capture = capture
-        self.recorded = self.replayed = 0
+    def __init__(self, capture: Capture, counts: Counts) -> None:
+        self._capture, self._counts = capture, counts
 
     def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
         recording = self._capture.record(call, fixed)
-        self.recorded += 1
-        return _CountedRecording(self, recording)
+        self._counts.recorded += 1
+        return _CountedRecording(recording, self._counts)
 
 
 class _CountedRecording:
-    def __init__(self, counted: Counted, recording: Recording) -> None:
-        self._counted, self._recording = counted, recording
+    def __init__(self, recording: Recording, counts: Counts) -> None:
+        self._recording, self._counts = recording, counts
 
     def replay(self, call: Call) -> torch.Tensor:
-        self._counted.replayed += 1
+        self._counts.replayed += 1
         return self._recording.replay(call)
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from comparing import CONFIGS, PAPER, lookahead, plain, prompt
 from families import CONTEXT, FAMILIES, family, longrope
-from tape import Counted, Tape
+from tape import Counted, Counts, Tape
 from test_batch_families import batch, build
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -60,8 +60,9 @@ class Graphs:
 
     def workspace(self, model: PreTrainedModel) -> Workspace:
         if model not in self._workspaces:
-            self.counted = Counted(CudaCapture(self.device) if self.device.type == "cuda" else Tape())
-            self._workspaces[model] = Workspace(self.counted)
+            make = Tape if self.device.type == "cpu" else lambda: CudaCapture(self.device)
+            self.counted = counted = Counts()
+            self._workspaces[model] = Workspace(lambda: Counted(make(), counted))
         return self._workspaces[model]
 
     def runner(self, model: PreTrainedModel) -> GraphRunner:
@@ -346,7 +347,8 @@ def test_what_cannot_be_captured_runs_eagerly_with_one_warning(name: str, device
             assert torch.equal(lookahead(model, ids, config, max_new_tokens=20), expected), config
     (warning,) = caught
     assert warning.category is CaptureWarning and "cannot be captured" in str(warning.message)
-    assert isinstance(graphs.workspace(model).capture, Rerun) and graphs.counted.recorded == 0
+    (entry,) = graphs.workspace(model)._entries
+    assert isinstance(entry.capture, Rerun) and graphs.counted.recorded == 0
 
 
 def test_who_is_served_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,7 +358,7 @@ def test_who_is_served_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(runner_for(model, plan, config)) is EagerRunner, "never on a CPU"
     monkeypatch.setattr(choice, "input_device", lambda model: torch.device("cuda"))
     monkeypatch.setattr(choice, "why_eager", lambda model: "")
-    workspace = Workspace(Rerun())
+    workspace = Workspace(Rerun)
     monkeypatch.setattr(choice, "workspace_of", lambda model, device: workspace)
     assert type(runner_for(model, plan, config)) is GraphRunner
     assert type(runner_for(model, plan, config, own_cache=False)) is EagerRunner
@@ -452,7 +454,7 @@ def test_graphs_are_chosen_where_there_are_some() -> None:
     model, ids = built("llama", device), prompt(20).to(device)
     assert torch.equal(lookahead(model, ids, PAPER), plain(model, ids))
     workspace = workspace_of(model, device)
-    assert isinstance(workspace.capture, CudaCapture) and shapes_of(workspace)
+    assert isinstance(workspace._entries[0].capture, CudaCapture) and shapes_of(workspace)
 
 
 @pytest.mark.gpu

@@ -93,7 +93,7 @@ def test_a_budget_fills_the_stairs():
 
 
 def runner_of(model):
-    return GraphRunner(model, supports(model).require(), model.generation_config, Workspace(Rerun()))
+    return GraphRunner(model, supports(model).require(), model.generation_config, Workspace(Rerun))
 
 
 @pytest.mark.parametrize("batch", [1, 3])
