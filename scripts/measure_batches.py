@@ -70,9 +70,14 @@ class Subject:
         self.tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
         lines = prompts.read_text(encoding="utf-8").splitlines()[:limit]
         self.prompts = [self.tokenizer(json.loads(line)["prompt"]).input_ids for line in lines]
-        self.ends = self.tokenizer.eos_token_id
+        ends = self.model.generation_config.eos_token_id
+        self.ends = set(ends if isinstance(ends, list) else [ends])
         self.tokenizer.pad_token = self.tokenizer.eos_token
-        self.arguments = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": self.ends}
+        self.arguments = {
+            "max_new_tokens": max_new_tokens,
+            "do_sample": False,
+            "pad_token_id": self.tokenizer.eos_token_id,
+        }
 
     def batch(self, prompts: Texts, generate: Callable[..., torch.Tensor]) -> Texts:
         """The answers to prompts decoded as one padded batch."""
@@ -82,7 +87,8 @@ class Subject:
 
     def cut(self, answer: list[int]) -> list[int]:
         """An answer without padding."""
-        return answer[: answer.index(self.ends) + 1] if self.ends in answer else answer
+        length = next((place for place, token in enumerate(answer, start=1) if token in self.ends), len(answer))
+        return answer[:length]
 
     def batches(self, rows: int, lookahead: lade.LookaheadConfig | None) -> tuple[Texts, lade.Stats]:
         """All prompts in batches of so many rows; None for `model.generate`."""
