@@ -22,7 +22,8 @@ from lade.model.buckets import STEP_SIZES
 from lade.model.cache import TreeCache
 from lade.model.capture import Recording
 from lade.model.runner import EagerRunner
-from lade.model.static_cache import Buffers, Frame, Shape, StaticCache
+from lade.model.static_buffers import Buffers, Frame, Shape
+from lade.model.static_cache import StaticCache
 from lade.model.static_inputs import StaticInputs
 from lade.model.workspace import Workspace, setup_of
 

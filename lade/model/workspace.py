@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 
 from lade.errors import CaptureWarning
 from lade.model.capture import Call, Capture, CudaCapture, Recording, Rerun
-from lade.model.static_cache import Buffers, States, StaticCache
+from lade.model.static_buffers import Buffers, States
+from lade.model.static_cache import StaticCache
 
 
 @dataclass

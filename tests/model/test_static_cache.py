@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lade.model.cache import TreeCache
-from lade.model.static_cache import Buffers, Frame, StaticCache
+from lade.model.static_buffers import Buffers, Frame
+from lade.model.static_cache import StaticCache
 
 HEADS, DIM, LAYERS = 2, 3, 3
 
