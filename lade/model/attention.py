@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from lade.decoding.tree import TokenTree
+from lade.model.staging import upload
 
 Mask = torch.Tensor | dict[str, torch.Tensor]
 Reach = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -69,7 +69,7 @@ class StepInputs:
                 allowed[row, :size, first : first + size] = closure[:, own:]
                 allowed[row, :size, lengths[row] - own : lengths[row]] = closure[:, :own]
                 key_positions[row, lengths[row] - own : lengths[row]] = before[row] + tree.depths[:own]
-        return cls(*(_on(device, array) for array in (ids, positions, key_positions, allowed)))
+        return cls(*upload((ids, positions, key_positions, allowed), device))
 
     @classmethod
     def _alone(cls, tree: TokenTree, length: int, held: int, device: torch.device) -> StepInputs:
@@ -82,7 +82,7 @@ class StepInputs:
         allowed = np.ones((len(tree) - held, before + len(tree)), dtype=np.bool_)
         allowed[:, before:] = tree.closure()[held:]
         rows = (np.array(tree.ids[held:]), positions[held:], key_positions, allowed)
-        return cls(*(_on(device, array[None]) for array in rows))
+        return cls(*upload([array[None] for array in rows], device))
 
     def within(self, reach: Reach) -> torch.Tensor:
         """What each node may see of what is near enough, `[B, S, K]` bool."""
@@ -95,11 +95,6 @@ def _filled(columns: Sequence[list[int]], held: Sequence[int], length: int) -> n
     """Lists as rows `[B, length]`, without what is held of them; the shorter ones filled up with their first number."""
     rows = zip(columns, held, strict=True)
     return np.array([column[own:] + column[:1] * (length - len(column) + own) for column, own in rows], dtype=np.int64)
-
-
-def _on(device: torch.device, array: npt.NDArray[Any]) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.to(device)  # where there is nothing to do, asking takes time too
 
 
 def everything(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

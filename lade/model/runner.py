@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from time import perf_counter
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 
 from lade.decoding.engine import Watch
 from lade.decoding.tree import TokenTree
-from lade.model.attention import MaskPlan, StepInputs
+from lade.model.attention import Mask, MaskPlan, StepInputs
 from lade.model.cache import TreeCache
 from lade.model.hidden import HiddenStates
 from lade.model.positions import Positions
 from lade.model.slots import SlotCounters
+from lade.model.stopwatch import Stopwatch
 
 
 class EagerRunner:
@@ -34,9 +35,18 @@ class EagerRunner:
         self.plan, self.generation_config = plan, generation_config
         self.positions = Positions.of(model.config.get_text_config(decoder=True))
         self.device = input_device(model)
-        self.forward_s = 0.0
+        self._stopwatch = Stopwatch()
         self._slot_counters = SlotCounters(model)
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds that the last call of `forward` spent in the model; asking waits for the device to end it."""
+        return self._stopwatch.seconds
+
+    @forward_s.setter
+    def forward_s(self, seconds: float) -> None:
+        self._stopwatch.seconds = seconds
 
     def room(self, cached: int) -> int | None:
         """How deep a tree may be whose root lies at position `cached`; None for no limit."""
@@ -129,18 +139,21 @@ class EagerRunner:
         return self._feed(StepInputs.of(trees, cache.lengths, self.device, held), cache)
 
     def _feed(self, inputs: StepInputs, cache: TreeCache) -> torch.Tensor:
-        kwargs: dict[str, Any] = {"attention_mask": self.plan.masks(inputs, self.model.dtype)}
+        masks = self.plan.masks(inputs, self.model.dtype)
+        with self._slot_counters.told(inputs):
+            return self._timed(lambda: self._call(inputs, masks, cache))
+
+    def _call(self, inputs: StepInputs, masks: Mask, cache: Cache) -> torch.Tensor:
+        kwargs: dict[str, Any] = {"attention_mask": masks, "past_key_values": cache, "use_cache": True}
         if "position_ids" in self._accepts:
             kwargs["position_ids"] = inputs.positions
-        with self._slot_counters.told(inputs):
-            return self._timed(lambda: self.model(inputs.ids, past_key_values=cache, use_cache=True, **kwargs).logits)
+        logits: torch.Tensor = self.model(inputs.ids, **kwargs).logits
+        return logits
 
-    def _timed(self, call: Any) -> torch.Tensor:
-        start = perf_counter()
-        logits: torch.Tensor = call()
-        if logits.device.type == "cuda":
-            torch.cuda.synchronize(logits.device)  # else the time of launching would pass for the time of running
-        self.forward_s = perf_counter() - start
+    def _timed(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+        self._stopwatch.start(self.device)
+        logits = call()
+        self._stopwatch.stop(logits.device)
         return logits
 
     def _forgets(self, rows: Sequence[Sequence[int]], cache: TreeCache) -> bool:
