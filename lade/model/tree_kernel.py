@@ -22,24 +22,24 @@ import triton.language as tl
 
 
 @triton.jit
-def _low(positions, valid, length, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+def _low(positions, valid, length, reach, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     """Number of the first key that is near enough to any query of the tile."""
     earliest = tl.min(tl.where(valid, positions, 2**31 - 1))
     low = length * 0
     if WINDOW:
-        low = tl.maximum(earliest - WINDOW + 1, 0)
+        low = tl.maximum(earliest - reach + 1, 0)
     if CHUNK:
-        low = earliest // CHUNK * CHUNK
+        low = earliest // reach * reach
     return tl.minimum(low, length)
 
 
 @triton.jit
-def _near(queries, keys, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+def _near(queries, keys, reach, CHUNK: tl.constexpr):
     """Whether keys `[N]` are near enough to queries `[M]`, by their positions: `[M, N]`."""
     if CHUNK:
-        return queries[:, None] // CHUNK == keys[None, :] // CHUNK
+        return queries[:, None] // reach == keys[None, :] // reach
     else:
-        return queries[:, None] - keys[None, :] < WINDOW
+        return queries[:, None] - keys[None, :] < reach
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def _add_unharmed(found, weights, value, visible):
 @triton.jit
 def _text(
     top, total, found, query, position, valid, key, value, key_mask, value_mask, start, end,
-    k_slot, v_slot, scale, softcap,
+    k_slot, v_slot, scale, softcap, reach,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Add the text from `start` to `end` to what was found; `key` and `value` point to the dimensions of slot 0."""
@@ -93,7 +93,7 @@ def _text(
         v = tl.load(value + slots[:, None] * v_slot, mask=there[:, None] & value_mask, other=0.0)
         visible = there[None, :] & valid[:, None]
         if WINDOW or CHUNK:
-            visible &= _near(position, slots, WINDOW, CHUNK)
+            visible &= _near(position, slots, reach, CHUNK)
         scores = _scores(query, k, scale, softcap, SOFTCAP)
         weights, top, total, found = _seen(scores, visible, top, total, found)
         found = tl.dot(weights.to(v.dtype), v, found, input_precision="ieee")
@@ -103,7 +103,7 @@ def _text(
 @triton.jit
 def _nodes(
     top, total, found, query, position, valid, key, value, key_mask, value_mask, start, end,
-    k_slot, v_slot, scale, softcap, first, node_positions, ancestors,
+    k_slot, v_slot, scale, softcap, reach, first, node_positions, ancestors,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Add the nodes from `start` to `end` to what was found; `ancestors` points to the words of each query."""
@@ -113,7 +113,7 @@ def _nodes(
         bits = tl.load(ancestors[:, None] + nodes[None, :] // 32, mask=there[None, :] & valid[:, None], other=0)
         visible = (bits >> (nodes[None, :] % 32)) & 1 != 0
         if WINDOW or CHUNK:
-            visible &= _near(position, tl.load(node_positions + nodes, mask=there, other=0), WINDOW, CHUNK)
+            visible &= _near(position, tl.load(node_positions + nodes, mask=there, other=0), reach, CHUNK)
         slots = first + nodes
         k = tl.load(key + slots[:, None] * k_slot, mask=there[:, None] & key_mask, other=0.0)
         v = tl.load(value + slots[:, None] * v_slot, mask=there[:, None] & value_mask, other=0.0)
@@ -123,12 +123,12 @@ def _nodes(
     return top, total, found
 
 
-@triton.jit(do_not_specialize=["step", "nodes", "words"])
+@triton.jit(do_not_specialize=["step", "nodes", "words", "reach"])
 def attend_tile(
     query, key, value, sinks, out, log_sums,
     lengths, firsts, positions, node_positions, ancestors,
     q_row, q_head, q_step, k_row, k_head, k_slot, v_row, v_head, v_slot,
-    step, nodes, words, scale, softcap, log2e,
+    step, nodes, words, reach, scale, softcap, log2e,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
@@ -148,7 +148,7 @@ def attend_tile(
     position = tl.load(positions + row * step + node, mask=valid, other=0)
     length = tl.load(lengths + row)
 
-    low = _low(position, valid, length, WINDOW, CHUNK)
+    low = _low(position, valid, length, reach, WINDOW, CHUNK)
     share = tl.cdiv(tl.cdiv(length + nodes - low, SPLITS), KEYS) * KEYS
     start = low + split * share
     end = tl.minimum(start + share, length + nodes)
@@ -162,20 +162,21 @@ def attend_tile(
     found = tl.zeros([TILE, VALUE_BLOCK], tl.float32)
     top, total, found = _text(
         top, total, found, q, position, valid, key, value, key_mask, value_mask, start, tl.minimum(end, length),
-        k_slot, v_slot, scale, softcap, WINDOW, CHUNK, SOFTCAP, KEYS,
+        k_slot, v_slot, scale, softcap, reach, WINDOW, CHUNK, SOFTCAP, KEYS,
     )  # fmt: skip
     top, total, found = _nodes(
         top, total, found, q, position, valid, key, value, key_mask, value_mask,
-        tl.maximum(start, length) - length, end - length, k_slot, v_slot, scale, softcap,
+        tl.maximum(start, length) - length, end - length, k_slot, v_slot, scale, softcap, reach,
         tl.load(firsts + row), node_positions + row * nodes, ancestors + (row * step + node) * words,
         WINDOW, CHUNK, SOFTCAP, KEYS,
     )  # fmt: skip
 
-    found = found / tl.where(total == 0, 1.0, total)[:, None]
+    whole = tl.where(total == 0, 1.0, total)  # of a query that sees nothing
+    found = found / whole[:, None]
     place_out = (row * step + node).to(tl.int64) * (KV_HEADS * GROUP) + member  # in [B, S, H]
     if SPLITS > 1:  # in [splits, B, S, H]
         place_out += split.to(tl.int64) * (tl.num_programs(2) // KV_HEADS) * step * (KV_HEADS * GROUP)
-        tl.store(log_sums + place_out, tl.where(total == 0, float("-inf"), top + tl.log2(total)), mask=valid)
+        tl.store(log_sums + place_out, tl.where(total == 0, float("-inf"), top + tl.log2(whole)), mask=valid)
     out += place_out[:, None] * VALUE_DIM + value_dims
     tl.store(out, found.to(out.dtype.element_ty), mask=valid[:, None] & value_mask)
 

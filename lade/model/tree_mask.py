@@ -87,7 +87,7 @@ class TreeMask(torch.Tensor):
             self._dense = self.slots.allowed(self.reach)[:, None]
         return self._dense
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"TreeMask({list(self.shape)}, {self.reach})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
