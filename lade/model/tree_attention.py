@@ -58,8 +58,9 @@ def tree_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(attention_mask, TreeMask):
-        kernel = None if dropout or kwargs.get("position_bias") is not None else kernel_for(query, key, value)
-        if kernel is not None:
+        kernel = kernel_for(query, key, value)
+        plain = not dropout and kwargs.get("position_bias") is None and attention_mask.device == query.device
+        if kernel is not None and plain:
             return kernel.attend(query, key, value, attention_mask, scale=scale, softcap=softcap, sinks=s_aux), None
         attention_mask = attention_mask.dense()
     if softcap is None and s_aux is None:

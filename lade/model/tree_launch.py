@@ -110,24 +110,25 @@ def attend(
     parts = query.new_empty(tiles.splits, *out.shape, dtype=torch.float32) if tiles.splits > 1 else out
     log_sums = query.new_empty(parts.shape[:-1], dtype=torch.float32)
     grid = (triton.cdiv(step * (heads // kv_heads), tiles.queries), tiles.splits, rows * kv_heads)
-    attend_tile[grid](
-        query, key, value, sinks, parts, log_sums,
-        at.lengths, at.firsts, at.positions, at.node_positions, at.ancestors,
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-        step, at.node_positions.shape[1], at.ancestors.shape[2], reach.window or reach.chunk or 0,
-        scale * LOG2E / (softcap or 1.0), (softcap or 0.0) * LOG2E, LOG2E,
-        KV_HEADS=kv_heads, GROUP=heads // kv_heads, SPLITS=tiles.splits,
-        WINDOW=bool(reach.window), CHUNK=bool(reach.chunk), SOFTCAP=bool(softcap), SINKS=sinks is not None,
-        KEY_DIM=key.shape[-1], VALUE_DIM=value_dim,
-        KEY_BLOCK=_block(key.shape[-1]), VALUE_BLOCK=_block(value_dim),
-        TILE=tiles.queries, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
-    )  # fmt: skip
-    if tiles.splits > 1:
-        merge_splits[(rows * step * heads,)](
-            parts, log_sums, out, rows * step * heads,
-            SPLITS=tiles.splits, SPLIT_BLOCK=triton.next_power_of_2(tiles.splits),
-            VALUE_DIM=value_dim, VALUE_BLOCK=_block(value_dim), num_warps=1,
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        attend_tile[grid](
+            query, key, value, sinks, parts, log_sums,
+            at.lengths, at.firsts, at.positions, at.node_positions, at.ancestors,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+            step, at.node_positions.shape[1], at.ancestors.shape[2], reach.window or reach.chunk or 0,
+            scale * LOG2E / (softcap or 1.0), (softcap or 0.0) * LOG2E, LOG2E,
+            KV_HEADS=kv_heads, GROUP=heads // kv_heads, SPLITS=tiles.splits,
+            WINDOW=bool(reach.window), CHUNK=bool(reach.chunk), SOFTCAP=bool(softcap), SINKS=sinks is not None,
+            KEY_DIM=key.shape[-1], VALUE_DIM=value_dim,
+            KEY_BLOCK=_block(key.shape[-1]), VALUE_BLOCK=_block(value_dim),
+            TILE=tiles.queries, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
+        if tiles.splits > 1:
+            merge_splits[(rows * step * heads,)](
+                parts, log_sums, out, rows * step * heads,
+                SPLITS=tiles.splits, SPLIT_BLOCK=triton.next_power_of_2(tiles.splits),
+                VALUE_DIM=value_dim, VALUE_BLOCK=_block(value_dim), num_warps=1,
+            )  # fmt: skip
     return out
 
 

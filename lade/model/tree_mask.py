@@ -20,7 +20,7 @@ WORD_BITS = 32
 
 @dataclass(frozen=True)
 class TreeSlots:
-    """Where text and trees lie in the keys of a pass, and who descends from whom; on the device.
+    """Where text and trees lie in the keys of a pass, and who descends from whom; contiguous tensors on the device.
 
     Attributes:
         lengths: `[B]` int32, cached tokens of each row: they lie in its first slots, at positions 0, 1, ...
@@ -38,6 +38,11 @@ class TreeSlots:
     node_positions: torch.Tensor
     ancestors: torch.Tensor
     width: int
+
+    def __post_init__(self) -> None:
+        for name, tensor in vars(self).items():
+            if isinstance(tensor, torch.Tensor) and not (tensor.dtype == torch.int32 and tensor.is_contiguous()):
+                raise ValueError(f"{name} is {tensor.dtype} with strides {tensor.stride()}: give contiguous int32")
 
     def allowed(self, reach: Reach) -> torch.Tensor:
         """What each query sees, `[B, S, K]` bool."""

@@ -32,7 +32,9 @@ def test_rows_may_begin_their_trees_in_slots_of_their_own(case, data):
     slots = case.inputs.slots
     firsts = [length + data.draw(st.integers(0, 3)) for length in slots.lengths.tolist()]
     nodes = slots.node_positions.shape[1]
-    moved = type(slots)(**{**vars(slots), "firsts": torch.tensor(firsts), "width": max(firsts) + nodes + 2})
+    moved = type(slots)(
+        **{**vars(slots), "firsts": torch.tensor(firsts, dtype=torch.int32), "width": max(firsts) + nodes + 2}
+    )
     dense, plain = TreeMask(moved, case.reach).dense(), case.mask().dense()
     assert dense.shape[-1] == moved.width
     for row, (length, first) in enumerate(zip(slots.lengths.tolist(), firsts, strict=True)):
@@ -70,3 +72,10 @@ def test_a_plan_gives_one_to_each_layer_type():
     for kind, mask in masks.items():
         assert isinstance(mask, TreeMask) and torch.equal(mask.dense(), expected[kind])
     assert masks["full_attention"].slots is masks["sliding_attention"].slots
+
+
+def test_the_kernel_gets_what_it_can_read():
+    slots = Case([tree_of([0] * 39)], [4]).inputs.slots
+    for name, wrong in [("lengths", slots.lengths.long()), ("ancestors", slots.ancestors.mT.contiguous().mT)]:
+        with pytest.raises(ValueError, match=f"{name} is .* give contiguous int32"):
+            type(slots)(**{**vars(slots), name: wrong})

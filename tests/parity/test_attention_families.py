@@ -42,12 +42,15 @@ def build(case: Family) -> tuple[torch.nn.Module, torch.nn.Module]:
 
 
 @pytest.mark.parametrize("case", INSIDE, ids=str)
-def test_the_logits_at_every_node_are_those_of_plain_passes(case: Family) -> None:
+def test_the_logits_at_every_node_are_those_of_plain_passes(case: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.Tensor] = []
+    monkeypatch.setattr(tree_attention, "kernel_for", lambda query, *_: asked.append(query))
     theirs, ours = build(case)
     support = lade.supports(ours)
     assert support.require().compact
     bound = 1e-5 if case.dtype == torch.float64 else 1e-4
     assert worst_error(ours, support.require(), beyond=WINDOW) < bound
+    assert len(asked) == 2 * ours.config.num_hidden_layers, "the masks of the two steps over trees did not arrive"
     with torch.no_grad():
         torch.testing.assert_close(ours(prompt(20)).logits, theirs(prompt(20)).logits, rtol=1e-4, atol=1e-4)
 
