@@ -24,7 +24,7 @@ $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	@touch $@
 
 $(KERNEL)/.installed: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(KERNEL) 'triton>=3.6'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(KERNEL) 'triton>=3.7'
 	@touch $@
 
 demo: $(VENV)/.installed ## watch the embedded model write Python, plain and with lookahead

@@ -12,7 +12,6 @@ Soft caps and attention sinks, which SDPA has not, are computed in plain torch i
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -25,6 +24,8 @@ from transformers.masking_utils import sdpa_mask
 from lade.model.tree_mask import TreeMask
 
 NAME = "lade_tree"
+HAS_TRITON = find_spec("triton") is not None
+"""Torch for CUDA on Linux brings it along; it is imported when a tree comes."""
 
 
 def tree_attention(
@@ -81,10 +82,9 @@ def kernel_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> M
     return kernel if kernel is not None and kernel.serves(query, key, value) else None
 
 
-@cache
 def _kernel() -> ModuleType | None:
-    """The kernel's module; None without Triton, which torch brings along for CUDA on Linux only."""
-    if find_spec("triton") is None:
+    """The kernel's module; None without Triton."""
+    if not HAS_TRITON:
         return None
     from lade.model import tree_launch
 

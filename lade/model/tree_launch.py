@@ -121,13 +121,13 @@ def attend(
             WINDOW=bool(reach.window), CHUNK=bool(reach.chunk), SOFTCAP=bool(softcap), SINKS=sinks is not None,
             KEY_DIM=key.shape[-1], VALUE_DIM=value_dim,
             KEY_BLOCK=_block(key.shape[-1]), VALUE_BLOCK=_block(value_dim),
-            TILE=tiles.queries, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+            TILE=tiles.queries, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True,
         )  # fmt: skip
         if tiles.splits > 1:
             merge_splits[(rows * step * heads,)](
                 parts, log_sums, out, rows * step * heads,
                 SPLITS=tiles.splits, SPLIT_BLOCK=triton.next_power_of_2(tiles.splits),
-                VALUE_DIM=value_dim, VALUE_BLOCK=_block(value_dim), num_warps=1,
+                VALUE_DIM=value_dim, VALUE_BLOCK=_block(value_dim), num_warps=1, enable_fp_fusion=True,
             )  # fmt: skip
     return out
 

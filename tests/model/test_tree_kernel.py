@@ -196,6 +196,6 @@ def test_it_compiles_into_what_a_small_gpu_has(shape, capability, tmp_path, monk
     names = launch.attend_tile.arg_names
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in names if types.get(name, "")[:1] == "*"}
     source = ASTSource(launch.attend_tile, {name: types.get(name, "i32") for name in names}, constants, aligned)
-    options = {"num_warps": chosen.warps, "num_stages": chosen.stages}
+    options = {"num_warps": chosen.warps, "num_stages": chosen.stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert compiled.metadata.shared <= 99 * 1024 and compiled.asm["cubin"]
