@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from lade.decoding.memory import Memory
     from lade.errors import (
         ConfigError,
+        EngineClosedError,
+        EngineFullError,
         FallbackWarning,
         InputError,
         LadeError,
@@ -30,11 +32,17 @@ if TYPE_CHECKING:
     from lade.model.cache import TreeCache
     from lade.model.packing import pack, unpack
     from lade.model.support import Support, supports
+    from lade.serving.engine import Engine
+    from lade.serving.handle import Handle
     from lade.stats import Stats, Step
 
 __all__ = [
     "ConfigError",
+    "Engine",
+    "EngineClosedError",
+    "EngineFullError",
     "FallbackWarning",
+    "Handle",
     "InputError",
     "LadeError",
     "LookaheadConfig",
@@ -67,6 +75,8 @@ _HOMES = {
     "lade.decoding.memory": ("Memory",),
     "lade.errors": (
         "ConfigError",
+        "EngineClosedError",
+        "EngineFullError",
         "FallbackWarning",
         "InputError",
         "LadeError",
@@ -79,6 +89,8 @@ _HOMES = {
     "lade.model.cache": ("TreeCache",),
     "lade.model.packing": ("pack", "unpack"),
     "lade.model.support": ("Support", "supports"),
+    "lade.serving.engine": ("Engine",),
+    "lade.serving.handle": ("Handle",),
     "lade.stats": ("Stats", "Step"),
 }
 _PACKAGES = ("bench",)

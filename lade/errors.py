@@ -6,6 +6,8 @@ LadeError
 ├── UnsupportedError        (ValueError)  what cannot be served exactly
 │   ├── UnsupportedModelError             this model
 │   └── UnsupportedArgumentError          this argument of generate()
+├── EngineFullError         (RuntimeError) as many requests wait for a `lade.Engine` as may
+├── EngineClosedError       (RuntimeError) a `lade.Engine` takes no more requests
 └── MissingExtraError       (ImportError) an optional dependency is not installed
 
 A message names what was wrong, its value, and the remedy.
@@ -19,7 +21,7 @@ class LadeError(Exception):
 
 
 class ConfigError(LadeError, ValueError):
-    """A field of `LookaheadConfig` is out of range."""
+    """A field of `LookaheadConfig`, or another setting, is out of range."""
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
         super().__init__(f"{field}={value!r} is not valid: {remedy}")
@@ -48,6 +50,14 @@ class UnsupportedModelError(UnsupportedError):
 
 class UnsupportedArgumentError(UnsupportedError):
     """An argument of `generate` that lookahead decoding does not serve."""
+
+
+class EngineFullError(LadeError, RuntimeError):
+    """As many requests wait for an engine as may."""
+
+
+class EngineClosedError(LadeError, RuntimeError):
+    """An engine that was closed takes no more requests."""
 
 
 class MissingExtraError(LadeError, ImportError):

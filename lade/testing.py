@@ -130,6 +130,11 @@ class ListCache:
             start = len(row) - fed
             row[start:] = [row[start + node] for node in path]
 
+    def leave(self, row: int) -> None:
+        """Forget a row; the last one takes its place."""
+        self.rows[row] = self.rows[-1]
+        self.rows.pop()
+
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only these rows."""
         self.rows = [self.rows[i] for i in indices.tolist()]

@@ -11,11 +11,12 @@ import lade
 PACKAGE = Path(lade.__file__).parent
 # From the ground up: a layer imports from itself and from those below it.
 LAYERS = [
-    "version neighbour config errors stats",
+    "version neighbour config errors stats lines",
     "decoding",
     "model",
     "tuning",
     "hf testing",
+    "serving",
     "demo",
     "bench",
     "cli",

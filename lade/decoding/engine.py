@@ -13,7 +13,7 @@ from lade.decoding.joint import JointBudget
 from lade.decoding.kernels import Ints
 from lade.decoding.readout import best_tokens, read
 from lade.decoding.row import Row
-from lade.decoding.tree import TokenTree
+from lade.decoding.tree import ROOT, TokenTree
 from lade.decoding.verify import Verdict, walk
 from lade.stats import Stats, Step
 
@@ -30,8 +30,12 @@ class Cache(Protocol):
         """Of the `fed` tokens that came last, keep in each row those of its path and drop the others."""
         ...
 
+    def leave(self, row: int) -> None:
+        """Forget a row; the last one takes its place and its number."""
+        ...
+
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only these rows."""
+        """Keep only these rows, in this order."""
         ...
 
 
@@ -74,43 +78,41 @@ class Engine(Generic[CacheT]):
     """Decodes the rows of one batch until their stop rules end them.
 
     Attributes:
-        rows: those that have not ended.
+        rows: those that have not ended; their order changes when one leaves.
         runner: runs the model.
         cache: of these rows.
-        stats: is added to.
+        stats: is added to, if there are any.
         budget: that the rows share, if they do.
+        isolate: whether an error that a row's processors or stop rules raise ends that row alone, which then has it as
+            its `problem`; else it is raised.
     """
 
     rows: list[Row]
     runner: Runner[CacheT]
     cache: CacheT
-    stats: Stats
+    stats: Stats | None = None
     budget: JointBudget | None = None
+    isolate: bool = False
 
     def run(self) -> Iterator[list[Step]]:
         """Prefill, then step after step; each yields one `Step` for every row that took part.
 
         A consumer may stop at any step: tokens and cache agree whenever this generator is suspended.
         """
-        yield self._prefill()
-        index = 0
+        yield self.prefill()
         while self.rows:
-            index += 1
-            yield self._step(index)
+            yield self.step()
 
-    def _prefill(self) -> list[Step]:
+    def prefill(self) -> list[Step]:
+        """Feed the prompts of all rows, and choose the first token of each."""
         start = perf_counter()
         fed = [len(row.tokens) - self.cache.lengths[0] for row in self.rows]
         watch = self._show_prompt if any(row.drafter.reads for row in self.rows) else None
         logits = self.runner.prefill([row.tokens for row in self.rows], self.cache, watch)  # [B, V]
         picks = best_tokens(logits[:, None])  # [B, 1]
-        tokens = []
-        for row, row_logits, row_picks in zip(self.rows, logits[:, None], picks, strict=True):
-            tokens.append(row.chooser.open(row_logits, row_picks, row.tokens)(0))
-            row.emit(tokens[-1])
-            row.begin()
+        tokens = [row.open(*said) for row, *said in zip(self.rows, logits[:, None], picks, strict=True)]
         seconds = perf_counter() - start
-        self._drop_finished()
+        self.drop_finished()
         return self._report([Step(0, [new], ["prefill"], size, seconds) for new, size in zip(tokens, fed, strict=True)])
 
     def _show_prompt(self, alike: Sequence[int], start: int, logits: torch.Tensor) -> None:
@@ -118,28 +120,59 @@ class Engine(Generic[CacheT]):
         for row in (self.rows[number] for number in alike):
             row.drafter.read_prompt(row.tokens, start, said)
 
-    def _step(self, index: int) -> list[Step]:
+    def step(self) -> list[Step]:
+        """Grow a tree for each row, feed them in one forward pass, walk, and let those leave that have ended."""
         start = perf_counter()
         trees = self._grow()
         logits = self.runner.forward(trees, [row.tokens for row in self.rows], self.cache)  # [B, S, V]
-        verdicts = []
-        for place, (row, tree) in enumerate(zip(self.rows, trees, strict=True)):
-            row_logits = logits[place, : len(tree)]  # [S, V]
-            picks, best = self._read(row, row_logits)
-            verdict = walk(tree, row.chooser.open(row_logits, picks, row.tokens), row.emit)
-            row.learn(picks, best, verdict)
-            verdicts.append(verdict)
+        verdicts = self._verify(trees, logits)
         self.cache.keep([verdict.path for verdict in verdicts], fed=logits.shape[1])
         seconds = perf_counter() - start
         self._observe(logits.shape[1], verdicts, seconds)
-        self._drop_finished()
-        return self._report(self._steps(index, trees, verdicts, seconds), self.runner.forward_s)
+        indices = [row.steps for row in self.rows]
+        self.drop_finished()
+        steps = [
+            Step(index, verdict.tokens, verdict.sources, len(tree), seconds)
+            for index, verdict, tree in zip(indices, verdicts, trees, strict=True)
+        ]
+        return self._report(steps, self.runner.forward_s)
 
     def _grow(self) -> list[TokenTree]:
         rooms = [self.runner.room(cached) for cached in self.cache.lengths]
         if self.budget is not None:
             self.budget.decide([row.look(room) for row, room in zip(self.rows, rooms, strict=True)])
         return [row.grow(room) for row, room in zip(self.rows, rooms, strict=True)]
+
+    def _verify(self, trees: Sequence[TokenTree], logits: torch.Tensor) -> list[Verdict]:
+        picks, best = self._read(logits)
+        return [
+            self._walk(row, tree, logits[place, : len(tree)], picks[place], None if best is None else best[place])
+            for place, (row, tree) in enumerate(zip(self.rows, trees, strict=True))
+        ]
+
+    def _read(self, logits: torch.Tensor) -> tuple[list[list[int]], Ints | None]:
+        """What rows want to know of the logits `[B, S, V]`: the one place where a step waits for the device.
+
+        Returns:
+            `[B, S]`, the argmax at each node, and `[B, S, WIDTH]`, see `read`, if a drafter asks for them.
+        """
+        if not any(row.drafter.reads for row in self.rows):
+            return best_tokens(logits), None
+        rows, size, _ = logits.shape
+        picks, best = read(logits.flatten(0, 1))  # [B * S], [B * S, WIDTH]
+        return [picks[first : first + size] for first in range(0, rows * size, size)], best.reshape(rows, size, -1)
+
+    def _walk(self, row: Row, tree: TokenTree, logits: torch.Tensor, picks: list[int], best: Ints | None) -> Verdict:
+        """Verify one row's tree, given the logits `[S, V]` of its nodes, and what was read of them."""
+        try:
+            verdict = walk(tree, row.chooser.open(logits, picks, row.tokens), row.emit)
+        except Exception as problem:
+            if not self.isolate:
+                raise
+            row.fail(problem)
+            return Verdict([ROOT], [], [], done=True)
+        row.learn(picks, best if row.drafter.reads else None, verdict)
+        return verdict
 
     def _observe(self, fed: int, verdicts: Sequence[Verdict], seconds: float) -> None:
         """Tell whoever decides about sizes what a pass took and yielded; its largest tree had `fed` nodes."""
@@ -149,24 +182,17 @@ class Engine(Generic[CacheT]):
             emitted = sum(len(verdict.tokens) for verdict in verdicts) / len(verdicts)
             self.budget.passed(fed, emitted, seconds, self.runner.forward_s)
 
-    @staticmethod
-    def _read(row: Row, logits: torch.Tensor) -> tuple[list[int], Ints | None]:
-        """What a row wants to know of its logits `[S, V]`: the one place where a step waits for the device."""
-        if row.drafter.reads:
-            return read(logits)
-        return best_tokens(logits[None])[0], None
-
-    @staticmethod
-    def _steps(index: int, trees: list[TokenTree], verdicts: list[Verdict], seconds: float) -> list[Step]:
-        return [Step(index, v.tokens, v.sources, len(t), seconds) for t, v in zip(trees, verdicts, strict=True)]
-
-    def _drop_finished(self) -> None:
+    def drop_finished(self) -> None:
         """Finished rows leave the batch: they cost nothing any more. The last ones stay, for who wants the cache."""
-        alive = [i for i, row in enumerate(self.rows) if not row.done]
-        if alive and len(alive) < len(self.rows):
-            self.cache.batch_select_indices(torch.tensor(alive))
-        self.rows = [self.rows[i] for i in alive]
+        if all(row.done for row in self.rows):
+            self.rows = []
+        for place in reversed(range(len(self.rows))):
+            if self.rows[place].done:
+                self.cache.leave(place)
+                self.rows[place] = self.rows[-1]
+                self.rows.pop()
 
     def _report(self, steps: list[Step], forward_s: float = 0.0) -> list[Step]:
-        self.stats.add(*steps, forward_s=forward_s)
+        if self.stats is not None:
+            self.stats.add(*steps, forward_s=forward_s)
         return steps

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from lade.decoding.choose import Chooser
 from lade.decoding.drafter import Drafter
 from lade.decoding.kernels import Ints
@@ -21,12 +23,20 @@ class Row:
         drafter: guesses the tokens to come.
         chooser: turns logits into tokens.
         stop: called with all tokens after each emitted one; true ends the row.
+
+    Attributes:
+        tokens: prompt and output.
+        steps: passes after prefill that it took part in.
+        done: whether it has ended.
+        problem: the error that ended it, if one did.
     """
 
     def __init__(self, prompt: Sequence[int], drafter: Drafter, chooser: Chooser, stop: StopRule) -> None:
         self.tokens = list(prompt)
         self.drafter, self.chooser, self._stop = drafter, chooser, stop
+        self.steps = 0
         self.done = False
+        self.problem: Exception | None = None
         self._prompt_length = len(self.tokens)
 
     @property
@@ -40,9 +50,21 @@ class Row:
         self.done = self._stop(self.tokens)
         return self.done
 
-    def begin(self) -> None:
-        """Get ready to draft, once prefill has emitted the first token."""
+    def open(self, logits: torch.Tensor, picks: Sequence[int]) -> int:
+        """Choose the first token, and get ready to draft.
+
+        Args:
+            logits: `[1, V]`, behind the prompt.
+            picks: `[1]`, their argmax.
+        """
+        token = self.chooser.open(logits, picks, self.tokens)(0)
+        self.emit(token)
         self.drafter.begin(self.tokens, self._prompt_length)
+        return token
+
+    def fail(self, problem: Exception) -> None:
+        """End with an error."""
+        self.done, self.problem = True, problem
 
     def look(self, max_depth: int | None) -> Sequence[float]:
         """Find what the next step could feed; see `Drafter`."""
@@ -50,6 +72,7 @@ class Row:
 
     def grow(self, max_depth: int | None) -> TokenTree:
         """The tree of the next step, under the current token."""
+        self.steps += 1
         return self.drafter.grow(self.tokens, max_depth)
 
     def learn(self, picks: Sequence[int], rows: Ints | None, verdict: Verdict) -> None:

@@ -144,7 +144,7 @@ def generate(
     refuse_streamed_beams(num_beams(unwrap(model), generate_arguments) if streamer is not None else None)
     if config is not None:
         try:
-            _check_request(model, generate_arguments)
+            check_request(model, generate_arguments)
             method = decoder(streamer=streamer)
             handed_on = with_stop_strings(unwrap(model), generate_arguments)
             output: Output = model.generate(custom_generate=method, lookahead=config, stats=stats, **handed_on)
@@ -186,7 +186,7 @@ def stream(
     _refuse_streamed_rows(unwrap(model), generate_arguments)
     if config is not None:
         try:
-            _check_request(model, generate_arguments)
+            check_request(model, generate_arguments)
             make = functools.partial(Session, config=config, stats=Stats() if stats is None else stats)
             handed_on = with_stop_strings(unwrap(model), generate_arguments)
             return iter(model.generate(custom_generate=make, **handed_on))
@@ -197,7 +197,7 @@ def stream(
     return plain_steps(model, stats, **generate_arguments)
 
 
-def _check_request(model: Any, arguments: dict[str, Any]) -> None:
+def check_request(model: Any, arguments: dict[str, Any]) -> None:
     """Refuse early what `model.generate` would trip over, or would not hand on."""
     supports(model).require()
     for name in ASSISTANTS:

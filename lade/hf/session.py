@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from lade.decoding.drafter import Drafter
 from lade.decoding.drafting import drafter_for
 from lade.decoding.engine import Engine
 from lade.decoding.joint import JointBudget
+from lade.decoding.memory import Memory
 from lade.decoding.row import Row
 from lade.hf.arguments import check_cache, check_switch, checked_paddings
 from lade.hf.draws import Draws, draw_alone
@@ -88,6 +90,8 @@ class Session:
         self._draws = Draws(len(self._paddings)) if self._is_batch and generation_config.do_sample else None
         self._cost = None if drafter else self._cost_of_steps(config, runner)
         budget = JointBudget(self._cost) if isinstance(self._cost, BatchCost) else None
+        if self._is_batch and config.adaptive and config.memory is None:
+            config = replace(config, memory=Memory())  # one caller's rows may learn from each other
         self._rows: list[Row] = []
         for number in range(len(self._paddings)):
             if drafter and number:
@@ -113,24 +117,13 @@ class Session:
         self, number: int, drafter: Drafter, processors: LogitsProcessorList, criteria: StoppingCriteriaList
     ) -> Row:
         """One row of the batch, without its padding."""
-        padding = self._paddings[number]
-        transcript = Transcript(self._input_ids[number : number + 1], padding)
-        if self._is_batch:
-            processors = processors_of_row(processors, number, len(self._paddings))
-        return Row(
-            self._input_ids[number, padding:].tolist(),
-            drafter,
-            self._chooser(number, processors, transcript),
-            StopRules(criteria, transcript, self._record),
-        )
-
-    def _chooser(self, number: int, processors: LogitsProcessorList, transcript: Transcript) -> Chooser:
         draw: Draw | None = None
         if self._generation_config.do_sample:
             draw = draw_alone if self._draws is None else functools.partial(self._draws.draw, number)
-        if processors or draw or self._record:
-            return Processed(processors, transcript, draw=draw, record=self._record)
-        return Greedy()
+        if self._is_batch:
+            processors = processors_of_row(processors, number, len(self._paddings))
+        prompt = self._input_ids[number : number + 1]
+        return row_for(prompt, self._paddings[number], drafter, processors, criteria, draw=draw, record=self._record)
 
     def __iter__(self) -> Iterator[Step]:
         """Decode; one `Step` per forward pass and row."""
@@ -163,27 +156,75 @@ class Session:
 
         Behind a row that ended before others stands padding.
         """
+        # Ours has no slots for padding, and plain decoding would count them; of a batch it has the last rows only.
+        cache = None if self._is_batch or self._paddings[0] else self._given_cache
         written = [row.written for row in self._rows]
-        longest = max(map(len, written))
-        pad: Any = self._generation_config._pad_token_tensor  # which is the end of sequence where no pad_token_id is
-        pad = None if pad is None else int(pad)
-        new = [tokens + [pad] * (longest - len(tokens)) for tokens in written]
-        ids = torch.cat([self._input_ids, self._input_ids.new_tensor(new)], dim=1)
-        if not self._generation_config.return_dict_in_generate:
-            return ids
-        return GenerateDecoderOnlyOutput(
-            sequences=cast(torch.LongTensor, ids),
-            scores=cast(Any, self._record.scores),
-            logits=cast(Any, self._record.logits),
-            # Ours has no slots for padding, and plain decoding would count them; of a batch it has the last rows only.
-            past_key_values=None if self._is_batch or self._paddings[0] else self._given_cache,
-        )
+        return output_of(self._input_ids, written, self._generation_config, self._record, cache)
 
     def run(self) -> Output:
         """Decode to the end."""
         for _ in self:
             pass
         return self.output()
+
+
+def row_for(
+    prompt: torch.Tensor,
+    padding: int,
+    drafter: Drafter,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    *,
+    draw: Draw | None,
+    record: Record,
+) -> Row:
+    """A row that asks transformers' processors and criteria about its tokens.
+
+    Args:
+        prompt: `[1, L]` int64.
+        padding: columns left of it that are none of its tokens.
+        drafter: of this row alone.
+        processors: as they are for this row.
+        criteria: likewise.
+        draw: draws a token, given probabilities `[1, V]`; None for the argmax.
+        record: is told scores and logits.
+    """
+    transcript = Transcript(prompt, padding)
+    chooser: Chooser = Greedy()
+    if processors or draw or record:
+        chooser = Processed(processors, transcript, draw=draw, record=record)
+    return Row(prompt[0, padding:].tolist(), drafter, chooser, StopRules(criteria, transcript, record))
+
+
+def output_of(
+    prompts: torch.Tensor,
+    written: list[list[int]],
+    generation_config: GenerationConfig,
+    record: Record,
+    cache: Cache | None = None,
+) -> Output:
+    """What `model.generate` returns.
+
+    Args:
+        prompts: `[B, L]` int64.
+        written: the tokens behind each of them.
+        generation_config: says whether an output object is wanted, and what stands behind a row that ended early.
+        record: scores and logits for the object.
+        cache: likewise.
+    """
+    longest = max(map(len, written))
+    pad: Any = generation_config._pad_token_tensor  # which is the end of sequence where no pad_token_id is
+    pad = None if pad is None else int(pad)
+    new = [tokens + [pad] * (longest - len(tokens)) for tokens in written]
+    ids = torch.cat([prompts, prompts.new_tensor(new)], dim=1)
+    if not generation_config.return_dict_in_generate:
+        return ids
+    return GenerateDecoderOnlyOutput(
+        sequences=cast(torch.LongTensor, ids),
+        scores=cast(Any, record.scores),
+        logits=cast(Any, record.logits),
+        past_key_values=cache,
+    )
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:

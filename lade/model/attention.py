@@ -48,17 +48,13 @@ class StepInputs:
         if len(trees) == 1:
             return cls.rest(trees[0], 0, lengths[0], device)
         rows, step = len(trees), max(map(len, trees))
-        ids = np.empty((rows, step), dtype=np.int64)
-        positions = np.empty((rows, step), dtype=np.int64)
+        ids, depths = (_filled(columns, step) for columns in ([t.ids for t in trees], [t.depths for t in trees]))
+        positions = depths + np.array(lengths)[:, None]
         ancestors = np.zeros((rows, step, step), dtype=np.bool_)
-        for row, (tree, cached) in enumerate(zip(trees, lengths, strict=True)):
-            size = len(tree)
-            padding = step - size
-            ids[row] = tree.ids + tree.ids[:1] * padding
-            positions[row] = tree.depths + [0] * padding
-            positions[row] += cached
-            ancestors[row, :size, :size] = tree.closure()
-            ancestors[row, size:, 0] = True  # padding sees the root, so that no softmax is empty
+        ancestors[:, :, 0] = True  # all see the root, padding too, so that no softmax is empty
+        for row, tree in enumerate(trees):
+            if (size := len(tree)) > 1:
+                ancestors[row, :size, :size] = tree.closure()
         return cls(_on(device, ids), _on(device, positions), tuple(lengths), max(lengths), positions, ancestors)
 
     @classmethod
@@ -92,9 +88,8 @@ class StepInputs:
     def allowed(self) -> torch.Tensor:
         """`[B, S, K]` bool, what each node may see."""
         rows, step, nodes = self.ancestors.shape
-        allowed = np.zeros((rows, step, self.first + nodes), dtype=np.bool_)
-        for row, length in enumerate(self.lengths):
-            allowed[row, :, :length] = True
+        allowed = np.empty((rows, step, self.first + nodes), dtype=np.bool_)
+        allowed[:, :, : self.first] = (np.arange(self.first) < np.array(self.lengths)[:, None])[:, None]
         allowed[:, :, self.first :] = self.ancestors
         return _on(self.device, allowed)
 
@@ -116,6 +111,11 @@ class StepInputs:
             ancestors=_on(self.device, _words(self.ancestors)),
             width=self.first + nodes,
         )
+
+
+def _filled(columns: Sequence[list[int]], length: int) -> npt.NDArray[np.int64]:
+    """Lists as rows `[B, length]`, the shorter ones filled up with their first number."""
+    return np.array([column + column[:1] * (length - len(column)) for column in columns])
 
 
 def _on(device: torch.device, array: npt.NDArray[Any]) -> torch.Tensor:

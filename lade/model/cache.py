@@ -8,6 +8,8 @@ forgets the others:
     row 1   [ cached .. |     | root a b c d ]   keep [0]        ->  [ cached .. | root ]
 
 So a pass writes each layer's keys at once, however long the rows are, and what is moved is moved in all layers at once.
+Rows come and go without the others being copied: there may be room for more rows than there are, and where one leaves,
+the last one takes its place.
 
 All layers keep all positions, those of sliding windows too: their masks leave out what lies outside the window.
 """
@@ -15,7 +17,7 @@ All layers keep all positions, those of sliding windows too: their masks leave o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import is_
 
 import torch
@@ -26,25 +28,44 @@ _JOINED_LAYERS = 8
 """Layers whose buffers are made one; more would take fewer operations, but more memory whenever the cache grows."""
 
 
-@dataclass(frozen=True)
-class Move:
-    """How what is left of a path gets to where it belongs; the same for all layers.
+@dataclass
+class Moves:
+    """What is to be moved within its row, the same in all layers; token i of M from one slot to another.
 
     Attributes:
-        row: of the batch.
-        slots: where it lies, int64.
-        start: of the slots where it belongs.
+        rows: `[M]`, of the batch.
+        sources: `[M]`, slots where the tokens lie.
+        targets: `[M]`, slots where they belong, never behind where they lie.
     """
 
-    row: int
-    slots: torch.Tensor
-    start: int
+    rows: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+
+    def add(self, row: int, sources: Sequence[int], target: int) -> None:
+        """Move tokens of a row to where one slot follows the other, beginning with `target`."""
+        self.rows += [row] * len(sources)
+        self.sources += sources
+        self.targets += range(target, target + len(sources))
+
+    def make(self, wholes: Sequence[torch.Tensor]) -> None:
+        """Make them in tensors `[N, rows, H, capacity, D]`."""
+        one_row = self.rows[0] == self.rows[-1]  # they come row by row
+        rows, sources, targets = (torch.tensor(column) for column in (self.rows, self.sources, self.targets))
+        for whole in wholes:
+            if one_row:  # as a slice, which is faster
+                states = whole[:, self.rows[0]].index_select(2, sources.to(whole.device))
+                whole[:, self.rows[0], :, self.targets[0] : self.targets[-1] + 1] = states
+            else:
+                at, to = ((rows.to(whole.device), slots.to(whole.device)) for slots in (sources, targets))
+                whole[:, to[0], :, to[1]] = whole[:, at[0], :, at[1]]
 
 
 class TreeLayer(CacheLayerMixin):
-    """Keys and values of one layer: buffers `[B, H, capacity, D]`, of which row b uses the first `lengths[b]`.
+    """Keys and values of one layer: buffers `[rows, H, capacity, D]`, of which row b uses the first `lengths[b]`.
 
-    Between a pass and `TreeCache.keep` the tokens fed lie behind the longest row, in all rows.
+    There are B rows in use, the first ones. Between a pass and `TreeCache.keep` the tokens fed lie behind the longest
+    row, in all rows.
     """
 
     is_sliding = False
@@ -71,14 +92,30 @@ class TreeLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        fed, first = key_states.shape[2], max(self.lengths)
+        rows, fed, first = len(self.lengths), key_states.shape[2], max(self.lengths)
         visible = first + fed
         if visible > self.keys.shape[2]:
             self.keys, self.values = _grown(self.keys, visible), _grown(self.values, visible)
-        self.keys[:, :, first:visible] = key_states
-        self.values[:, :, first:visible] = value_states
+        self.keys[:rows, :, first:visible] = key_states
+        self.values[:rows, :, first:visible] = value_states
         self.lengths = [length + fed for length in self.lengths]
-        return self.keys[:, :, :visible], self.values[:, :, :visible]
+        return self.keys[:rows, :, :visible], self.values[:rows, :, :visible]
+
+    def reserve(self, rows: int, tokens: int) -> None:
+        """Have buffers of just this size; see `TreeCache.reserve`."""
+        assert self.keys is not None and self.values is not None
+        used = len(self.lengths), self.get_seq_length()
+        self.keys, self.values = (_resized(buffer, used, rows, tokens) for buffer in (self.keys, self.values))
+
+    def take(self, part: TreeLayer) -> None:
+        """Append the only row of another layer; see `TreeCache.take`."""
+        assert self.keys is not None and self.values is not None and part.keys is not None and part.values is not None
+        rows, length = len(self.lengths), part.lengths[0]
+        if rows == self.keys.shape[0] or length > self.keys.shape[2]:
+            self.reserve(max(1, 2 * rows), max(length, self.keys.shape[2]))
+        self.keys[rows, :, :length] = part.keys[0, :, :length]
+        self.values[rows, :, :length] = part.values[0, :, :length]
+        self.lengths = [*self.lengths, length]
 
     def join(self, parts: Sequence[TreeLayer], places: Sequence[tuple[int, int]]) -> None:
         """Take over rows of other layers; see `TreeCache.join`."""
@@ -147,12 +184,14 @@ class JoinedLayers:
         self._views: list[torch.Tensor] = []
         self._wholes: list[torch.Tensor] = []
 
-    def make(self, moves: Sequence[Move]) -> None:
+    def put(self, source: int, target: int, length: int) -> None:
+        """Copy the first tokens of one row to another, in all layers."""
+        for whole in self._joined():
+            whole[:, target, :, :length] = whole[:, source, :, :length]
+
+    def make(self, moves: Moves) -> None:
         """Make these moves in all layers."""
-        for whole in self._joined():  # [N, B, H, capacity, D]
-            for move in moves:
-                states = whole[:, move.row].index_select(2, move.slots.to(whole.device))
-                whole[:, move.row, :, move.start : move.start + len(move.slots)] = states
+        moves.make(self._joined())
 
     def _joined(self) -> list[torch.Tensor]:
         buffers = [buffer for layer in self.layers for buffer in (layer.keys, layer.values) if buffer is not None]
@@ -202,7 +241,7 @@ class TreeCache(Cache):
         """
         if not self.layers:
             return
-        moves: list[Move] = []
+        moves = Moves()
         lengths: list[int] = []
         first = max(self.lengths) - fed  # slot of the first token fed
         for row, (path, length) in enumerate(zip(paths, self.lengths, strict=True)):
@@ -210,8 +249,8 @@ class TreeCache(Cache):
             lengths.append(start + len(path))
             in_place = next((i for i, node in enumerate(path) if first + node != start + i), len(path))
             if in_place < len(path):
-                moves.append(Move(row, torch.tensor(path[in_place:]) + first, start + in_place))
-        if moves:
+                moves.add(row, [first + node for node in path[in_place:]], start + in_place)
+        if moves.rows:
             for group in self._grouped():
                 group.make(moves)
         for layer in self.layers:
@@ -231,6 +270,43 @@ class TreeCache(Cache):
             for layer in layers:
                 layer.reset()
 
+    @property
+    def token_bytes(self) -> int:
+        """What one token of one row takes, all layers together; 0 before the first pass."""
+        buffers = [buffer for layer in self.layers for buffer in (layer.keys, layer.values) if buffer is not None]
+        return sum(buffer.shape[1] * buffer.shape[3] * buffer.element_size() for buffer in buffers)
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Rows, and tokens of each, that there are buffers for; none before the first pass."""
+        keys = self.layers[0].keys if self.layers else None
+        return (0, 0) if keys is None else (keys.shape[0], keys.shape[2])
+
+    def reserve(self, rows: int, tokens: int) -> None:
+        """Have room for just so many rows of so many tokens, at least for what there is; copies all that is cached."""
+        for layer in self.layers:
+            layer.reserve(rows, tokens)
+
+    def take(self, part: TreeCache) -> None:
+        """Append the only row of another cache of the same model; that one may be empty then."""
+        if not self.layers:
+            self.layers, part.layers = part.layers, []
+            self._groups.clear()
+            return
+        for layer, other in zip(self.layers, part.layers, strict=True):
+            layer.take(other)
+
+    def leave(self, row: int) -> None:
+        """Forget a row; the last one takes its place and its number."""
+        last = len(self.lengths) - 1
+        if row < last:
+            for group in self._grouped():
+                group.put(last, row, self.lengths[last])
+        lengths = list(self.lengths)
+        lengths[row] = lengths[last]
+        for layer in self.layers:
+            layer.lengths = lengths[:last]
+
     def _grouped(self) -> list[JoinedLayers]:
         if sum(len(group.layers) for group in self._groups) != len(self.layers):
             firsts = range(0, len(self.layers), _JOINED_LAYERS)
@@ -240,10 +316,16 @@ class TreeCache(Cache):
 
 def _grown(buffer: torch.Tensor, needed: int) -> torch.Tensor:
     """A buffer `[B, H, capacity, D]` with capacity for `needed` tokens, and half as many again: copies stay rare."""
-    batch, heads, used, dim = buffer.shape
-    grown = buffer.new_zeros(batch, heads, needed + max(_ROOM_TOKENS, needed // 2), dim)
-    grown[:, :, :used] = buffer
-    return grown
+    rows, _, tokens, _ = buffer.shape
+    return _resized(buffer, (rows, tokens), rows, needed + max(_ROOM_TOKENS, needed // 2))
+
+
+def _resized(buffer: torch.Tensor, used: tuple[int, int], rows: int, tokens: int) -> torch.Tensor:
+    """A buffer for so many rows and tokens, with what is used of the old one: its first rows and tokens."""
+    most_rows, longest = used
+    resized = buffer.new_zeros(max(rows, most_rows), buffer.shape[1], max(tokens, longest), buffer.shape[3])
+    resized[:most_rows, :, :longest] = buffer[:most_rows, :, :longest]
+    return resized
 
 
 def _joined(

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lade.hf.draws import Draws, draw_alone
+from lade.hf.draws import MOST_BYTES, Draws, Noise, draw_alone
 
 
 def distributions(rows, tokens, vocabulary, seed):
@@ -23,16 +23,16 @@ def in_step(probabilities, ends):
     return [[step[row] for step in drawn[:end]] for row, end in enumerate(ends)], torch.get_rng_state()
 
 
-def at_their_own_pace(probabilities, ends, order):
+def at_their_own_pace(probabilities, ends, order, most_bytes=MOST_BYTES):
     """The same by `Draws`; `order` picks whose turn it is."""
-    draws = Draws(len(ends))
+    draws = Draws(len(ends), most_bytes)
     texts = [[] for _ in ends]
     while left := [row for row, end in enumerate(ends) if len(texts[row]) < end]:
         row = left[order(len(left))]
         texts[row].append(draws.draw(row, probabilities[len(texts[row]), row : row + 1]))
         if len(texts[row]) == ends[row]:
             draws.leave(row)
-    assert not draws._blocks
+    assert not draws._noise._kept and not draws._noise._states
     return texts, torch.get_rng_state()
 
 
@@ -41,14 +41,17 @@ def at_their_own_pace(probabilities, ends, order):
     ends=st.lists(st.integers(1, 8), min_size=1, max_size=5),
     vocabulary=st.sampled_from([1, 2, 3, 7, 15, 16, 17, 64, 257, 1000, 4099]),
     seed=st.integers(0, 2**31),
+    kept=st.sampled_from([0, 1, 3, 100]),
     data=st.data(),
 )
-def test_every_row_draws_what_it_would_draw_in_step(ends, vocabulary, seed, data):
+def test_every_row_draws_what_it_would_draw_in_step(ends, vocabulary, seed, kept, data):
     probabilities = distributions(len(ends), max(ends), vocabulary, seed)
     torch.manual_seed(seed)
     expected, state = in_step(probabilities, ends)
     torch.manual_seed(seed)
-    texts, our_state = at_their_own_pace(probabilities, ends, lambda left: data.draw(st.integers(0, left - 1)))
+    most_bytes = kept * 4 * len(ends) * vocabulary
+    order = lambda left: data.draw(st.integers(0, left - 1))  # noqa: E731
+    texts, our_state = at_their_own_pace(probabilities, ends, order, most_bytes)
     assert texts == expected
     assert torch.equal(our_state, state)
 
@@ -78,15 +81,29 @@ def test_a_block_is_kept_until_the_last_row_has_passed_it():
     draws, (probabilities,) = Draws(3), distributions(1, 1, 10, seed=0)
     for _ in range(4):
         draws.draw(0, probabilities)
-    assert len(draws._blocks) == 4
+    assert len(draws._noise) == 4
     draws.draw(1, probabilities)
-    assert len(draws._blocks) == 4, "row 2 needs them all"
+    assert len(draws._noise) == 4, "row 2 needs them all"
     draws.leave(2)
-    assert len(draws._blocks) == 3
+    assert len(draws._noise) == 3
     draws.leave(1)
-    assert len(draws._blocks) == 0, "row 0 draws new ones"
+    assert len(draws._noise) == 0, "row 0 draws new ones"
     draws.draw(0, probabilities)
-    assert len(draws._blocks) == 0
+    assert len(draws._noise) == 0
+
+
+def test_what_is_kept_is_bounded():
+    noise, (probabilities,) = Noise(3, most_bytes=2 * 3 * 4 * 10 + 1), distributions(1, 1, 10, seed=0)
+    torch.manual_seed(7)
+    blocks = [noise.block(number, probabilities).clone() for number in range(5)]
+    assert len(noise) == 2
+    state = torch.get_rng_state()
+    for number in (4, 2, 0, 3, 1, 4):
+        assert torch.equal(noise.block(number, probabilities), blocks[number])
+    assert len(noise) == 2
+    noise.forget(2)
+    assert torch.equal(noise.block(3, probabilities), blocks[3]) and len(noise) == 1, "there is room for it now"
+    assert torch.equal(torch.get_rng_state(), state), "what is drawn again leaves no trace"
 
 
 @pytest.mark.parametrize("wrong", [[0.5, torch.nan], [torch.inf, 0.5], [-0.1, 1.1], [0.0, 0.0]])

@@ -138,7 +138,10 @@ def test_a_branch_that_overflows_harms_only_those_who_see_it(device, splits):
             harmed[states_harmed][0, 0, 21 + 3, :5] = harm
             found = launch.attend(query, **harmed, mask=case.mask(device), scale=1.0, tiles=tiling)
             for node in range(len(tree)):
-                assert torch.equal(found[0, node], clean[0, node]) != sees(tree, node, 3), (harm, states_harmed, node)
+                seen = sees(tree, node, 3)
+                assert torch.equal(found[0, node], clean[0, node]) != seen, (harm, states_harmed, node)
+                if states_harmed == "value":
+                    assert torch.equal(found[0, node].isnan().any(0).cpu(), torch.arange(16) < (5 if seen else 0))
 
 
 def test_a_query_that_sees_nothing_gives_nothing(device):

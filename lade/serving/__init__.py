@@ -1,0 +1,1 @@
+"""Continuous batching in one process: requests come and go while others are decoded."""

@@ -1,0 +1,220 @@
+"""The requests that are decoded together: they join one by one, prompt piece by piece, and leave as they end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from lade.decoding.drafter import Drafter
+from lade.decoding.drafting import drafter_for
+from lade.decoding.engine import Engine
+from lade.decoding.joint import JointBudget
+from lade.decoding.readout import best_tokens, read
+from lade.decoding.row import Row
+from lade.hf.session import Output, vocabulary_of
+from lade.model.attention import MaskPlan
+from lade.model.cache import TreeCache
+from lade.model.runner import EagerRunner
+from lade.serving.capacity import Capacity, needed
+from lade.serving.handle import Handle
+from lade.serving.request import Request
+from lade.stats import Step
+from lade.tuning.batch_cost import BatchCost
+from lade.tuning.profile import save_refreshed, step_cost_for
+
+
+@dataclass(eq=False)
+class Seat:
+    """A request that is being decoded.
+
+    Attributes:
+        request: what is asked for.
+        handle: who is told.
+        row: writes the answer.
+        cache: of the prompt, until the row joins the others.
+        fed: tokens of the prompt that the cache holds.
+        seconds: that prefill has taken.
+        leaves: whether it is to end before the next step.
+    """
+
+    request: Request
+    handle: Handle
+    row: Row
+    cache: TreeCache = field(default_factory=TreeCache)
+    fed: int = 0
+    seconds: float = 0.0
+    leaves: bool = False
+
+
+class Batch:
+    """One pass after the other for all requests that have joined; not to be used by two threads at a time.
+
+    An error in a request's processors, criteria or `on_step` ends that request alone. One in a pass of the model ends
+    all that took part in it.
+
+    Args:
+        model: that `lade.supports`.
+        plan: how it takes its masks.
+        prefill_tokens: of prompts fed between two steps, at most.
+    """
+
+    def __init__(self, model: PreTrainedModel, plan: MaskPlan, prefill_tokens: int) -> None:
+        self._model, self._prefill_tokens = model, prefill_tokens
+        self._runner = EagerRunner(model, plan, GenerationConfig())
+        self._engine = Engine([], self._runner, TreeCache(), isolate=True)
+        self._opening: list[Seat] = []
+        self._seats: dict[Row, Seat] = {}  # those that have joined
+        self._cost: BatchCost | None = None
+        self.capacity = Capacity(1, 1, self._token_bytes())
+
+    def _token_bytes(self) -> int:
+        """Found by feeding a token: no two families keep the same."""
+        cache = TreeCache()
+        with torch.random.fork_rng(devices=[]):
+            self._runner.prefill([[0]], cache)
+        return cache.token_bytes
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self._opening and not self._seats
+
+    @property
+    def seats(self) -> list[Seat]:
+        """All requests that are being decoded."""
+        return [*self._opening, *self._seats.values()]
+
+    def has_room(self, request: Request) -> bool:
+        """Whether one more fits beside those that are there."""
+        return self.capacity.fits([request.most_tokens, *(seat.request.most_tokens for seat in self.seats)])
+
+    def add(self, request: Request, handle: Handle) -> Seat:
+        """Begin with a request."""
+        seat = Seat(request, handle, request.row(self._drafter(request)))
+        self._opening.append(seat)
+        return seat
+
+    def _drafter(self, request: Request) -> Drafter:
+        config, weighs = request.config, request.config.adaptive and request.config.budget is None
+        if weighs and self._engine.budget is None:
+            self._cost = BatchCost(lambda rows: step_cost_for(self._model, self._runner, batch=rows), 1)
+            self._engine.budget = JointBudget(self._cost)
+        budget = self._engine.budget if weighs else None
+        return drafter_for(config, request.excluded, vocabulary=vocabulary_of(self._model), budget=budget)
+
+    def advance(self) -> None:
+        """Let go who is to leave, feed a bounded piece of the prompts, then make a step."""
+        for seat in self.seats:
+            if seat.leaves:
+                self._end(seat, None)
+        self._feed()
+        if self._engine.rows:
+            self._step()
+        if self.idle:
+            self._engine.cache.reset()
+            save_refreshed(self._model)
+
+    def close(self, problem: BaseException | None = None) -> None:
+        """End all requests: with an error, or as cancelled."""
+        for seat in self.seats:
+            self._end(seat, problem)
+        self._engine.cache.reset()
+        save_refreshed(self._model)
+
+    def _feed(self) -> None:
+        left = self._prefill_tokens
+        while left > 0 and self._opening:
+            seat = self._opening[0]
+            before = seat.fed
+            try:
+                self._feed_piece(seat, left)
+            except Exception as problem:  # noqa: BLE001 - whatever it is, the request's owner gets it
+                self._end(seat, problem)
+            left -= seat.fed - before
+
+    def _feed_piece(self, seat: Seat, most: int) -> None:
+        """Feed at most so many tokens of a prompt; behind the last one the answer begins."""
+        start, row = perf_counter(), seat.row
+        end = min(len(row.tokens), seat.fed + most)
+
+        def show(alike: Sequence[int], first: int, logits: torch.Tensor) -> None:
+            row.drafter.read_prompt(row.tokens, first, read(logits)[1])
+
+        logits = self._runner.prefill([row.tokens[:end]], seat.cache, show if row.drafter.reads else None)  # [1, V]
+        seat.fed = end
+        if end < len(row.tokens):
+            seat.seconds += perf_counter() - start
+            return
+        token = row.open(logits, best_tokens(logits[None])[0])
+        seat.seconds += perf_counter() - start
+        self._join(seat)
+        self._engine.drop_finished()  # the first token may have been the last
+        self._tell(seat, Step(0, [token], ["prefill"], end, seat.seconds))
+
+    def _join(self, seat: Seat) -> None:
+        self._opening.remove(seat)
+        self._seats[seat.row] = seat
+        self._make_room(seat.fed)
+        self._engine.cache.take(seat.cache)
+        self._engine.rows.append(seat.row)
+        self._follow()
+
+    def _step(self) -> None:
+        self._make_room()
+        rows = list(self._engine.rows)
+        try:
+            steps = self._engine.step()
+        except Exception as problem:  # noqa: BLE001 - likewise; and who knows what the cache holds now
+            self._engine.rows = []
+            for row in rows:
+                self._end(self._seats[row], problem)
+            return
+        for row, step in zip(rows, steps, strict=True):
+            if row.problem is None:
+                self._tell(self._seats[row], step)
+            else:
+                self._end(self._seats[row], row.problem)
+        self._follow()
+
+    def _make_room(self, joining: int = 0) -> None:
+        """Before the cache would grow by itself, which knows nothing of limits; `joining` tokens are about to come."""
+        cache = self._engine.cache
+        rows, tokens = cache.room
+        if rows == 0:
+            return
+        most = [seat.request.most_tokens for seat in self._seats.values()]
+        longest = max(joining, *cache.lengths)
+        fits = rows >= len(most) and tokens >= needed(longest) and rows * tokens <= self.capacity.max_tokens
+        if not fits:
+            cache.reserve(*self.capacity.room(most, longest))
+
+    def _follow(self) -> None:
+        """Rows have come or gone."""
+        if not self._engine.rows:
+            self._engine.cache.reset()
+        if self._cost is not None:
+            self._cost.resize(len(self._engine.rows))
+
+    def _tell(self, seat: Seat, step: Step) -> None:
+        try:
+            seat.handle.tell(step, 0.0 if step.index == 0 else self._runner.forward_s)
+        except Exception as problem:  # noqa: BLE001 - on_step is the user's
+            self._end(seat, problem)
+            return
+        if seat.row.done:
+            self._end(seat, seat.request.output(seat.row))
+
+    def _end(self, seat: Seat, result: Output | BaseException | None) -> None:
+        """Let a request go; see `Handle.end` for the result."""
+        if seat in self._opening:
+            self._opening.remove(seat)
+        else:
+            del self._seats[seat.row]
+            seat.row.done = True
+            self._engine.drop_finished()
+            self._follow()
+        seat.handle.end(result)

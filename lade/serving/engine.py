@@ -1,0 +1,215 @@
+"""Continuous batching: requests from any thread, decoded together by one."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lade.config import LookaheadConfig
+from lade.errors import ConfigError, EngineClosedError, EngineFullError
+from lade.hf.arguments import Lookahead, resolve
+from lade.model.runner import input_device
+from lade.model.support import supports, unwrap
+from lade.serving.batch import Batch, Seat
+from lade.serving.capacity import Capacity, default_max_tokens
+from lade.serving.handle import Handle
+from lade.serving.request import Request, prepared
+from lade.stats import Stats, Step
+
+PLAIN = LookaheadConfig(window=0, ngram=2, guesses=0)
+"""The empty tree: one token a step."""
+
+
+class Engine:
+    """Decodes the requests of many threads together: each step is one forward pass for all of them.
+
+    Requests come and go between steps. What is written for one of them does not depend on the others: each gets the
+    tokens that `model.generate` gives for its prompt alone, with its own arguments and its own seed.
+
+    >>> with lade.Engine(model) as engine:
+    ...     handles = [engine.add(ids, max_new_tokens=200) for ids in prompts]
+    ...     texts = [tokenizer.decode(handle.result()[0]) for handle in handles]
+
+    The model is the engine's while it is open: nobody else may call it. Requests share nothing else; give all of them
+    one `LookaheadConfig(memory=...)` where they may learn from each other's texts.
+
+    Args:
+        model: a transformers causal language model, or one wrapped by PEFT.
+        max_rows: requests decoded at a time; more wait.
+        max_tokens: slots of the KV cache, which are rows times tokens of the longest one, tree included; more wait.
+            None: as many as fit in a quarter of the host's memory, or in four fifths of what is free on a CUDA device.
+        max_waiting: requests that may wait.
+        prefill_tokens: of new prompts, fed between two steps at most, so that a long one does not hold up the others.
+
+    Attributes:
+        max_tokens: as given or found.
+        token_bytes: what a slot takes. The cache may take `max_tokens` of them, and while it grows, twice as much.
+
+    Raises:
+        UnsupportedModelError: the model cannot be decoded exactly with a token tree.
+        ConfigError: a limit that is no whole number >= 1.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_rows: int = 16,
+        max_tokens: int | None = None,
+        max_waiting: int = 1024,
+        prefill_tokens: int = 512,
+    ) -> None:
+        limits = {"max_rows": max_rows, "max_waiting": max_waiting, "prefill_tokens": prefill_tokens}
+        for name, limit in (limits if max_tokens is None else {**limits, "max_tokens": max_tokens}).items():
+            if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+                raise ConfigError(name, limit, "give a whole number >= 1")
+        self._model = model
+        batch = Batch(unwrap(model), supports(model).require(), prefill_tokens)
+        self.token_bytes = batch.capacity.token_bytes
+        self.max_tokens = max_tokens or default_max_tokens(self.token_bytes, input_device(unwrap(model)))
+        batch.capacity = replace(batch.capacity, max_rows=max_rows, max_tokens=self.max_tokens)
+        self._desk = Desk(batch, max_waiting)
+        self._finalizer = weakref.finalize(self, self._desk.close)  # also when it is forgotten, and when Python ends
+
+    def add(
+        self,
+        input_ids: torch.Tensor | Sequence[int],
+        *,
+        lookahead: Lookahead = "auto",
+        on_step: Callable[[Step], None] | None = None,
+        seed: int | None = None,
+        stats: Stats | None = None,
+        **generate_arguments: Any,
+    ) -> Handle:
+        """Have a prompt continued; returns at once.
+
+        Args:
+            input_ids: `[L]` or `[1, L]` ids of one prompt.
+            lookahead: a `LookaheadConfig`, "auto" for the defaults, or None for plain decoding beside the others.
+            on_step: is called with each `Step`, by the thread that decodes: all requests wait for it.
+            seed: of this request's draws, where it samples: the tokens are those that `torch.manual_seed(seed)` and
+                `model.generate` give. None: one is drawn; the handle has it.
+            stats: is added to; None for new ones, which the handle has.
+            generate_arguments: anything that `model.generate` takes for one prompt, but beams, streamers and caches.
+                The clock of `max_time` starts now.
+
+        Raises:
+            InputError: the prompt cannot be decoded, or is too long for the engine's memory.
+            UnsupportedArgumentError: the arguments cannot be served exactly.
+            EngineFullError: as many requests wait as may.
+            EngineClosedError: the engine was closed.
+        """
+        config = resolve(lookahead)[0] or PLAIN
+        request = prepared(self._model, input_ids, generate_arguments, config=config, seed=seed)
+        make = functools.partial(Handle, stats=Stats() if stats is None else stats, seed=request.seed, on_step=on_step)
+        return self._desk.take(request, make)
+
+    def close(self) -> None:
+        """End all requests as cancelled and free what they took; returns when that is done. May be called again."""
+        self._finalizer()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.close()
+
+
+class Desk:
+    """Where requests wait, and the thread that serves them.
+
+    It knows nothing of the `Engine`, so that a forgotten engine can be collected, which closes its desk.
+
+    Args:
+        batch: decodes; only the thread touches it.
+        max_waiting: requests that may wait.
+    """
+
+    def __init__(self, batch: Batch, max_waiting: int) -> None:
+        self._batch, self._max_waiting = batch, max_waiting
+        self._capacity: Capacity = batch.capacity
+        self._waiting: deque[tuple[Request, Handle]] = deque()
+        self._seats: dict[Handle, Seat] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="lade.Engine", daemon=True)
+        self._thread.start()
+
+    def take(self, request: Request, make: Callable[[Callable[[Handle], bool]], Handle]) -> Handle:
+        """Let a request wait; `make` gets what cancels a handle, and returns the handle."""
+        self._capacity.check(request.most_tokens)
+        handle = make(self.cancel)
+        with self._changed:
+            if self._closed:
+                raise EngineClosedError("this engine was closed: make a new one")
+            if len(self._waiting) >= self._max_waiting:
+                raise EngineFullError(
+                    f"{len(self._waiting)} requests wait already: add this one later, or give the engine a greater "
+                    "max_waiting"
+                )
+            self._waiting.append((request, handle))
+            self._changed.notify_all()
+        return handle
+
+    def cancel(self, handle: Handle) -> bool:
+        """See `Handle.cancel`."""
+        with self._changed:
+            if handle.done():
+                return False
+            if handle in self._seats:
+                self._seats[handle].leaves = True
+                return True
+            self._waiting = deque(entry for entry in self._waiting if entry[1] is not handle)
+        handle.end(None)
+        return True
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _serve(self) -> None:
+        problem: BaseException | None = None
+        try:
+            with torch.no_grad():
+                while self._seat_some():
+                    self._batch.advance()
+                    self._forget_ended()
+        except BaseException as unforeseen:
+            problem = unforeseen
+            raise
+        finally:
+            self._end_all(problem)
+
+    def _seat_some(self) -> bool:
+        """Seat those that have room, waiting for the first one if there is nothing to do; false to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._waiting or not self._batch.idle)
+            while self._waiting and not self._closed and self._batch.has_room(self._waiting[0][0]):
+                request, handle = self._waiting.popleft()
+                self._seats[handle] = self._batch.add(request, handle)
+            return not self._closed
+
+    def _forget_ended(self) -> None:
+        with self._changed:
+            for handle in [handle for handle in self._seats if handle.done()]:
+                del self._seats[handle]
+
+    def _end_all(self, problem: BaseException | None) -> None:
+        with self._changed:
+            self._closed = True
+            waiting, self._waiting = self._waiting, deque()
+        self._batch.close(problem)
+        self._forget_ended()
+        for _, handle in waiting:
+            handle.end(problem)

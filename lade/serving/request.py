@@ -1,0 +1,162 @@
+"""One prompt as `model.generate` has prepared it, to be decoded beside others."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+
+from lade.config import LookaheadConfig
+from lade.decoding.drafter import Drafter
+from lade.decoding.row import Row
+from lade.errors import ConfigError, InputError, UnsupportedArgumentError
+from lade.hf.arguments import checked_paddings, with_stop_strings
+from lade.hf.draws import draw_from
+from lade.hf.generate import check_request
+from lade.hf.session import Output, output_of, record_for, row_for, special_ids
+from lade.model.positions import Positions
+from lade.model.runner import input_device
+from lade.model.support import unwrap
+
+REMEDY = "leave it out, or use lade.generate"
+_DRAWN_SEEDS = 2**32
+_REFUSED = {
+    "streamer": "give on_step, or iterate over the handle",
+    "past_key_values": "rows of an engine share one cache",
+}
+
+
+class Request:
+    """A prompt, what is to be made of it, and its answer in the end.
+
+    The arguments are those that `model.generate(custom_generate=...)` hands to a callable, and these:
+
+    Args:
+        config: the method and its sizes.
+        seed: of its draws; None: one is drawn.
+
+    Attributes:
+        config: as given.
+        seed: that its draws are made with; None where nothing is drawn.
+        excluded: ids behind which nothing is to be guessed.
+        tokens: of the prompt, without padding.
+        most_tokens: that prompt and answer can have together.
+
+    Raises:
+        InputError: the prompt is empty, has ids out of the vocabulary, or is too long for a table of positions.
+        UnsupportedArgumentError: it cannot be served exactly.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        *,
+        config: LookaheadConfig,
+        seed: int | None,
+        **model_kwargs: Any,
+    ) -> None:
+        paddings = checked_paddings(model, input_ids, logits_processor, generation_config, model_kwargs)
+        if len(paddings) > 1:
+            refuse(f"num_return_sequences={generation_config.num_return_sequences}", "add a request for each of them")
+        self._padding = paddings[0]
+        self.most_tokens = generation_config.max_length - self._padding
+        _check_frequencies(model, self.most_tokens)
+        self.config, self.seed = config, None
+        if generation_config.do_sample:
+            self.seed = secrets.randbelow(_DRAWN_SEEDS) if seed is None else seed
+        self.excluded = special_ids(generation_config)
+        self._input_ids, self._generation_config = input_ids, generation_config
+        self._processors, self._criteria = logits_processor, stopping_criteria
+        self._record = record_for(generation_config)
+
+    @property
+    def tokens(self) -> list[int]:
+        """See the class."""
+        tokens: list[int] = self._input_ids[0, self._padding :].tolist()
+        return tokens
+
+    def row(self, drafter: Drafter) -> Row:
+        """The row that writes its answer."""
+        draw = None
+        if self.seed is not None:
+            generator = torch.Generator(self._input_ids.device).manual_seed(self.seed)
+            draw = functools.partial(draw_from, generator)
+        return row_for(
+            self._input_ids,
+            self._padding,
+            drafter,
+            self._processors,
+            self._criteria,
+            draw=draw,
+            record=self._record,
+        )
+
+    def output(self, row: Row) -> Output:
+        """What `model.generate` returns, given the row that has ended."""
+        return output_of(self._input_ids, [row.written], self._generation_config, self._record)
+
+
+def prepared(
+    model: Any,
+    input_ids: torch.Tensor | Sequence[int],
+    arguments: dict[str, Any],
+    *,
+    config: LookaheadConfig,
+    seed: int | None,
+) -> Request:
+    """Have `model.generate` prepare a request; nothing is fed yet.
+
+    Args:
+        model: that `lade.supports`.
+        input_ids: `[L]` or `[1, L]`.
+        arguments: anything that `model.generate` takes.
+        config: the method and its sizes.
+        seed: of its draws.
+
+    Raises:
+        ConfigError: the seed is no whole number >= 0.
+        InputError, UnsupportedArgumentError: see `Request`.
+    """
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
+        raise ConfigError("seed", seed, "give a whole number >= 0, or None to have one drawn")
+    for name, remedy in _REFUSED.items():
+        if arguments.get(name) is not None:
+            refuse(name, remedy)
+    arguments = {**arguments, "input_ids": _as_prompt(input_ids, input_device(unwrap(model)))}
+    check_request(model, arguments)
+    make = functools.partial(Request, config=config, seed=seed)
+    request: Request = model.generate(custom_generate=make, **with_stop_strings(unwrap(model), arguments))
+    return request
+
+
+def refuse(what: str, why: str) -> None:
+    """Raise the `UnsupportedArgumentError` for an argument."""
+    raise UnsupportedArgumentError(f"{what} cannot be used with lade.Engine: {why}", REMEDY)
+
+
+def _as_prompt(input_ids: torch.Tensor | Sequence[int], device: torch.device) -> torch.Tensor:
+    """`[1, L]` int64."""
+    if not isinstance(input_ids, torch.Tensor):
+        if not all(isinstance(token, int) for token in input_ids):
+            raise InputError("input_ids are no whole numbers: give the ids of one prompt, [L] or [1, L]")
+        input_ids = torch.tensor(input_ids, dtype=torch.long)
+    prompt = input_ids if input_ids.ndim > 1 else input_ids[None]
+    if prompt.ndim != 2 or prompt.shape[0] != 1:
+        raise InputError(f"input_ids has shape {list(input_ids.shape)}: give the ids of one prompt, [L] or [1, L]")
+    return prompt.to(device)
+
+
+def _check_frequencies(model: PreTrainedModel, most_tokens: int) -> None:
+    """Refuse texts that reach the length at which a pass changes the frequencies of all its rows."""
+    positions = Positions.of(model.config.get_text_config(decoder=True))
+    for wall in (positions.switch, positions.dynamic):
+        if wall is not None and most_tokens > wall:
+            refuse(f"max_length={most_tokens}", f"from {wall} tokens on, a row decides how this model sees the others")
