@@ -88,8 +88,9 @@ class StepInputs:
     def allowed(self) -> torch.Tensor:
         """`[B, S, K]` bool, what each node may see."""
         rows, step, nodes = self.ancestors.shape
-        allowed = np.empty((rows, step, self.first + nodes), dtype=np.bool_)
-        allowed[:, :, : self.first] = (np.arange(self.first) < np.array(self.lengths)[:, None])[:, None]
+        allowed = np.ones((rows, step, self.first + nodes), dtype=np.bool_)
+        if rows > 1:
+            allowed[:, :, : self.first] = (np.arange(self.first) < np.array(self.lengths)[:, None])[:, None]
         allowed[:, :, self.first :] = self.ancestors
         return _on(self.device, allowed)
 

@@ -46,19 +46,26 @@ class TreeSlots:
 
     def allowed(self, reach: Reach) -> torch.Tensor:
         """What each query sees, `[B, S, K]` bool."""
-        slots = torch.arange(self.width, device=self.lengths.device)
-        places = slots - self.firsts[:, None]  # [B, K], number of the node in that slot
-        text = slots < self.lengths[:, None]
-        nodes = self.node_positions.shape[1]
-        is_node = (places >= 0) & (places < nodes) & ~text
-        places = places.clamp(0, nodes - 1)
-        words = places // WORD_BITS
-        shifts = (places % WORD_BITS)[:, None]  # [B, 1, K]
+        places, is_node = self._places()
         rows, step, _ = self.ancestors.shape
-        bits = self.ancestors.gather(2, words[:, None].expand(rows, step, -1)) >> shifts
-        allowed = text[:, None] | (is_node[:, None] & (bits & 1).bool())
-        positions = torch.where(is_node, self.node_positions.gather(1, places), slots)
-        return allowed & reach(self.positions[:, :, None], positions[:, None])
+        words = self.ancestors.gather(2, (places // WORD_BITS)[:, None].expand(rows, step, -1))
+        is_seen = (words >> (places % WORD_BITS)[:, None] & 1).bool() & is_node[:, None]
+        is_text = self._slots() < self.lengths[:, None]
+        return (is_seen | is_text[:, None]) & reach(self.positions[:, :, None], self.key_positions()[:, None])
+
+    def key_positions(self) -> torch.Tensor:
+        """`[B, K]`, the position of every slot; those that are seen by nobody have some."""
+        places, is_node = self._places()
+        return torch.where(is_node, self.node_positions.gather(1, places), self._slots())
+
+    def _slots(self) -> torch.Tensor:
+        return torch.arange(self.width, device=self.lengths.device)
+
+    def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The number of the node in every slot, `[B, K]`, and whether there is one."""
+        nodes = self.node_positions.shape[1]
+        places = self._slots() - self.firsts[:, None]
+        return places.clamp(0, nodes - 1), (places >= 0) & (places < nodes)
 
 
 class TreeMask(torch.Tensor):

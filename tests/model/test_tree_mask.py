@@ -17,6 +17,7 @@ def test_it_is_what_each_query_sees(case):
     assert mask.shape == case.allowed()[:, None].shape and mask.dtype == torch.bool
     assert torch.equal(mask.dense(), case.allowed()[:, None])
     assert torch.equal(case.inputs.within(case.reach), case.allowed())
+    assert torch.equal(mask.slots.key_positions(), case.inputs.key_positions)
 
 
 @pytest.mark.parametrize("nodes", [1, 31, 32, 33, 64, 65, 128])
