@@ -12,7 +12,7 @@ programs, as in flash-decoding (Dao, Haziza, Massa, Sizov, 2023), and a second k
 logarithms of their sums. The softmax is the online one of Milakov and Gimelshein (arXiv 1805.02867), in float32.
 
 Lengths, positions and bits are read on the device: nothing here waits for them, and a captured graph stays valid while
-they change. A value that is not finite reaches no query that may not see it.
+they change. A value of a node that is not finite reaches no query that may not see that node.
 """
 
 from __future__ import annotations

@@ -55,10 +55,13 @@ def test_an_ordinary_pass(kind, softcap):
         mask = allowed[:, None]
     if kind == "additive":
         mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
-    layer = Layer(2, is_causal=kind != "bidirectional")
+    layer, told = Layer(2, is_causal=kind != "bidirectional"), {"scaling": 0.2, "softcap": softcap}
     sinks = None if softcap is None else torch.randn(4, dtype=torch.float64)
-    found, _ = tree_attention(layer, query, key, value, mask, scaling=0.2, softcap=softcap, s_aux=sinks)
-    torch.testing.assert_close(found, attention(query, key, value, allowed, 0.2, softcap, sinks))
+    expected = attention(query, key, value, allowed, 0.2, softcap, sinks)
+    torch.testing.assert_close(tree_attention(layer, query, key, value, mask, s_aux=sinks, **told)[0], expected)
+    other = Layer(2, is_causal=not layer.is_causal)  # a call may say it otherwise
+    told["is_causal"] = layer.is_causal
+    torch.testing.assert_close(tree_attention(other, query, key, value, mask, s_aux=sinks, **told)[0], expected)
 
 
 def test_one_token_sees_the_whole_cache():
@@ -67,6 +70,12 @@ def test_one_token_sees_the_whole_cache():
     for softcap in (None, 3.0):
         found, _ = tree_attention(Layer(1), query, key, value, None, softcap=softcap)
         torch.testing.assert_close(found, attention(query, key, value, allowed, 8**-0.5, softcap))
+
+
+def test_a_position_bias_beside_a_soft_cap_is_refused():
+    states = [torch.randn(1, 2, 3, 8) for _ in range(3)]
+    with pytest.raises(ValueError, match="position bias"):
+        tree_attention(Layer(1), *states, None, softcap=3.0, position_bias=torch.zeros(1, 2, 3, 3))
 
 
 def test_padded_rows_and_gradients_are_those_of_sdpa():
