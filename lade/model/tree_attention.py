@@ -70,7 +70,9 @@ def tree_attention(
     if kwargs.get("position_bias") is not None:
         raise ValueError(f"{NAME} computes no position bias beside soft caps or sinks: use attn_implementation='eager'")
     is_causal = kwargs.get("is_causal")
-    if attention_mask is None and query.shape[2] > 1 and (module.is_causal if is_causal is None else is_causal):
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if attention_mask is None and is_causal and query.shape[2] > 1:
         attention_mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
     weights = _weights(query, key, attention_mask, scale, softcap, s_aux)
     weights = torch.nn.functional.dropout(weights, dropout, module.training)
