@@ -118,6 +118,15 @@ def test_dropout_is_sdpas():
     torch.testing.assert_close(found, expected.transpose(1, 2))
 
 
+def test_dropout_beside_a_soft_cap_is_for_training():
+    states = [torch.randn(1, 2, 5, 8) for _ in range(3)]
+    layer = Layer(1).eval()
+    plain, dropped = (tree_attention(layer, *states, None, dropout=p, softcap=3.0)[0] for p in (0.0, 0.5))
+    assert torch.equal(plain, dropped)
+    trained = tree_attention(layer.train(), *states, None, dropout=0.5, softcap=3.0)[0]
+    assert not torch.equal(plain, trained)
+
+
 class FakeKernel:
     """Says that it serves whatever it is given, and what it was given."""
 
