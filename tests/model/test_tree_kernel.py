@@ -159,7 +159,10 @@ def test_rows_may_begin_their_trees_in_slots_of_their_own(device):
     query, key, value = states(case, 2, 2, 16, 16, torch.float32)
     expected = attention(query, key, value, case.allowed(), 0.3)
     slots, place = case.mask(device).slots, 3  # of the second row's tree: right behind its text, but for one slot
-    key[1, :, place : place + 4], value[1, :, place : place + 4] = key[1, :, 9:13].clone(), value[1, :, 9:13].clone()
+    for each in (key, value):
+        tree = each[1, :, 9:13].clone()
+        each[1, :, 2:] = math.nan
+        each[1, :, place : place + 4] = tree
     firsts = torch.tensor([9, place], dtype=torch.int32, device=device)
     mask = TreeMask(type(slots)(**{**vars(slots), "firsts": firsts}), Reach())
     found = launch.attend(*(each.to(device) for each in (query, key, value)), mask, scale=0.3).cpu()
