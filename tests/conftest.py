@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from lade.hf import session
+from lade.serving import batch as serving
 from lade.testing import nearly_flat_cost
 from lade.tuning import store
 
@@ -42,4 +43,5 @@ def cache_folder(tmp_path_factory):
 def known_cost(request, monkeypatch):
     """Toy models are not measured, unless a test is about that: what is drafted depends on no clock at first."""
     if "measured_cost" not in request.keywords:
-        monkeypatch.setattr(session, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
+        for module in (session, serving):
+            monkeypatch.setattr(module, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())

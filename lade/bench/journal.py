@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lade.bench.results import SCHEMA
 from lade.errors import InputError
+from lade.lines import require_same, whole_lines
 
 NAME = "journal.jsonl"
 
@@ -58,17 +59,11 @@ class Journal:
             raise InputError(
                 f"journal {str(path)!r} cannot be read ({problem}): begin anew without --resume"
             ) from problem
-        lines, whole = _whole_lines(raw, path)
+        lines, whole = whole_lines(raw, path)
         if not lines or lines[0].get("schema") != SCHEMA:
             raise InputError(f"{str(path)!r} is no journal of schema {SCHEMA}: give another --out and begin anew")
         journal = cls(path, lines[0], lines[1:])
-        difference = next(differences(journal.header.get("terms"), _plain(terms)), None)
-        if difference is not None:
-            name, there, here = difference
-            raise InputError(
-                f"{name} is {_shown(here)} here, but {_shown(there)} in {str(path)!r}: go on with what the run began "
-                "with, or give another --out"
-            )
+        require_same(journal.header.get("terms"), _plain(terms), repr(str(path)))
         if whole < len(raw):
             os.truncate(path, whole)
         return journal
@@ -86,33 +81,6 @@ class Journal:
         self.entries.append(plain)
 
 
-def differences(there: Any, here: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Names of the values that differ, such as `settings.max_new_tokens`, with both; None for one that is missing."""
-    if isinstance(there, dict) and isinstance(here, dict):
-        for key in {**there, **here}:
-            yield from differences(there.get(key), here.get(key), f"{name}.{key}".removeprefix("."))
-    elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
-        for number, pair in enumerate(zip(there, here, strict=True), start=1):
-            yield from differences(*pair, f"{name} {number}")
-    elif there != here:
-        yield name, there, here
-
-
-def _whole_lines(raw: bytes, path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The lines that end, and how many bytes they have."""
-    whole = raw.rfind(b"\n") + 1
-    lines = []
-    for number, line in enumerate(raw[:whole].split(b"\n")[:-1], start=1):
-        try:
-            found = json.loads(line)
-        except ValueError as problem:
-            raise InputError(f"{str(path)!r} is damaged at line {number} ({problem}): give another --out") from problem
-        if not isinstance(found, dict):
-            raise InputError(f"{str(path)!r} is damaged at line {number} (no object): give another --out")
-        lines.append(found)
-    return lines, whole
-
-
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """As it comes back from the file: with lists for tuples."""
     plain: dict[str, Any] = json.loads(json.dumps(values))
@@ -121,8 +89,3 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _line(values: Mapping[str, Any]) -> str:
     return json.dumps(values, separators=(",", ":")) + "\n"
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."

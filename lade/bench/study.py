@@ -19,13 +19,13 @@ from transformers import PreTrainedModel
 from lade.bench.arms import OwnArm, TransformersArm, generate_arguments
 from lade.bench.completion import Place, digest
 from lade.bench.environment import command_line, environment_of
-from lade.bench.journal import differences
 from lade.bench.mismatch import Judge
 from lade.bench.prompts import Prompts
 from lade.bench.results import Method, Mismatch, Model, Settings
 from lade.bench.scaling import NAME, Point, Reference, Scaling
 from lade.bench.workloads.workload import Item, Workload
 from lade.errors import ConfigError, InputError
+from lade.lines import differences
 
 WINDOWS = (1, 2, 3, 5, 7, 10, 15, 20, 30, 40, 60)
 NGRAMS = (3, 4, 5, 6, 7)

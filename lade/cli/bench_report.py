@@ -8,11 +8,11 @@ from typing import Any
 from rich.text import Text
 
 from lade.bench.benchmark import RESULTS
-from lade.bench.journal import differences
 from lade.bench.results import Mismatch, Results
 from lade.cli.bench import Plan
 from lade.cli.terminal import Terminal
 from lade.errors import InputError, MissingExtraError
+from lade.lines import differences
 
 EXIT_MISMATCH = 1
 REPORT = "report.html"

@@ -78,7 +78,7 @@ class Generation:
             "tokens_per_s": self.tokens_per_s,
             "model": subject.name,
             "dtype": subject.dtype,
-            "config": None if self.config is None else _config_dict(self.config),
+            "config": config_dict(self.config),
             **self.choices.as_dict(),
             "interrupted": self.interrupted,
         }
@@ -96,8 +96,10 @@ class Generation:
         )
 
 
-def _config_dict(config: LookaheadConfig) -> dict[str, Any]:
+def config_dict(config: LookaheadConfig | None) -> dict[str, Any] | None:
     """The fields; of a memory, whether there is one."""
+    if config is None:
+        return None
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     return {**values, "memory": config.memory is not None}
 
@@ -127,6 +129,17 @@ def check_served(subject: Subject, lookahead: Lookahead, choices: Choices = GREE
             StopStringCriteria(subject.tokenizer, [text])
         except ValueError as problem:
             raise ConfigError("stop", text, f"no tokens of {subject.name!r} spell it: give another") from problem
+
+
+def warn_of_length(subject: Subject, longest: int, max_new_tokens: int, term: Terminal) -> None:
+    """Say so where the longest prompt and the new tokens together leave the model's context."""
+    if subject.context and longest + max_new_tokens > subject.context:
+        then = "the text ends there" if subject.ends else "beyond it the text may get worse"
+        term.say(
+            f"warning: {longest} prompt tokens and {max_new_tokens} new ones exceed the model's context of "
+            f"{subject.context}: {then}",
+            "yellow",
+        )
 
 
 def generate_arguments(subject: Subject, choices: Choices) -> dict[str, Any]:

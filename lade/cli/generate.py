@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lade.cli import options
+from lade.cli.batch import batch_of
 from lade.cli.prompts import read_prompts
 from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
+from lade.errors import ConfigError
 
 if TYPE_CHECKING:
     from lade.cli.decoding import Generation, Lookahead
@@ -33,6 +35,17 @@ def generate(
     max_new_tokens: options.MaxNewTokens = 128,
     method: options.Method = None,
     *,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(metavar="B", help="Decode the prompts of a .jsonl file B at a time; each gives a line of JSON."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --batch-size: file for the lines. Not given: standard output."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="With --out: go on behind the lines that are there already.")
+    ] = False,
     window: options.Window = None,
     ngram: options.Ngram = None,
     guesses: options.Guesses = None,
@@ -46,17 +59,31 @@ def generate(
     no_color: options.NoColor = False,
     debug: options.Debug = False,
 ) -> None:
-    """Continue a prompt, greedily unless --do-sample. On a terminal, tokens that came in one step have one colour."""
+    """Continue a prompt, greedily unless --do-sample. On a terminal, tokens that came in one step have one colour.
+
+    With --batch-size the answers are the same, as lines of JSON in the order of the prompts.
+
+    --out keeps them whatever ends the run, --resume goes on behind them. Exit code 1: a prompt failed.
+    """
     with terminal(debug=debug, no_color=no_color) as term:
         lookahead = options.lookahead_of(method, window, ngram, guesses, budget=budget, memory=memory)
-        choices = choices.settled()
         options.check_max_new_tokens(max_new_tokens)
-        prompts = read_prompts(source, prompt, prompt_file)
+        batch = batch_of(source, prompt, prompt_file, batch_size, out, resume=resume)
+        choices = choices.settled(batch.seed if batch else None)
+        if batch and choices.num_beams > 1:
+            raise ConfigError("num-beams", choices.num_beams, "a beam search is for one prompt: leave out --batch-size")
+        prompts = [] if batch else read_prompts(source, prompt, prompt_file)
         from lade.cli.loading import load, remembering
 
         subject = load(model, dtype=dtype, device=device, term=term, pack=pack)
         lookahead = remembering(subject, lookahead, memory)
-        _run(subject, prompts, lookahead, choices, max_new_tokens, term, json=json)
+        if batch:
+            from lade.cli.batch_answers import Recipe
+            from lade.cli.batch_run import carry_out
+
+            carry_out(batch, Recipe(subject, lookahead, choices, max_new_tokens), term, quiet=json)
+        else:
+            _run(subject, prompts, lookahead, choices, max_new_tokens, term, json=json)
 
 
 def _run(
@@ -69,11 +96,11 @@ def _run(
     *,
     json: bool,
 ) -> None:
-    from lade.cli.decoding import check_served, decode
+    from lade.cli.decoding import check_served, decode, warn_of_length
 
     encoded = [subject.encode(text) for text in prompts]  # all are checked before the first one is decoded
     check_served(subject, lookahead, choices)
-    _warn_of_length(subject, max(map(len, encoded)), max_new_tokens, term)
+    warn_of_length(subject, max(map(len, encoded)), max_new_tokens, term)
     begin = partial(decode, subject, lookahead=lookahead, choices=choices, max_new_tokens=max_new_tokens, term=term)
     for number, (text, ids) in enumerate(zip(prompts, encoded, strict=True)):
         if number and not json:
@@ -81,16 +108,6 @@ def _run(
         run = _one(subject, text, ids, partial(begin, ids), term, json=json)
         if run.interrupted:
             raise typer.Exit(EXIT_INTERRUPTED)
-
-
-def _warn_of_length(subject: Subject, longest: int, max_new_tokens: int, term: Terminal) -> None:
-    if subject.context and longest + max_new_tokens > subject.context:
-        then = "the text ends there" if subject.ends else "beyond it the text may get worse"
-        term.say(
-            f"warning: {longest} prompt tokens and {max_new_tokens} new ones exceed the model's context of "
-            f"{subject.context}: {then}",
-            "yellow",
-        )
 
 
 def _one(

@@ -184,8 +184,11 @@ class Choices:
         list[str] | None, _option("--stop", metavar="TEXT", help="End behind this text. May be given several times.")
     ] = None
 
-    def settled(self) -> Choices:
+    def settled(self, seed: int | None = None) -> Choices:
         """The same, checked, and with a seed if one is needed.
+
+        Args:
+            seed: to take where none is given; None: one is drawn.
 
         Raises:
             ConfigError, InputError: a value out of range, or one that nothing would use.
@@ -198,7 +201,7 @@ class Choices:
         for text in self.stop or ():
             check_text(text, "the text of --stop")
         if self.do_sample and self.seed is None:
-            return replace(self, seed=secrets.randbelow(_DRAWN_SEEDS))
+            return replace(self, seed=secrets.randbelow(_DRAWN_SEEDS) if seed is None else seed)
         return self
 
     def after(self, generations: int) -> Choices:

@@ -20,14 +20,7 @@ def read_prompts(source: str | None, prompt: str | None, prompt_file: Path | Non
     Raises:
         InputError: not exactly one of them is given, or it cannot be read.
     """
-    if sum(given is not None for given in (source, prompt, prompt_file)) != 1:
-        raise InputError(
-            "exactly one prompt is wanted: give --prompt TEXT, --prompt-file FILE, or - for standard input"
-        )
-    if source not in (None, "-"):
-        raise InputError(
-            f"unexpected argument {source!r}: give the prompt as --prompt {source!r}, or - for standard input"
-        )
+    check_sources(source, prompt, prompt_file)
     if prompt_file is not None:
         prompts = _from_file(prompt_file)
     elif prompt is not None:
@@ -37,6 +30,31 @@ def read_prompts(source: str | None, prompt: str | None, prompt_file: Path | Non
     for number, text in enumerate(prompts, start=1):
         check_text(text, f"prompt {number}" if len(prompts) > 1 else "the prompt")
     return prompts
+
+
+def numbered_prompts(path: Path) -> dict[int, str]:
+    """The prompts of a `.jsonl` file by the numbers of their lines, from 1; empty lines are passed over.
+
+    Raises:
+        InputError: the file cannot be read, has no lines, or has one without a prompt.
+    """
+    lines = enumerate(_read(path).split("\n"), start=1)
+    prompts = {number: _from_line(line, f"{str(path)!r} line {number}") for number, line in lines if line.strip()}
+    if not prompts:
+        raise InputError(f'prompt file {str(path)!r} has no lines: give one {{"prompt": "..."}} a line')
+    return prompts
+
+
+def check_sources(source: str | None, prompt: str | None, prompt_file: Path | None) -> None:
+    """Raise `InputError` unless exactly one prompt, or file of prompts, is named; see `read_prompts`."""
+    if sum(given is not None for given in (source, prompt, prompt_file)) != 1:
+        raise InputError(
+            "exactly one prompt is wanted: give --prompt TEXT, --prompt-file FILE, or - for standard input"
+        )
+    if source not in (None, "-"):
+        raise InputError(
+            f"unexpected argument {source!r}: give the prompt as --prompt {source!r}, or - for standard input"
+        )
 
 
 def check_text(text: str, name: str) -> None:
@@ -50,19 +68,16 @@ def check_text(text: str, name: str) -> None:
 
 
 def _from_file(path: Path) -> list[str]:
+    return list(numbered_prompts(path).values()) if path.suffix == ".jsonl" else [_read(path)]
+
+
+def _read(path: Path) -> str:
     try:
         raw = path.read_bytes()
     except OSError as problem:
         reason = problem.strerror or str(problem)
         raise InputError(f"prompt file {str(path)!r} cannot be read: {reason}; check path and permissions") from problem
-    text = _utf8(raw, f"prompt file {str(path)!r}")
-    if path.suffix != ".jsonl":
-        return [text]
-    lines = enumerate(text.split("\n"), start=1)
-    prompts = [_from_line(line, f"{str(path)!r} line {number}") for number, line in lines if line.strip()]
-    if not prompts:
-        raise InputError(f'prompt file {str(path)!r} has no lines: give one {{"prompt": "..."}} a line')
-    return prompts
+    return _utf8(raw, f"prompt file {str(path)!r}")
 
 
 def _from_line(line: str, place: str) -> str:

@@ -115,6 +115,7 @@ class TreeLayer(CacheLayerMixin):
             self.reserve(max(1, 2 * rows), max(length, self.keys.shape[2]))
         self.keys[rows, :, :length] = part.keys[0, :, :length]
         self.values[rows, :, :length] = part.values[0, :, :length]
+        self.keys[rows, :, length:] = self.values[rows, :, length:] = 0  # no weight makes zero of another row's NaN
         self.lengths = [*self.lengths, length]
 
     def join(self, parts: Sequence[TreeLayer], places: Sequence[tuple[int, int]]) -> None:
@@ -301,7 +302,7 @@ class TreeCache(Cache):
         last = len(self.lengths) - 1
         if row < last:
             for group in self._grouped():
-                group.put(last, row, self.lengths[last])
+                group.put(last, row, max(self.lengths))  # also what lies behind it, which no other row may leave to it
         lengths = list(self.lengths)
         lengths[row] = lengths[last]
         for layer in self.layers:

@@ -19,7 +19,7 @@ from lade.hf.session import Output, vocabulary_of
 from lade.model.attention import MaskPlan
 from lade.model.cache import TreeCache
 from lade.model.runner import EagerRunner
-from lade.serving.capacity import Capacity, needed
+from lade.serving.capacity import Capacity
 from lade.serving.handle import Handle
 from lade.serving.request import Request
 from lade.stats import Step
@@ -34,7 +34,7 @@ class Seat:
     Attributes:
         request: what is asked for.
         handle: who is told.
-        row: writes the answer.
+        row: writes the answer; made when the prompt's turn has come.
         cache: of the prompt, until the row joins the others.
         fed: tokens of the prompt that the cache holds.
         seconds: that prefill has taken.
@@ -43,7 +43,7 @@ class Seat:
 
     request: Request
     handle: Handle
-    row: Row
+    row: Row = field(init=False)
     cache: TreeCache = field(default_factory=TreeCache)
     fed: int = 0
     seconds: float = 0.0
@@ -90,11 +90,11 @@ class Batch:
 
     def has_room(self, request: Request) -> bool:
         """Whether one more fits beside those that are there."""
-        return self.capacity.fits([request.most_tokens, *(seat.request.most_tokens for seat in self.seats)])
+        return self.capacity.fits([request.need, *(seat.request.need for seat in self.seats)])
 
     def add(self, request: Request, handle: Handle) -> Seat:
-        """Begin with a request."""
-        seat = Seat(request, handle, request.row(self._drafter(request)))
+        """Let a request take a seat; its prompt is fed when those before it have been."""
+        seat = Seat(request, handle)
         self._opening.append(seat)
         return seat
 
@@ -120,8 +120,9 @@ class Batch:
 
     def close(self, problem: BaseException | None = None) -> None:
         """End all requests: with an error, or as cancelled."""
-        for seat in self.seats:
-            self._end(seat, problem)
+        seats, self._opening, self._seats, self._engine.rows = self.seats, [], {}, []
+        for seat in seats:
+            seat.handle.end(problem)
         self._engine.cache.reset()
         save_refreshed(self._model)
 
@@ -138,7 +139,10 @@ class Batch:
 
     def _feed_piece(self, seat: Seat, most: int) -> None:
         """Feed at most so many tokens of a prompt; behind the last one the answer begins."""
-        start, row = perf_counter(), seat.row
+        start = perf_counter()
+        if seat.fed == 0:
+            seat.row = seat.request.row(self._drafter(seat.request))
+        row = seat.row
         end = min(len(row.tokens), seat.fed + most)
 
         def show(alike: Sequence[int], first: int, logits: torch.Tensor) -> None:
@@ -161,12 +165,13 @@ class Batch:
         self._make_room(seat.fed)
         self._engine.cache.take(seat.cache)
         self._engine.rows.append(seat.row)
-        self._follow()
 
     def _step(self) -> None:
-        self._make_room()
         rows = list(self._engine.rows)
         try:
+            self._make_room()
+            if self._cost is not None:
+                self._cost.resize(len(rows))
             steps = self._engine.step()
         except Exception as problem:  # noqa: BLE001 - likewise; and who knows what the cache holds now
             self._engine.rows = []
@@ -178,26 +183,16 @@ class Batch:
                 self._tell(self._seats[row], step)
             else:
                 self._end(self._seats[row], row.problem)
-        self._follow()
 
     def _make_room(self, joining: int = 0) -> None:
         """Before the cache would grow by itself, which knows nothing of limits; `joining` tokens are about to come."""
         cache = self._engine.cache
-        rows, tokens = cache.room
-        if rows == 0:
+        if not cache.layers:
             return
-        most = [seat.request.most_tokens for seat in self._seats.values()]
+        needs = [seat.request.need for seat in self._seats.values()]
         longest = max(joining, *cache.lengths)
-        fits = rows >= len(most) and tokens >= needed(longest) and rows * tokens <= self.capacity.max_tokens
-        if not fits:
-            cache.reserve(*self.capacity.room(most, longest))
-
-    def _follow(self) -> None:
-        """Rows have come or gone."""
-        if not self._engine.rows:
-            self._engine.cache.reset()
-        if self._cost is not None:
-            self._cost.resize(len(self._engine.rows))
+        if not self.capacity.suffices(cache.room, needs, longest):
+            cache.reserve(*self.capacity.room(needs, longest))
 
     def _tell(self, seat: Seat, step: Step) -> None:
         try:
@@ -216,5 +211,6 @@ class Batch:
             del self._seats[seat.row]
             seat.row.done = True
             self._engine.drop_finished()
-            self._follow()
+            if not self._engine.rows:
+                self._engine.cache.reset()
         seat.handle.end(result)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lade.config import LookaheadConfig
 from lade.decoding.controller import LARGEST
 from lade.errors import InputError
 
@@ -17,11 +18,24 @@ _GROWTH = 256  # tokens
 
 
 @dataclass(frozen=True)
+class Need:
+    """What one text can come to take.
+
+    Attributes:
+        tokens: of prompt and answer, at most.
+        tree: tokens fed in one of its steps, at most.
+    """
+
+    tokens: int
+    tree: int
+
+
+@dataclass(frozen=True)
 class Capacity:
     """The limits of an engine.
 
-    All rows have room for as many tokens as the longest one, so a batch of B rows takes B times the longest row's
-    tokens, trees included, times `token_bytes`.
+    All rows have room for as many tokens as the longest one and for the largest tree behind it, so a batch of B rows
+    takes B times these slots, times `token_bytes`.
 
     Attributes:
         max_rows: decoded at a time.
@@ -33,36 +47,60 @@ class Capacity:
     max_tokens: int
     token_bytes: int
 
-    def check(self, tokens: int) -> None:
-        """Raise `InputError` for a text that has no room even alone; `tokens` is its greatest length."""
-        need = needed(tokens)
-        if need > self.max_tokens:
+    def check(self, need: Need) -> None:
+        """Raise `InputError` for a text that has no room even alone."""
+        slots = slots_of([need])
+        if slots > self.max_tokens:
             raise InputError(
-                f"{tokens} tokens of prompt and answer need a cache of {need} with a step's guesses, at "
-                f"{self.token_bytes} bytes each {_mebibytes(need * self.token_bytes)}; there is room for "
+                f"{need.tokens} tokens of prompt and answer need a cache of {slots} with a step's guesses, at "
+                f"{self.token_bytes} bytes each {_mebibytes(slots * self.token_bytes)}; there is room for "
                 f"{self.max_tokens} ({_mebibytes(self.max_tokens * self.token_bytes)}): give a smaller max_new_tokens, "
                 "or the engine a greater max_tokens"
             )
 
-    def fits(self, tokens: Sequence[int]) -> bool:
-        """Whether texts of these greatest lengths fit beside each other."""
-        return len(tokens) <= self.max_rows and len(tokens) * needed(max(tokens)) <= self.max_tokens
+    def fits(self, needs: Sequence[Need]) -> bool:
+        """Whether these texts fit beside each other, however long they become."""
+        return len(needs) <= self.max_rows and len(needs) * slots_of(needs) <= self.max_tokens
 
-    def room(self, tokens: Sequence[int], now: int) -> tuple[int, int]:
-        """Rows, and tokens of each, to make room for.
+    def suffices(self, room: tuple[int, int], needs: Sequence[Need], now: int) -> bool:
+        """Whether there is room for a step of these texts, and no more than there may be.
 
         Args:
-            tokens: greatest lengths of the texts beside each other, which fit.
+            room: rows, and slots of each.
+            needs: of the texts beside each other.
             now: length of the longest one as it is.
         """
-        need = needed(max(tokens))
-        rows = min(2 * len(tokens), self.max_rows, self.max_tokens // need)
-        return max(len(tokens), rows), min(need, needed(now + max(_GROWTH, now // 2)))
+        rows, slots = room
+        return rows >= len(needs) and slots >= slots_of(needs, now) and rows * slots <= self.max_tokens
+
+    def room(self, needs: Sequence[Need], now: int) -> tuple[int, int]:
+        """Rows, and slots of each, to make room for: more than a step takes, so that copies stay rare.
+
+        Args:
+            needs: of texts that fit beside each other.
+            now: length of the longest one as it is.
+        """
+        most = slots_of(needs)
+        rows = min(2 * len(needs), self.max_rows, self.max_tokens // most)
+        return max(len(needs), rows), min(most, slots_of(needs, now + max(_GROWTH, now // 2)))
 
 
-def needed(tokens: int) -> int:
-    """Slots of the cache that a text of this length takes while it is decoded: a step's tree lies behind it."""
-    return tokens + LARGEST
+def slots_of(needs: Sequence[Need], longest: int | None = None) -> int:
+    """Slots that each row takes while these texts are decoded: the trees lie behind the longest one.
+
+    Args:
+        needs: of the texts.
+        longest: its length; None for the greatest that it can have.
+    """
+    tokens = max(need.tokens for need in needs) if longest is None else longest
+    return tokens + max(need.tree for need in needs)
+
+
+def largest_tree(config: LookaheadConfig) -> int:
+    """Tokens that a step feeds at most, the root included."""
+    if not config.adaptive:  # while the window fills, its rows are up to N - 2 cells longer
+        return (config.ngram - 1) * (config.window + config.guesses) + config.ngram
+    return LARGEST if config.budget is None else config.budget
 
 
 def default_max_tokens(token_bytes: int, device: torch.device) -> int:

@@ -101,7 +101,7 @@ class Engine:
                 The clock of `max_time` starts now.
 
         Raises:
-            InputError: the prompt cannot be decoded, or is too long for the engine's memory.
+            InputError: the prompt cannot be decoded, or is with its answer too long for the engine or the model.
             UnsupportedArgumentError: the arguments cannot be served exactly.
             EngineFullError: as many requests wait as may.
             EngineClosedError: the engine was closed.
@@ -112,8 +112,12 @@ class Engine:
         return self._desk.take(request, make)
 
     def close(self) -> None:
-        """End all requests as cancelled and free what they took; returns when that is done. May be called again."""
-        self._finalizer()
+        """End all requests as cancelled and free what they took; returns when that is done. May be called again.
+
+        Called by an `on_step`, it returns at once, and all end before the next step.
+        """
+        self._finalizer.detach()
+        self._desk.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -144,7 +148,7 @@ class Desk:
 
     def take(self, request: Request, make: Callable[[Callable[[Handle], bool]], Handle]) -> Handle:
         """Let a request wait; `make` gets what cancels a handle, and returns the handle."""
-        self._capacity.check(request.most_tokens)
+        self._capacity.check(request.need)
         handle = make(self.cancel)
         with self._changed:
             if self._closed:
@@ -209,7 +213,7 @@ class Desk:
         with self._changed:
             self._closed = True
             waiting, self._waiting = self._waiting, deque()
-        self._batch.close(problem)
-        self._forget_ended()
         for _, handle in waiting:
             handle.end(problem)
+        self._batch.close(problem)
+        self._forget_ended()

@@ -121,19 +121,24 @@ class Handle:
     def tell(self, step: Step, forward_s: float) -> None:
         """For the engine: a step, and the seconds it spent in the model. Raises what `on_step` raises."""
         self.stats.add(step, forward_s=forward_s)
-        if self._on_step is not None:
-            self._on_step(step)
         self._steps.append(step)
-        self._wake()
+        try:
+            if self._on_step is not None:
+                self._on_step(step)
+        finally:
+            self._wake()
 
     def end(self, result: Output | BaseException | None) -> None:
-        """For the engine: the result, the error that ended it, or None where it was cancelled."""
-        if result is None:
-            self._future.cancel()
-        elif isinstance(result, BaseException):
-            self._future.set_exception(result)
-        else:
-            self._future.set_result(result)
+        """For the engine: the result, the error that ended it, or None where it was cancelled; the first one counts."""
+        with self._changed:
+            if self._future.done():  # cancelled by one thread while another closed the engine
+                return
+            if result is None:
+                self._future.cancel()
+            elif isinstance(result, BaseException):
+                self._future.set_exception(result)
+            else:
+                self._future.set_result(result)
         self._wake()
 
     def _wake(self) -> None:

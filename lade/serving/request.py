@@ -18,12 +18,13 @@ from lade.hf.arguments import checked_paddings, with_stop_strings
 from lade.hf.draws import draw_from
 from lade.hf.generate import check_request
 from lade.hf.session import Output, output_of, record_for, row_for, special_ids
-from lade.model.positions import Positions
+from lade.model.positions import LEARNED_POSITIONS, Positions
 from lade.model.runner import input_device
 from lade.model.support import unwrap
+from lade.serving.capacity import Need, largest_tree
 
 REMEDY = "leave it out, or use lade.generate"
-_DRAWN_SEEDS = 2**32
+_DRAWN_SEEDS, _SEEDS = 2**32, 2**64
 _REFUSED = {
     "streamer": "give on_step, or iterate over the handle",
     "past_key_values": "rows of an engine share one cache",
@@ -44,10 +45,11 @@ class Request:
         seed: that its draws are made with; None where nothing is drawn.
         excluded: ids behind which nothing is to be guessed.
         tokens: of the prompt, without padding.
-        most_tokens: that prompt and answer can have together.
+        need: what it can come to take.
 
     Raises:
-        InputError: the prompt is empty, has ids out of the vocabulary, or is too long for a table of positions.
+        InputError: the prompt is empty, has ids out of the vocabulary, or it or its answer is too long for a table of
+            positions.
         UnsupportedArgumentError: it cannot be served exactly.
     """
 
@@ -67,8 +69,8 @@ class Request:
         if len(paddings) > 1:
             refuse(f"num_return_sequences={generation_config.num_return_sequences}", "add a request for each of them")
         self._padding = paddings[0]
-        self.most_tokens = generation_config.max_length - self._padding
-        _check_frequencies(model, self.most_tokens)
+        self.need = Need(generation_config.max_length - self._padding, largest_tree(config))
+        _check_positions(model, self.need.tokens)
         self.config, self.seed = config, None
         if generation_config.do_sample:
             self.seed = secrets.randbelow(_DRAWN_SEEDS) if seed is None else seed
@@ -122,18 +124,21 @@ def prepared(
         seed: of its draws.
 
     Raises:
-        ConfigError: the seed is no whole number >= 0.
+        ConfigError: the seed is none that torch takes.
         InputError, UnsupportedArgumentError: see `Request`.
     """
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
-        raise ConfigError("seed", seed, "give a whole number >= 0, or None to have one drawn")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEEDS):
+        raise ConfigError("seed", seed, "give a whole number from 0 to 2**64 - 1, or None to have one drawn")
     for name, remedy in _REFUSED.items():
         if arguments.get(name) is not None:
             refuse(name, remedy)
     arguments = {**arguments, "input_ids": _as_prompt(input_ids, input_device(unwrap(model)))}
-    check_request(model, arguments)
     make = functools.partial(Request, config=config, seed=seed)
-    request: Request = model.generate(custom_generate=make, **with_stop_strings(unwrap(model), arguments))
+    try:
+        check_request(model, arguments)
+        request: Request = model.generate(custom_generate=make, **with_stop_strings(unwrap(model), arguments))
+    except UnsupportedArgumentError as problem:
+        raise UnsupportedArgumentError(problem.reason, REMEDY) from None  # no "auto" falls back to anything here
     return request
 
 
@@ -154,9 +159,16 @@ def _as_prompt(input_ids: torch.Tensor | Sequence[int], device: torch.device) ->
     return prompt.to(device)
 
 
-def _check_frequencies(model: PreTrainedModel, most_tokens: int) -> None:
-    """Refuse texts that reach the length at which a pass changes the frequencies of all its rows."""
-    positions = Positions.of(model.config.get_text_config(decoder=True))
+def _check_positions(model: PreTrainedModel, most_tokens: int) -> None:
+    """Refuse texts that could make a pass fail, or change the frequencies, for all its rows."""
+    config = model.config.get_text_config(decoder=True)
+    length = getattr(config, "max_position_embeddings", None)
+    if config.model_type in LEARNED_POSITIONS and length and most_tokens > length + 1:  # the last one is not fed
+        raise InputError(
+            f"{most_tokens} tokens of prompt and answer are more than {type(model).__name__} has positions for, which "
+            f"are {length}: give a smaller max_new_tokens"
+        )
+    positions = Positions.of(config)
     for wall in (positions.switch, positions.dynamic):
         if wall is not None and most_tokens > wall:
             refuse(f"max_length={most_tokens}", f"from {wall} tokens on, a row decides how this model sees the others")

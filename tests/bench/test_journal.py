@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from lade.bench.journal import Journal, differences
+from lade.bench.journal import Journal
 from lade.errors import InputError
+from lade.lines import differences, require_same
 
 TERMS = {"settings": {"max_new_tokens": 20, "seeds": (0, 1)}, "methods": [{"name": "hf"}, {"name": "plain"}]}
 
@@ -103,3 +104,14 @@ def test_differences():
         ("d", [1], [1, 2]),
     ]
     assert list(differences({"a": [1, {"b": None}]}, {"a": [1, {"b": None}]})) == []
+
+
+def test_what_two_long_texts_have_in_common_is_not_shown():
+    there, here = ({"prompt": "x" * 100 + "y" * 15 + end} for end in ("old", "new"))
+    with pytest.raises(InputError) as caught:
+        require_same(there, here, "line 1 of 'a'")
+    common = "..." + "x" * 5 + "y" * 15
+    assert f'prompt is "{common}new" here, but "{common}old" in line 1 of \'a\': go on' in str(caught.value)
+    require_same(there, dict(there), "here")
+    with pytest.raises(InputError, match=r'^a is "xx" here, but "x" in'):
+        require_same({"a": "x"}, {"a": "xx"}, "here")

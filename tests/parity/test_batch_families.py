@@ -79,6 +79,12 @@ def test_an_attention_temperature_of_rows_at_different_positions() -> None:
         lookahead(model, **batch(20, 7), pad_token_id=0)
 
 
+@pytest.mark.parametrize("name", ["mistral-window", "gemma3_text", "llama4_text"])
+def test_windows_of_rows_that_are_far_apart(name: str) -> None:
+    """The first row is shorter than the others by more than a window: what is near goes by each row's own positions."""
+    assert_same_batch(build(family(name)), CONFIGS[:2], lengths=(3, 40, 20))
+
+
 @pytest.mark.parametrize("case", UNLISTED, ids=str)
 def test_a_family_that_is_probed(case: Family) -> None:
     assert_same_batch(build(case), CONFIGS[:2])

@@ -1,0 +1,202 @@
+"""Rows of a cache that come and go: they hold what they would hold alone, whatever is done to the others."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lade import TreeCache, supports
+from lade.decoding.tree import TokenTree
+from lade.model.runner import EagerRunner
+from lade.testing import toy_model
+
+HEADS, SIZE, LAYERS = 2, 3, 10  # more layers than share a buffer
+
+
+def states(tokens, layer, shift=0.0):
+    """Keys or values `[1, H, T, D]`, another number for each token, layer, head and place."""
+    tokens = torch.as_tensor(tokens, dtype=torch.float64)[:, None]  # [T, 1]
+    places = torch.arange(HEADS * SIZE).reshape(HEADS, 1, SIZE) / 10
+    return (tokens * 100 + layer + places + shift)[None]
+
+
+def feed(cache, rows):
+    """Append as many tokens to every row, in all layers."""
+    for layer in range(LAYERS):
+        keys, values = (torch.cat([states(row, layer, shift) for row in rows]) for shift in (0.0, 0.5))
+        cache.update(keys, values, layer)
+
+
+def cache_of(tokens):
+    cache = TreeCache()
+    feed(cache, [tokens])
+    return cache
+
+
+def poison(cache):
+    """Make NaN of all that is not used."""
+    for layer in cache.layers:
+        for buffer in (layer.keys, layer.values):
+            buffer[len(cache.lengths) :] = torch.nan
+            for row, length in enumerate(cache.lengths):
+                buffer[row, :, length:] = torch.nan
+
+
+def assert_holds(cache, texts):
+    assert cache.lengths == [len(text) for text in texts]
+    for number, layer in enumerate(cache.layers):
+        assert layer.lengths == cache.lengths and layer.batch_size == len(texts)
+        for row, text in enumerate(texts):
+            assert torch.equal(layer.keys[row, :, : len(text)], states(text, number)[0])
+            assert torch.equal(layer.values[row, :, : len(text)], states(text, number, 0.5)[0])
+
+
+lengths = st.integers(1, 9)
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("take"), lengths),
+        st.tuples(st.just("leave"), st.integers(0, 9)),
+        st.tuples(st.just("step"), st.integers(1, 5), st.integers(0, 2**30)),
+        st.tuples(st.just("reserve"), st.integers(0, 6), st.integers(0, 20)),
+    ),
+    max_size=14,
+)
+
+
+def path_of(size, bits):
+    """The root, and some of the other nodes."""
+    return [0, *(node for node in range(1, size) if bits >> node & 1)]
+
+
+@settings(max_examples=120)
+@given(operations)
+def test_whatever_is_done_each_row_holds_its_own_text(operations):
+    cache, texts, next_token = TreeCache(), [], iter(range(1, 10**6))
+    for kind, *numbers in operations:
+        match kind:
+            case "take":
+                texts.append([next(next_token) for _ in range(numbers[0])])
+                cache.take(cache_of(texts[-1]))
+            case "leave" if len(texts) > 1:
+                row = numbers[0] % len(texts)
+                cache.leave(row)
+                texts[row] = texts[-1]
+                texts.pop()
+            case "step" if texts:
+                size, bits = numbers
+                fed = [[next(next_token) for _ in range(size)] for _ in texts]
+                feed(cache, fed)
+                paths = [path_of(size, bits >> row) for row in range(len(texts))]
+                cache.keep(paths, fed=size)
+                for text, path, tokens in zip(texts, paths, fed, strict=True):
+                    text += [tokens[node] for node in path]
+            case "reserve" if texts:
+                rows, slots = len(texts) + numbers[0], max(map(len, texts)) + numbers[1]
+                cache.reserve(rows, slots)
+                assert cache.room == (rows, slots)
+        if texts:
+            assert_holds(cache, texts)
+            poison(cache)
+            rows, slots = cache.room
+            assert rows >= len(texts) and slots >= max(map(len, texts))
+
+
+def test_a_reserve_never_drops_what_is_there():
+    cache = cache_of([1, 2, 3])
+    cache.take(cache_of([4, 5]))
+    cache.reserve(1, 1)
+    assert cache.room == (2, 3)
+    assert_holds(cache, [[1, 2, 3], [4, 5]])
+
+
+def test_room_and_bytes_of_a_token():
+    cache = TreeCache()
+    assert cache.room == (0, 0) and cache.token_bytes == 0
+    feed(cache, [[1, 2, 3]])
+    assert cache.token_bytes == LAYERS * 2 * HEADS * SIZE * 8
+    cache.reserve(4, 10)
+    held = sum(
+        buffer.numel() * buffer.element_size() for layer in cache.layers for buffer in (layer.keys, layer.values)
+    )
+    assert cache.room == (4, 10) and held == 4 * 10 * cache.token_bytes
+    cache.reset()
+    assert cache.room == (0, 0) and cache.token_bytes == 0
+
+
+def test_rows_come_and_go_without_the_others_being_copied():
+    cache = cache_of([1, 2, 3])
+    cache.reserve(4, 20)
+    buffers = [layer.keys for layer in cache.layers]
+    for tokens in ([4, 5], [6], [7, 8, 9, 10]):
+        cache.take(cache_of(tokens))
+    assert all(layer.keys is buffer for layer, buffer in zip(cache.layers, buffers, strict=True))
+    cache.leave(1)  # joins the layers' buffers, once
+    buffers = [layer.keys for layer in cache.layers]
+    cache.leave(0)
+    cache.take(cache_of([11, 12]))
+    feed(cache, [[20], [21], [22]])
+    cache.keep([[0], [0], [0]], fed=1)
+    assert all(layer.keys is buffer for layer, buffer in zip(cache.layers, buffers, strict=True))
+    assert_holds(cache, [[6, 20], [7, 8, 9, 10, 21], [11, 12, 22]])
+
+
+def test_the_first_row_that_is_taken_is_not_copied():
+    part = cache_of([1, 2, 3])
+    buffer, cache = part.layers[0].keys, TreeCache()
+    cache.take(part)
+    assert cache.layers[0].keys is buffer and not part.layers
+    assert_holds(cache, [[1, 2, 3]])
+
+
+def test_a_row_without_room_makes_room():
+    cache = cache_of([1, 2])
+    cache.reserve(1, 2)
+    cache.take(cache_of([3, 4, 5]))
+    assert cache.room == (2, 3)
+    assert_holds(cache, [[1, 2], [3, 4, 5]])
+
+
+def test_the_last_row_that_leaves():
+    cache = cache_of([1, 2])
+    cache.take(cache_of([3]))
+    cache.leave(1)
+    assert_holds(cache, [[1, 2]])
+    cache.leave(0)
+    assert cache.lengths == [0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_logits_are_those_of_a_row_alone(family):
+    """Through a model: rows join at lengths of their own, one leaves, and its place is used again."""
+    model = toy_model(family)
+    runner = EagerRunner(model, supports(model).require(), model.generation_config)
+    texts = [[1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11, 12]]
+    cache = TreeCache()
+
+    def take(text):
+        part = TreeCache()
+        runner.prefill([text[:-1]], part)
+        cache.take(part)
+
+    def step():
+        for layer in cache.layers:
+            for buffer in (layer.keys, layer.values):
+                buffer[:, :, max(cache.lengths) :] = torch.nan
+                buffer[len(texts) :] = torch.nan
+        logits = runner.forward([TokenTree(text[-1]) for text in texts], texts, cache)[:, 0]
+        cache.keep([[0]] * len(texts), fed=1)
+        for text, said in zip(texts, logits, strict=True):
+            alone = runner.prefill([text], TreeCache())[0]
+            assert torch.allclose(said, alone, atol=1e-9)
+            text.append(int(said.argmax()))
+
+    for text in texts:
+        take(text)
+    step()
+    cache.leave(0)
+    texts[0] = texts.pop()
+    step()
+    texts.append([13, 14, 15])
+    take(texts[-1])
+    step()
+    step()

@@ -1,0 +1,40 @@
+"""Shared by the tests of `lade.Engine`: one thread (the models are tiny), no measuring, and no thread left behind."""
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lade.serving import batch
+from lade.testing import nearly_flat_cost
+
+sys.path.append(str(Path(__file__).parent.parent / "parity"))  # where the tiny models of all families are
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def known_cost_of_batches(monkeypatch):
+    monkeypatch.setattr(batch, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
+
+
+def engine_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "lade.Engine"]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_stays():
+    yield
+    end = time.monotonic() + 10.0
+    while engine_threads() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not engine_threads(), "an engine was left open"

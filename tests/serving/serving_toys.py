@@ -1,0 +1,122 @@
+"""Helpers of these tests: what plain decoding gives for one prompt, and a batch that is driven by hand."""
+
+from collections import deque
+
+import torch
+
+from lade import Stats, supports
+from lade.config import LookaheadConfig
+from lade.hf.arguments import resolve
+from lade.serving.batch import Batch
+from lade.serving.capacity import Capacity
+from lade.serving.engine import PLAIN
+from lade.serving.handle import Handle
+from lade.serving.request import prepared
+
+VOCABULARY, PAD = 48, 0
+PAPER = LookaheadConfig(5, 4, 5)
+METHODS = (None, "auto", PAPER, LookaheadConfig(0, 3, 4), LookaheadConfig(4, 2, 0), LookaheadConfig(budget=12))
+ENOUGH = 10**6
+
+
+def random_ids(length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCABULARY, (1, length), generator=generator)
+
+
+def alone(model, ids, seed=0, **arguments):
+    """The new tokens of `model.generate` for this prompt alone."""
+    torch.manual_seed(seed)
+    return model.generate(input_ids=ids, pad_token_id=PAD, **arguments)[0, ids.shape[1] :].tolist()
+
+
+def new_tokens(handle, ids, timeout=60.0):
+    """Those of a handle's result."""
+    output = handle.result(timeout)
+    assert output.shape[0] == 1 and output[0, : ids.shape[1]].tolist() == ids[0].tolist()
+    return output[0, ids.shape[1] :].tolist()
+
+
+def oddly(input_ids, scores):
+    """A processor of a user's own: it looks at all of the text."""
+    wave = torch.arange(scores.shape[1]).remainder(3 + int(input_ids.sum()) % 4)
+    return scores + 0.5 * wave
+
+
+class FailsAt:
+    """A processor or criterion that raises when so many tokens have been written."""
+
+    def __init__(self, prompt, written, problem=None):
+        self.length = prompt.shape[1] + written
+        self.problem = problem or RuntimeError(f"at {written}")
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] >= self.length:
+            raise self.problem
+        return scores
+
+
+class FailingCriterion(FailsAt):
+    def __call__(self, input_ids, scores, **kwargs):
+        super().__call__(input_ids, scores)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+class Driven:
+    """A batch without threads: requests wait in a queue, and each call of `advance` is one step.
+
+    After each step the limits are checked.
+    """
+
+    def __init__(self, model, prefill_tokens=512, max_rows=16, max_tokens=ENOUGH):
+        self.model = model
+        self.batch = Batch(model, supports(model).require(), prefill_tokens)
+        self.batch.capacity = Capacity(max_rows, max_tokens, self.batch.capacity.token_bytes)
+        self.waiting = deque()
+        self.seats = {}
+        self.most_rows = 0
+
+    def add(self, ids, lookahead=PAPER, *, seed=None, on_step=None, **arguments):
+        config = resolve(lookahead)[0] or PLAIN
+        request = prepared(self.model, ids, {"pad_token_id": PAD, **arguments}, config=config, seed=seed)
+        self.batch.capacity.check(request.need)
+        handle = Handle(self.cancel, stats=Stats(), seed=request.seed, on_step=on_step)
+        self.waiting.append((request, handle))
+        return handle
+
+    def cancel(self, handle):
+        if handle.done():
+            return False
+        if handle in self.seats:
+            self.seats[handle].leaves = True
+        else:
+            self.waiting = deque(entry for entry in self.waiting if entry[1] is not handle)
+            handle.end(None)
+        return True
+
+    def advance(self, times=1):
+        for _ in range(times):
+            while self.waiting and self.batch.has_room(self.waiting[0][0]):
+                request, handle = self.waiting.popleft()
+                self.seats[handle] = self.batch.add(request, handle)
+            self.batch.advance()
+            self.seats = {handle: seat for handle, seat in self.seats.items() if not handle.done()}
+            self.check()
+
+    def check(self):
+        """No more than there may be, and nothing kept of those that have ended."""
+        capacity, cache = self.batch.capacity, self.batch._engine.cache
+        rows, slots = cache.room
+        assert rows * slots <= max(capacity.max_tokens, 0)
+        assert len(self.batch.seats) <= capacity.max_rows
+        assert {id(seat.handle) for seat in self.batch.seats} == {id(handle) for handle in self.seats}
+        assert len(self.batch._engine.rows) == len(self.batch._seats)
+        assert cache.lengths == ([len(row.tokens) - 1 for row in self.batch._engine.rows] or [0])
+        self.most_rows = max(self.most_rows, len(self.batch._engine.rows))
+
+    def finish(self):
+        for _ in range(10_000):
+            if self.batch.idle and not self.waiting:
+                return
+            self.advance()
+        raise AssertionError("it never ends")

@@ -1,0 +1,543 @@
+"""The batch of an engine, driven step by step: who joins and leaves when, what a long prompt holds up, who errs."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving_toys import (
+    METHODS,
+    PAPER,
+    VOCABULARY,
+    Driven,
+    FailingCriterion,
+    FailsAt,
+    alone,
+    new_tokens,
+    random_ids,
+)
+
+from lade import InputError, LookaheadConfig, Memory
+from lade.decoding.adaptive import AdaptiveDrafter
+from lade.hf.arguments import resolve
+from lade.model.cache import TreeCache
+from lade.model.runner import EagerRunner
+from lade.serving import batch
+from lade.serving.capacity import Capacity, Need, largest_tree, slots_of
+from lade.serving.engine import PLAIN
+from lade.testing import nearly_flat_cost, toy_model
+
+LLAMA = toy_model("llama", vocabulary=VOCABULARY)
+GREEDY = {"do_sample": False}
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Shapes of the trees of each step: rows, and nodes of the largest one."""
+    fed = []
+    forward = EagerRunner.forward
+
+    def watched(self, trees, rows, cache):
+        fed.append((len(trees), max(map(len, trees))))
+        return forward(self, trees, rows, cache)
+
+    monkeypatch.setattr(EagerRunner, "forward", watched)
+    return fed
+
+
+# --- joining and leaving ---------------------------------------------------------------------------------------------
+
+
+def test_rows_join_and_leave_between_steps(passes):
+    driven = Driven(LLAMA)
+    first = driven.add(random_ids(5), None, max_new_tokens=6)
+    driven.advance(2)
+    second = driven.add(random_ids(5, seed=1), None, max_new_tokens=9)
+    driven.finish()
+    assert [rows for rows, _ in passes] == [1, 1, 2, 2, 2, 1, 1, 1, 1, 1]
+    assert new_tokens(first, random_ids(5)) == alone(LLAMA, random_ids(5), max_new_tokens=6)
+    assert new_tokens(second, random_ids(5, seed=1)) == alone(LLAMA, random_ids(5, seed=1), max_new_tokens=9)
+
+
+def test_one_pass_serves_rows_of_all_methods(passes):
+    driven = Driven(LLAMA)
+    handles = [driven.add(random_ids(6, seed), method, max_new_tokens=30) for seed, method in enumerate(METHODS)]
+    driven.advance()
+    assert passes == [(len(METHODS), max(size for _, size in passes))]
+    driven.finish()
+    for seed, handle in enumerate(handles):
+        assert new_tokens(handle, random_ids(6, seed)) == alone(LLAMA, random_ids(6, seed), max_new_tokens=30)
+    assert handles[0].stats.step_tokens == [1] * 29 and handles[0].stats.tokens_per_step == 1
+    assert any(handle.stats.tokens_per_step > 1 for handle in handles[1:])
+
+
+def test_requests_share_the_memory_that_is_given():
+    driven, config = Driven(LLAMA), LookaheadConfig(budget=16, memory=Memory())
+    handles = []
+    for _ in range(2):
+        handles.append(driven.add(random_ids(8), config, max_new_tokens=80))
+        driven.finish()
+    assert handles[1].stats.steps < 0.7 * handles[0].stats.steps
+    assert handles[1].tokens == handles[0].tokens == alone(LLAMA, random_ids(8), max_new_tokens=80)
+
+
+def test_a_text_of_one_token_never_takes_part_in_a_step(passes):
+    driven = Driven(LLAMA)
+    handle = driven.add(random_ids(5), max_new_tokens=1)
+    driven.advance()
+    assert passes == [] and driven.batch.idle and len(new_tokens(handle, random_ids(5))) == 1
+    assert driven.batch._engine.cache.room == (0, 0)
+
+
+def test_the_first_token_may_be_the_end_of_sequence_while_others_go_on():
+    driven = Driven(LLAMA)
+    other = driven.add(random_ids(9), max_new_tokens=20)
+    driven.advance(2)
+    ids = random_ids(5)
+    first = alone(LLAMA, ids, max_new_tokens=1)
+    handle = driven.add(ids, max_new_tokens=20, eos_token_id=first)
+    driven.finish()
+    assert handle.tokens == first and other.tokens == alone(LLAMA, random_ids(9), max_new_tokens=20)
+
+
+# --- prefill ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("piece", [1, 3, 5, 7, 512])
+@pytest.mark.parametrize("method", [None, PAPER, "auto"])
+def test_a_prompt_in_pieces_gives_the_same_text(piece, method):
+    driven = Driven(LLAMA, prefill_tokens=piece)
+    ids = random_ids(14)
+    handle = driven.add(ids, method, max_new_tokens=25)
+    driven.finish()
+    assert new_tokens(handle, ids) == alone(LLAMA, ids, max_new_tokens=25)
+    assert handle._steps[0].fed == 14
+
+
+def test_between_two_pieces_of_a_prompt_the_others_make_a_step(passes):
+    driven = Driven(LLAMA, prefill_tokens=4)
+    others = [driven.add(random_ids(3, seed), None, max_new_tokens=40) for seed in range(2)]
+    driven.advance(2)
+    before = [len(handle.tokens) for handle in others]
+    long = driven.add(random_ids(22, seed=5), None, max_new_tokens=3)
+    pieces = 0
+    while not long.tokens:
+        driven.advance()
+        pieces += 1
+        assert [len(handle.tokens) for handle in others] == [count + pieces for count in before]
+    assert pieces == 6, "22 tokens, 4 at a time"
+    driven.finish()
+    assert new_tokens(long, random_ids(22, seed=5)) == alone(LLAMA, random_ids(22, seed=5), max_new_tokens=3)
+
+
+def test_no_more_of_prompts_is_fed_between_two_steps_than_there_may_be(monkeypatch):
+    fed, prefill = [], EagerRunner.prefill
+
+    def watched(self, rows, cache, watch=None):
+        before = cache.get_seq_length()
+        logits = prefill(self, rows, cache, watch)
+        fed.append(cache.get_seq_length() - before)
+        return logits
+
+    driven = Driven(LLAMA, prefill_tokens=7)
+    monkeypatch.setattr(EagerRunner, "prefill", watched)
+    for seed, length in enumerate((2, 3, 9, 1, 1, 20)):
+        driven.add(random_ids(length, seed), max_new_tokens=30)
+    of_steps = []
+    while sum(map(sum, of_steps)) < 36:
+        fed.clear()
+        driven.advance()
+        of_steps.append(list(fed))
+    assert of_steps == [[2, 3, 2], [7], [1, 1, 5], [7], [7], [1]]
+
+
+def test_a_memory_learns_the_prompt_alike_in_pieces_and_at_once(monkeypatch):
+    """What prefill says about the prompt is shown once for each of its tokens, whatever the pieces."""
+    shown = {}
+    for piece in (4, 512):
+        seen = shown[piece] = {}
+        read = AdaptiveDrafter.read_prompt
+
+        def watched(self, tokens, start, rows, read=read, seen=seen):
+            for number, row in enumerate(rows.tolist(), start):
+                assert number not in seen
+                seen[number] = row
+            return read(self, tokens, start, rows)
+
+        monkeypatch.setattr(AdaptiveDrafter, "read_prompt", watched)
+        driven = Driven(LLAMA, prefill_tokens=piece)
+        driven.add(random_ids(14), LookaheadConfig(budget=8), max_new_tokens=3)
+        driven.finish()
+        monkeypatch.undo()
+    assert sorted(shown[4]) == list(range(14)) and shown[4] == shown[512]
+
+
+# --- waiting, and room -----------------------------------------------------------------------------------------------
+
+
+def test_requests_that_fit_later_wait_and_are_served_in_order():
+    """The second one needs the whole cache; the third, which would fit now, does not overtake it."""
+    driven = Driven(LLAMA, max_tokens=100)
+    first = driven.add(random_ids(5), None, max_new_tokens=20)
+    large = driven.add(random_ids(5, seed=1), None, max_new_tokens=93)
+    small = driven.add(random_ids(5, seed=2), None, max_new_tokens=2)
+    driven.advance()
+    assert first.tokens and not large.tokens and not small.tokens
+    while not first.done():
+        assert not large.tokens and not small.tokens
+        driven.advance()
+    while not large.done():
+        assert not small.tokens
+        driven.advance()
+    driven.finish()
+    for seed, (handle, new) in enumerate(((first, 20), (large, 93), (small, 2))):
+        assert handle.tokens == alone(LLAMA, random_ids(5, seed), max_new_tokens=new)
+
+
+def test_no_more_rows_than_there_may_be():
+    driven = Driven(LLAMA, max_rows=3)
+    handles = [driven.add(random_ids(4, seed), max_new_tokens=8 + seed) for seed in range(8)]
+    driven.finish()
+    assert driven.most_rows == 3
+    for seed, handle in enumerate(handles):
+        assert handle.tokens == alone(LLAMA, random_ids(4, seed), max_new_tokens=8 + seed)
+
+
+@settings(max_examples=8)
+@given(
+    max_tokens=st.integers(150, 900),
+    prefill_tokens=st.sampled_from([2, 512]),
+    requests=st.lists(
+        st.tuples(
+            st.integers(1, 40),
+            st.integers(1, 60),
+            st.sampled_from([None, "auto", PAPER, LookaheadConfig(budget=3), LookaheadConfig(12, 5, 12)]),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+)
+def test_the_cache_never_takes_more_than_it_may(max_tokens, prefill_tokens, requests):
+    """`Driven` looks after each step, and this looks inside of each, after the pass has fed its trees."""
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        keep = TreeCache.keep
+
+        def watched(self, paths, fed):
+            rows, slots = self.room
+            seen.append(rows * slots)
+            return keep(self, paths, fed)
+
+        patch.setattr(TreeCache, "keep", watched)
+        driven, handles = Driven(LLAMA, prefill_tokens=prefill_tokens, max_tokens=max_tokens), []
+        for seed, (length, new, method) in enumerate(requests):
+            try:
+                handles.append(driven.add(random_ids(length, seed), method, max_new_tokens=new))
+            except InputError:
+                assert length + new + largest_tree(resolve(method)[0] or PLAIN) > max_tokens
+        driven.finish()
+    assert all(slots <= max_tokens for slots in seen)
+    assert all(handle.result(0) is not None for handle in handles)
+
+
+@settings(max_examples=12)
+@given(
+    config=st.one_of(
+        st.builds(LookaheadConfig, window=st.integers(0, 20), ngram=st.integers(2, 7), guesses=st.integers(0, 20)),
+        st.builds(LookaheadConfig, budget=st.one_of(st.none(), st.integers(1, 300))),
+    )
+)
+def test_no_tree_is_larger_than_is_reckoned_with(config):
+    sizes, forward = [], EagerRunner.forward
+    with pytest.MonkeyPatch.context() as patch:
+
+        def watched(self, trees, rows, cache):
+            sizes.extend(map(len, trees))
+            return forward(self, trees, rows, cache)
+
+        patch.setattr(EagerRunner, "forward", watched)
+        driven = Driven(LLAMA)
+        driven.add(random_ids(12), config, max_new_tokens=25)
+        driven.finish()
+    assert max(sizes) <= largest_tree(config)
+
+
+def test_a_request_that_is_too_long_is_told_the_numbers():
+    driven = Driven(LLAMA, max_tokens=140)
+    size = driven.batch.capacity.token_bytes
+    assert size == 2 * 2 * 2 * 8 * 8, "layers, keys and values, heads, their size, bytes of float64"
+    with pytest.raises(
+        InputError,
+        match=rf"^30 tokens of prompt and answer need a cache of 158 with a step's guesses, at {size} bytes each "
+        r"0\.1 MiB; there is room for 140 \(0\.1 MiB\): give a smaller max_new_tokens, or the engine a greater max_",
+    ):
+        driven.add(random_ids(10), "auto", max_new_tokens=20)
+    driven.add(random_ids(10), None, max_new_tokens=20)
+    driven.add(random_ids(10), LookaheadConfig(budget=110), max_new_tokens=20)
+    with pytest.raises(InputError, match="need a cache of 141"):
+        driven.add(random_ids(10), LookaheadConfig(budget=111), max_new_tokens=20)
+
+
+needs = st.lists(st.builds(Need, st.integers(1, 300), st.integers(1, 128)), min_size=1, max_size=9)
+
+
+@given(needs, st.integers(1, 8), st.integers(1, 3000), st.data())
+def test_room_for_texts_that_fit_is_enough_and_not_too_much(texts, max_rows, max_tokens, data):
+    capacity = Capacity(max_rows, max_tokens, 1)
+    if not capacity.fits(texts):
+        assert len(texts) > max_rows or len(texts) * slots_of(texts) > max_tokens
+        return
+    now = data.draw(st.integers(1, max(need.tokens for need in texts)))
+    room = capacity.room(texts, now)
+    assert capacity.suffices(room, texts, now)
+    assert len(texts) <= room[0] <= max_rows and room[0] * room[1] <= max_tokens and room[1] <= slots_of(texts)
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def failing(kind, ids, written):
+    problem = LookupError("a user's own")
+    match kind:
+        case "processor":
+            return {"logits_processor": [FailsAt(ids, written, problem)]}, problem
+        case "criterion":
+            return {"stopping_criteria": [FailingCriterion(ids, written, problem)]}, problem
+
+    def on_step(step, seen=[]):  # noqa: B006 - counts the steps of this request
+        seen.append(step)
+        if len(seen) > written:
+            raise problem
+
+    return {"on_step": on_step}, problem
+
+
+@pytest.mark.parametrize("kind", ["processor", "criterion", "on_step"])
+@pytest.mark.parametrize("written", [0, 1, 4])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_error_in_one_request_ends_that_request_alone(kind, written, place):
+    driven, handles = Driven(LLAMA), []
+    arguments, problem = failing(kind, random_ids(6, seed=9), written)
+    for number in range(3):
+        if number == place:
+            handles.append(driven.add(random_ids(6, seed=9), PAPER, max_new_tokens=20, **arguments))
+        else:
+            handles.append(driven.add(random_ids(6, seed=number), PAPER, max_new_tokens=20))
+    driven.finish()
+    with pytest.raises(LookupError, match="a user's own") as caught:
+        handles[place].result(0)
+    assert caught.value is problem
+    expected = alone(LLAMA, random_ids(6, seed=9), max_new_tokens=20)
+    said = handles[place].tokens
+    assert said == expected[: len(said)] and handles[place].stats.new_tokens == len(said)
+    if kind == "on_step":
+        assert len(handles[place]._steps) == written + 1, "its last step was told"
+    else:
+        assert len(said) <= written
+    for number, handle in enumerate(handles):
+        if number != place:
+            assert handle.tokens == alone(LLAMA, random_ids(6, seed=number), max_new_tokens=20)
+
+
+def test_an_error_of_the_model_ends_those_in_the_batch(monkeypatch):
+    driven = Driven(LLAMA, max_rows=2)
+    handles = [driven.add(random_ids(6, seed), max_new_tokens=20) for seed in range(4)]
+    driven.advance(2)
+    forward, problem = EagerRunner.forward, MemoryError("no more")
+
+    def fails(self, trees, rows, cache):
+        forward(self, trees, rows, cache)
+        raise problem
+
+    monkeypatch.setattr(EagerRunner, "forward", fails)
+    driven.advance()
+    monkeypatch.undo()
+    assert [handle.done() for handle in handles] == [True, True, False, False]
+    for handle in handles[:2]:
+        with pytest.raises(MemoryError, match="no more"):
+            handle.result(0)
+    monkeypatch.setattr(batch, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
+    driven.finish()
+    for seed, handle in enumerate(handles[2:], 2):
+        assert handle.tokens == alone(LLAMA, random_ids(6, seed), max_new_tokens=20)
+
+
+def test_an_error_of_the_model_in_prefill_ends_that_request_alone(monkeypatch):
+    driven = Driven(LLAMA, prefill_tokens=4)
+    other = driven.add(random_ids(4), max_new_tokens=20)
+    driven.advance(2)
+    ids = random_ids(10, seed=1)
+    handle = driven.add(ids, max_new_tokens=20)
+    driven.advance()
+    prefill = EagerRunner.prefill
+
+    def fails(self, rows, cache, watch=None):
+        prefill(self, rows, cache, watch)
+        raise MemoryError("no more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EagerRunner, "prefill", fails)
+        driven.advance()
+    third = driven.add(ids, max_new_tokens=20)
+    driven.finish()
+    with pytest.raises(MemoryError, match="no more"):
+        handle.result(0)
+    assert handle.tokens == [] and third.tokens == alone(LLAMA, ids, max_new_tokens=20)
+    assert other.tokens == alone(LLAMA, random_ids(4), max_new_tokens=20)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_cache_that_cannot_grow_is_an_error_of_those_who_wanted_it(joins, monkeypatch):
+    """Of the request that joins, or of all in the step."""
+
+    def fails(self, rows, tokens):
+        raise MemoryError("no more")
+
+    driven = Driven(LLAMA)
+    first = driven.add(random_ids(4), None, max_new_tokens=600 if not joins else 60)
+    driven.advance(2)
+    ids = random_ids(9, seed=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(TreeCache, "reserve", fails)
+        if joins:
+            second = driven.add(ids, None, max_new_tokens=20)
+            driven.advance()
+            with pytest.raises(MemoryError):
+                second.result(0)
+            assert not first.done()
+        else:
+            driven.advance(300)
+            with pytest.raises(MemoryError):
+                first.result(0)
+    third = driven.add(ids, max_new_tokens=20)
+    driven.finish()
+    assert third.tokens == alone(LLAMA, ids, max_new_tokens=20)
+    assert not joins or first.tokens == alone(LLAMA, random_ids(4), max_new_tokens=60)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_cost_that_cannot_be_measured_is_an_error_of_those_who_wanted_it(rows, monkeypatch):
+    def fails(model, runner, batch=1):
+        if batch >= rows:
+            raise MemoryError("no more")
+        return nearly_flat_cost()
+
+    driven = Driven(LLAMA)
+    with monkeypatch.context() as patch:
+        patch.setattr(batch, "step_cost_for", fails)
+        handles = [driven.add(random_ids(4, seed), "auto", max_new_tokens=9) for seed in range(rows)]
+        driven.finish()
+        for handle in handles:
+            with pytest.raises(MemoryError):
+                handle.result(0)
+    handle = driven.add(random_ids(4), "auto", max_new_tokens=9)
+    driven.finish()
+    assert handle.tokens == alone(LLAMA, random_ids(4), max_new_tokens=9)
+
+
+# --- cancelling ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", ["waiting", "opening", "running", "ended"])
+def test_cancelling(state):
+    driven = Driven(LLAMA, prefill_tokens=4, max_rows=2)
+    other = driven.add(random_ids(4), max_new_tokens=30)
+    driven.advance()
+    handle = driven.add(random_ids(10, seed=1), max_new_tokens=30)
+    driven.advance({"waiting": 0, "opening": 1, "running": 4, "ended": 60}[state])
+    assert (len(handle.tokens) > 0) is (state in ("running", "ended"))
+    steps = len(handle._steps)
+    assert handle.cancel() is (state != "ended")
+    assert handle.done() is (state in ("waiting", "ended"))
+    driven.advance()
+    assert handle.done() and len(handle._steps) == steps and len(driven.batch.seats) == (state != "ended")
+    driven.finish()
+    assert handle._future.cancelled() is (state != "ended")
+    assert other.tokens == alone(LLAMA, random_ids(4), max_new_tokens=30)
+
+
+def test_slots_of_a_row_that_has_left_are_seen_by_nobody(monkeypatch):
+    """Before each pass all slots that hold nothing are poisoned, as in the tests of batches."""
+    forward, reused = EagerRunner.forward, []
+
+    def poisoning(self, trees, rows, cache):
+        longest, used = max(cache.lengths), len(cache.lengths)
+        for layer in cache.layers:
+            for buffer in (layer.keys, layer.values):
+                buffer[used:] = torch.nan
+                buffer[:, :, longest:] = torch.nan
+                for row, length in enumerate(cache.lengths):
+                    buffer[row, :, length:longest] = 1e6
+        reused.append(used)
+        return forward(self, trees, rows, cache)
+
+    monkeypatch.setattr(EagerRunner, "forward", poisoning)
+    driven, handles = Driven(LLAMA, max_rows=3, prefill_tokens=6), []
+    for number in range(9):
+        handles.append(driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=5 + 7 * (number % 4)))
+        driven.advance(2)
+    driven.finish()
+    for number, handle in enumerate(handles):
+        expected = alone(LLAMA, random_ids(3 + number, number), max_new_tokens=5 + 7 * (number % 4))
+        assert handle.tokens == expected
+    assert max(reused) == 3 and any(now > before for before, now in itertools.pairwise(reused))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_text_whose_numbers_overflow_does_not_touch_the_others(first):
+    """One token's embedding is no number: all that its row writes into the cache is none, and others get its place."""
+    model, last = toy_model("llama", vocabulary=VOCABULARY, seed=1), VOCABULARY - 1
+    arguments = {"max_new_tokens": 25, "suppress_tokens": [last]}
+    texts = [random_ids(4 + 3 * number, number).clamp(max=last - 1) for number in range(6)]
+    expected = [alone(model, ids, **arguments) for ids in texts]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[last] = torch.nan
+    driven = Driven(model, max_rows=3)
+    handles = [driven.add(ids, None, **arguments) for ids in texts[: 0 if first else 2]]
+    ids = torch.full((1, 30), last)
+    broken = [driven.add(ids, None, max_new_tokens=new) for new in (8, 3)]
+    handles += [driven.add(ids, None, **arguments) for ids in texts[len(handles) :]]
+    driven.finish()
+    assert all(handle.done() for handle in broken)
+    assert [handle.tokens for handle in handles] == expected
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_has_the_figures_of_its_own_steps():
+    driven, others = Driven(LLAMA, prefill_tokens=4), []
+    others.append(driven.add(random_ids(5), PAPER, max_new_tokens=50))
+    driven.advance(3)
+    handle = driven.add(random_ids(10, seed=1), PAPER, max_new_tokens=40)
+    driven.finish()
+    stats, steps = handle.stats, handle._steps
+    assert [step.index for step in steps] == list(range(len(steps)))
+    assert (stats.generations, stats.new_tokens, stats.steps) == (1, 40, len(steps) - 1)
+    assert stats.step_tokens == [step.fed for step in steps[1:]] and sum(stats.accepted) == 39
+    assert stats.prefill_s == steps[0].seconds > 0 and steps[0].fed == 10
+    assert stats.decode_s == pytest.approx(sum(step.seconds for step in steps[1:]))
+    assert 0 < stats.forward_s < stats.decode_s
+    sources = [source for step in steps for source in step.sources]
+    assert len(sources) == 40 and sources[0] == "prefill" and {"bonus"} < set(sources[1:])
+
+
+def test_the_cost_of_a_pass_is_that_of_as_many_rows(monkeypatch):
+    asked = []
+
+    def cost_of(model, runner, batch=1):
+        asked.append(batch)
+        return nearly_flat_cost()
+
+    monkeypatch.setattr(batch, "step_cost_for", cost_of)
+    driven = Driven(LLAMA)
+    for seed in range(5):
+        driven.add(random_ids(4, seed), "auto", max_new_tokens=4 + 30 * (seed == 0))
+    driven.add(random_ids(4), None, max_new_tokens=3)
+    driven.finish()
+    assert asked[0] == 1 and max(asked) == 6 and asked[-1] == 1
+    again = len(asked)
+    driven.add(random_ids(4), PAPER, max_new_tokens=4)
+    driven.finish()
+    assert len(asked) == again, "nobody weighs sizes"

@@ -1,0 +1,213 @@
+"""Handles: steps and results for those who wait in threads, and for those who wait in coroutines."""
+
+import asyncio
+import gc
+import threading
+import time
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+
+import pytest
+from serving_toys import VOCABULARY, FailsAt, alone, random_ids
+
+from lade import Engine, Stats, Step
+from lade.serving.handle import Handle
+from lade.testing import toy_model
+
+LLAMA = toy_model("llama", vocabulary=VOCABULARY)
+SOON = 30.0
+
+
+def step(index, *tokens):
+    return Step(index, list(tokens), ["bonus"] * len(tokens), 1, 0.5)
+
+
+@pytest.fixture
+def handle():
+    """One that no engine knows; the tests are its engine."""
+    cancelled = []
+    made = Handle(lambda each: not cancelled.append(each), stats=Stats(), seed=3)
+    made.cancelled = cancelled
+    return made
+
+
+def test_steps_are_there_as_soon_as_they_are_told(handle):
+    seen = iter(handle)
+    for index in range(3):
+        handle.tell(step(index, index, index + 10), 0.25)
+        assert next(seen) == step(index, index, index + 10)
+    assert handle.tokens == [0, 10, 1, 11, 2, 12] and not handle.done()
+    with pytest.raises(TimeoutError):
+        handle.result(0.01)
+    handle.end("result")
+    assert list(seen) == [] and handle.done() and handle.result(0) == "result"
+    assert [each.index for each in handle] == [0, 1, 2], "from the first one on, for whoever comes late"
+    assert (handle.stats.new_tokens, handle.stats.decode_s, handle.stats.forward_s) == (6, 1.0, 0.5)
+
+
+def test_several_threads_see_all_steps(handle):
+    with ThreadPoolExecutor(4) as pool:
+        seen = [pool.submit(list, handle) for _ in range(4)]
+        for index in range(50):
+            handle.tell(step(index, index), 0.0)
+            time.sleep(0.0002)
+        handle.end("result")
+        assert all([each.index for each in future.result(SOON)] == list(range(50)) for future in seen)
+
+
+def test_whoever_waits_is_woken_by_the_end(handle):
+    with ThreadPoolExecutor(2) as pool:
+        steps, result = pool.submit(list, handle), pool.submit(handle.result)
+        time.sleep(0.02)
+        assert not steps.done() and not result.done()
+        handle.end(None)
+        assert steps.result(SOON) == []
+        with pytest.raises(CancelledError):
+            result.result(SOON)
+
+
+def test_an_error_comes_behind_the_steps_before(handle):
+    handle.tell(step(0, 5), 0.0)
+    handle.end(LookupError("a user's own"))
+    seen = iter(handle)
+    assert next(seen).tokens == [5]
+    with pytest.raises(LookupError, match="a user's own"):
+        next(seen)
+    with pytest.raises(LookupError, match="a user's own"):
+        handle.result(0)
+
+
+@pytest.mark.parametrize(("first", "then"), [(None, "result"), ("result", None), (None, LookupError()), ("a", "b")])
+def test_only_the_first_end_counts(handle, first, then):
+    handle.end(first)
+    handle.end(then)
+    assert handle._future.cancelled() is (first is None)
+    assert first is None or handle.result(0) == first
+
+
+def test_on_step_is_told_when_the_step_can_be_seen():
+    seen = []
+    handle = Handle(lambda each: True, stats=Stats(), seed=None, on_step=lambda each: seen.append(handle.tokens))
+    handle.tell(step(0, 4), 0.0)
+    handle.tell(step(1, 5, 6), 0.0)
+    assert seen == [[4], [4, 5, 6]]
+
+
+def test_a_step_whose_on_step_fails_is_there_all_the_same():
+    def fails(step):
+        raise LookupError
+
+    handle = Handle(lambda each: True, stats=Stats(), seed=None, on_step=fails)
+    with ThreadPoolExecutor(1) as pool:
+        seen = pool.submit(next, iter(handle))
+        time.sleep(0.02)
+        with pytest.raises(LookupError):
+            handle.tell(step(0, 4), 0.0)
+        assert seen.result(SOON).tokens == [4]
+    assert handle.tokens == [4] and handle.stats.new_tokens == 1
+
+
+def test_cancelling_asks_the_engine(handle):
+    assert handle.cancel() and handle.cancelled == [handle]
+
+
+# --- coroutines ------------------------------------------------------------------------------------------------------
+
+
+async def collected(handle):
+    return [each async for each in handle]
+
+
+def test_coroutines_wait_without_blocking_anyone(handle):
+    async def main():
+        readers = [asyncio.create_task(collected(handle)) for _ in range(3)]
+        ticks = 0
+
+        def tell():
+            for index in range(20):
+                handle.tell(step(index, index), 0.0)
+                time.sleep(0.002)
+            handle.end("result")
+
+        thread = threading.Thread(target=tell)
+        thread.start()
+        while not all(reader.done() for reader in readers):
+            ticks += 1
+            await asyncio.sleep(0.001)
+        thread.join()
+        assert ticks > 5
+        assert all([each.index for each in reader.result()] == list(range(20)) for reader in readers)
+        assert [each.index for each in await collected(handle)] == list(range(20)), "it has ended already"
+        assert not handle._watchers
+
+    asyncio.run(main())
+
+
+def test_a_coroutine_is_told_of_an_error_and_of_a_cancellation():
+    async def main(result):
+        handle = Handle(lambda each: True, stats=Stats(), seed=None)
+        reader = asyncio.create_task(collected(handle))
+        await asyncio.sleep(0.01)
+        handle.tell(step(0, 1), 0.0)
+        await asyncio.sleep(0.01)
+        await asyncio.to_thread(handle.end, result)
+        return await reader
+
+    with pytest.raises(LookupError):
+        asyncio.run(main(LookupError()))
+    assert [each.tokens for each in asyncio.run(main(None))] == [[1]]
+
+
+def test_a_cancelled_task_leaves_nothing_with_the_handle(handle):
+    async def main():
+        reader = asyncio.create_task(collected(handle))
+        await asyncio.sleep(0.01)
+        assert len(handle._watchers) == 1
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        assert not handle._watchers
+
+    asyncio.run(main())
+
+
+def test_a_reader_that_stops_early_leaves_nothing_with_the_handle(handle):
+    async def main():
+        async for _ in handle:
+            break
+        gc.collect()
+        await asyncio.sleep(0.01)
+
+    handle.tell(step(0, 1), 0.0)
+    asyncio.run(main())
+    assert not handle._watchers
+
+
+def test_a_loop_that_was_closed_does_not_hurt(handle):
+    """Its reader never said goodbye."""
+    loop = asyncio.new_event_loop()
+    steps = handle.__aiter__()
+    waits = loop.create_task(anext(steps))
+    loop.run_until_complete(asyncio.sleep(0.01))
+    loop.close()
+    handle.tell(step(0, 1), 0.0)
+    handle.end("result")
+    assert handle.result(0) == "result"
+    waits._log_destroy_pending = False  # what this test is about
+    del waits, steps
+
+
+def test_threads_and_coroutines_read_one_engine():
+    async def main(engine):
+        handles = [engine.add(random_ids(4 + seed, seed), max_new_tokens=25) for seed in range(6)]
+        texts = await asyncio.gather(*map(collected, handles[:4]), *(asyncio.to_thread(list, each) for each in handles))
+        for number, steps in enumerate(texts):
+            seed = number if number < 4 else number - 4
+            tokens = [token for each in steps for token in each.tokens]
+            assert tokens == alone(LLAMA, random_ids(4 + seed, seed), max_new_tokens=25)
+        failing = engine.add(random_ids(4), logits_processor=[FailsAt(random_ids(4), 3)], max_new_tokens=9)
+        with pytest.raises(RuntimeError, match="at 3"):
+            await collected(failing)
+        assert failing.tokens == alone(LLAMA, random_ids(4), max_new_tokens=9)[: len(failing.tokens)]
+
+    with Engine(LLAMA) as engine:
+        asyncio.run(main(engine))
