@@ -69,3 +69,7 @@ class MissingExtraError(LadeError, ImportError):
 
 class FallbackWarning(UserWarning):
     """`lookahead="auto"` could not serve a model or an argument and decodes plainly."""
+
+
+class CaptureWarning(UserWarning):
+    """A pass of this model cannot be captured as a CUDA graph: passes are launched kernel by kernel, and are slower."""

@@ -31,7 +31,8 @@ class Stats:
     """Figures of one or more generations; whoever is handed the same object adds to it.
 
     In a batch each row's part of a forward pass counts as a step, so that `tokens_per_step` says what a row gains;
-    the seconds are those of the pass, counted once.
+    the seconds are those of the pass, counted once. The beams of a prompt are one row, which emits a token at each of
+    their steps, until the search of the last prompt ends.
 
     Attributes:
         generations: rows generated.

@@ -69,6 +69,7 @@ def main(  # noqa: PLR0917 - the options of a command
     threads: Annotated[int | None, typer.Option(help="torch threads")] = None,
     temperature: Annotated[float | None, typer.Option(help="sample at this temperature instead of greedily")] = None,
     beams: Annotated[int, typer.Option(help="beams of a beam search")] = 1,
+    batch: Annotated[int, typer.Option(help="prompts decoded together")] = 1,
     seeds: Annotated[int, typer.Option(help="samples of each prompt, with the seeds 0, 1, ...")] = 1,
     inflate: Annotated[float | None, typer.Option(help="grow the model to so many parameters, same function")] = None,
     dtype: Annotated[str, typer.Option(help="of the weights")] = "float32",
@@ -90,20 +91,21 @@ def main(  # noqa: PLR0917 - the options of a command
     if ignore_eos:
         arguments["eos_token_id"] = None
     shares = []
-    warm_up = tokenizer(texts[0], return_tensors="pt").input_ids
+    warm_up = padded(tokenizer, texts[:batch])
     for each in arms:
-        lade.generate(ours, input_ids=warm_up, lookahead=each.lookahead, **arguments | {"max_new_tokens": 20})
+        lade.generate(ours, **warm_up, lookahead=each.lookahead, **arguments | {"max_new_tokens": 20})
         if each.kept:
             each.lookahead = replace(each.lookahead, memory=lade.Memory())
-    jobs = [(seed, text) for seed in range(seeds) for text in texts]
-    for seed, text in track(jobs, "prompts", console=Console(stderr=True)):
-        ids = tokenizer(text, return_tensors="pt").input_ids
-        outputs = [run(ours if each.lookahead else loaded, ids, each, arguments, seed) for each in arms]
+    jobs = [(seed, texts[i : i + batch]) for seed in range(seeds) for i in range(0, len(texts), batch)]
+    for seed, together in track(jobs, "prompts", console=Console(stderr=True)):
+        rows = padded(tokenizer, together)
+        outputs = [run(ours if each.lookahead else loaded, rows, each, arguments, seed) for each in arms]
         for each, output in zip(arms, outputs, strict=True):
             if not torch.equal(output, outputs[0]):
                 each.differing += 1
-                each.gaps.append(gap(loaded, outputs[0], output))
-        shares.append(distinct_ngrams(outputs[0][0, ids.shape[1] :].tolist()))
+                if batch == 1:
+                    each.gaps.append(gap(loaded, outputs[0], output))
+        shares += [distinct_ngrams(row) for row in outputs[0][:, rows["input_ids"].shape[1] :].tolist()]
     report(arms, shares, ours)
     sys.exit(any(each.differing for each in arms))
 
@@ -122,7 +124,10 @@ def load(model: str, dtype: str, inflate: float | None, random_weights: bool) ->
                 torch.nn.init.normal_(parameter, std=0.1)
     if inflate:
         loaded = lade.bench.inflate(loaded, params=inflate)
-    return loaded, AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return loaded, tokenizer
 
 
 def texts_of(prompts: Path | None) -> list[str]:
@@ -134,11 +139,17 @@ def texts_of(prompts: Path | None) -> list[str]:
     return [json.loads(line)["prompt"] for line in prompts.read_text(encoding="utf-8").splitlines()]
 
 
-def run(model: Any, ids: torch.Tensor, arm: Arm, arguments: dict[str, Any], seed: int) -> torch.Tensor:
-    """One prompt with one arm, timed."""
+def padded(tokenizer: Any, texts: list[str]) -> dict[str, torch.Tensor]:
+    """Ids and mask of prompts, padded on the left."""
+    encoded = tokenizer(texts, return_tensors="pt", padding=len(texts) > 1, padding_side="left")
+    return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+
+
+def run(model: Any, rows: dict[str, torch.Tensor], arm: Arm, arguments: dict[str, Any], seed: int) -> torch.Tensor:
+    """The prompts of a batch with one arm, timed."""
     torch.manual_seed(seed)
     start = perf_counter()
-    output = lade.generate(model, input_ids=ids, lookahead=arm.lookahead, stats=arm.stats, **arguments)
+    output = lade.generate(model, **rows, lookahead=arm.lookahead, stats=arm.stats, **arguments)
     arm.seconds.append(perf_counter() - start)
     return output
 
@@ -181,7 +192,7 @@ def report(arms: list[Arm], shares: list[float], model: Any) -> None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     console.print(
         "S: tokens per step. T̄: tokens fed per step. ulp: of the better score, by which the two tokens differ where "
-        f"texts first part, at most. {len(shares)} outputs, {arms[0].stats.new_tokens} tokens; "
+        f"texts first part, at most, without --batch. {len(shares)} outputs, {arms[0].stats.new_tokens} tokens; "
         f"distinct 4-grams per output: median {median(shares):.2f}, least {min(shares):.2f}; "
         f"{parameters / 1e6:.1f}M parameters, {next(model.parameters()).dtype}, {torch.get_num_threads()} threads, "
         f"torch {torch.__version__}"

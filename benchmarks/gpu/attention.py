@@ -44,7 +44,7 @@ from lade.decoding.tree import TokenTree
 from lade.model.attention import StepInputs
 from lade.model.reach import everything
 from lade.model.tree_attention import kernel_for
-from lade.model.tree_mask import TreeMask
+from lade.model.tree_inputs import TreeInputs
 
 POOL_BYTES = 256 << 20  # of all copies of a cache: several times the second-level cache of any GPU
 MOST_COPIES = 64
@@ -81,9 +81,9 @@ class Problem:
         tree = TokenTree(0)
         for node in range(1, point.step):  # three children each: guesses, as wide as they are deep
             tree.add((node - 1) // 3, node, "pool")
-        inputs = StepInputs.of([tree], [point.length], device)
-        self.mask = TreeMask(inputs.slots, everything)
-        self.dense = inputs.allowed[:, None].contiguous()
+        self.mask, self.dense = (
+            kind.of([tree], [point.length], device).mask(everything) for kind in (TreeInputs, StepInputs)
+        )
         generator = torch.Generator(device).manual_seed(0)
         self.query = torch.randn(1, point.heads, point.step, point.dim, device=device, dtype=dtype, generator=generator)
         copies = POOL_BYTES // point.bytes(dtype) + 2 if device.type == "cuda" else 2

@@ -13,13 +13,13 @@
 # Exit code 0: done. 1: a test failed, an output differs, or time was over too early. 2: something is missing.
 set -euo pipefail
 
-TOTAL_S=510 TESTS_S=150 ATTENTION_S=60 GRACE_S=20 LEAST_S=20
+TOTAL_S=510 TESTS_S=150 ATTENTION_S=60 STEPS_S=60 GRACE_S=20 LEAST_S=20
 METHODS=hf,hf-prompt-lookup,plain,jacobi,lookahead,lookahead=15,5,15,adaptive,adaptive-warm
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 root=$PWD called_from=$OLDPWD
 out=benchmarks/gpu/results wheels='' python=python3 device=cuda sizes=1e9,7e9
-bench=(--limit 12 --max-new-tokens 128) tests=() attention=() failed=0
+bench=(--limit 12 --max-new-tokens 128) tests=() attention=() steps=() dtype=bfloat16 failed=0
 
 absolute() { case $1 in /*) echo "$1" ;; *) echo "$called_from/$1" ;; esac; }
 
@@ -31,7 +31,7 @@ refuse() {
 while (($#)); do
     case $1 in
         --quick)
-            bench=(--limit 2 --max-new-tokens 6) tests=(-k 'greedy and llama')
+            bench=(--limit 2 --max-new-tokens 6) tests=(-k 'greedy and llama') steps=(--rounds 2)
             attention=(--shapes 4x2x32 --lengths 16,64 --steps 1,8 --rounds 2 --no-flex)
             ;;
         --wheels | --python | --device | --sizes)
@@ -98,7 +98,7 @@ label() { awk -v n="$1" 'BEGIN { if (n < 1e9) printf "%gM", n / 1e6; else printf
 
 mkdir -p "$out"
 mapfile -t files < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
-chosen=$([[ $device == cpu ]] && echo 'not gpu and not slow' || echo gpu)
+chosen=$([[ $device == cpu ]] && echo 'not gpu and not slow' || echo 'gpu and not slow')
 run_tests() { # other plugins and versions than the project's may be there: they and their warnings are no errors here
     PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 stage 'parity tests' $TESTS_S "$python" -m pytest -m "$chosen" -p pytest_timeout \
         -p no:cacheprovider -W default "${tests[@]}" "${files[@]}"
@@ -114,7 +114,10 @@ IFS=, read -ra todo <<<"$sizes"
 for number in "${!todo[@]}"; do
     size=${todo[$number]}
     share=$(((TOTAL_S - SECONDS) / (${#todo[@]} - number)))
-    stage "$(label "$size") parameters" "$share" "$python" -m lade bench --inflate "$size" --dtype bfloat16 --no-pack \
+    stage "steps of $(label "$size") parameters" $((share < STEPS_S ? share : STEPS_S)) "$python" benchmarks/gpu/steps.py \
+        --params "$size" --dtype $dtype --device "$device" "${steps[@]}" --out "$out/steps-$(label "$size").json"
+    share=$(((TOTAL_S - SECONDS) / (${#todo[@]} - number)))
+    stage "$(label "$size") parameters" "$share" "$python" -m lade bench --inflate "$size" --dtype $dtype --no-pack \
         --device "$device" --methods $METHODS "${bench[@]}" --allow-near-ties --resume --out "$out/$(label "$size")"
 done
 

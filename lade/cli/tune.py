@@ -132,14 +132,14 @@ def _run(
     import torch
 
     from lade.cli.interrupt import Interrupt
-    from lade.model.runner import EagerRunner
+    from lade.model.choice import runner_for
     from lade.model.support import supports, unwrap
 
     plan = supports(subject.model).require()
     if threads is not None:
         torch.set_num_threads(threads)
     model = unwrap(subject.model)
-    runner = EagerRunner(model, plan, model.generation_config)
+    runner = runner_for(model, plan, model.generation_config)
     with Interrupt() as interrupt:
         sweeps = _measure(runner, lengths, seconds, interrupt, term)
     saved = _save(model, runner, sweeps, interrupted=interrupt.requested)

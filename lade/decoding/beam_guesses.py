@@ -30,13 +30,14 @@ class BeamGuesser:
             how many n-grams of the pool are tried behind each beam.
         num_beams: k.
         excluded: ids behind which nothing is guessed.
+        recycler: what the model last said to follow a context; may be shared with other prompts.
     """
 
-    def __init__(self, config: LookaheadConfig, num_beams: int, excluded: Collection[int]) -> None:
+    def __init__(self, config: LookaheadConfig, num_beams: int, excluded: Collection[int], recycler: Recycler) -> None:
         self.kept = max(FOLLOWS, num_beams)
         self._config, self._excluded = config, frozenset(excluded)
         self._width = num_beams + config.window if config.window else 0
-        self._recycler = Recycler()
+        self._recycler = recycler
         self._pool = NGramPool(config.ngram, config.guesses, excluded)
         self._known_text = 0  # tokens of the trunk whose n-grams the pool has
 

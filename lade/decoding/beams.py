@@ -11,6 +11,9 @@ is needed. Otherwise the new tokens are fed, and guesses of the beam steps after
 
 What the beams have in common is cached once, not once a beam; and a guess that was not taken stays in the tree for as
 long as some beam may still get to it.
+
+Several prompts have a tree each, and each a row of the cache. They take their beam steps together, so a pass is needed
+as soon as one tree lacks a node; the others then use it to look further ahead.
 """
 
 from __future__ import annotations
@@ -22,18 +25,31 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from lade.config import LookaheadConfig
-from lade.decoding.beam_guesses import BeamGuesser, top_follows
-from lade.decoding.branches import Branches
-from lade.decoding.engine import Cache
-from lade.decoding.tree import ROOT, TokenTree
+from lade.decoding.beam_guesses import BeamGuesser
+from lade.decoding.beam_row import BeamRow
+from lade.decoding.recycling import Recycler
+from lade.decoding.tree import TokenTree
 from lade.stats import Stats, Step
 
-CacheT = TypeVar("CacheT", bound=Cache)
-CacheT_contra = TypeVar("CacheT_contra", bound=Cache, contravariant=True)
+
+class BeamCache(Protocol):
+    """Keys and values of B rows; see `lade.decoding.engine.Cache`."""
+
+    def keep(self, paths: Sequence[Sequence[int]], fed: int, held: Sequence[int] | None = None) -> None:
+        """Of the tokens that came last, `fed` and before them in each row `held` ones, keep those of its path."""
+        ...
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only these rows."""
+        ...
+
+
+CacheT = TypeVar("CacheT", bound=BeamCache)
+CacheT_contra = TypeVar("CacheT_contra", bound=BeamCache, contravariant=True)
 
 
 class BeamRunner(Protocol[CacheT_contra]):
-    """Runs the model on one row; see `lade.decoding.engine.Runner`."""
+    """Runs the model; see `lade.decoding.engine.Runner`."""
 
     forward_s: float
 
@@ -42,11 +58,11 @@ class BeamRunner(Protocol[CacheT_contra]):
         ...
 
     def prefill(self, rows: Sequence[Sequence[int]], cache: CacheT_contra) -> torch.Tensor:
-        """Feed what is not cached yet of rows of equal length; logits of the last token, `[B, V]`."""
+        """Feed rows of any length; logits of each row's last token, `[B, V]`."""
         ...
 
-    def extend(self, tree: TokenTree, cached: int, cache: CacheT_contra) -> torch.Tensor:
-        """Feed the nodes of a tree from number `cached` on; those before are last in the cache. Logits `[S, V]`."""
+    def extend(self, trees: Sequence[TokenTree], held: Sequence[int], cache: CacheT_contra) -> torch.Tensor:
+        """Feed one tree a row, without its first nodes, `held[b]` of them: the row ends with these. `[B, S, V]`."""
         ...
 
 
@@ -55,7 +71,8 @@ class BeamMeter:
 
     def __init__(self, stats: Stats) -> None:
         self._stats = stats
-        self._passes = self._served = self._fed = 0
+        self._passes = self._served = 0
+        self._fed: Sequence[int] = ()
         self._start = self._forward_s = 0.0
 
     def begin(self) -> None:
@@ -63,8 +80,8 @@ class BeamMeter:
         self.end()
         self._start = perf_counter()
 
-    def ran(self, fed: int, forward_s: float) -> None:
-        """The model was fed so many tokens, in so many seconds."""
+    def ran(self, fed: Sequence[int], forward_s: float) -> None:
+        """The model was fed so many tokens in each row, in so many seconds."""
         self._fed, self._forward_s = fed, forward_s
 
     def answered(self) -> None:
@@ -75,29 +92,32 @@ class BeamMeter:
         """No further step is served by the last pass."""
         if not self._served:
             return
-        kind = "beam" if self._passes else "prefill"
-        step = Step(self._passes, [-1] * self._served, [kind] * self._served, self._fed, perf_counter() - self._start)
-        self._stats.add(step, forward_s=self._forward_s)
+        tokens, sources = [-1] * self._served, ["beam" if self._passes else "prefill"] * self._served
+        seconds = perf_counter() - self._start
+        steps = [Step(self._passes, tokens, sources, fed, seconds) for fed in self._fed]
+        self._stats.add(*steps, forward_s=self._forward_s)
         self._passes, self._served = self._passes + 1, 0
 
 
 class BeamLogits(Generic[CacheT]):
-    """Answers what follows the beams of one prompt.
+    """Answers what follows the beams of B prompts.
+
+    Beams are numbered through: those of prompt b are b * k to b * k + k - 1.
 
     Args:
-        prompt: ids, at least one.
-        num_beams: k.
+        prompts: B of them; ids, at least one.
+        num_beams: k, of each prompt.
         config: sizes, see `BeamGuesser`.
         runner: runs the model.
-        cache: empty; it will hold the trunk and the tree.
-        stats: is added to, as if this were one text: a beam step counts as one token, however many beams it lengthens;
-            the tokens fed in a pass are those of all beams together.
+        cache: empty; it will hold trunk and tree of each prompt.
+        stats: is added to, as if the beams of a prompt were one text: a beam step counts as one token of each prompt,
+            however many beams it lengthens; the tokens fed in a pass are those of all beams of a prompt together.
         excluded: ids (end of sequence, padding) behind which nothing is guessed.
     """
 
     def __init__(
         self,
-        prompt: Sequence[int],
+        prompts: Sequence[Sequence[int]],
         num_beams: int,
         config: LookaheadConfig,
         runner: BeamRunner[CacheT],
@@ -105,38 +125,36 @@ class BeamLogits(Generic[CacheT]):
         stats: Stats,
         excluded: Collection[int] = (),
     ) -> None:
-        self.runner, self.cache = runner, cache
-        self.branches = Branches.of(prompt)
-        self.beams = [ROOT] * num_beams  # the node that each beam ends with
-        self._scores = [0.0] * num_beams  # log-probabilities of the beams without processors; only guesses need them
-        self._logits: dict[int, torch.Tensor] = {}  # `[V]` behind each node that was fed and that a beam may get to
-        self._guesser = BeamGuesser(config, num_beams, excluded)
+        self.runner, self.cache, self.num_beams = runner, cache, num_beams
+        recycler = Recycler()  # what the model said of one prompt helps the others
+        self.rows = [
+            BeamRow(prompt, num_beams, BeamGuesser(config, num_beams, excluded, recycler)) for prompt in prompts
+        ]
+        self._prompts = prompts
+        self._fed = 0  # slots that the last pass took behind the longest row
+        self._held = [1] * len(self.rows)  # nodes that were in the cache before it; at first the root is the last token
         self._meter = BeamMeter(stats)
 
     def prefill(self) -> torch.Tensor:
-        """Run the prompt; the logits behind it, `[k, V]`, the same for all beams."""
-        prompt = self.branches.trunk + self.branches.tree.ids
+        """Run the prompts; the logits behind them, `[B * k, V]`, the same for all beams of a prompt."""
         self._meter.begin()
-        logits = self.runner.prefill([prompt], self.cache)  # [1, V]
-        self._meter.ran(len(prompt), 0.0)
-        self._guesser.learn_text(prompt)
-        self._take_in(logits)
+        logits = self.runner.prefill(self._prompts, self.cache)  # [B, V]
+        self._meter.ran([len(prompt) for prompt in self._prompts], 0.0)
+        for row, row_logits in zip(self.rows, logits, strict=True):
+            row.learn(row_logits[None])
         return self._answer()
 
     def reorder(self, beams: Sequence[int]) -> None:
-        """Beam i goes on from what was beam `beams[i]`."""
-        self.beams = [self.beams[beam] for beam in beams]
-        self._scores = [self._scores[beam] for beam in beams]
+        """Beam i goes on from what was beam `beams[i]`, which is of the same prompt."""
+        for number, row in enumerate(self.rows):
+            first = number * self.num_beams
+            row.reorder([beam - first for beam in beams[first : first + self.num_beams]])
 
     def extend(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Lengthen each beam by its token; the logits behind them, `[k, V]`."""
-        for beam, token in enumerate(tokens):
-            follows = self.branches.follows[self.beams[beam]]
-            self._scores[beam] += dict(follows).get(token, follows[-1][1])
-            child = self.branches.tree.add(self.beams[beam], token, "beam")
-            assert child is not None  # the tree itself has no greatest depth
-            self.beams[beam] = child
-        if not all(node in self._logits for node in self.beams):
+        """Lengthen each beam by its token; the logits behind them, `[B * k, V]`."""
+        for number, row in enumerate(self.rows):
+            row.lengthen(tokens[number * self.num_beams :][: self.num_beams])
+        if not all(row.known for row in self.rows):
             self._pass()
         return self._answer()
 
@@ -144,38 +162,23 @@ class BeamLogits(Generic[CacheT]):
         """Report the last pass; `as_rows` gives the cache a row for each beam, as plain decoding leaves it."""
         self._meter.end()
         if as_rows:
-            self.cache.batch_select_indices(torch.zeros(len(self.beams), dtype=torch.long))
-            self.cache.keep([self.branches.path(node) for node in self.beams], fed=len(self.branches.follows))
+            self.cache.batch_select_indices(torch.arange(len(self.rows)).repeat_interleave(self.num_beams))
+            paths = [row.branches.path(node) for row in self.rows for node in row.beams]
+            self.cache.keep(paths, self._fed, [held for held in self._held for _ in range(self.num_beams)])
 
     def _pass(self) -> None:
         self._meter.begin()
-        self._prune()
-        branches = self.branches
-        depth = branches.tree.depths[self.beams[0]]  # all beams are equally long
-        room = self.runner.room(len(branches.trunk) + depth)
-        self._guesser.learn_text(branches.trunk)
-        self._guesser.grow(branches, dict(zip(self.beams, self._scores, strict=True)), room)
-        logits = self.runner.extend(branches.tree, len(self.branches.follows), self.cache)  # [S, V]
-        self._meter.ran(logits.shape[0], self.runner.forward_s)
-        self._take_in(logits)
-
-    def _prune(self) -> None:
-        fed = len(self.branches.follows)
-        pruned = self.branches.prune(self.beams)
-        self.cache.keep([pruned.kept], fed)
-        self.beams = [pruned.numbers[node] for node in self.beams]
-        left = [node for node in self._logits if node in pruned.numbers and self.branches.follows[pruned.numbers[node]]]
-        # Copied, since a single row would hold the memory of the whole pass that it comes from.
-        rows = torch.stack([self._logits[node] for node in left]) if left else ()
-        self._logits = {pruned.numbers[node]: row for node, row in zip(left, rows, strict=True)}
-
-    def _take_in(self, logits: torch.Tensor) -> None:
-        """Note what a pass said at the nodes it was fed: `[S, V]`."""
-        first = len(self.branches.follows)
-        self._logits.update(enumerate(logits, start=first))
-        self.branches.follows += top_follows(logits, self._guesser.kept)
-        self._guesser.learn(self.branches, first)
+        self.cache.keep([row.prune() for row in self.rows], self._fed, self._held)
+        for row in self.rows:
+            row.grow(self.runner.room(row.position))
+        trees, self._held = [row.tree for row in self.rows], [row.seen for row in self.rows]
+        logits = self.runner.extend(trees, self._held, self.cache)  # [B, S, V]
+        self._fed = logits.shape[1]
+        fed = [len(tree) - held for tree, held in zip(trees, self._held, strict=True)]
+        self._meter.ran(fed, self.runner.forward_s)
+        for row, row_logits in zip(self.rows, logits, strict=True):
+            row.learn(row_logits)
 
     def _answer(self) -> torch.Tensor:
         self._meter.answered()
-        return torch.stack([self._logits[node] for node in self.beams])
+        return torch.cat([row.logits for row in self.rows])

@@ -18,10 +18,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from lade.config import LookaheadConfig
 from lade.decoding.beams import BeamLogits
 from lade.errors import UnsupportedArgumentError
-from lade.hf.arguments import checked_paddings, refuse
+from lade.hf.arguments import check_cache, checked_paddings, refuse
 from lade.hf.plain import decoding_method
+from lade.hf.rows import check_lengths
 from lade.hf.session import special_ids
 from lade.model.cache import TreeCache
+from lade.model.positions import Positions
 from lade.model.runner import EagerRunner
 from lade.model.support import supports
 from lade.stats import Stats
@@ -31,7 +33,7 @@ BeamOutput = torch.Tensor | GenerateBeamDecoderOnlyOutput
 
 
 class BeamSession:
-    """One beam search, prepared by `model.generate` and not started yet.
+    """The beam search of one or more prompts, prepared by `model.generate` and not started yet.
 
     The arguments are those of `lade.hf.session.Session`, without the streamer: a beam search has no text to show before
     it ends.
@@ -58,24 +60,21 @@ class BeamSession:
                 refuse(f"{name} with num_beams", "beams are drafted at fixed sizes, with a memory of their own")
         plan = supports(model).require()
         prompts = input_ids[:: generation_config.num_beams]  # each stands there num_beams times
-        if prompts.shape[0] != 1:
-            refuse(f"a batch of {prompts.shape[0]} rows with num_beams", "one prompt at a time is searched")
-        (padding,) = checked_paddings(model, prompts, logits_processor, generation_config, model_kwargs, BEAM_MODES)
+        paddings = checked_paddings(model, prompts, logits_processor, generation_config, model_kwargs, BEAM_MODES)
         given: Any = model_kwargs.get("past_key_values")
         users = getattr(given, "_is_user_defined", False)
+        check_cache(given, paddings)
         if users and (given.get_seq_length() or not isinstance(given, TreeCache)):
             refuse("past_key_values with num_beams", "a search of beams begins with an empty cache of its own")
         runner = EagerRunner(model, plan, generation_config)
-        switch = runner.positions.switch
-        if switch is not None and prompts.shape[1] <= switch < generation_config.max_length:
-            refuse(f"num_beams beyond {switch} tokens", "there this model computes the text of each beam anew")
+        _check_lengths(runner.positions, prompts.shape[1], paddings, generation_config.max_length)
 
-        self._model, self._padding = model, padding
+        self._model, self._padded = model, any(paddings)
         self._arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
         self._cache: TreeCache = given if users else TreeCache()
         self._as_rows = bool(users or generation_config.return_dict_in_generate)
         self._answers = BeamLogits(
-            prompts[0, padding:].tolist(),
+            [prompt[padding:].tolist() for prompt, padding in zip(prompts, paddings, strict=True)],
             generation_config.num_beams,
             config,
             runner,
@@ -95,7 +94,7 @@ class BeamSession:
             self._answers.finish(as_rows=self._as_rows)
         if isinstance(output, GenerateBeamDecoderOnlyOutput):
             # Ours has no slots for padding, and plain decoding would count them.
-            output.past_key_values = None if self._padding else self._cache
+            output.past_key_values = None if self._padded else self._cache
         return output
 
 
@@ -129,6 +128,14 @@ class _StandIn:
         self._answers.reorder(beam_idx.tolist())
 
 
+def _check_lengths(positions: Positions, width: int, paddings: list[int], max_length: int) -> None:
+    """Refuse texts that cross a length from which on a pass would see what is cached in another way."""
+    if len(paddings) > 1:
+        check_lengths(positions, width, paddings, max_length)
+    elif positions.switch is not None and width <= positions.switch < max_length:
+        refuse(f"num_beams beyond {positions.switch} tokens", "there this model computes the text of each beam anew")
+
+
 def argument_of(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
     """What an argument of `model.generate` comes to, given these; None where nobody says anything."""
     given = (arguments.get("generation_config"), getattr(model, "generation_config", None))
@@ -139,6 +146,18 @@ def argument_of(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
 def num_beams(model: Any, arguments: Mapping[str, Any]) -> int:
     """How many beams `model.generate` would search with, given these arguments."""
     return argument_of(model, arguments, "num_beams") or 1
+
+
+def refuse_slow_beams(device: torch.device, prompts: int, beams: int) -> None:
+    """For "auto": raise `UnsupportedArgumentError` for what lookahead decoding is known to make slower.
+
+    A pass for several searches feeds some fifty tokens for each of them. On a CPU that takes longer than it saves.
+    """
+    if device.type == "cpu" and prompts > 1 and beams > 1:
+        raise UnsupportedArgumentError(
+            f"num_beams={beams} for {prompts} prompts is slower with lookahead decoding on a CPU",
+            "give a LookaheadConfig to have it all the same",
+        )
 
 
 def refuse_streamed_beams(beams: int | None) -> None:

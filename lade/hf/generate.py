@@ -14,8 +14,8 @@ from transformers.generation.streamers import BaseStreamer
 from lade.config import LookaheadConfig
 from lade.errors import FallbackWarning, UnsupportedArgumentError, UnsupportedError
 from lade.hf.arguments import REMEDY, Lookahead, check_prompt, resolve, with_stop_strings
-from lade.hf.beams import BeamSession, argument_of, num_beams, refuse_streamed_beams
-from lade.hf.plain import decoding_method, lengths_of, metered, plain_steps
+from lade.hf.beams import BeamSession, argument_of, num_beams, refuse_slow_beams, refuse_streamed_beams
+from lade.hf.plain import EVERY_PASS, decoding_method, lengths_of, metered, plain_steps
 from lade.hf.session import Output, Session, ids_of
 from lade.model.support import supports, unwrap
 from lade.stats import Stats, Step
@@ -42,11 +42,13 @@ def decode(
     Args:
         model: the model whose `generate` was called.
         input_ids: `[B, L]` int64, padded on the left.
-        logits_processor: called once per emitted token, as in plain decoding; in a batch for each row by itself.
+        logits_processor: called once per emitted token, as in plain decoding; in a batch for each row by itself, unless
+            the rows are beams.
         stopping_criteria: likewise.
         generation_config: the final, merged one.
         lookahead: W, N, G; "auto" takes the defaults and falls back to plain decoding, with one `FallbackWarning`,
-            where they cannot be served; None decodes plainly.
+            where they cannot be served, or are known to be slower: beams of several prompts on a CPU; None decodes
+            plainly.
         stats: is added to.
         model_kwargs: attention mask, cache and whatever else `generate` prepared.
 
@@ -82,10 +84,12 @@ def _decode(
     config, may_fall_back = resolve(lookahead)
     prepared = (model, input_ids, logits_processor, stopping_criteria, generation_config)
     refuse_streamed_beams(generation_config.num_beams if streamer is not None else None)
+    beams = generation_config.num_beams or 1
     if config is not None:
-        beams = (generation_config.num_beams or 1) > 1
-        make: Any = BeamSession if beams else functools.partial(Session, streamer=streamer)
+        make: Any = BeamSession if beams > 1 else functools.partial(Session, streamer=streamer)
         try:
+            if may_fall_back:
+                refuse_slow_beams(input_ids.device, input_ids.shape[0] // beams, beams)
             session = make(*prepared, config=config, stats=Stats() if stats is None else stats, **model_kwargs)
         except UnsupportedError as problem:
             if not may_fall_back:
@@ -99,7 +103,9 @@ def _decode(
         model_kwargs["streamer"] = streamer
     with metered(model, stats) as rows:
         output: Output = decoding_method(model, generation_config)(*prepared, **model_kwargs)
-        if (generation_config.num_beams or 1) == 1:
+        if beams > 1:
+            rows.extend([EVERY_PASS] * (input_ids.shape[0] // beams))
+        else:
             ends, padding = generation_config.eos_token_id, generation_config.pad_token_id
             rows.extend(lengths_of(output, input_ids.shape[1], ids_of(ends), padding))
     return output
@@ -124,7 +130,7 @@ def generate(
     Args:
         model: a transformers causal language model, or one wrapped by PEFT.
         inputs: `[B, L]` int64, the prompts, padded on the left; usually given as `input_ids=`. Rows of a batch go on at
-            their own pace and leave it when they end.
+            their own pace and leave it when they end; with `num_beams` all prompts take their steps together.
         lookahead: see `lade.decode`.
         stats: is added to.
         streamer: gets the prompt and every token.
@@ -132,7 +138,7 @@ def generate(
 
     Returns:
         What `model.generate` returns: `[B, L + new]` int64, or an output object with `return_dict_in_generate=True`,
-        which has no `past_key_values` where there are several rows.
+        which has no `past_key_values` where there are several rows that are not beams, or padding.
 
     Raises:
         UnsupportedModelError, UnsupportedArgumentError: an explicit config cannot be served.
@@ -144,6 +150,8 @@ def generate(
     refuse_streamed_beams(num_beams(unwrap(model), generate_arguments) if streamer is not None else None)
     if config is not None:
         try:
+            if may_fall_back and isinstance(prompts := _prompts(generate_arguments), torch.Tensor):
+                refuse_slow_beams(prompts.device, len(prompts), num_beams(unwrap(model), generate_arguments))
             check_request(model, generate_arguments)
             method = decoder(streamer=streamer)
             handed_on = with_stop_strings(unwrap(model), generate_arguments)
@@ -156,10 +164,8 @@ def generate(
     with metered(model, stats) as rows:
         output = model.generate(streamer=streamer, **generate_arguments)
         prompts = generate_arguments.get("inputs", generate_arguments.get("input_ids"))
-        beams, behind = num_beams(unwrap(model), generate_arguments), not unwrap(model).config.is_encoder_decoder
-        if beams == 1 and behind and isinstance(prompts, torch.Tensor):
-            ends, padding = (argument_of(unwrap(model), generate_arguments, name) for name in ENDS)
-            rows.extend(lengths_of(output, prompts.shape[1], ids_of(ends), padding))
+        if isinstance(prompts, torch.Tensor) and not unwrap(model).config.is_encoder_decoder:
+            rows.extend(_plain_lengths(unwrap(model), generate_arguments, prompts, output))
     return output
 
 
@@ -208,8 +214,21 @@ def check_request(model: Any, arguments: dict[str, Any]) -> None:
         check_prompt(unwrap(model), ids)
 
 
+def _plain_lengths(model: Any, arguments: dict[str, Any], prompts: torch.Tensor, output: Any) -> list[int]:
+    """How many tokens plain decoding gave each row, beams of a prompt being one; `prompts` are `[B, L]`."""
+    if num_beams(model, arguments) > 1:
+        return [EVERY_PASS] * prompts.shape[0]
+    ends, padding = (argument_of(model, arguments, name) for name in ENDS)
+    return lengths_of(output, prompts.shape[1], ids_of(ends), padding)
+
+
+def _prompts(arguments: dict[str, Any]) -> Any:
+    """As `model.generate` was given them, under whatever name."""
+    return next((arguments[name] for name in PROMPTS if arguments.get(name) is not None), None)
+
+
 def _refuse_streamed_rows(model: Any, arguments: dict[str, Any]) -> None:
-    prompts = next((arguments[name] for name in PROMPTS if arguments.get(name) is not None), None)
+    prompts = _prompts(arguments)
     rows = prompts.shape[0] if isinstance(prompts, torch.Tensor) and prompts.ndim > 1 else 1
     rows *= argument_of(model, arguments, "num_return_sequences") or 1
     if rows > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,10 @@ def decoding_method(model: PreTrainedModel, generation_config: GenerationConfig)
         )
     method: Callable[..., Any] = getattr(type(model), name)
     return method
+
+
+EVERY_PASS = sys.maxsize
+"""The length of a row that gets a token from every pass, as the beams of a prompt do."""
 
 
 @contextmanager

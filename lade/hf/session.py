@@ -26,7 +26,8 @@ from lade.hf.draws import Draws, draw_alone
 from lade.hf.rows import check_lengths, check_rows, processors_of_row
 from lade.hf.transcript import Draw, Processed, Record, StopRules, Transcript
 from lade.model.cache import TreeCache
-from lade.model.lending import Loan
+from lade.model.choice import runner_for
+from lade.model.lending import loan_for
 from lade.model.runner import EagerRunner
 from lade.model.support import supports
 from lade.stats import Stats, Step
@@ -73,7 +74,9 @@ class Session:
         plan = supports(model).require()
         self._paddings = checked_paddings(model, input_ids, logits_processor, generation_config, model_kwargs)
         check_cache(model_kwargs.get("past_key_values"), self._paddings)
-        runner = EagerRunner(model, plan, generation_config)
+        given: Any = model_kwargs.get("past_key_values")
+        users = bool(getattr(given, "_is_user_defined", False))
+        runner = runner_for(model, plan, generation_config, own_cache=not users)
         check_switch(runner, input_ids.shape[1], generation_config.max_length)
         if self._is_batch:
             check_rows(logits_processor, stopping_criteria, generation_config, streamed=streamer is not None)
@@ -82,10 +85,10 @@ class Session:
         self._model = model
         self._input_ids, self._generation_config = input_ids, generation_config
         self._streamer, self._prompt_streamed = streamer, prompt_streamed
-        given: Any = model_kwargs.get("past_key_values")
         # The cache that transformers makes where the user gave none is empty, and of no use for a tree.
-        self._given_cache: Cache = given if getattr(given, "_is_user_defined", False) else TreeCache()
-        self._loan = Loan(self._given_cache)
+        self._given_cache: Cache = given if users else TreeCache()
+        handed_out = bool(generation_config.return_dict_in_generate) and not self._is_batch
+        self._loan = loan_for(runner, self._given_cache, generation_config.max_length, handed_out=handed_out)
         self._record = record_for(generation_config)
         self._draws = Draws(len(self._paddings)) if self._is_batch and generation_config.do_sample else None
         self._cost = None if drafter else self._cost_of_steps(config, runner)
@@ -100,7 +103,8 @@ class Session:
                 config, special_ids(generation_config), vocabulary=vocabulary_of(model), cost=self._cost, budget=budget
             )
             self._rows.append(self._row(number, own, logits_processor, stopping_criteria))
-        self._engine = Engine(list(self._rows), runner, self._loan.cache, stats, budget)
+        cache: Any = self._loan.cache  # the runner's own kind
+        self._engine = Engine(list(self._rows), runner, cache, stats, budget)
 
     @property
     def _is_batch(self) -> bool:

@@ -8,127 +8,87 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from lade.decoding.tree import TokenTree
 from lade.model.reach import Reach, everything
-from lade.model.tree_mask import WORD_BITS, TreeMask, TreeSlots
+from lade.model.staging import filled, upload
+from lade.model.tree_inputs import TreeInputs
 
 Mask = torch.Tensor | dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Tensors of one step over B trees; S is the number of nodes to feed in the largest one, K that of all slots.
+    """Tensors of one step over B trees; S is the largest number of nodes to feed, K = max(P) + S.
 
     Attributes:
-        ids: `[B, S]` int64; rows with a smaller tree are filled up with copies of their root.
+        ids: `[B, S]` int64; rows with fewer nodes are filled up with copies of their root.
         positions: `[B, S]` int64.
-        lengths: `[B]`, cached tokens of each row in front of its tree.
-        first: the slot where all trees begin; it lies behind the text of the longest row.
-        node_positions: `[B, T]` int64, of all nodes of a tree, those fed and those cached before; K = first + T.
-        ancestors: `[B, S, T]` bool, which nodes each one sees.
+        key_positions: `[B, K]` int64, position of every slot of the cache and of the step.
+        allowed: `[B, S, K]` bool, what each node may see.
     """
 
     ids: torch.Tensor
     positions: torch.Tensor
-    lengths: Sequence[int]
-    first: int
-    node_positions: npt.NDArray[np.int64]
-    ancestors: npt.NDArray[np.bool_]
+    key_positions: torch.Tensor
+    allowed: torch.Tensor
 
     @classmethod
-    def of(cls, trees: Sequence[TokenTree], lengths: Sequence[int], device: torch.device) -> StepInputs:
-        """Join one tree a row; row b has `lengths[b]` cached tokens. All nodes lie behind the longest row's."""
-        if len(trees) == 1:
-            return cls.rest(trees[0], 0, lengths[0], device)
-        rows, step = len(trees), max(map(len, trees))
-        ids, depths = (_filled(columns, step) for columns in ([t.ids for t in trees], [t.depths for t in trees]))
-        positions = depths + np.array(lengths)[:, None]
-        ancestors = np.zeros((rows, step, step), dtype=np.bool_)
-        ancestors[:, :, 0] = True  # all see the root, padding too, so that no softmax is empty
-        for row, tree in enumerate(trees):
-            if (size := len(tree)) > 1:
-                ancestors[row, :size, :size] = tree.closure()
-        return cls(_on(device, ids), _on(device, positions), tuple(lengths), max(lengths), positions, ancestors)
+    def of(
+        cls, trees: Sequence[TokenTree], lengths: Sequence[int], device: torch.device, held: Sequence[int] | None = None
+    ) -> StepInputs:
+        """Join one tree a row. All that is fed lies behind the longest row.
 
-    @classmethod
-    def rest(cls, tree: TokenTree, cached: int, length: int, device: torch.device) -> StepInputs:
-        """The nodes of one tree from number `cached` on; those before are the last of `length` cached tokens.
-
-        Here S is the number of nodes to feed, and K = length + S.
+        Args:
+            trees: S is the largest number of nodes to feed.
+            lengths: `[B]`, cached tokens of each row.
+            held: `[B]`, how many of these tokens, the last ones, are nodes of the row's tree (its first ones, which are
+                not fed again); none unless given.
+            device: where the tensors go.
         """
-        before = length - cached  # tokens in front of the tree
-        positions = np.array([tree.depths])
+        held = held or [0] * len(trees)
+        if len(trees) == 1:
+            return cls._alone(trees[0], lengths[0], held[0], device)
+        rows, first = len(trees), max(lengths)
+        step = max(len(tree) - own for tree, own in zip(trees, held, strict=True))
+        before = (np.array(lengths) - np.array(held))[:, None]  # [B, 1], tokens in front of the trees
+        ids, depths = (filled(columns, held, step) for columns in ([t.ids for t in trees], [t.depths for t in trees]))
+        positions = depths + before
+        slots, nodes = np.arange(first), np.arange(step)
+        key_positions = np.concatenate([np.broadcast_to(slots, (rows, first)), positions], axis=1)
+        allowed = np.zeros((rows, step, first + step), dtype=np.bool_)
+        allowed[:, :, :first] = (slots < before)[:, None]
+        allowed[:, nodes, first + nodes] = True  # all see themselves, padding too, so that no softmax is empty
+        for row, (tree, own) in enumerate(zip(trees, held, strict=True)):
+            if len(tree) > 1:
+                closure, size = tree.closure()[own:], len(tree) - own
+                allowed[row, :size, first : first + size] = closure[:, own:]
+                allowed[row, :size, lengths[row] - own : lengths[row]] = closure[:, :own]
+                key_positions[row, lengths[row] - own : lengths[row]] = before[row] + tree.depths[:own]
+        return cls(*upload((ids, positions, key_positions, allowed), device))
+
+    @classmethod
+    def _alone(cls, tree: TokenTree, length: int, held: int, device: torch.device) -> StepInputs:
+        """The same for a single row, where nothing needs filling up."""
+        before = length - held
+        key_positions = np.arange(before + len(tree))
+        positions = key_positions[before:]
+        positions[:] = tree.depths
         positions += before
-        ids = np.array([tree.ids[cached:]])
-        ancestors = tree.closure()[None, cached:]
-        return cls(_on(device, ids), _on(device, positions[:, cached:]), (before,), before, positions, ancestors)
+        allowed = np.ones((len(tree) - held, before + len(tree)), dtype=np.bool_)
+        allowed[:, before:] = tree.closure()[held:]
+        rows = (np.array(tree.ids[held:]), positions[held:], key_positions, allowed)
+        return cls(*upload([array[None] for array in rows], device))
 
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors lie."""
-        return self.ids.device
-
-    @cached_property
-    def key_positions(self) -> torch.Tensor:
-        """`[B, K]` int64, position of every slot of the cache and of the step."""
-        rows, nodes = self.node_positions.shape
-        positions = np.empty((rows, self.first + nodes), dtype=np.int64)
-        positions[:, : self.first] = np.arange(self.first)
-        positions[:, self.first :] = self.node_positions
-        return _on(self.device, positions)
-
-    @cached_property
-    def allowed(self) -> torch.Tensor:
-        """`[B, S, K]` bool, what each node may see."""
-        rows, step, nodes = self.ancestors.shape
-        allowed = np.ones((rows, step, self.first + nodes), dtype=np.bool_)
-        if rows > 1:
-            allowed[:, :, : self.first] = (np.arange(self.first) < np.array(self.lengths)[:, None])[:, None]
-        allowed[:, :, self.first :] = self.ancestors
-        return _on(self.device, allowed)
-
-    def within(self, reach: Reach) -> torch.Tensor:
-        """What each node may see of what is near enough, `[B, S, K]` bool."""
+    def mask(self, reach: Reach) -> torch.Tensor:
+        """What each node may see of what is near enough, `[B, 1, S, K]` bool."""
         if reach == everything:
-            return self.allowed
-        return self.allowed & reach(self.positions[:, :, None], self.key_positions[:, None, :])
-
-    @cached_property
-    def slots(self) -> TreeSlots:
-        """The same in a few words for each node, whatever K is."""
-        rows, _, nodes = self.ancestors.shape
-        return TreeSlots(
-            lengths=_on(self.device, np.array(self.lengths, dtype=np.int32)),
-            firsts=_on(self.device, np.full(rows, self.first, dtype=np.int32)),
-            positions=self.positions.int(),
-            node_positions=_on(self.device, self.node_positions.astype(np.int32)),
-            ancestors=_on(self.device, _words(self.ancestors)),
-            width=self.first + nodes,
-        )
-
-
-def _filled(columns: Sequence[list[int]], length: int) -> npt.NDArray[np.int64]:
-    """Lists as rows `[B, length]`, the shorter ones filled up with their first number."""
-    return np.array([column + column[:1] * (length - len(column)) for column in columns])
-
-
-def _on(device: torch.device, array: npt.NDArray[Any]) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.to(device)  # where there is nothing to do, asking takes time too
-
-
-def _words(bits: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-    """Pack the last dimension, `T` bits, into `ceil(T / 32)` words, the lowest bit first."""
-    padding = -bits.shape[-1] % WORD_BITS
-    packed = np.packbits(np.pad(bits, ((0, 0), (0, 0), (0, padding))), axis=-1, bitorder="little")
-    return packed.view("<i4")
+            return self.allowed[:, None]
+        near = reach(self.positions[:, :, None], self.key_positions[:, None, :])
+        return (self.allowed & near)[:, None]
 
 
 @dataclass(frozen=True)
@@ -139,7 +99,7 @@ class MaskPlan:
         reaches: what its layers see, by layer type.
         by_layer_type: whether the model takes a dict of masks with these types as keys; otherwise it has one type only.
         additive: whether masks are added to the scores (eager attention) or boolean (SDPA).
-        compact: whether masks are `TreeMask`s, for attention that knows them.
+        compact: whether its attention knows `TreeMask`.
     """
 
     reaches: Mapping[str, Reach]
@@ -147,19 +107,33 @@ class MaskPlan:
     additive: bool
     compact: bool = False
 
-    def masks(self, inputs: StepInputs, dtype: torch.dtype) -> Mask:
+    def inputs(
+        self,
+        trees: Sequence[TokenTree],
+        lengths: Sequence[int],
+        device: torch.device,
+        held: Sequence[int] | None = None,
+    ) -> Inputs:
+        """One step over one tree a row, see `StepInputs.of`.
+
+        In a batch whose rows hold nodes these do not lie beside those fed, which a `TreeMask` cannot say: it gets
+        dense masks, which all attention knows.
+        """
+        if self.compact and (len(trees) == 1 or not any(held or ())):
+            return TreeInputs.of(trees, lengths, device, sum(held or ()))
+        return StepInputs.of(trees, lengths, device, held)
+
+    def masks(self, inputs: Inputs, dtype: torch.dtype) -> Mask:
         """Masks `[B, 1, S, K]` for one step; additive ones in `dtype`, the model's."""
-        if self.compact:
-            masks: dict[str, torch.Tensor] = {
-                kind: TreeMask(inputs.slots, reach) for kind, reach in self.reaches.items()
-            }
-        else:
-            masks = {kind: self._shape(inputs.within(reach), dtype) for kind, reach in self.reaches.items()}
+        masks = {kind: self._shape(inputs.mask(reach), dtype) for kind, reach in self.reaches.items()}
         return masks if self.by_layer_type else next(iter(masks.values()))
 
     def _shape(self, allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        allowed = allowed[:, None]  # [B, 1, S, K]
         if not self.additive:
             return allowed
         mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
         return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
+
+
+Inputs = StepInputs | TreeInputs
+"""Of one step: `ids`, `positions` and `key_positions`, and a `mask` for each reach."""

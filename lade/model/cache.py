@@ -233,24 +233,27 @@ class TreeCache(Cache):
         self.layers.clear()
         self._groups.clear()
 
-    def keep(self, paths: Sequence[Sequence[int]], fed: int) -> None:
-        """Of the `fed` tokens that came last, keep those of the path and drop the others.
+    def keep(self, paths: Sequence[Sequence[int]], fed: int, held: Sequence[int] | None = None) -> None:
+        """Of the tokens that came last, keep those of the path and drop the others.
 
         Args:
-            paths: for each row the indices to keep, ascending, counted from the first of the `fed` tokens.
+            paths: for each row the indices to keep, ascending, counted from the first of the `fed` tokens, or of those
+                that the row held before them.
             fed: tokens that the last forward pass appended to every row.
+            held: for each row, how many tokens before the `fed` ones its path counts, too; none unless given.
         """
         if not self.layers:
             return
         moves = Moves()
         lengths: list[int] = []
         first = max(self.lengths) - fed  # slot of the first token fed
-        for row, (path, length) in enumerate(zip(paths, self.lengths, strict=True)):
-            start = length - fed
+        for row, (path, length, own) in enumerate(zip(paths, self.lengths, held or [0] * len(paths), strict=True)):
+            start, unused = length - fed - own, first + fed - length
+            slots = [node if node < own else node + unused for node in path]  # counted from `start`
             lengths.append(start + len(path))
-            in_place = next((i for i, node in enumerate(path) if first + node != start + i), len(path))
-            if in_place < len(path):
-                moves.add(row, [first + node for node in path[in_place:]], start + in_place)
+            in_place = next((i for i, slot in enumerate(slots) if slot != i), len(slots))
+            if in_place < len(slots):
+                moves.add(row, [start + slot for slot in slots[in_place:]], start + in_place)
         if moves.rows:
             for group in self._grouped():
                 group.make(moves)

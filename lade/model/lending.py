@@ -1,4 +1,4 @@
-"""A user's cache, borrowed for a generation: what it holds is used, and it is given back with the new tokens."""
+"""The cache of a generation: a user's own, borrowed and given back with the new tokens, or one at fixed addresses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from lade.model.cache import TreeCache, TreeLayer
+from lade.model.graphs import GraphRunner
+from lade.model.runner import EagerRunner
+from lade.model.static_cache import StaticCache
 
 LENDERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
@@ -40,6 +43,38 @@ class Loan:
             assert layer.keys is not None and layer.values is not None
             self._lender.update(layer.keys[:, :, start:end].clone(), layer.values[:, :, start:end].clone(), index)
         self._borrowed_tokens = end
+
+
+class StaticLoan:
+    """A static cache, borrowed from the workspace of its model.
+
+    Args:
+        cache: the static one.
+        heir: gets what it holds in the end; None if nobody asks for that.
+    """
+
+    def __init__(self, cache: StaticCache, heir: TreeCache | None) -> None:
+        self.cache, self._heir = cache, heir
+
+    def give_back(self) -> None:
+        """Let others have the buffers."""
+        if self._heir is not None and not self.cache.empty:
+            self.cache.copy_to(self._heir)
+        self.cache.release()
+
+
+def loan_for(runner: EagerRunner, given: Cache, tokens: int, *, handed_out: bool) -> Loan | StaticLoan:
+    """The loan of one generation, with a cache of the runner's own kind.
+
+    Args:
+        runner: will fill it.
+        given: the user's cache, or an empty `TreeCache` of our own.
+        tokens: greatest length that a row is going to have.
+        handed_out: whether somebody will be given `given` in the end.
+    """
+    if not isinstance(runner, GraphRunner) or not isinstance(given, TreeCache):
+        return Loan(given)
+    return StaticLoan(runner.new_cache(tokens), given if handed_out else None)
 
 
 def _borrowed(cache: Cache) -> TreeCache:

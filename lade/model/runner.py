@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from time import perf_counter
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 
 from lade.decoding.engine import Watch
 from lade.decoding.tree import TokenTree
-from lade.model.attention import MaskPlan, StepInputs
+from lade.model.attention import Inputs, Mask, MaskPlan
 from lade.model.cache import TreeCache
 from lade.model.hidden import HiddenStates
 from lade.model.positions import Positions
 from lade.model.slots import SlotCounters
+from lade.model.stopwatch import Stopwatch
 
 
 class EagerRunner:
@@ -34,9 +35,18 @@ class EagerRunner:
         self.plan, self.generation_config = plan, generation_config
         self.positions = Positions.of(model.config.get_text_config(decoder=True))
         self.device = input_device(model)
-        self.forward_s = 0.0
+        self._stopwatch = Stopwatch()
         self._slot_counters = SlotCounters(model)
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds that the last call of `forward` spent in the model; asking waits for the device to end it."""
+        return self._stopwatch.seconds
+
+    @forward_s.setter
+    def forward_s(self, seconds: float) -> None:
+        self._stopwatch.seconds = seconds
 
     def room(self, cached: int) -> int | None:
         """How deep a tree may be whose root lies at position `cached`; None for no limit."""
@@ -111,35 +121,39 @@ class EagerRunner:
         """
         if len(rows) == 1 and cache.lengths[0] == self.positions.switch and self._forgets(rows, cache):
             return self._timed(lambda: self.prefill(rows, cache)[:, None])
-        return self._feed(StepInputs.of(trees, cache.lengths, self.device), cache)
+        return self._feed(self.plan.inputs(trees, cache.lengths, self.device), cache)
 
     @torch.no_grad()
-    def extend(self, tree: TokenTree, cached: int, cache: TreeCache) -> torch.Tensor:
-        """Feed the nodes of one tree that the cache does not hold yet.
+    def extend(self, trees: Sequence[TokenTree], held: Sequence[int], cache: TreeCache) -> torch.Tensor:
+        """Feed the nodes of one tree a row that the cache does not hold yet.
 
         Args:
-            tree: its first nodes are cached already.
-            cached: how many.
-            cache: of one row, the last of its tokens being these nodes; the other nodes are appended to it.
+            trees: their first nodes are cached already.
+            held: `[B]`, how many.
+            cache: its rows end with these nodes; the other ones are appended to it.
 
         Returns:
-            Logits of the nodes fed, `[S, V]`.
+            Logits of the nodes fed, `[B, S, V]`, S being the largest number of them; in rows with fewer the logits
+            behind the last one mean nothing.
         """
-        return self._feed(StepInputs.rest(tree, cached, cache.lengths[0], self.device), cache)[0]
+        return self._feed(self.plan.inputs(trees, cache.lengths, self.device, held), cache)
 
-    def _feed(self, inputs: StepInputs, cache: TreeCache) -> torch.Tensor:
-        kwargs: dict[str, Any] = {"attention_mask": self.plan.masks(inputs, self.model.dtype)}
+    def _feed(self, inputs: Inputs, cache: TreeCache) -> torch.Tensor:
+        masks = self.plan.masks(inputs, self.model.dtype)
+        with self._slot_counters.told(inputs):
+            return self._timed(lambda: self._call(inputs, masks, cache))
+
+    def _call(self, inputs: Inputs, masks: Mask, cache: Cache) -> torch.Tensor:
+        kwargs: dict[str, Any] = {"attention_mask": masks, "past_key_values": cache, "use_cache": True}
         if "position_ids" in self._accepts:
             kwargs["position_ids"] = inputs.positions
-        with self._slot_counters.told(inputs):
-            return self._timed(lambda: self.model(inputs.ids, past_key_values=cache, use_cache=True, **kwargs).logits)
+        logits: torch.Tensor = self.model(inputs.ids, **kwargs).logits
+        return logits
 
-    def _timed(self, call: Any) -> torch.Tensor:
-        start = perf_counter()
-        logits: torch.Tensor = call()
-        if logits.device.type == "cuda":
-            torch.cuda.synchronize(logits.device)  # else the time of launching would pass for the time of running
-        self.forward_s = perf_counter() - start
+    def _timed(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+        self._stopwatch.start(self.device)
+        logits = call()
+        self._stopwatch.stop(logits.device)
         return logits
 
     def _forgets(self, rows: Sequence[Sequence[int]], cache: TreeCache) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lade.model.attention import StepInputs
+from lade.model.attention import Inputs
 from lade.model.positions import Positions
 
 
@@ -30,7 +30,7 @@ class SlotCounters:
         self._tempered = [layer for layer in layers if _scales_queries(layer)]
 
     @contextmanager
-    def told(self, inputs: StepInputs) -> Iterator[None]:
+    def told(self, inputs: Inputs) -> Iterator[None]:
         """While it lasts, they go by the positions in `inputs`."""
         with ExitStack() as stack:
             if self._alibi is not None:
@@ -58,10 +58,9 @@ def _scales_queries(layer: Any) -> bool:
 @contextmanager
 def _biased_by_position(decoder: Any, key_positions: torch.Tensor) -> Iterator[None]:
     build = decoder.build_alibi_tensor
-    rows = key_positions.shape[0]
 
     def build_alibi_tensor(attention_mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
-        ones = torch.ones(rows, int(key_positions.max()) + 1, dtype=torch.long, device=key_positions.device)
+        ones = torch.ones_like(key_positions)  # as many as slots: no position is beyond its slot
         by_position: torch.Tensor = build(ones, num_heads, dtype)  # [B * heads, 1, positions]
         columns = key_positions.repeat_interleave(num_heads, dim=0)[:, None]  # [B * heads, 1, K]
         return by_position.gather(2, columns)

@@ -110,3 +110,11 @@ class TreeMask(torch.Tensor):
     ) -> Any:
         args, kwargs = tree_map_only(TreeMask, TreeMask.dense, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def words_of(bits: torch.Tensor) -> torch.Tensor:
+    """`TreeSlots.ancestors` of a closure `[B, S, T]` bool, on its device."""
+    padded = torch.nn.functional.pad(bits, (0, -bits.shape[-1] % WORD_BITS)).unflatten(-1, (-1, WORD_BITS))
+    places = torch.arange(WORD_BITS, dtype=torch.int32, device=bits.device)
+    words: torch.Tensor = (padded.int() << places).sum(-1, dtype=torch.int32)
+    return words

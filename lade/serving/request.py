@@ -44,7 +44,6 @@ class Request:
         config: as given.
         seed: that its draws are made with; None where nothing is drawn.
         excluded: ids behind which nothing is to be guessed.
-        tokens: of the prompt, without padding.
         need: what it can come to take.
 
     Raises:
@@ -78,12 +77,6 @@ class Request:
         self._input_ids, self._generation_config = input_ids, generation_config
         self._processors, self._criteria = logits_processor, stopping_criteria
         self._record = record_for(generation_config)
-
-    @property
-    def tokens(self) -> list[int]:
-        """See the class."""
-        tokens: list[int] = self._input_ids[0, self._padding :].tolist()
-        return tokens
 
     def row(self, drafter: Drafter) -> Row:
         """The row that writes its answer."""

@@ -6,6 +6,13 @@
      |        o    __--
      |o-------o--~~        S
 
+Where passes are padded to a few sizes, 9 tokens cost what 16 cost, and only these sizes count:
+
+    t(S)                    ______o
+     |        _____________o              the hull touches the end of a step, where a tree gets most for its time
+     |       o
+     |_______|             S
+
 Time here is relative: an error of one tenth counts the same for a pass of a millisecond and for one of a second.
 """
 
@@ -74,6 +81,7 @@ class StepCost:
         self._scale = 1.0
         self._surprise = 0.0  # by how much the last pass surprised; 0.0 if it did not
         self._unread_s = 0.0
+        self._padded_to: tuple[int, ...] = ()
         self.measured_at = measured_at
         self.table: list[float] = []
         self.marginals: list[float] = []
@@ -104,6 +112,22 @@ class StepCost:
         passes = [len(samples.get(knot, ())) for knot in KNOTS]
         weights = [PASS_WEIGHT * count or hunch for count, hunch in zip(passes, unmeasured, strict=True)]
         return cls(knots, weights, measured_at=measured_at)
+
+    def pad_to(self, sizes: Sequence[int]) -> None:
+        """Passes are padded to the next of these sizes from now on: the curve is a staircase, with corners there only.
+
+        Args:
+            sizes: some of `KNOTS`, ascending, the first one 1; none where passes are not padded.
+
+        Raises:
+            ValueError: others.
+        """
+        if tuple(sizes) == self._padded_to:
+            return
+        if sizes and [*sizes] != sorted({1, *sizes} & {*KNOTS}):
+            raise ValueError(f"sizes={list(sizes)!r} is not valid: give some of {KNOTS}, ascending, from 1 on")
+        self._padded_to = tuple(sizes)
+        self.refresh()
 
     def seconds(self, size: int) -> float:
         """t(S) for a size >= 1; beyond `LARGEST` it goes on straight, with the steepest slope of the hull."""
@@ -140,6 +164,7 @@ class StepCost:
         if not seconds > 0.0:
             return
         self._unread_s += seconds
+        size = next((end for end in self._padded_to if end >= size), size)
         if 0 < size <= LARGEST:
             self._move_around(size, seconds)
         else:
@@ -190,11 +215,16 @@ class StepCost:
         """Compute what is read from what was observed; `observe` does it in time."""
         self._knots = [max(_SHORTEST_S, self._scale * seconds) for seconds in self._knots]
         self._scale, self._unread_s = 1.0, 0.0
-        curve = _ascending(self._knots, self._weights)
-        corners = _hull(curve)
-        sizes, heights = [KNOTS[i] for i in corners], [curve[i] for i in corners]
+        ends = dict.fromkeys((*self._padded_to, LARGEST)) if self._padded_to else KNOTS
+        known = [KNOTS.index(end) for end in ends]
+        curve = _ascending([self._knots[i] for i in known], [self._weights[i] for i in known])
+        corners = _hull([*ends], curve)
+        sizes, heights = [KNOTS[known[i]] for i in corners], [curve[i] for i in corners]
         slopes = np.maximum.accumulate(np.diff(heights) / np.diff(sizes))  # rounding may turn them
-        self.table = np.interp(_SIZES, KNOTS, curve).tolist()
+        if self._padded_to:
+            self.table = np.array(curve)[np.searchsorted([*ends], _SIZES)].tolist()
+        else:
+            self.table = np.interp(_SIZES, KNOTS, curve).tolist()
         # The first slope serves sizes 0 and 1 as well, the last one serves `LARGEST`.
         self.marginals = np.repeat(slopes, np.diff([0, *sizes[1:-1], LARGEST + 1])).tolist()
         self.corners = sizes
@@ -254,18 +284,18 @@ def _ascending(values: Sequence[float], weights: Sequence[float]) -> list[float]
     return [mean for mean, _, count in pools for _ in range(count)]
 
 
-def _hull(curve: Sequence[float]) -> list[int]:
-    """Indices of the knots on the lower convex hull of the curve."""
+def _hull(sizes: Sequence[int], curve: Sequence[float]) -> list[int]:
+    """Indices of the sizes on the lower convex hull of the curve."""
+
+    def slope(left: int, right: int) -> float:
+        return (curve[right] - curve[left]) / (sizes[right] - sizes[left])
+
     corners: list[int] = []
-    for new in range(len(KNOTS)):
-        while len(corners) > 1 and _slope(curve, corners[-2], corners[-1]) >= _slope(curve, corners[-1], new):
+    for new in range(len(sizes)):
+        while len(corners) > 1 and slope(corners[-2], corners[-1]) >= slope(corners[-1], new):
             corners.pop()
         corners.append(new)
     return corners
-
-
-def _slope(curve: Sequence[float], left: int, right: int) -> float:
-    return (curve[right] - curve[left]) / (KNOTS[right] - KNOTS[left])
 
 
 def _check_size(size: int) -> None:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from lade.decoding.engine import Runner
 from lade.model.cache import TreeCache
+from lade.model.graphs import GraphRunner
 from lade.tuning import store
 from lade.tuning.batch_cost import bucket
 from lade.tuning.cost import StepCost
@@ -76,7 +77,9 @@ def step_cost_for(
             cost = _measured(model, runner, bucket(batch))
             store.save(key, cost, folder)
         profiles[name] = Profile(key, cost, cost.table)
-    return profiles[name].cost
+    cost = profiles[name].cost
+    cost.pad_to(runner.sizes if isinstance(runner, GraphRunner) else ())
+    return cost
 
 
 def save_refreshed(model: PreTrainedModel, *, folder: Path | None = None) -> None:

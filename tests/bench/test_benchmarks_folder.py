@@ -323,10 +323,34 @@ def test_the_script_for_gpus_ends_within_nine_minutes():
     assert sum(limits.values()) < 540
 
 
+def test_single_passes_are_timed_beside_their_floors(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(GPU.parent)
+    steps = importlib.import_module("steps")
+    monkeypatch.setattr(steps, "ROUNDS_OF_FLOORS", 1)
+    told = {"params": 5e6, "device": "cpu", "dtype": "float32", "cached": 20, "sizes": "1,9", "rounds": 2, "rows": 2}
+    told["out"] = tmp_path / "steps.json"
+    assert steps.main([f"--{name}={value}" for name, value in told.items()]) == 0
+    found = json.loads((tmp_path / "steps.json").read_text("utf-8"))
+    one, nine = found["passes"]
+    assert (one["padded"], nine["padded"]) == (1, 16) and nine["operations_floor_ms"] == 9 * one["operations_floor_ms"]
+    small = steps.AutoModelForCausalLM.from_pretrained(steps.model_path())
+    table = small.get_input_embeddings().weight
+    looked_up = 0 if small.config.tie_word_embeddings else table.numel()
+    assert steps.weights_read(small) == small.num_parameters() - looked_up
+    assert found["bytes_read"] > 4 * found["weights"] and found["rows"] == 2
+    for line, lane in ((line, lane) for line in found["passes"] for lane in ("eager", "replayed")):
+        device, wall = line[lane]["device_ms"], line[lane]["wall_ms"]
+        assert 0 < device["p10"] <= device["median"] <= device["p90"] and device["median"] <= wall["median"]
+    printed = capsys.readouterr().out
+    assert "called again, not captured" in printed and (tmp_path / "steps.txt").read_text("utf-8") in printed
+
+
 @pytest.mark.slow
 def test_the_script_for_gpus_runs_without_one(tmp_path):
     run = gpu(tmp_path / "out", "--device", "cpu", "--sizes", "5e6,8e6", "--quick")
     assert run.returncode == 0, run.stdout + run.stderr
+    steps = json.loads((tmp_path / "out" / "steps-8M.json").read_text("utf-8"))
+    assert [each["size"] for each in steps["passes"]] == [1, 8, 16, 32, 64] and not steps["captured"]
     found = json.loads((tmp_path / "out" / "8M" / "results.json").read_text("utf-8"))
     assert found["complete"] and len(found["methods"]) == 8 and found["step_curves"]
     assert "passed" in (tmp_path / "out" / "parity.txt").read_text("utf-8")

@@ -404,7 +404,6 @@ def users(input_ids, scores):
         ("a streamer", {"streamer": Listener()}),
         ("users, which is not transformers' own", {"logits_processor": [users]}),
         ("past_key_values for a batch", {"past_key_values": TreeCache()}),
-        ("a batch of 2 rows with num_beams", {"num_beams": 2}),
         ("MaxTimeCriteria without eos_token_id", {"max_time": 100.0}),
     ],
 )

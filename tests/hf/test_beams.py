@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import lade
 from lade import LookaheadConfig, Memory, Stats, UnsupportedArgumentError
-from lade.decoding.beams import BeamLogits
+from lade.decoding.beam_row import BeamRow
 from lade.model.cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.testing import toy_model
@@ -271,10 +271,10 @@ def test_what_the_beams_have_in_common_is_cached_once():
     rows, slots = set(), []
     extend = EagerRunner.extend
 
-    def watched(self, tree, cached, cache):
+    def watched(self, trees, held, cache):
         rows.add(len(cache.lengths))
-        slots.append((cache.lengths[0], cache.lengths[0] - cached))
-        return extend(self, tree, cached, cache)
+        slots.append((cache.lengths[0], cache.lengths[0] - held[0]))
+        return extend(self, trees, held, cache)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EagerRunner, "extend", watched)
@@ -287,12 +287,13 @@ def test_only_logits_that_some_beam_may_ask_for_are_held(monkeypatch):
     held = []
 
     def watched(self):
-        prune(self)
+        kept = prune(self)
         held.append(len(self._logits))
         assert all(self.branches.follows[node] for node in self._logits)
+        return kept
 
-    prune = BeamLogits._prune
-    monkeypatch.setattr(BeamLogits, "_prune", watched)
+    prune = BeamRow.prune
+    monkeypatch.setattr(BeamRow, "prune", watched)
     assert_same(MODELS["llama"], num_beams=4, max_new_tokens=60)
     assert 0 < max(held) < 60
 
@@ -343,7 +344,6 @@ def test_beams_that_the_checkpoint_asks_for_are_not_streamed():
 
 
 REFUSED = {
-    "a batch of 2 rows": {"input_ids": IDS.repeat(2, 1)},
     "past_key_values": {"past_key_values": DynamicCache()},
     "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
     "use_cache=False": {"use_cache": False},

@@ -58,25 +58,32 @@ def test_eager_attention_gets_an_additive_mask_in_the_models_dtype(dtype):
     assert mask.min() == torch.finfo(dtype).min
 
 
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=3), st.data())
-def test_smaller_trees_are_filled_up_and_stay_by_themselves(lengths, data):
-    trees = []
-    for _ in lengths:
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=3), st.booleans(), st.data())
+def test_smaller_trees_are_filled_up_and_stay_by_themselves(texts, holding, data):
+    """`texts` are the tokens in front of the trees; the first nodes of a tree may be held by the cache."""
+    trees, held = [], []
+    for _ in texts:
         tree = TokenTree(0)
         for parent in data.draw(st.lists(st.integers(0, 9), max_size=6)):
             tree.add(parent % len(tree), len(tree), "pool")
         trees.append(tree)
-    inputs = StepInputs.of(trees, lengths, CPU)
-    step, first = max(map(len, trees)), max(lengths)
+        held.append(data.draw(st.integers(0, len(tree))) if holding else 0)
+    held[0] = min(held[0], len(trees[0]) - 1)  # someone feeds something
+    lengths = [before + own for before, own in zip(texts, held, strict=True)]
+    inputs = StepInputs.of(trees, lengths, CPU, held if holding else None)
+    first, step = max(lengths), max(len(tree) - own for tree, own in zip(trees, held, strict=True))
     assert inputs.allowed.shape == (len(trees), step, first + step)
-    for row, (tree, cached) in enumerate(zip(trees, lengths, strict=True)):
-        allowed = inputs.allowed[row]
+    for row, (tree, own, before, cached) in enumerate(zip(trees, held, texts, lengths, strict=True)):
+        fed, allowed = len(tree) - own, inputs.allowed[row]
         assert allowed.any(dim=-1).all(), "no softmax over nothing"
-        assert allowed[: len(tree), :cached].all()
+        assert allowed[:fed, :before].all()
         assert not allowed[:, cached:first].any(), "the end of a longer row"
-        own = allowed[: len(tree), first : first + len(tree)]
-        assert torch.equal(own, torch.from_numpy(tree.closure()))
-        assert not allowed[: len(tree), first + len(tree) :].any()
-        positions = [cached + depth for depth in tree.depths]
-        assert inputs.key_positions[row, first : first + len(tree)].tolist() == positions
-        assert inputs.key_positions[row, :cached].tolist() == list(range(cached))
+        of_the_tree = [*range(before, cached), *range(first, first + fed)]
+        assert torch.equal(allowed[:fed, of_the_tree], torch.from_numpy(tree.closure()[own:]))
+        assert not allowed[:fed, first + fed :].any()
+        assert inputs.ids[row, :fed].tolist() == tree.ids[own:]
+        positions = [before + depth for depth in tree.depths]
+        assert inputs.positions[row, :fed].tolist() == positions[own:]
+        assert inputs.key_positions[row, of_the_tree].tolist() == positions
+        assert inputs.key_positions[row, :before].tolist() == list(range(before))
+        assert inputs.positions[row].max() == max(positions[own:], default=before), "filling lies where the root does"

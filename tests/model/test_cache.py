@@ -34,6 +34,15 @@ def path_to(tree: TokenTree, node: int) -> list[int]:
     return path[::-1]
 
 
+def without_the_rest(tree: TokenTree, nodes: list[int]) -> TokenTree:
+    """A tree of these nodes alone, ascending, each with its parent."""
+    numbers = {node: number for number, node in enumerate(nodes)}
+    left = TokenTree(tree.ids[ROOT])
+    for node in nodes[1:]:
+        left.add(numbers[tree.parents[node]], tree.ids[node], "pool")
+    return left
+
+
 additions = st.lists(st.tuples(st.integers(0, 20), tokens), max_size=12)
 
 
@@ -177,6 +186,55 @@ def test_what_is_fed_lies_behind_the_longest_row_and_what_is_kept_behind_its_own
     cache.keep(paths, fed)
     kept = [[torch.cat([row[i], new[b, :, paths[b]] + i], dim=1) for i in range(2)] for b, row in enumerate(rows)]
     assert_holds(cache, kept)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 5), st.data())
+def test_of_what_a_row_held_before_a_path_may_drop_tokens_too(lengths, fed, data):
+    cache, rows = filled(*lengths)
+    new = torch.randn(len(lengths), 2, fed, 4)
+    for index in range(2 if fed else 0):
+        cache.update(new + index, -new - index, index)
+    held = [data.draw(st.integers(0, length)) for length in lengths]
+    paths = [sorted(data.draw(st.sets(st.integers(0, own + fed - 1)))) if own + fed else [] for own in held]
+    cache.keep(paths, fed, held)
+    expected = []
+    for number, (row, length, own, path) in enumerate(zip(rows, lengths, held, paths, strict=True)):
+        states = [torch.cat([row[i], new[number] + i], dim=1) for i in range(2)]  # [H, length + fed, D]
+        left = [*range(length - own), *(length - own + node for node in path)]
+        expected.append([state[:, left] for state in states])
+    assert_holds(cache, expected)
+
+
+@settings(max_examples=15)
+@given(
+    family=st.sampled_from(sorted(MODELS)),
+    prompts=st.lists(st.lists(tokens, min_size=1, max_size=6), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_trees_that_are_fed_bit_by_bit_say_what_each_of_their_texts_says_alone(family, prompts, data):
+    """Before each pass every tree loses some branches, in the cache too, and gets others."""
+    runner, cache = runner_for(family), TreeCache()
+    runner.prefill(prompts, cache)
+    trees, held, fed = [TokenTree(prompt[-1]) for prompt in prompts], [1] * len(prompts), 0
+    for _ in range(3):
+        ends = [data.draw(st.sets(st.integers(0, len(tree) - 1), min_size=1)) for tree in trees]
+        left = [
+            sorted({node for end in own for node in path_to(tree, end)}) for tree, own in zip(trees, ends, strict=True)
+        ]
+        cache.keep(left, fed, held)
+        trees = [without_the_rest(tree, nodes) for tree, nodes in zip(trees, left, strict=True)]
+        held, fed = [len(tree) for tree in trees], 0
+        for tree in trees:
+            for parent, token in data.draw(additions):
+                tree.add(parent % len(tree), token, "pool")
+        if held == [len(tree) for tree in trees]:
+            continue  # nothing to feed
+        logits = runner.extend(trees, held, cache)  # [B, S, V]
+        fed = logits.shape[1]
+        for row, (prompt, tree, own) in enumerate(zip(prompts, trees, held, strict=True)):
+            for node in range(own, len(tree)):
+                text = prompt[:-1] + [tree.ids[n] for n in path_to(tree, node)]
+                assert torch.allclose(logits[row, node - own], runner.prefill([text], TreeCache())[0], atol=1e-9)
 
 
 def test_prefill_of_rows_of_any_length_equals_that_of_each():

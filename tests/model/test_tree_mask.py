@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trees import CPU, Case, cases, tree_of
 
-from lade.model.attention import MaskPlan
+from lade.model.attention import MaskPlan, StepInputs
 from lade.model.reach import Reach, everything, sliding
 from lade.model.tree_mask import TreeMask
 
@@ -16,8 +16,10 @@ def test_it_is_what_each_query_sees(case):
     mask = case.mask()
     assert mask.shape == case.allowed()[:, None].shape and mask.dtype == torch.bool
     assert torch.equal(mask.dense(), case.allowed()[:, None])
-    assert torch.equal(case.inputs.within(case.reach), case.allowed())
-    assert torch.equal(mask.slots.key_positions(), case.inputs.key_positions)
+    inputs, dense = case.inputs, case.dense
+    assert torch.equal(dense.mask(case.reach), mask.dense())
+    assert torch.equal(inputs.ids, dense.ids) and torch.equal(inputs.positions, dense.positions)
+    assert torch.equal(inputs.key_positions, dense.key_positions)
 
 
 @pytest.mark.parametrize("nodes", [1, 31, 32, 33, 64, 65, 128])
@@ -65,14 +67,28 @@ def test_it_is_made_dense_once_and_only_when_somebody_looks():
 
 def test_a_plan_gives_one_to_each_layer_type():
     reaches = {"full_attention": everything, "sliding_attention": sliding(2)}
-    inputs = Case([tree_of([0, 0])], [4]).inputs
-    masks = MaskPlan(reaches, by_layer_type=True, additive=False, compact=True).masks(inputs, torch.float32)
-    expected = MaskPlan(reaches, by_layer_type=True, additive=False).masks(inputs, torch.float32)
+    masks, expected = (
+        plan.masks(plan.inputs([tree_of([0, 0])], [4], CPU), torch.float32)
+        for plan in (
+            MaskPlan(reaches, by_layer_type=True, additive=False, compact=compact) for compact in (True, False)
+        )
+    )
     assert isinstance(masks, dict) and isinstance(expected, dict)
     assert masks.keys() == expected.keys()
     for kind, mask in masks.items():
         assert isinstance(mask, TreeMask) and torch.equal(mask.dense(), expected[kind])
     assert masks["full_attention"].slots is masks["sliding_attention"].slots
+
+
+def test_rows_that_hold_nodes_get_dense_masks_unless_there_is_but_one():
+    plan = MaskPlan({"attention": everything}, by_layer_type=False, additive=False, compact=True)
+    tree = tree_of([0, 0, 2])
+    for held, expected in [([2], TreeMask), ([0, 0], TreeMask), ([2, 0], torch.Tensor)]:
+        trees, lengths = [tree] * len(held), [5 + own for own in held]
+        inputs, dense = plan.inputs(trees, lengths, CPU, held), StepInputs.of(trees, lengths, CPU, held)
+        mask = plan.masks(inputs, torch.float32)
+        assert type(mask) is expected and torch.equal(mask.clone(), dense.allowed[:, None])
+        assert torch.equal(inputs.ids, dense.ids) and torch.equal(inputs.positions, dense.positions)
 
 
 def test_the_kernel_gets_what_it_can_read():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lade.decoding.tree import TokenTree
 from lade.model.attention import StepInputs
 from lade.model.reach import Reach
+from lade.model.tree_inputs import TreeInputs
 from lade.model.tree_mask import TreeMask
 
 CPU = torch.device("cpu")
@@ -42,10 +43,15 @@ class Case:
     """Nodes of the only tree that are cached already."""
 
     @property
-    def inputs(self) -> StepInputs:
-        if self.cached:
-            return StepInputs.rest(self.trees[0], self.cached, self.lengths[0] + self.cached, CPU)
-        return StepInputs.of(self.trees, self.lengths, CPU)
+    def dense(self) -> StepInputs:
+        return StepInputs.of(self.trees, self._lengths(), CPU, [self.cached] * len(self.trees))
+
+    @property
+    def inputs(self) -> TreeInputs:
+        return TreeInputs.of(self.trees, self._lengths(), CPU, self.cached)
+
+    def _lengths(self) -> list[int]:
+        return [length + self.cached for length in self.lengths]
 
     def mask(self, device: torch.device = CPU) -> TreeMask:
         slots = self.inputs.slots
@@ -58,13 +64,14 @@ class Case:
         allowed = torch.zeros(len(self.trees), nodes, first + nodes, dtype=torch.bool)
         for row, (tree, length) in enumerate(zip(self.trees, self.lengths, strict=True)):
             for query in range(nodes):
-                own = query if query < len(tree) else 0  # what fills up is a copy of the root
-                position = length + tree.depths[own]
+                fills_up = query >= len(tree)  # by a copy of the root, which sees the text and itself
+                position = length + (0 if fills_up else tree.depths[query])
                 for slot in range(length):
                     allowed[row, query, slot] = self._near(position, slot)
-                for node in range(len(tree)):
+                for node in range(0 if fills_up else len(tree)):
                     near = self._near(position, length + tree.depths[node])
-                    allowed[row, query, first + node] = near and sees(tree, own, node)
+                    allowed[row, query, first + node] = near and sees(tree, query, node)
+                allowed[row, query, first + query] = True
         return allowed[:, self.cached :]
 
     def _near(self, query: int, key: int) -> bool:

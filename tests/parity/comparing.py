@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from families import VOCABULARY
+from families import VOCABULARY, Family
 
 import lade
 from lade.decoding.tree import TokenTree
@@ -41,6 +41,29 @@ def prompt(length: int, seed: int = 0) -> torch.Tensor:
     """Random ids `[1, length]`, without the padding id 0."""
     generator = torch.Generator().manual_seed(1000 + seed)
     return torch.randint(1, VOCABULARY, (1, length), generator=generator)
+
+
+def batch(*lengths: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random prompts of these lengths, padded on the left, and their mask."""
+    width = max(lengths)
+    ids, mask = torch.zeros(2, len(lengths), width, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        ids[row, width - length :] = prompt(length, seed=100 * seed + row)
+        mask[row, width - length :] = 1
+    return {"ids": ids, "attention_mask": mask}
+
+
+def build(case: Family, backend: str | None = None, **fields: Any) -> Any:
+    """A model that plain decoding can decode with padding.
+
+    An additive mask of float64 becomes infinite in a softmax of float32, so rows of padding become NaN; llama4 counts
+    padding where its temperature rises.
+    """
+    backend = backend or case.backends[0]
+    if case.model_type == "llama4_text":
+        fields = {"floor_scale": 8192, **fields}
+    dtype = torch.float32 if backend == "eager" else None
+    return case.build(backend, dtype=dtype, **fields)
 
 
 def plain(model: Any, ids: torch.Tensor, **arguments: Any) -> Any:

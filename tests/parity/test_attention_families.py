@@ -78,6 +78,7 @@ def test_rows_of_a_batch_and_beams(name: str) -> None:
     padding[1, :4] = 0
     rows[1, :4] = 0
     assert_same(model, rows, [PAPER], attention_mask=padding, max_new_tokens=24, pad_token_id=0)
+    assert_same(model, rows, [PAPER], attention_mask=padding, num_beams=3, max_new_tokens=12, pad_token_id=0)
     assert_same(model, prompt(9), [PAPER], num_beams=3, max_new_tokens=12)
 
 

@@ -6,23 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, lookahead, plain, prompt
+from comparing import CONFIGS, PAPER, batch, build, lookahead, plain
 from families import FAMILIES, SWITCH, UNLISTED, Family, family, longrope
 
 import lade
 
 CASES = [pytest.param(case, backend, id=f"{case}-{backend}") for case in FAMILIES for backend in case.backends]
 LENGTHS = (20, 7, 20, 13)
-
-
-def batch(*lengths: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random prompts of these lengths, padded on the left, and their mask."""
-    width = max(lengths)
-    ids, mask = torch.zeros(2, len(lengths), width, dtype=torch.long)
-    for row, length in enumerate(lengths):
-        ids[row, width - length :] = prompt(length, seed=100 * seed + row)
-        mask[row, width - length :] = 1
-    return {"ids": ids, "attention_mask": mask}
 
 
 def assert_same_batch(
@@ -38,19 +28,6 @@ def assert_same_batch(
         assert torch.equal(lookahead(model, **rows, config=config, stats=stats, **arguments), expected), config
         assert torch.equal(torch.get_rng_state(), state), config
     return stats
-
-
-def build(case: Family, backend: str | None = None, **fields: Any) -> Any:
-    """A model that plain decoding can decode with padding.
-
-    An additive mask of float64 becomes infinite in a softmax of float32, so rows of padding become NaN; llama4 counts
-    padding where its temperature rises.
-    """
-    backend = backend or case.backends[0]
-    if case.model_type == "llama4_text":
-        fields = {"floor_scale": 8192, **fields}
-    dtype = torch.float32 if backend == "eager" else None
-    return case.build(backend, dtype=dtype, **fields)
 
 
 @pytest.mark.parametrize(("case", "backend"), CASES)

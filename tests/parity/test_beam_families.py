@@ -1,4 +1,7 @@
-"""Beam search over every family, past sliding windows, up to the context's end and across rotary scalings."""
+"""Beam search over every family, past sliding windows, up to the context's end and across rotary scalings.
+
+Of one prompt first, then of several.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import PAPER, only_fallback, prompt
+from comparing import PAPER, batch, build, only_fallback, plain, prompt
 from families import FAMILIES, SWITCH, Family, family, longrope
 from transformers import PreTrainedModel
 
@@ -14,6 +17,10 @@ import lade
 
 CASES = [pytest.param(case, backend, id=f"{case}-{backend}") for case in FAMILIES for backend in case.backends]
 CONTEXT = 64
+DYNAMIC = {
+    "max_position_embeddings": SWITCH,
+    "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+}
 
 
 def assert_same_beams(
@@ -29,8 +36,12 @@ def assert_same_beams(
         "output_scores": True,
         **arguments,
     }
+    torch.manual_seed(5)
     expected: Any = (twin or model).generate(**asked)
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
     ours: Any = lade.generate(model, lookahead=PAPER, stats=stats, **asked)
+    assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(ours.sequences, expected.sequences)
     assert torch.equal(ours.beam_indices, expected.beam_indices)
     torch.testing.assert_close(ours.sequences_scores, expected.sequences_scores)
@@ -69,4 +80,57 @@ def test_beams_beyond_the_switch_of_longrope_are_refused_and_those_before_it_are
     with pytest.warns(lade.FallbackWarning) as caught:
         ours = lade.generate(model, **arguments)
     assert "num_beams" in only_fallback(list(caught))
+    assert torch.equal(ours, model.generate(**arguments))
+
+
+def assert_same_batch(model: PreTrainedModel, lengths: Any, **arguments: Any) -> lade.Stats:
+    """Assert it for prompts of these lengths, padded on the left."""
+    return assert_same_beams(model, **batch(*lengths), **{"max_new_tokens": 30, "pad_token_id": 0, **arguments})
+
+
+@pytest.mark.parametrize(("case", "backend"), CASES)
+def test_a_batch_of_it_is_that_of_transformers(case: Family, backend: str) -> None:
+    stats = assert_same_batch(build(case, backend), (20, 7), num_beams=2, max_new_tokens=12)
+    assert stats.generations == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window", "gemma3_text", "bloom", "gpt_oss", "llama4_text"])
+def test_a_sampled_batch(name: str) -> None:
+    assert_same_batch(build(family(name)), (9, 4, 13), max_new_tokens=20, do_sample=True, temperature=0.7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "backend"), CASES)
+def test_larger_batches_of_it(case: Family, backend: str) -> None:
+    model, lengths = build(case, backend), (20, 7, 20, 13, 1)
+    stats = assert_same_batch(model, lengths)
+    assert stats.tokens_per_step > 1, "no guess was ever taken"
+    first = plain(model, **batch(*lengths), max_new_tokens=30)[:, 20:]
+    assert_same_batch(model, lengths, do_sample=True, eos_token_id=[int(first[1, 5]), int(first[3, 15])])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "gpt_bigcode", "llama", "bloom"])
+def test_a_batch_up_to_the_very_last_position(name: str) -> None:
+    model = build(family(name), max_position_embeddings=CONTEXT)
+    for lengths in ((60, 50), (5, 63), (63, 63)):
+        assert_same_batch(model, lengths, max_new_tokens=CONTEXT + 1 - max(lengths))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_a_batch_beyond_the_context(name: str) -> None:
+    assert_same_batch(build(family(name), max_position_embeddings=32), (30, 20, 35))
+
+
+@pytest.mark.parametrize(("name", "fields"), [("llama", DYNAMIC), ("llama", longrope()), ("phi3", longrope())])
+def test_frequencies_that_go_by_the_longest_prompt(name: str, fields: dict[str, Any]) -> None:
+    model = family(name).build(**fields)
+    assert_same_batch(model, (12, 5), max_new_tokens=SWITCH - 13)
+    if "longrope" in str(fields):
+        assert_same_batch(model, (SWITCH + 3, SWITCH + 3))
+    arguments = {"num_beams": 2, "max_length": SWITCH + 1, "input_ids": batch(12, 12)["ids"]}
+    said = f"from {SWITCH} tokens on, the longest row decides"
+    with pytest.raises(lade.UnsupportedArgumentError, match=said):
+        lade.generate(model, lookahead=PAPER, **arguments)
+    with pytest.warns(lade.FallbackWarning, match=said):
+        ours = lade.generate(model, **arguments)
     assert torch.equal(ours, model.generate(**arguments))

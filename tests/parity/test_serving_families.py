@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -25,13 +26,13 @@ def known_cost_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def assert_served(model: Any, configs: Any, new_tokens: int = 30, **arguments: Any) -> None:
     """Requests with these configs and prompts of several lengths, three at a time: each gets plain's tokens."""
-    asked = [(prompt(length, seed), config) for seed, length in enumerate(LENGTHS) for config in configs]
-    with lade.Engine(model, max_rows=3, prefill_tokens=5) as engine:
-        handles = []
-        for number, (ids, config) in enumerate(asked):
-            given = {"max_new_tokens": new_tokens + number % 5, **arguments}
-            torch.manual_seed(number)
-            handles.append((engine.add(ids, lookahead=config, seed=number, **given), plain(model, ids, **given)))
+    asked = []
+    for number, (seed, config) in enumerate(itertools.product(range(len(LENGTHS)), configs)):
+        given = {"input_ids": prompt(LENGTHS[seed], seed), "max_new_tokens": new_tokens + number % 5, **arguments}
+        torch.manual_seed(number)
+        asked.append(({"lookahead": config, "seed": number, **given}, model.generate(**given)))
+    with lade.Engine(model, max_rows=3, prefill_tokens=5) as engine:  # from here on the model is the engine's
+        handles = [(engine.add(**given), expected) for given, expected in asked]
         for handle, expected in handles:
             assert torch.equal(handle.result(60.0), expected)
 

@@ -1,12 +1,12 @@
 """Shared by the tests of `lade.Engine`: one thread (the models are tiny), no measuring, and no thread left behind."""
 
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from serving_toys import engine_threads
 
 from lade.serving import batch
 from lade.testing import nearly_flat_cost
@@ -25,10 +25,6 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def known_cost_of_batches(monkeypatch):
     monkeypatch.setattr(batch, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
-
-
-def engine_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "lade.Engine"]
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """Helpers of these tests: what plain decoding gives for one prompt, and a batch that is driven by hand."""
 
+import threading
 from collections import deque
 
 import torch
@@ -17,6 +18,10 @@ VOCABULARY, PAD = 48, 0
 PAPER = LookaheadConfig(5, 4, 5)
 METHODS = (None, "auto", PAPER, LookaheadConfig(0, 3, 4), LookaheadConfig(4, 2, 0), LookaheadConfig(budget=12))
 ENOUGH = 10**6
+
+
+def engine_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "lade.Engine"]
 
 
 def random_ids(length, seed=0):

@@ -10,10 +10,9 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import engine_threads
 from families import SWITCH, family, longrope
 from peft import LoraConfig, get_peft_model
-from serving_toys import METHODS, PAD, VOCABULARY, FailsAt, alone, new_tokens, oddly, random_ids
+from serving_toys import METHODS, PAD, VOCABULARY, FailsAt, alone, engine_threads, new_tokens, oddly, random_ids
 
 import lade
 from lade import (

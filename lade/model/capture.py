@@ -1,0 +1,124 @@
+"""Captures what a call makes a device do, so that it can be done again without the call.
+
+A graph does again just what was captured: the same kernels on the same addresses. What may change from one time to the
+next must lie in tensors that stay where they are. `Rerun` does the same by calling again, on any device, and sees to it
+that nothing has moved.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+Call = Callable[[], torch.Tensor]
+
+_one_at_a_time = threading.Lock()  # torch captures one graph at a time in a process
+_WARM_UPS = 2
+"""Calls before a capture: libraries choose kernels and allocate workspaces in the first one."""
+
+
+class Recording(Protocol):
+    """What was captured."""
+
+    def replay(self, call: Call) -> torch.Tensor:
+        """Do it again, on what the fixed tensors hold now.
+
+        Args:
+            call: what was captured, for those that have to call again; a recording does not keep it, since that would
+                keep its model.
+
+        Returns:
+            The call's result: always the same tensor, which the next replay of any recording may overwrite.
+        """
+        ...
+
+
+class Capture(Protocol):
+    """Makes recordings."""
+
+    def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
+        """Capture a call.
+
+        Args:
+            call: launches kernels that read and write `fixed`, and returns a new tensor.
+            fixed: tensors that will stay where they are.
+
+        Raises:
+            RuntimeError: the call does what cannot be captured, such as waiting for the device.
+        """
+        ...
+
+
+class Rerun:
+    """Captures nothing: a replay calls again."""
+
+    def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
+        """See `Capture.record`."""
+        return _Calls(fixed)
+
+
+class _Calls:
+    def __init__(self, fixed: Sequence[torch.Tensor]) -> None:
+        self._fixed, self._addresses = fixed, _addresses(fixed)
+        self._result: torch.Tensor | None = None
+
+    def replay(self, call: Call) -> torch.Tensor:
+        """See `Recording.replay`."""
+        result = call()
+        if _addresses(self._fixed) != self._addresses:
+            raise RuntimeError("a tensor that was captured has moved: a graph would read where it was")
+        if self._result is None:
+            self._result = result
+        elif self._result.shape != result.shape:
+            raise RuntimeError(f"a call returned {list(result.shape)} after {list(self._result.shape)}")
+        else:
+            self._result.copy_(result)
+        return self._result
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+class CudaCapture:
+    """Captures CUDA graphs, all in one memory pool: they are to be replayed one at a time, and share their scratch.
+
+    Follows "CUDA graphs" in torch's notes on CUDA semantics: warm-up on a side stream, capture on the same one.
+
+    Args:
+        device: that the calls launch their kernels on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
+        """See `Capture.record`."""
+        with _one_at_a_time, torch.cuda.device(self._device):
+            here = torch.cuda.current_stream()
+            self._stream.wait_stream(here)
+            with torch.cuda.stream(self._stream):
+                for _ in range(_WARM_UPS):
+                    call()
+            here.wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may go on allocating: only what this one does is looked at.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                result = call()
+        return _Graph(graph, result, fixed)
+
+
+class _Graph:
+    def __init__(self, graph: torch.cuda.CUDAGraph, result: torch.Tensor, fixed: Sequence[torch.Tensor]) -> None:
+        self._graph, self._result = graph, result
+        self._fixed = fixed  # must not be freed before the graph
+
+    def replay(self, call: Call) -> torch.Tensor:
+        """See `Recording.replay`."""
+        self._graph.replay()
+        return self._result

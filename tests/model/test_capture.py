@@ -1,0 +1,130 @@
+"""Captures without a device: calling again, and what would be wrong with a graph."""
+
+import warnings
+
+import pytest
+import torch
+
+from lade.errors import CaptureWarning
+from lade.model.cache import TreeCache
+from lade.model.capture import Rerun
+from lade.model.workspace import Workspace, setup_of, workspace_of
+from lade.testing import toy_model
+
+
+def test_a_rerun_returns_the_same_tensor_with_new_content():
+    read = torch.tensor([1.0, 2.0])
+    recording = Rerun().record(lambda: 2 * read, [read])
+    first = recording.replay(lambda: 2 * read)
+    assert first.tolist() == [2, 4]
+    read += 1
+    again = recording.replay(lambda: 2 * read)
+    assert again is first and first.tolist() == [4, 6]
+
+
+def test_a_tensor_that_moves_is_noticed():
+    read = torch.ones(2)
+    recording = Rerun().record(lambda: 2 * read, [read])
+    recording.replay(lambda: 2 * read)
+    with pytest.raises(RuntimeError, match="a tensor that was captured has moved"):
+        recording.replay(lambda: read.set_(torch.ones(2)) * 2)
+
+
+def test_a_result_of_another_shape_is_noticed():
+    recording = Rerun().record(lambda: torch.ones(2), [])
+    recording.replay(lambda: torch.ones(2))
+    with pytest.raises(RuntimeError, match=r"a call returned \[1\] after \[2\]"):
+        recording.replay(lambda: torch.ones(1))
+
+
+def test_a_failure_is_told_with_what_went_wrong_first():
+    workspace = Workspace(Rerun)
+    try:
+        try:
+            raise RuntimeError("the model looked at a tensor\nat some place")
+        finally:
+            raise RuntimeError("the capture could not be ended")
+    except RuntimeError as problem:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            workspace.fail("setup", problem)
+    (warning,) = caught
+    assert warning.category is CaptureWarning and str(warning.message).endswith("the model looked at a tensor")
+    assert "ended" not in str(warning.message)
+
+
+def test_a_failure_belongs_to_a_setup():
+    model, device = toy_model(), torch.device("cuda")
+    workspace = workspace_of(model, device)
+    assert workspace_of(model, device) is workspace
+    with pytest.warns(CaptureWarning):
+        workspace.fail(setup_of(model), RuntimeError("no"))
+    assert workspace_of(model, device) is workspace
+    model.set_attn_implementation("eager")
+    assert workspace_of(model, device) is not workspace
+
+
+def test_a_setup_is_the_weights_and_what_computes_with_them():
+    model = toy_model()
+    setup = setup_of(model)
+    assert setup == setup_of(model) != setup_of(toy_model())
+    for change in (
+        lambda: model.set_attn_implementation("eager"),
+        model.train,
+        lambda: torch.use_deterministic_algorithms(True),
+        lambda: setattr(model.lm_head.weight, "data", model.lm_head.weight.data.clone()),
+    ):
+        before = setup_of(model)
+        change()
+        assert setup_of(model) != before
+    torch.use_deterministic_algorithms(False)
+
+
+def borrow(workspace, rows, tokens, setup="setup"):
+    """A cache of rows of one token each, with room for so many."""
+    filled = TreeCache()
+    filled.update(torch.ones(rows, 1, 1, 4), torch.ones(rows, 1, 1, 4), 0)
+    cache = workspace.cache(tokens, setup)
+    cache.join([filled], [(0, row) for row in range(rows)])
+    return cache
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_idle_buffers_the_larger_ones_are_kept(first):
+    workspace = Workspace(Rerun)
+    caches = [borrow(workspace, 1, 10), borrow(workspace, 2, 600)]
+    large = caches[1].buffers
+    caches[first].release()
+    caches[1 - first].release()
+    (entry,) = workspace._entries
+    assert entry.buffers is large and entry.idle
+    again = borrow(workspace, 2, 20)
+    assert again.buffers is large and not entry.idle
+
+
+def test_buffers_that_are_too_small_make_way():
+    workspace = Workspace(Rerun)
+    small = borrow(workspace, 1, 10)
+    small.release()
+    for rows, tokens in ((2, 10), (2, 600)):
+        larger = borrow(workspace, rows, tokens)
+        assert [entry.buffers for entry in workspace._entries] == [larger.buffers]
+        larger.release()
+    other = borrow(workspace, 1, 10, setup="another one")
+    assert [entry.buffers for entry in workspace._entries] == [other.buffers]
+
+
+def test_each_of_two_borrowers_has_a_capture_of_its_own():
+    workspace = Workspace(Rerun)
+    caches = [borrow(workspace, 1, 10) for _ in range(2)]
+    one, other = workspace._entries
+    assert caches[0].buffers is not caches[1].buffers and one.capture is not other.capture
+
+
+def test_what_is_lent_again_is_zero():
+    workspace = Workspace(Rerun)
+    cache = borrow(workspace, 2, 10)
+    buffers = cache.buffers
+    buffers.groups[0].fill_(7.0)
+    cache.release()
+    assert borrow(workspace, 1, 10).buffers is buffers and buffers.groups[0].sum() == 2 * 4  # one token

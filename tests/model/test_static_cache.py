@@ -1,0 +1,184 @@
+"""A cache at fixed addresses: compared with lists of what each row should hold."""
+
+import random
+
+import pytest
+import torch
+
+from lade.model.cache import TreeCache
+from lade.model.static_buffers import Buffers, Frame
+from lade.model.static_cache import StaticCache
+
+HEADS, DIM, LAYERS = 2, 3, 3
+
+
+def filled(lengths, first=1):
+    """A `TreeCache` whose token number i of row b holds `first + 100 b + i`; the layers add 1000 each."""
+    cache = TreeCache()
+    for layer in range(LAYERS):
+        wanted = torch.zeros(len(lengths), HEADS, max(lengths), DIM)
+        for row, length in enumerate(lengths):
+            wanted[row, :, :length] = (first + 1000 * layer + 100 * row + torch.arange(length))[:, None]
+        cache.update(wanted, -wanted[..., :2], layer)  # values are narrower than keys
+        cache.layers[-1].lengths = list(lengths)
+    return cache
+
+
+def static(*lengths, tokens=60):
+    cache = StaticCache(tokens)
+    cache.join([filled(lengths)], [(0, row) for row in range(len(lengths))])
+    return cache
+
+
+def held(cache, layer=0):
+    """What each row holds, and that behind it all is zero."""
+    keys, values = cache.buffers.keys[layer], cache.buffers.values[layer]
+    rows = []
+    for row, length in enumerate(cache.lengths):
+        assert not keys[row, :, length:].any() and not values[row, :, length:].any()
+        numbers = keys[row, 0, :length, 0]
+        assert torch.equal(keys[row, :, :length], numbers[:, None].expand(HEADS, length, DIM))
+        assert torch.equal(values[row, :, :length], -numbers[:, None].expand(HEADS, length, 2))
+        rows.append([int(number) - 1000 * layer for number in numbers])
+    assert not keys[len(rows) :].any()
+    return rows
+
+
+def feed(cache, numbers):
+    """What a pass does: every layer writes the numbers `[B, S]`, padded to the shape, behind each row's end."""
+    size = len(numbers[0])
+    cache.reserve(size)
+    shape = cache.shape(size)
+    slots = torch.zeros(shape.rows, shape.size, dtype=torch.long) + torch.arange(shape.size)
+    slots[: len(numbers)] += torch.tensor(cache.lengths)[:, None]
+    frame = Frame(cache.buffers, slots, shape)
+    states = torch.full((shape.rows, shape.size), 77.0)  # what fills up
+    states[: len(numbers), :size] = torch.tensor(numbers, dtype=torch.float)
+    for layer in range(LAYERS):
+        wide = (states + 1000 * layer)[:, None, :, None].expand(-1, HEADS, -1, DIM)
+        seen, _ = frame.update(wide, -wide[..., :2], layer)
+        assert seen.shape == (shape.rows, HEADS, shape.keys, DIM)
+        assert seen.untyped_storage().data_ptr() == cache.buffers.keys[layer].untyped_storage().data_ptr()
+    for row in range(len(numbers), shape.rows):  # rows of nobody are cleared before others need them
+        cache.buffers.clear_row(row, slice(0, shape.size))
+    cache.fed(size, shape)
+
+
+def test_rows_are_taken_over_from_several_caches():
+    parts = [filled([4, 2]), filled([5], first=51)]
+    cache = StaticCache(60)
+    cache.join(parts, [(1, 0), (0, 1), (0, 0), (0, 1)])
+    expected = [[51, 52, 53, 54, 55], [101, 102], [1, 2, 3, 4], [101, 102]]
+    for layer in range(LAYERS):
+        assert held(cache, layer) == expected
+    assert cache.lengths == [5, 2, 4, 2] and all(not part.layers for part in parts)
+
+
+def test_an_empty_one_says_so():
+    cache = StaticCache(10)
+    assert cache.empty and cache.lengths == [0]
+    with pytest.raises(RuntimeError, match="an empty static cache has no buffers: fill a TreeCache"):
+        _ = cache.buffers
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_paths_are_kept(seed):
+    generator = random.Random(seed)
+    rows = generator.choice([1, 2, 3])
+    lengths = [generator.randint(1, 9) for _ in range(rows)]
+    cache = static(*lengths)
+    expected = held(cache)
+    addresses = [group.data_ptr() for group in cache.buffers.groups]
+    for step in range(12):
+        size = generator.choice([1, 2, 7, 8, 9])
+        numbers = [[200 + 20 * step + node for node in range(size)] for _ in range(rows)]
+        feed(cache, numbers)
+        assert cache.lengths == [len(row) + size for row in expected]
+        paths = [[0, *sorted(generator.sample(range(1, size), generator.randint(0, size - 1)))] for _ in range(rows)]
+        if step % 3 == 0:
+            paths = [list(range(len(path))) for path in paths]
+        cache.keep(paths, fed=size)
+        for row, fed, path in zip(expected, numbers, paths, strict=True):
+            row.extend(fed[node] for node in path)
+        for layer in range(LAYERS):
+            assert held(cache, layer) == expected
+    assert addresses == [group.data_ptr() for group in cache.buffers.groups]
+
+
+def test_nothing_is_moved_where_the_path_is_the_first_nodes(monkeypatch):
+    cache = static(5, 3)
+    monkeypatch.setattr(Buffers, "move", None)
+    feed(cache, [[201, 202, 203], [211, 212, 213]])
+    cache.keep([[0, 1], [0]], fed=3)
+    assert held(cache) == [[1, 2, 3, 4, 5, 201, 202], [101, 102, 103, 211]]
+    cache.keep([[], []], fed=0)
+    feed(cache, [[1], [1]])
+    with pytest.raises(TypeError):
+        feed(cache, [[1, 2, 3], [1, 2, 3]])
+        cache.keep([[0, 2], [0]], fed=3)
+
+
+def test_all_layers_are_moved_at_once(monkeypatch):
+    cache, calls = static(5, 3), []
+    scatter = torch.Tensor.scatter_
+    monkeypatch.setattr(torch.Tensor, "scatter_", lambda *given: calls.append(given[0].shape) or scatter(*given))
+    feed(cache, [[201, 202, 203], [211, 212, 213]])
+    calls.clear()
+    cache.keep([[0, 2], [0]], fed=3)
+    assert [shape[0] for shape in calls] == [LAYERS, LAYERS], "once for all keys, once for all values"
+
+
+@pytest.mark.parametrize("rows", [[0, 2], [1], [2, 0], [0, 1, 2], [2, 2, 0], [1, 1, 1, 1]])
+def test_rows_are_selected(rows):
+    cache = static(4, 7, 2)
+    before = held(cache)
+    addresses = [group.data_ptr() for group in cache.buffers.groups]
+    cache.batch_select_indices(torch.tensor(rows))
+    assert held(cache) == [before[row] for row in rows]
+    assert addresses == [group.data_ptr() for group in cache.buffers.groups]
+    feed(cache, [[201]] * len(rows))
+    cache.keep([[0]] * len(rows), fed=1)
+    assert held(cache) == [[*before[row], 201] for row in rows]
+
+
+@pytest.mark.parametrize(("row", "rows"), [(0, [2, 1]), (1, [0, 2]), (2, [0, 1])])
+def test_the_last_row_takes_the_place_of_one_that_leaves(row, rows):
+    cache = static(4, 7, 2)
+    before = held(cache)
+    cache.leave(row)
+    assert held(cache) == [before[row] for row in rows]
+
+
+def test_more_rows_than_there_is_room_for():
+    with pytest.raises(ValueError, match=r"indices=\[0, 0, 0\] are too many: the buffers have 2 rows"):
+        static(4, 7).batch_select_indices(torch.tensor([0, 0, 0]))
+
+
+def test_buffers_grow_if_they_must():
+    given = []
+    cache = StaticCache(20, give_back=given.append)
+    cache.join([filled([6, 4])], [(0, 0), (0, 1)])
+    (slots,) = {group.shape[3] for group in cache.buffers.groups}
+    assert slots == 256
+    old, before = cache.buffers, held(cache)
+    feed(cache, [list(range(240, 488)), list(range(240, 488))])
+    assert given == [old] and cache.buffers.slots > 256
+    cache.keep([[0], [0, 247]], fed=248)
+    assert held(cache) == [[*before[0], 240], [*before[1], 240, 487]]
+
+
+@pytest.mark.parametrize(("tokens", "slots"), [(60, 256), (127, 256), (128, 384), (700, 1024), (10**6, 6144)])
+def test_slots_are_for_the_longest_text_and_the_largest_tree(tokens, slots):
+    cache = static(5, tokens=tokens)
+    assert cache.buffers.slots == slots
+
+
+def test_what_it_holds_is_handed_out():
+    cache, other = static(4, 6), TreeCache()
+    before = held(cache)
+    cache.copy_to(other)
+    cache.release()
+    assert cache.empty and other.lengths == [4, 6]
+    again = StaticCache(20)
+    again.join([other], [(0, 0), (0, 1)])
+    assert held(again) == before

@@ -1,0 +1,494 @@
+"""Passes that are captured and replayed write what `model.generate` writes.
+
+Each test runs on the CPU, where a tape stands in for CUDA graphs, and, marked `gpu`, with real ones.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from comparing import CONFIGS, PAPER, lookahead, plain, prompt
+from families import CONTEXT, FAMILIES, family, longrope
+from tape import Counted, Counts, Tape
+from test_batch_families import batch, build
+from transformers import GenerationConfig, PreTrainedModel
+
+import lade
+from lade.decoding import engine, readout
+from lade.errors import CaptureWarning
+from lade.hf import session
+from lade.model import choice, static_cache, tree_attention
+from lade.model.cache import TreeCache
+from lade.model.capture import CudaCapture, Rerun
+from lade.model.choice import runner_for, why_eager
+from lade.model.graphs import GraphRunner
+from lade.model.runner import EagerRunner
+from lade.model.static_cache import StaticCache
+from lade.model.workspace import Workspace, setup_of, workspace_of
+
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
+BUDGET = lade.LookaheadConfig(budget=24)
+QUICK = "llama gemma3_text gpt2 bloom llama4_text"
+"""Families that are tried each time; the others are `slow`."""
+EXPERTS = "mixtral qwen3_moe olmoe deepseek_v2 deepseek_v3 gpt_oss granitemoe"
+"""Their experts are called one by one, each with the tokens that chose it: how many, the host has to know."""
+
+
+class Graphs:
+    """Has every model of a test served by a `GraphRunner`, and counts what that does."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._workspaces: dict[PreTrainedModel, Workspace] = {}
+        self.counted: Any = None
+
+    def runner_for(
+        self, model: PreTrainedModel, plan: Any, generation_config: GenerationConfig, *, own_cache: bool = True
+    ) -> EagerRunner:
+        if not own_cache or why_eager(model):
+            return EagerRunner(model, plan, generation_config)
+        return GraphRunner(model, plan, generation_config, self.workspace(model))
+
+    def workspace(self, model: PreTrainedModel) -> Workspace:
+        if model not in self._workspaces:
+            make = Tape if self.device.type == "cpu" else lambda: CudaCapture(self.device)
+            self.counted = counted = Counts()
+            self._workspaces[model] = Workspace(lambda: Counted(make(), counted))
+        return self._workspaces[model]
+
+    def runner(self, model: PreTrainedModel) -> GraphRunner:
+        plan = lade.supports(model).plan
+        assert plan is not None
+        return GraphRunner(model, plan, GenerationConfig(), self.workspace(model))
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
+    made = Graphs(device)
+    monkeypatch.setattr(session, "runner_for", made.runner_for)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CaptureWarning)
+        yield made
+
+
+def built(name: str, device: torch.device, **overrides: Any) -> Any:
+    model: Any = family(name).build(**overrides)
+    return model.to(device)
+
+
+def generator_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def slow(cases: Any) -> list[Any]:
+    """Cases that are tried now and then."""
+    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+CAPTURED = [
+    pytest.param(each, id=str(each), marks=[] if str(each) in QUICK.split() else [pytest.mark.slow])
+    for each in FAMILIES
+    if str(each).removesuffix("-window") not in EXPERTS.split()
+]
+
+
+def shapes_of(workspace: Workspace) -> Counter[tuple[int, int, int]]:
+    passes = [shape for entry in workspace._entries for shape in entry.buffers.passes]
+    return Counter((shape.rows, shape.size, shape.keys) for shape in passes)
+
+
+# --- the same tokens -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("each", CAPTURED)
+def test_greedy_tokens_are_plain_decodings(each: Any, device: torch.device, graphs: Graphs) -> None:
+    model, ids, stats = each.build().to(device), prompt(20).to(device), lade.Stats()
+    expected = plain(model, ids, max_new_tokens=30)
+    for config in (PAPER, BUDGET):
+        assert torch.equal(lookahead(model, ids, config, stats=stats, max_new_tokens=30), expected), config
+    assert graphs.counted.replayed == stats.steps > graphs.counted.recorded > 1
+
+
+def test_attention_with_added_masks(device: torch.device, graphs: Graphs) -> None:
+    model, ids = built("gemma3_text", device, backend="eager"), prompt(20).to(device)
+    assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=30), plain(model, ids, max_new_tokens=30))
+    assert graphs.counted.replayed > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2"])
+def test_attention_that_knows_trees(
+    name: str, device: torch.device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks, kernel_for = [], tree_attention.kernel_for
+    monkeypatch.setattr(tree_attention, "kernel_for", lambda *states: masks.append(1) or kernel_for(*states))
+    model = built(name, device, backend=tree_attention.NAME, dtype=torch.float32, num_hidden_layers=2)
+    for rows in (1, 3):
+        ids, stats = torch.cat([prompt(20, seed) for seed in range(rows)]).to(device), lade.Stats()
+        masks.clear()
+        ours = lookahead(model, ids, PAPER, stats=stats, max_new_tokens=30)
+        assert torch.equal(ours, plain(model, ids, max_new_tokens=30))
+        assert graphs.counted.replayed > 0 and masks, "the masks of captured passes were dense"
+
+
+@pytest.mark.parametrize("config", [CONFIGS[2], *slow(CONFIGS[3:])])
+def test_any_method_at_any_size(config: lade.LookaheadConfig, device: torch.device, graphs: Graphs) -> None:
+    model = built("qwen3", device)
+    for length, new in ((1, 12), (2, 1), (7, 2), (64, 20)):
+        ids = prompt(length, seed=length).to(device)
+        assert torch.equal(lookahead(model, ids, config, max_new_tokens=new), plain(model, ids, max_new_tokens=new)), (
+            length
+        )
+
+
+def test_steps_larger_than_any_bucket(device: torch.device, graphs: Graphs) -> None:
+    model, ids = built("llama", device), prompt(20).to(device)
+    config, stats = lade.LookaheadConfig(30, 8, 20), lade.Stats()
+    expected = plain(model, ids, max_new_tokens=20)
+    assert torch.equal(lookahead(model, ids, config, stats=stats, max_new_tokens=20), expected)
+    assert max(stats.step_tokens) > 128 and 256 in {size for _, size, _ in shapes_of(graphs.workspace(model))}
+
+
+def test_a_text_that_grows_out_of_its_key_bucket(device: torch.device, graphs: Graphs) -> None:
+    model, ids = built("mistral-window", device), prompt(210).to(device)
+    assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=50), plain(model, ids, max_new_tokens=50))
+    assert {keys for _, _, keys in shapes_of(graphs.workspace(model))} == {256, 384}
+
+
+def test_the_end_of_a_table_of_positions(device: torch.device, graphs: Graphs) -> None:
+    model, ids = built("gpt2", device), prompt(CONTEXT - 20).to(device)
+    assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=20), plain(model, ids, max_new_tokens=20))
+    assert graphs.counted.replayed > 0
+
+
+@pytest.mark.parametrize("config", [BUDGET, *slow([PAPER, "auto"])])
+@pytest.mark.parametrize("name", ["llama", *slow(QUICK.split()[1:])])
+def test_batches_with_padding_whose_rows_end_in_turn(
+    name: str, config: Any, device: torch.device, graphs: Graphs
+) -> None:
+    model, stats = build(family(name)).to(device), lade.Stats()
+    rows = {key: value.to(device) for key, value in batch(5, 20, 1, 11, 14).items()}
+    told: dict[str, Any] = {"pad_token_id": 0, "max_new_tokens": 30}
+    free = plain(model, **rows, **told)
+    assert torch.equal(lookahead(model, **rows, config=config, stats=stats, **told), free)
+    told |= {"eos_token_id": [int(free[1, 25]), int(free[3, 35])]}
+    assert torch.equal(lookahead(model, **rows, config=config, stats=stats, **told), plain(model, **rows, **told))
+    assert len({rows for rows, _, _ in shapes_of(graphs.workspace(model))}) > 1, "rows leave"
+    assert stats.tokens_per_step > 1 or config == "auto"  # that goes by the clock
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_samples_and_the_generator_afterwards(rows: int, device: torch.device, graphs: Graphs) -> None:
+    model, ids = built("llama", device, dtype=torch.float32), prompt(20).repeat(rows, 1).to(device)
+    for seed, config in ((0, PAPER), (1, BUDGET)):
+        ends = []
+        for way in (plain, lambda *given, config=config, **named: lookahead(*given, config, **named)):
+            torch.manual_seed(seed)
+            output = way(model, ids, do_sample=True, temperature=0.7, top_k=20, max_new_tokens=14)
+            ends.append((output, generator_state(device)))
+        (expected, state), (ours, our_state) = ends
+        assert torch.equal(ours, expected) and torch.equal(our_state, state), seed
+    assert graphs.counted.replayed > 0
+
+
+def test_prefill_in_chunks(device: torch.device, graphs: Graphs) -> None:
+    model, ids = built("gemma3_text", device), prompt(50).to(device)
+    told = {"prefill_chunk_size": 7, "max_new_tokens": 15}
+    assert torch.equal(lookahead(model, ids, PAPER, **told), plain(model, ids, **told))
+
+
+def test_processors_and_beams(device: torch.device, graphs: Graphs) -> None:
+    model, ids = built("llama", device), prompt(20).to(device)
+    told: dict[str, Any]
+    for told in ({"repetition_penalty": 1.3}, {"num_beams": 3}, {"no_repeat_ngram_size": 2}):
+        told |= {"max_new_tokens": 15}
+        assert torch.equal(lookahead(model, ids, PAPER, **told), plain(model, ids, **told)), told
+
+
+def test_the_cache_that_is_handed_out(device: torch.device, graphs: Graphs) -> None:
+    model, ids = built("llama", device), prompt(20).to(device)
+    told = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 30}
+    ours, expected = lookahead(model, ids, PAPER, **told), plain(model, ids, **told)
+    assert graphs.counted.replayed > 0 and isinstance(ours.past_key_values, TreeCache)
+    torch.testing.assert_close(ours.scores, expected.scores)
+    for layer, other in zip(ours.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        torch.testing.assert_close(layer.keys[:, :, : layer.get_seq_length()], other.keys)
+        torch.testing.assert_close(layer.values[:, :, : layer.get_seq_length()], other.values)
+    going_on = {"max_new_tokens": 20, "return_dict_in_generate": True}
+    more = plain(model, expected.sequences, past_key_values=expected.past_key_values, **going_on)
+    ours_more = lookahead(model, ours.sequences, PAPER, past_key_values=ours.past_key_values, **going_on)
+    assert torch.equal(ours_more.sequences, more.sequences)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_is_not_kept_is_never_seen(
+    rows: int, device: torch.device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that a pass leaves beside the accepted path is poisoned, and all that no pass looks at."""
+    model, ids = built("gemma3_text", device), prompt(20).repeat(rows, 1).to(device)
+    ids[:, 0] = torch.arange(1, rows + 1)
+    expected = plain(model, ids, max_new_tokens=24)
+    keep, poisoned = StaticCache.keep, []
+
+    def poisoning(self: StaticCache, paths: Any, fed: int) -> None:
+        seen = max(shape.keys for shape in self.buffers.passes)
+        for group in self.buffers.groups:
+            group[:, :, :, seen:-1] = torch.nan
+            for row, (path, length) in enumerate(zip(paths, self.lengths, strict=True)):
+                start, end = length - fed, self._ends[row]
+                dropped = [start + node for node in range(end - start) if node not in path]
+                group[:, row, :, dropped] = torch.nan
+                poisoned.append(len(dropped))
+        keep(self, paths, fed)
+        for group in self.buffers.groups:
+            for row, length in enumerate(self.lengths):
+                assert torch.isfinite(group[:, row, :, :length]).all()
+                assert not group[:, row, :, length:seen].any(), "behind a row's end all is zero"
+
+    monkeypatch.setattr(StaticCache, "keep", poisoning)
+    for config in (PAPER, BUDGET):
+        assert torch.equal(lookahead(model, ids, config, max_new_tokens=24), expected)
+    assert sum(poisoned) > 100
+
+
+# --- what outlives a generation --------------------------------------------------------------------------------------
+
+
+def test_a_second_generation_captures_nothing(device: torch.device, graphs: Graphs) -> None:
+    model, ids = built("llama", device), prompt(30).to(device)
+    recorded = []
+    for _ in range(2):
+        assert torch.equal(lookahead(model, ids, BUDGET, max_new_tokens=20), plain(model, ids, max_new_tokens=20))
+        recorded.append(graphs.counted.recorded)
+    assert recorded[1] == recorded[0] > 0
+
+
+def test_a_shorter_text_is_not_shown_a_longer_one(device: torch.device, graphs: Graphs) -> None:
+    model = built("llama", device)
+    for length, new in ((100, 5), (10, 30)):
+        ids = prompt(length, seed=length).to(device)
+        assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=new), plain(model, ids, max_new_tokens=new))
+    assert len(graphs.workspace(model)._entries) == 1
+
+
+def test_buffers_grow_with_a_text_that_was_not_expected(
+    device: torch.device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(static_cache, "AHEAD_TOKENS", 8)
+    monkeypatch.setattr(static_cache, "LARGEST_STEP", 32)  # the first buffers hold 256 slots
+    model, ids = built("llama", device), prompt(210).to(device)
+    assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=50), plain(model, ids, max_new_tokens=50))
+    (entry,) = graphs.workspace(model)._entries
+    assert entry.buffers.slots > 256
+
+
+def test_generations_at_the_same_time_have_buffers_of_their_own(device: torch.device, graphs: Graphs) -> None:
+    model = built("llama", device)
+    texts = [prompt(20, seed=seed).to(device) for seed in (0, 1)]
+    streams = [lade.stream(model, input_ids=ids, max_new_tokens=20, do_sample=False, lookahead=PAPER) for ids in texts]
+    written: list[list[int]] = [[], []]
+    for steps in itertools.zip_longest(*streams):
+        for tokens, step in zip(written, steps, strict=True):
+            tokens.extend(step.tokens if step else [])
+    assert written == [plain(model, ids, max_new_tokens=20)[0, 20:].tolist() for ids in texts]
+    assert len(graphs.workspace(model)._entries) == 1, "of idle ones one is kept"
+
+
+def test_a_generation_that_nobody_ends_does_not_keep_its_buffers(device: torch.device, graphs: Graphs) -> None:
+    model, ids = built("llama", device), prompt(20).to(device)
+    stream = lade.stream(model, input_ids=ids, max_new_tokens=40, do_sample=False, lookahead=PAPER)
+    next(iter(stream))
+    del stream
+    gc.collect()
+    lookahead(model, ids, PAPER, max_new_tokens=5)
+    assert len(graphs.workspace(model)._entries) == 1
+
+
+def test_changed_weights_are_captured_anew(device: torch.device, graphs: Graphs) -> None:
+    model, ids = built("llama", device), prompt(20).to(device)
+    told = {"max_new_tokens": 12}
+
+    def check() -> torch.Tensor:
+        ours: torch.Tensor = lookahead(model, ids, **told)
+        assert torch.equal(ours, plain(model, ids, **told))
+        return ours
+
+    texts = [check()]
+    with torch.no_grad():  # in place: what was captured reads them where they are
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+    recorded = graphs.counted.recorded
+    texts.append(check())
+    assert graphs.counted.recorded <= recorded + 1  # perhaps a size that was not needed before
+    for parameter in model.parameters():  # elsewhere
+        parameter.data = parameter.data.flip(-1).clone()
+    texts.append(check())
+    model.set_attn_implementation("eager")
+    texts.append(check())
+    assert len({tuple(text[0].tolist()) for text in texts}) == 3
+
+
+def test_a_model_can_go(device: torch.device, graphs: Graphs) -> None:
+    model, ids = built("llama", device), prompt(20).to(device)
+    lookahead(model, ids, PAPER, max_new_tokens=10)
+    gone, workspace = weakref.ref(model), graphs.workspace(model)
+    graphs._workspaces.clear()
+    del model
+    gc.collect()
+    assert gone() is None and workspace._entries, "what was captured does not hold the model"
+
+
+# --- where it does not work ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mixtral", *slow(EXPERTS.split()[1:])])
+def test_what_cannot_be_captured_runs_eagerly_with_one_warning(name: str, device: torch.device, graphs: Graphs) -> None:
+    model, ids = built(name, device), prompt(20).to(device)
+    expected = plain(model, ids, max_new_tokens=20)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for config in (PAPER, BUDGET):
+            assert torch.equal(lookahead(model, ids, config, max_new_tokens=20), expected), config
+    (warning,) = caught
+    assert warning.category is CaptureWarning and "cannot be captured" in str(warning.message)
+    (entry,) = graphs.workspace(model)._entries
+    assert isinstance(entry.capture, Rerun) and graphs.counted.recorded == 0
+
+
+def test_who_is_served_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = family("llama").build()
+    plan = lade.supports(model).require()
+    config = GenerationConfig()
+    assert type(runner_for(model, plan, config)) is EagerRunner, "never on a CPU"
+    monkeypatch.setattr(choice, "input_device", lambda model: torch.device("cuda"))
+    monkeypatch.setattr(choice, "why_eager", lambda model: "")
+    workspace = Workspace(Rerun)
+    monkeypatch.setattr(choice, "workspace_of", lambda model, device: workspace)
+    assert type(runner_for(model, plan, config)) is GraphRunner
+    assert type(runner_for(model, plan, config, own_cache=False)) is EagerRunner
+    with pytest.warns(CaptureWarning, match="RuntimeError: the reason"):
+        workspace.fail(setup_of(model), RuntimeError("the reason\nand more"))
+    assert type(runner_for(model, plan, config)) is EagerRunner, "not a second time"
+    workspace.trouble = None
+    monkeypatch.setattr(choice, "why_eager", lambda model: "something")
+    assert type(runner_for(model, plan, config)) is EagerRunner
+
+
+@pytest.mark.parametrize(
+    ("said", "change"),
+    [
+        ("", lambda model: None),
+        ("hooks", lambda model: model.model.layers[1].register_forward_hook(lambda *given: None)),
+        ("hooks", lambda model: model.lm_head.register_forward_pre_hook(lambda *given: None)),
+        ("hooks", lambda model: setattr(model.model.layers[0], "_hf_hook", object())),
+        ("several devices", lambda model: model.lm_head.to("meta")),
+    ],
+)
+def test_why_a_model_is_not_captured(said: str, change: Callable[[Any], Any]) -> None:
+    model: Any = family("llama").build()
+    change(model)
+    assert bool(why_eager(model)) == bool(said) and said in why_eager(model)
+
+
+def test_hooks_that_are_left_from_asking_for_hidden_states_do_nothing() -> None:
+    model: Any = family("llama").build()
+    model(prompt(5), output_hidden_states=True)
+    assert why_eager(model) == ""
+
+
+def test_frequencies_that_the_host_decides_about() -> None:
+    assert "frequencies" in why_eager(family("phi3").build(**longrope()))
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert "frequencies" in why_eager(family("llama").build(rope_parameters=dynamic))
+
+
+def test_autocast_decides_by_itself() -> None:
+    model = family("llama").build(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert "autocast" in why_eager(model)
+
+
+# --- one synchronisation a step --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("config", [PAPER, BUDGET, *slow(["auto"])])
+def test_the_host_looks_at_a_tensor_once_a_step(
+    rows: int, config: Any, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if graphs.device.type != "cpu":
+        pytest.skip("there, torch itself counts: see the next test")
+    monkeypatch.setattr(engine, "best_tokens", lambda logits: logits.argmax(-1).tolist())  # as if they lay elsewhere
+    monkeypatch.setattr(
+        engine, "read", lambda logits: readout._read_remotely(logits.float(), readout._maxima(logits.float()))
+    )
+    model, ids = built("llama", graphs.device, dtype=torch.float32), prompt(20).repeat(rows, 1)
+    ids[:, 0] = torch.arange(1, rows + 1)
+    looks: Counter[str] = Counter()
+
+    def counting(name: str) -> None:
+        original = getattr(torch.Tensor, name)
+
+        def look(self: torch.Tensor, *given: Any, **named: Any) -> Any:
+            looks[name] += 1
+            return original(self, *given, **named)
+
+        monkeypatch.setattr(torch.Tensor, name, look)
+
+    for name in ("cpu", "tolist", "item", "__int__", "__bool__", "__float__", "__index__"):
+        counting(name)
+    step, counts = engine.Engine.step, []
+
+    def counted_step(self: Any) -> Any:
+        looks.clear()
+        steps = step(self)
+        counts.append(looks.total())
+        return steps
+
+    monkeypatch.setattr(engine.Engine, "step", counted_step)
+    lookahead(model, ids, config, max_new_tokens=30)
+    assert len(counts) > 3 and set(counts) == {1}
+
+
+@pytest.mark.gpu
+@NO_CUDA
+def test_graphs_are_chosen_where_there_are_some() -> None:
+    device = torch.device("cuda")
+    model, ids = built("llama", device), prompt(20).to(device)
+    assert torch.equal(lookahead(model, ids, PAPER), plain(model, ids))
+    workspace = workspace_of(model, device)
+    assert isinstance(workspace._entries[0].capture, CudaCapture) and shapes_of(workspace)
+
+
+@pytest.mark.gpu
+@NO_CUDA
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("config", [PAPER, BUDGET, "auto"], ids=["paper", "budget", "auto"])
+def test_a_step_waits_for_the_device_once(rows: int, config: Any) -> None:
+    device = torch.device("cuda")
+    model, ids = built("llama", device), prompt(20).repeat(rows, 1).to(device)
+    ids[:, 0] = torch.arange(1, rows + 1)
+    lookahead(model, ids, config, max_new_tokens=40)  # captures
+    stats = lade.Stats()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            lookahead(model, ids, config, max_new_tokens=40, stats=stats)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [w for w in caught if "synchronizing CUDA operation" in str(w.message)]
+    steps = stats.steps / rows
+    assert steps > 3 and len(waits) <= steps + 20, "20 for prefill, and rows that leave"

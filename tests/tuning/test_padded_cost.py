@@ -1,0 +1,129 @@
+"""Where passes are padded to a few sizes, what lies between costs as much as the next of them."""
+
+import gc
+
+import pytest
+import torch
+
+from lade.decoding.controller import Controller
+from lade.model.buckets import STEP_SIZES, step_bucket
+from lade.model.capture import Rerun
+from lade.model.graphs import GraphRunner
+from lade.model.support import supports
+from lade.model.workspace import Workspace
+from lade.testing import toy_model
+from lade.tuning import profile
+from lade.tuning.cost import KNOTS, StepCost
+from lade.tuning.measure import SIZES, StepTimer, measure_step_cost
+
+STAIRS = {1: 1.0, 8: 1.05, 16: 1.1, 32: 1.25, 64: 1.6, 128: 2.6}
+
+
+def true_cost(size):
+    return 1e-3 * STAIRS.get(step_bucket(size), 2.6 * step_bucket(size) / 128)
+
+
+def measured(noise=()):
+    samples = {size: [true_cost(size)] * 3 for size in SIZES}
+    for size, factor in noise:
+        samples[size] = [factor * seconds for seconds in samples[size]]
+    cost = StepCost.of(samples)
+    cost.pad_to(STEP_SIZES)
+    return cost
+
+
+def test_nine_tokens_cost_what_sixteen_cost():
+    cost = measured()
+    for size in range(1, 129):
+        assert cost.seconds(size) == pytest.approx(true_cost(size)), size
+    assert cost.seconds(256) > cost.seconds(128)
+
+
+@pytest.mark.parametrize("noise", [[], [(2, 0.9), (4, 1.2)], [(4, 0.5)], [(16, 1.3)]])
+def test_the_hull_touches_the_ends_of_the_stairs_only(noise):
+    cost = measured(noise)
+    assert set(cost.corners) <= {*STEP_SIZES, KNOTS[-1]} and cost.corners[0] == 1
+    assert all(low <= high * (1 + 1e-9) for low, high in zip(cost.lower_hull(), cost.table, strict=True))
+    assert cost.marginals == sorted(cost.marginals)
+
+
+def test_sizes_between_do_not_count_whatever_was_measured_of_them():
+    slow = measured([(2, 3.0), (4, 3.0)])
+    assert slow.table == measured().table
+
+
+def test_a_pass_of_nine_tokens_says_what_sixteen_cost():
+    cost = measured()
+    before = list(cost.table)
+    for _ in range(200):
+        cost.observe(9, 1.5 * true_cost(16))
+    cost.refresh()
+    assert cost.table[16] == cost.table[9] > 1.3 * before[16]
+    other = measured()
+    for _ in range(200):
+        other.observe(16, 1.5 * true_cost(16))
+    other.refresh()
+    assert other.table == cost.table
+
+
+def test_padding_can_be_taken_back():
+    cost, plain = measured(), StepCost.of({size: [true_cost(size)] * 3 for size in SIZES})
+    assert cost.table != plain.table
+    cost.pad_to(())
+    assert cost.table == plain.table and cost.corners == plain.corners
+    assert StepCost.from_json(measured().to_json()).table == plain.table
+
+
+@pytest.mark.parametrize("sizes", [(1, 5), (8, 16), (8, 1), (1, 1)])
+def test_sizes_are_knots(sizes):
+    with pytest.raises(ValueError, match="sizes="):
+        measured().pad_to(sizes)
+
+
+def test_a_budget_fills_the_stairs():
+    """With good guesses without end the tree ends where a stair ends."""
+    controller = Controller(measured())
+    sizes = []
+    for _ in range(60):
+        most = controller.stages()[-1][0]
+        size = controller.choose([1.0] + [0.3] * (most - 1))
+        sizes.append(size)
+        controller.observe(size, 1 + round(0.3 * (size - 1)), true_cost(size), true_cost(size))
+    assert sizes[-1] in STEP_SIZES
+
+
+def runner_of(model):
+    return GraphRunner(model, supports(model).require(), model.generation_config, Workspace(Rerun))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_captures_do_not_count_as_passes(batch, monkeypatch):
+    model = toy_model(vocabulary=300)
+    runner, when = runner_of(model), []
+    record, call = GraphRunner._record, StepTimer.__call__
+    monkeypatch.setattr(GraphRunner, "_record", lambda self, *given: when.append("capture") or record(self, *given))
+    monkeypatch.setattr(StepTimer, "__call__", lambda self, size: when.append(size) or call(self, size))
+    timer = StepTimer(runner, vocabulary=300, largest=128, cached=100, batch=batch)
+    assert when.count("capture") == len(STEP_SIZES)
+    when.clear()
+    assert all(timer(size) > 0 for size in SIZES) and "capture" not in when
+    assert timer._cache.lengths == [100] * batch
+    (entry,) = runner._workspace._entries
+    assert not entry.idle
+    del timer
+    gc.collect()
+    assert entry.idle, "who is gone needs no buffers"
+
+
+def test_a_profile_of_graphs_is_one_of_stairs(monkeypatch, tmp_path):
+    model = toy_model(vocabulary=300)
+    runner = runner_of(model)
+    cost = profile.step_cost_for(model, runner, folder=tmp_path)
+    assert cost.table[9] == cost.table[16] and profile.key_of(model, runner)["runner"] == "GraphRunner"
+    assert profile.step_cost_for(model, runner, folder=tmp_path) is cost
+
+
+def test_logits_of_the_measured_cache_are_finite():
+    model = toy_model(vocabulary=300)
+    assert measure_step_cost(runner_of(model), vocabulary=300, cached=50, budget_s=0.05).seconds(1) > 0
+    assert torch.isfinite(model.lm_head.weight).all()
