@@ -2,9 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
+KERNEL := .venv-kernel
+KERNEL_TESTS := tests/model/test_tree_kernel.py tests/parity/test_attention_families.py
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-fast test-slow test-gpu test-oldest lint figures docs wheel clean
+.PHONY: help demo test test-fast test-slow test-gpu test-oldest test-kernel lint figures docs wheel clean
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -19,6 +21,10 @@ $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt torch
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e '.[dev]'
+	@touch $@
+
+$(KERNEL)/.installed: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(KERNEL) 'triton>=3.7'
 	@touch $@
 
 demo: $(VENV)/.installed ## watch the embedded model write Python, plain and with lookahead
@@ -38,6 +44,10 @@ test-gpu: $(VENV)/.installed ## what needs a CUDA device
 test-oldest: $(OLDEST)/.installed ## the default tests on the oldest supported transformers
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2
 
+test-kernel: $(KERNEL)/.installed ## the attention kernel without a GPU: interpreted, and compiled (Triton, 200 MB, is fetched)
+	TRITON_INTERPRET=1 PYTHONPATH=$(KERNEL) $(BIN)/python -m pytest -n 2 $(KERNEL_TESTS)
+	PYTHONPATH=$(KERNEL) $(BIN)/python -m pytest -n 2 tests/model/test_tree_kernel.py
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -55,4 +65,4 @@ wheel: $(VENV)/.installed ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(KERNEL) build dist *.egg-info

@@ -20,9 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lade
 from lade.decoding import engine
 from lade.decoding.row import Row
-from lade.model.attention import MaskPlan
+from lade.model.attention import MaskPlan, StepInputs
 from lade.model.cache import TreeCache
-from lade.model.runner import StepInputs
 
 PARTS: list[tuple[Any, str, str]] = [
     (Row, "learn", "learning"),

@@ -13,13 +13,13 @@
 # Exit code 0: done. 1: a test failed, an output differs, or time was over too early. 2: something is missing.
 set -euo pipefail
 
-TOTAL_S=510 TESTS_S=130 STEPS_S=60 GRACE_S=20 LEAST_S=20
+TOTAL_S=510 TESTS_S=150 ATTENTION_S=60 STEPS_S=60 GRACE_S=20 LEAST_S=20
 METHODS=hf,hf-prompt-lookup,plain,jacobi,lookahead,lookahead=15,5,15,adaptive,adaptive-warm
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 root=$PWD called_from=$OLDPWD
 out=benchmarks/gpu/results wheels='' python=python3 device=cuda sizes=1e9,7e9
-bench=(--limit 12 --max-new-tokens 128) tests=() steps=() dtype=bfloat16 failed=0
+bench=(--limit 12 --max-new-tokens 128) tests=() attention=() steps=() dtype=bfloat16 failed=0
 
 absolute() { case $1 in /*) echo "$1" ;; *) echo "$called_from/$1" ;; esac; }
 
@@ -30,7 +30,10 @@ refuse() {
 
 while (($#)); do
     case $1 in
-        --quick) bench=(--limit 2 --max-new-tokens 6) tests=(-k 'greedy and llama') steps=(--rounds 2) ;;
+        --quick)
+            bench=(--limit 2 --max-new-tokens 6) tests=(-k 'greedy and llama') steps=(--rounds 2)
+            attention=(--shapes 4x2x32 --lengths 16,64 --steps 1,8 --rounds 2 --no-flex)
+            ;;
         --wheels | --python | --device | --sizes)
             (($# > 1)) || refuse "$1 needs a value"
             printf -v "${1#--}" %s "$2"
@@ -103,6 +106,9 @@ run_tests() { # other plugins and versions than the project's may be there: they
 run_tests 2>&1 | tee "$out/tests.log"
 grep -qE '== parity tests: exit code 0,' "$out/tests.log" || failed=1
 grep -E '^[0-9]+ (passed|failed|skipped)|, [0-9]+ passed' "$out/tests.log" | tail -n 1 >"$out/parity.txt" || true
+
+stage attention $ATTENTION_S "$python" benchmarks/gpu/attention.py --out "$out" --device "$device" \
+    --limit-s $((ATTENTION_S - 15)) "${attention[@]}"
 
 IFS=, read -ra todo <<<"$sizes"
 for number in "${!todo[@]}"; do

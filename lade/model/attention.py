@@ -6,19 +6,18 @@ chunks see less of it, counted in *positions*: two nodes at the same depth lie i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from lade.decoding.tree import TokenTree
-from lade.model.staging import upload
+from lade.model.reach import Reach, everything
+from lade.model.staging import filled, upload
+from lade.model.tree_inputs import TreeInputs
 
 Mask = torch.Tensor | dict[str, torch.Tensor]
-Reach = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(query positions `[B, S, 1]`, key positions `[B, 1, K]`) -> bool `[B, S, K]`: is the key near enough?"""
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class StepInputs:
         rows, first = len(trees), max(lengths)
         step = max(len(tree) - own for tree, own in zip(trees, held, strict=True))
         before = (np.array(lengths) - np.array(held))[:, None]  # [B, 1], tokens in front of the trees
-        ids, depths = (_filled(columns, held, step) for columns in ([t.ids for t in trees], [t.depths for t in trees]))
+        ids, depths = (filled(columns, held, step) for columns in ([t.ids for t in trees], [t.depths for t in trees]))
         positions = depths + before
         slots, nodes = np.arange(first), np.arange(step)
         key_positions = np.concatenate([np.broadcast_to(slots, (rows, first)), positions], axis=1)
@@ -84,32 +83,12 @@ class StepInputs:
         rows = (np.array(tree.ids[held:]), positions[held:], key_positions, allowed)
         return cls(*upload([array[None] for array in rows], device))
 
-    def within(self, reach: Reach) -> torch.Tensor:
-        """What each node may see of what is near enough, `[B, S, K]` bool."""
-        if reach is everything:
-            return self.allowed
-        return self.allowed & reach(self.positions[:, :, None], self.key_positions[:, None, :])
-
-
-def _filled(columns: Sequence[list[int]], held: Sequence[int], length: int) -> npt.NDArray[np.int64]:
-    """Lists as rows `[B, length]`, without what is held of them; the shorter ones filled up with their first number."""
-    rows = zip(columns, held, strict=True)
-    return np.array([column[own:] + column[:1] * (length - len(column) + own) for column, own in rows], dtype=np.int64)
-
-
-def everything(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Full attention: no key is too far."""
-    return torch.ones(1, 1, 1, dtype=torch.bool, device=query.device)
-
-
-def sliding(window: int) -> Reach:
-    """The last `window` positions, the query's own included."""
-    return lambda query, key: query - key < window
-
-
-def chunked(size: int) -> Reach:
-    """The positions of the query's own chunk."""
-    return lambda query, key: query // size == key // size
+    def mask(self, reach: Reach) -> torch.Tensor:
+        """What each node may see of what is near enough, `[B, 1, S, K]` bool."""
+        if reach == everything:
+            return self.allowed[:, None]
+        near = reach(self.positions[:, :, None], self.key_positions[:, None, :])
+        return (self.allowed & near)[:, None]
 
 
 @dataclass(frozen=True)
@@ -120,20 +99,41 @@ class MaskPlan:
         reaches: what its layers see, by layer type.
         by_layer_type: whether the model takes a dict of masks with these types as keys; otherwise it has one type only.
         additive: whether masks are added to the scores (eager attention) or boolean (SDPA).
+        compact: whether its attention knows `TreeMask`.
     """
 
     reaches: Mapping[str, Reach]
     by_layer_type: bool
     additive: bool
+    compact: bool = False
 
-    def masks(self, inputs: StepInputs, dtype: torch.dtype) -> Mask:
+    def inputs(
+        self,
+        trees: Sequence[TokenTree],
+        lengths: Sequence[int],
+        device: torch.device,
+        held: Sequence[int] | None = None,
+    ) -> Inputs:
+        """One step over one tree a row, see `StepInputs.of`.
+
+        In a batch whose rows hold nodes these do not lie beside those fed, which a `TreeMask` cannot say: it gets
+        dense masks, which all attention knows.
+        """
+        if self.compact and (len(trees) == 1 or not any(held or ())):
+            return TreeInputs.of(trees, lengths, device, sum(held or ()))
+        return StepInputs.of(trees, lengths, device, held)
+
+    def masks(self, inputs: Inputs, dtype: torch.dtype) -> Mask:
         """Masks `[B, 1, S, K]` for one step; additive ones in `dtype`, the model's."""
-        masks = {kind: self._shape(inputs.within(reach), dtype) for kind, reach in self.reaches.items()}
+        masks = {kind: self._shape(inputs.mask(reach), dtype) for kind, reach in self.reaches.items()}
         return masks if self.by_layer_type else next(iter(masks.values()))
 
     def _shape(self, allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        allowed = allowed[:, None]  # [B, 1, S, K]
         if not self.additive:
             return allowed
         mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
         return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
+
+
+Inputs = StepInputs | TreeInputs
+"""Of one step: `ids`, `positions` and `key_positions`, and a `mask` for each reach."""

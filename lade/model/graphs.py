@@ -115,7 +115,7 @@ class GraphRunner(EagerRunner):
 
     def _whole(self, shape: Shape, buffers: Buffers, inputs: StaticInputs) -> torch.Tensor:
         """The pass itself: all that a graph holds. Logits `[B, S, V]`."""
-        step = inputs.step(shape.keys)
+        step = inputs.tree_step(shape.keys) if self.plan.compact else inputs.step(shape.keys)
         masks = self.plan.masks(step, self.model.dtype)
         with self._slot_counters.told(step):
             return self._call(step, masks, Frame(buffers, inputs.slots(), shape))

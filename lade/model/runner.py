@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from lade.decoding.engine import Watch
 from lade.decoding.tree import TokenTree
-from lade.model.attention import Mask, MaskPlan, StepInputs
+from lade.model.attention import Inputs, Mask, MaskPlan
 from lade.model.cache import TreeCache
 from lade.model.hidden import HiddenStates
 from lade.model.positions import Positions
@@ -121,7 +121,7 @@ class EagerRunner:
         """
         if len(rows) == 1 and cache.lengths[0] == self.positions.switch and self._forgets(rows, cache):
             return self._timed(lambda: self.prefill(rows, cache)[:, None])
-        return self._feed(StepInputs.of(trees, cache.lengths, self.device), cache)
+        return self._feed(self.plan.inputs(trees, cache.lengths, self.device), cache)
 
     @torch.no_grad()
     def extend(self, trees: Sequence[TokenTree], held: Sequence[int], cache: TreeCache) -> torch.Tensor:
@@ -136,14 +136,14 @@ class EagerRunner:
             Logits of the nodes fed, `[B, S, V]`, S being the largest number of them; in rows with fewer the logits
             behind the last one mean nothing.
         """
-        return self._feed(StepInputs.of(trees, cache.lengths, self.device, held), cache)
+        return self._feed(self.plan.inputs(trees, cache.lengths, self.device, held), cache)
 
-    def _feed(self, inputs: StepInputs, cache: TreeCache) -> torch.Tensor:
+    def _feed(self, inputs: Inputs, cache: TreeCache) -> torch.Tensor:
         masks = self.plan.masks(inputs, self.model.dtype)
         with self._slot_counters.told(inputs):
             return self._timed(lambda: self._call(inputs, masks, cache))
 
-    def _call(self, inputs: StepInputs, masks: Mask, cache: Cache) -> torch.Tensor:
+    def _call(self, inputs: Inputs, masks: Mask, cache: Cache) -> torch.Tensor:
         kwargs: dict[str, Any] = {"attention_mask": masks, "past_key_values": cache, "use_cache": True}
         if "position_ids" in self._accepts:
             kwargs["position_ids"] = inputs.positions

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lade.model.attention import StepInputs
+from lade.model.attention import Inputs
 from lade.model.positions import Positions
 
 
@@ -30,7 +30,7 @@ class SlotCounters:
         self._tempered = [layer for layer in layers if _scales_queries(layer)]
 
     @contextmanager
-    def told(self, inputs: StepInputs) -> Iterator[None]:
+    def told(self, inputs: Inputs) -> Iterator[None]:
         """While it lasts, they go by the positions in `inputs`."""
         with ExitStack() as stack:
             if self._alibi is not None:

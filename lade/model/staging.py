@@ -18,14 +18,14 @@ import torch
 Array = npt.NDArray[Any]
 
 _ALIGNMENT = 16
-_TORCH_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.bool_): torch.bool}
+_TORCH_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32, np.dtype(np.bool_): torch.bool}
 
 
 class Layout:
     """Arrays of known shapes, one behind the other in one piece of memory.
 
     Args:
-        parts: dtype (int64 or bool) and shape of each.
+        parts: dtype (int64, int32 or bool) and shape of each.
     """
 
     def __init__(self, parts: Sequence[tuple[Any, Sequence[int]]]) -> None:
@@ -59,7 +59,7 @@ class Layout:
 
 
 def upload(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
-    """The arrays (int64 or bool) on the device, in one copy that the host does not wait for."""
+    """The arrays (int64, int32 or bool) on the device, in one copy that the host does not wait for."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]  # where there is nothing to do, asking takes time too
     layout = Layout([(array.dtype, array.shape) for array in arrays])
@@ -67,3 +67,9 @@ def upload(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
     for place, array in zip(layout.arrays(host), arrays, strict=True):
         place[...] = array
     return layout.tensors(host.to(device, non_blocking=True))
+
+
+def filled(columns: Sequence[list[int]], held: Sequence[int], length: int) -> npt.NDArray[np.int64]:
+    """Lists as rows `[B, length]`, without what is held of them; the shorter ones filled up with their first number."""
+    rows = zip(columns, held, strict=True)
+    return np.array([column[own:] + column[:1] * (length - len(column) + own) for column, own in rows], dtype=np.int64)

@@ -18,6 +18,8 @@ import torch
 from lade.decoding.tree import TokenTree
 from lade.model.attention import StepInputs
 from lade.model.staging import Layout
+from lade.model.tree_inputs import TreeInputs
+from lade.model.tree_mask import TreeSlots, words_of
 
 
 class StaticInputs:
@@ -75,3 +77,9 @@ class StaticInputs:
             key_positions=torch.where(fed, self.positions.gather(1, node), slots),
             allowed=torch.where(fed[:, None], seen, (place < 0)[:, None] & real),
         )
+
+    def tree_step(self, keys: int) -> TreeInputs:
+        """The same for attention that knows `TreeMask`; what fills up sees the cached text, too."""
+        lengths, positions = self.lengths.int(), self.positions.int()
+        slots = TreeSlots(lengths, lengths, positions, positions, words_of(self.closure), keys)
+        return TreeInputs(self.ids, self.positions, slots)

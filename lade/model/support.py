@@ -10,8 +10,10 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lade.errors import UnsupportedModelError
-from lade.model.attention import MaskPlan, Reach, chunked, everything, sliding
+from lade.model.attention import MaskPlan
 from lade.model.probe import tolerance, worst_error
+from lade.model.reach import Reach, chunked, everything, sliding
+from lade.model.tree_attention import NAME as TREE_ATTENTION
 
 MASK_PER_LAYER_TYPE = frozenset(
     """
@@ -123,8 +125,11 @@ def _refusal_of_architecture(model: PreTrainedModel, config: PretrainedConfig) -
 
 def _refusal_as_it_is_set_up(model: PreTrainedModel, config: PretrainedConfig) -> str:
     backend = config._attn_implementation or "eager"
-    if backend not in ("sdpa", "eager"):
+    if backend not in ("sdpa", "eager", TREE_ATTENTION):
         return f'its attention kernel {backend!r} takes no tree mask: load it with attn_implementation="sdpa"'
+    if backend == TREE_ATTENTION and not model._can_set_attn_implementation():
+        remedy = 'load it with attn_implementation="eager"'
+        return f"its attention does not go through transformers' interface, so it does not know {backend!r}: {remedy}"
     if getattr(config, "use_bidirectional_attention", False):
         return "its attention is bidirectional"
     if model.training and _drops_out(model, config):
@@ -168,7 +173,10 @@ def _plan(config: PretrainedConfig, *, by_layer_type: bool) -> MaskPlan:
                 reaches[kind] = chunked(config.attention_chunk_size)
             case _:
                 reaches[kind] = everything
-    return MaskPlan(reaches, by_layer_type, additive=config._attn_implementation != "sdpa")
+    backend = config._attn_implementation
+    return MaskPlan(
+        reaches, by_layer_type, additive=backend not in ("sdpa", TREE_ATTENTION), compact=backend == TREE_ATTENTION
+    )
 
 
 def _probe(model: PreTrainedModel, config: PretrainedConfig) -> Support:

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lade.decoding.tree import TokenTree
-from lade.model.attention import MaskPlan, StepInputs, chunked, everything, sliding
+from lade.model.attention import MaskPlan, StepInputs
+from lade.model.reach import chunked, everything, sliding
 
 CPU = torch.device("cpu")
 

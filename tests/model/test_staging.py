@@ -7,11 +7,19 @@ from hypothesis import strategies as st
 
 from lade.decoding.tree import TokenTree
 from lade.model.attention import StepInputs
+from lade.model.reach import everything, sliding
 from lade.model.staging import Layout, upload
 from lade.model.static_inputs import StaticInputs
 
 CPU = torch.device("cpu")
-PARTS = [(np.int64, (2, 3)), (np.bool_, (5,)), (np.int64, ()), (np.bool_, (2, 2, 1)), (np.int64, (0, 4))]
+PARTS = [
+    (np.int64, (2, 3)),
+    (np.int32, (3,)),
+    (np.bool_, (5,)),
+    (np.int64, ()),
+    (np.bool_, (2, 2, 1)),
+    (np.int64, (0, 4)),
+]
 
 
 def test_what_is_packed_is_found_again():
@@ -77,6 +85,21 @@ def test_a_padded_step_shows_each_node_what_a_step_of_its_own_shows_it(rows):
         assert not step.allowed[row, :, used:].any(), "what fills up is never seen"
         assert step.allowed[row, size:].nonzero()[:, 1].unique().tolist() in ([length], []), "and sees the root only"
         assert slots[row].tolist() == list(range(length, length + 8))
+
+
+@given(st.lists(st.tuples(trees, st.integers(0, 20)), min_size=1, max_size=4), st.sampled_from([8, 40]))
+def test_a_padded_step_for_attention_that_knows_trees_shows_the_same(rows, size):
+    step_trees, lengths = zip(*rows, strict=True)
+    inputs = StaticInputs(4, size, CPU)
+    inputs.fill(step_trees, lengths)
+    dense, step = inputs.step(64), inputs.tree_step(64)
+    assert torch.equal(step.ids, dense.ids) and torch.equal(step.positions, dense.positions)
+    assert torch.equal(step.key_positions, dense.key_positions)
+    for reach in (everything, sliding(3)):
+        mask, expected = step.mask(reach).dense(), dense.mask(reach)
+        for row, tree in enumerate(step_trees):
+            assert torch.equal(mask[row, :, : len(tree)], expected[row, :, : len(tree)])
+        assert mask.any(-1).all() and not (expected & ~mask).any(), "what fills up sees the root at least"
 
 
 def test_filling_again_moves_nothing():

@@ -25,7 +25,7 @@ import lade
 from lade.decoding import engine, readout
 from lade.errors import CaptureWarning
 from lade.hf import session
-from lade.model import choice, static_cache
+from lade.model import choice, static_cache, tree_attention
 from lade.model.cache import TreeCache
 from lade.model.capture import CudaCapture, Rerun
 from lade.model.choice import runner_for, why_eager
@@ -127,6 +127,26 @@ def test_attention_with_added_masks(device: torch.device, graphs: Graphs) -> Non
     model, ids = built("gemma3_text", device, backend="eager"), prompt(20).to(device)
     assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=30), plain(model, ids, max_new_tokens=30))
     assert graphs.counted.replayed > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2"])
+def test_attention_that_knows_trees(
+    name: str, device: torch.device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks, kernel_for = [], tree_attention.kernel_for
+
+    def counted(*states: torch.Tensor) -> Any:
+        masks.append(1)
+        return None if device.type == "cpu" else kernel_for(*states)  # a tape does not see what an interpreter does
+
+    monkeypatch.setattr(tree_attention, "kernel_for", counted)
+    model = built(name, device, backend=tree_attention.NAME, dtype=torch.float32, num_hidden_layers=2)
+    for rows in (1, 3):
+        ids, stats = torch.cat([prompt(20, seed) for seed in range(rows)]).to(device), lade.Stats()
+        masks.clear()
+        ours = lookahead(model, ids, PAPER, stats=stats, max_new_tokens=30)
+        assert torch.equal(ours, plain(model, ids, max_new_tokens=30))
+        assert graphs.counted.replayed > 0 and masks, "the masks of captured passes were dense"
 
 
 @pytest.mark.parametrize("config", [CONFIGS[2], *slow(CONFIGS[3:])])

@@ -1,0 +1,107 @@
+"""`lade_tree` in every family that knows it: the tokens of plain decoding, with the kernel and without."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from comparing import CONFIGS, PAPER, Watch, assert_same, lookahead, plain, prompt
+from families import FAMILIES, WINDOW, Family, family
+
+import lade
+from lade.model import tree_attention
+from lade.model.probe import worst_error
+from lade.model.tree_attention import NAME
+
+OUTSIDE = {"bloom", "codegen", "falcon", "gptj"}
+"""Their classes choose their attention themselves; transformers refuses the name in some, lade in the others."""
+INSIDE = [case for case in FAMILIES if case.model_type not in OUTSIDE]
+DIFFERENT = ["llama", "mistral-window", "gemma2", "gpt_oss", "llama4_text", "deepseek_v3"]
+"""Full, windowed, capped, with sinks, in chunks, with values of a size of their own."""
+
+
+def interpreted() -> bool:
+    if find_spec("triton") is None:
+        return False
+    from lade.model.tree_launch import interprets
+
+    return interprets()
+
+
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+NOT_INTERPRETED = pytest.mark.skipif(not interpreted(), reason="needs Triton's interpreter: make test-kernel")
+DEVICES = [pytest.param("cpu", marks=NOT_INTERPRETED), pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
+
+
+def build(case: Family) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """A model in the attention of its class, and the same with ours."""
+    theirs, ours = case.build(), case.build(NAME)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+@pytest.mark.parametrize("case", INSIDE, ids=str)
+def test_the_logits_at_every_node_are_those_of_plain_passes(case: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.Tensor] = []
+    monkeypatch.setattr(tree_attention, "kernel_for", lambda query, *_: asked.append(query))
+    theirs, ours = build(case)
+    support = lade.supports(ours)
+    assert support.require().compact
+    bound = 1e-5 if case.dtype == torch.float64 else 1e-4
+    assert worst_error(ours, support.require(), beyond=WINDOW) < bound
+    assert len(asked) == 2 * ours.config.num_hidden_layers, "the masks of the two steps over trees did not arrive"
+    with torch.no_grad():
+        torch.testing.assert_close(ours(prompt(20)).logits, theirs(prompt(20)).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_it_writes_what_plain_decoding_writes(name: str, watch: Watch) -> None:
+    theirs, ours = build(family(name))
+    stats = assert_same(ours, prompt(20), CONFIGS[:3], max_new_tokens=40)
+    assert torch.equal(lookahead(ours, prompt(20), max_new_tokens=40), plain(theirs, prompt(20), max_new_tokens=40))
+    assert stats.tokens_per_step > 1, "no guess was ever accepted"
+    assert watch.branched and watch.moved, "the trees were chains: nothing was put to the test"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", INSIDE, ids=str)
+def test_every_family_writes_what_plain_decoding_writes(case: Family) -> None:
+    assert_same(build(case)[1], prompt(20), CONFIGS)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_rows_of_a_batch_and_beams(name: str) -> None:
+    _, model = build(family(name))
+    rows = torch.cat([prompt(9, seed) for seed in range(3)])
+    padding = torch.ones_like(rows)
+    padding[1, :4] = 0
+    rows[1, :4] = 0
+    assert_same(model, rows, [PAPER], attention_mask=padding, max_new_tokens=24, pad_token_id=0)
+    assert_same(model, rows, [PAPER], attention_mask=padding, num_beams=3, max_new_tokens=12, pad_token_id=0)
+    assert_same(model, prompt(9), [PAPER], num_beams=3, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("name", sorted(OUTSIDE))
+def test_classes_outside_of_the_interface_do_not_get_by(name: str) -> None:
+    try:
+        model = family(name).build(NAME)
+    except KeyError as error:
+        assert NAME in str(error)
+    else:
+        assert not lade.supports(model)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_the_kernel_writes_what_plain_decoding_writes(
+    name: str, device: str, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = family(name).build(NAME, dtype=torch.float32, num_hidden_layers=2)
+    kernel, passes = tree_attention._kernel(), []
+    assert kernel is not None
+    attend = kernel.attend
+    monkeypatch.setattr(kernel, "attend", lambda *args, **kwargs: passes.append(1) or attend(*args, **kwargs))
+    config, tokens = (lade.LookaheadConfig(2, 3, 3), 24) if device == "cpu" else (PAPER, 70)
+    stats = assert_same(model.to(device), prompt(20).to(device), [config], max_new_tokens=tokens)
+    assert len(passes) == 2 * stats.steps and watch.branched and watch.moved
