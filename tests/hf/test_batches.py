@@ -67,7 +67,7 @@ def lengths_of(ids, width, eos):
     return [next((i + 1 for i, token in enumerate(row) if token in eos), len(row)) for row in new]
 
 
-@settings(max_examples=60)
+@settings(max_examples=36)
 @given(
     family=st.sampled_from(sorted(MODELS)),
     config=configs,

@@ -85,7 +85,7 @@ configs = st.builds(
 
 
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
-@settings(max_examples=40)
+@settings(max_examples=24)
 @given(
     family=st.sampled_from(sorted(MODELS)),
     config=configs,
