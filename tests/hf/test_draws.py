@@ -103,6 +103,7 @@ def test_what_is_kept_is_bounded():
     assert len(noise) == 2
     noise.forget(2)
     assert torch.equal(noise.block(3, probabilities), blocks[3]) and len(noise) == 1, "there is room for it now"
+    assert not noise._states.keys() & noise._kept.keys()
     assert torch.equal(torch.get_rng_state(), state), "what is drawn again leaves no trace"
 
 
