@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lade.model.cache import TreeCache
     from lade.model.packing import pack, unpack
     from lade.model.support import Support, supports
+    from lade.model.workspace import release
     from lade.serving.engine import Engine
     from lade.serving.handle import Handle
     from lade.stats import Stats, Step
@@ -63,6 +64,7 @@ __all__ = [
     "generate",
     "log_history",
     "pack",
+    "release",
     "restore_all",
     "save_log",
     "stream",
@@ -89,6 +91,7 @@ _HOMES = {
     "lade.model.cache": ("TreeCache",),
     "lade.model.packing": ("pack", "unpack"),
     "lade.model.support": ("Support", "supports"),
+    "lade.model.workspace": ("release",),
     "lade.serving.engine": ("Engine",),
     "lade.serving.handle": ("Handle",),
     "lade.stats": ("Stats", "Step"),

@@ -84,7 +84,7 @@ def borrow(workspace, rows, tokens, setup="setup"):
     """A cache of rows of one token each, with room for so many."""
     filled = TreeCache()
     filled.update(torch.ones(rows, 1, 1, 4), torch.ones(rows, 1, 1, 4), 0)
-    cache = workspace.cache(tokens, setup)
+    cache = workspace.cache(setup, tokens)
     cache.join([filled], [(0, row) for row in range(rows)])
     return cache
 
@@ -94,8 +94,8 @@ def test_of_idle_buffers_the_larger_ones_are_kept(first):
     workspace = Workspace(Rerun)
     caches = [borrow(workspace, 1, 10), borrow(workspace, 2, 600)]
     large = caches[1].buffers
-    caches[first].release()
-    caches[1 - first].release()
+    caches[first].reset()
+    caches[1 - first].reset()
     (entry,) = workspace._entries
     assert entry.buffers is large and entry.idle
     again = borrow(workspace, 2, 20)
@@ -105,11 +105,11 @@ def test_of_idle_buffers_the_larger_ones_are_kept(first):
 def test_buffers_that_are_too_small_make_way():
     workspace = Workspace(Rerun)
     small = borrow(workspace, 1, 10)
-    small.release()
+    small.reset()
     for rows, tokens in ((2, 10), (2, 600)):
         larger = borrow(workspace, rows, tokens)
         assert [entry.buffers for entry in workspace._entries] == [larger.buffers]
-        larger.release()
+        larger.reset()
     other = borrow(workspace, 1, 10, setup="another one")
     assert [entry.buffers for entry in workspace._entries] == [other.buffers]
 
@@ -126,5 +126,5 @@ def test_what_is_lent_again_is_zero():
     cache = borrow(workspace, 2, 10)
     buffers = cache.buffers
     buffers.groups[0].fill_(7.0)
-    cache.release()
+    cache.reset()
     assert borrow(workspace, 1, 10).buffers is buffers and buffers.groups[0].sum() == 2 * 4  # one token

@@ -7,9 +7,28 @@ import torch
 
 from lade.model.cache import TreeCache
 from lade.model.static_buffers import Buffers, Frame
-from lade.model.static_cache import StaticCache
+from lade.model.static_cache import OwnBuffers, StaticCache
 
 HEADS, DIM, LAYERS = 2, 3, 3
+
+
+class Watched(OwnBuffers):
+    """Notes what it is given back, and runs out of memory when told to."""
+
+    def __init__(self):
+        self.lent, self.dropped, self.taken_back, self.full = [], [], [], False
+
+    def lend(self, borrower, layers, rows, slots):
+        if self.full:
+            raise torch.OutOfMemoryError("no more")
+        self.lent.append((rows, slots))
+        return super().lend(borrower, layers, rows, slots)
+
+    def drop(self, buffers):
+        self.dropped.append(buffers)
+
+    def take_back(self, buffers):
+        self.taken_back.append(buffers)
 
 
 def filled(lengths, first=1):
@@ -47,7 +66,7 @@ def held(cache, layer=0):
 def feed(cache, numbers):
     """What a pass does: every layer writes the numbers `[B, S]`, padded to the shape, behind each row's end."""
     size = len(numbers[0])
-    cache.reserve(size)
+    cache.make_room(size)
     shape = cache.shape(size)
     slots = torch.zeros(shape.rows, shape.size, dtype=torch.long) + torch.arange(shape.size)
     slots[: len(numbers)] += torch.tensor(cache.lengths)[:, None]
@@ -59,8 +78,6 @@ def feed(cache, numbers):
         seen, _ = frame.update(wide, -wide[..., :2], layer)
         assert seen.shape == (shape.rows, HEADS, shape.keys, DIM)
         assert seen.untyped_storage().data_ptr() == cache.buffers.keys[layer].untyped_storage().data_ptr()
-    for row in range(len(numbers), shape.rows):  # rows of nobody are cleared before others need them
-        cache.buffers.clear_row(row, slice(0, shape.size))
     cache.fed(size, shape)
 
 
@@ -155,14 +172,14 @@ def test_more_rows_than_there_is_room_for():
 
 
 def test_buffers_grow_if_they_must():
-    given = []
-    cache = StaticCache(20, give_back=given.append)
+    lender = Watched()
+    cache = StaticCache(20, lender=lender)
     cache.join([filled([6, 4])], [(0, 0), (0, 1)])
     (slots,) = {group.shape[3] for group in cache.buffers.groups}
     assert slots == 256
     old, before = cache.buffers, held(cache)
     feed(cache, [list(range(240, 488)), list(range(240, 488))])
-    assert given == [old] and cache.buffers.slots > 256
+    assert lender.dropped == [old] and cache.buffers.slots > 256
     cache.keep([[0], [0, 247]], fed=248)
     assert held(cache) == [[*before[0], 240], [*before[1], 240, 487]]
 
@@ -177,7 +194,7 @@ def test_what_it_holds_is_handed_out():
     cache, other = static(4, 6), TreeCache()
     before = held(cache)
     cache.copy_to(other)
-    cache.release()
+    cache.reset()
     assert cache.empty and other.lengths == [4, 6]
     again = StaticCache(20)
     again.join([other], [(0, 0), (0, 1)])

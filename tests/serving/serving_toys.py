@@ -9,7 +9,6 @@ from lade import Stats, supports
 from lade.config import LookaheadConfig
 from lade.hf.arguments import resolve
 from lade.serving.batch import Batch
-from lade.serving.capacity import Capacity
 from lade.serving.engine import PLAIN
 from lade.serving.handle import Handle
 from lade.serving.request import prepared
@@ -75,8 +74,8 @@ class Driven:
 
     def __init__(self, model, prefill_tokens=512, max_rows=16, max_tokens=ENOUGH):
         self.model = model
-        self.batch = Batch(model, supports(model).require(), prefill_tokens)
-        self.batch.capacity = Capacity(max_rows, max_tokens, self.batch.capacity.token_bytes)
+        limits = {"prefill_tokens": prefill_tokens, "max_rows": max_rows, "max_tokens": max_tokens}
+        self.batch = Batch(model, supports(model).require(), **limits)
         self.waiting = deque()
         self.seats = {}
         self.most_rows = 0
