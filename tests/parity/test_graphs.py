@@ -17,9 +17,9 @@ import pytest
 import torch
 from comparing import CONFIGS, PAPER, lookahead, plain, prompt
 from families import CONTEXT, FAMILIES, family, longrope
-from tape import Counted, Counts, Tape
+from graphed import Graphs, shapes_of
 from test_batch_families import batch, build
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 import lade
 from lade.decoding import engine, readout
@@ -41,34 +41,6 @@ QUICK = "llama gemma3_text gpt2 bloom llama4_text"
 """Families that are tried each time; the others are `slow`."""
 EXPERTS = "mixtral qwen3_moe olmoe deepseek_v2 deepseek_v3 gpt_oss granitemoe"
 """Their experts are called one by one, each with the tokens that chose it: how many, the host has to know."""
-
-
-class Graphs:
-    """Has every model of a test served by a `GraphRunner`, and counts what that does."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._workspaces: dict[PreTrainedModel, Workspace] = {}
-        self.counted: Any = None
-
-    def runner_for(
-        self, model: PreTrainedModel, plan: Any, generation_config: GenerationConfig, *, own_cache: bool = True
-    ) -> EagerRunner:
-        if not own_cache or why_eager(model):
-            return EagerRunner(model, plan, generation_config)
-        return GraphRunner(model, plan, generation_config, self.workspace(model))
-
-    def workspace(self, model: PreTrainedModel) -> Workspace:
-        if model not in self._workspaces:
-            make = Tape if self.device.type == "cpu" else lambda: CudaCapture(self.device)
-            self.counted = counted = Counts()
-            self._workspaces[model] = Workspace(lambda: Counted(make(), counted))
-        return self._workspaces[model]
-
-    def runner(self, model: PreTrainedModel) -> GraphRunner:
-        plan = lade.supports(model).plan
-        assert plan is not None
-        return GraphRunner(model, plan, GenerationConfig(), self.workspace(model))
 
 
 @pytest.fixture(params=DEVICES)
@@ -104,11 +76,6 @@ CAPTURED = [
     for each in FAMILIES
     if str(each).removesuffix("-window") not in EXPERTS.split()
 ]
-
-
-def shapes_of(workspace: Workspace) -> Counter[tuple[int, int, int]]:
-    passes = [shape for entry in workspace._entries for shape in entry.buffers.passes]
-    return Counter((shape.rows, shape.size, shape.keys) for shape in passes)
 
 
 # --- the same tokens -------------------------------------------------------------------------------------------------
@@ -368,8 +335,7 @@ def test_what_cannot_be_captured_runs_eagerly_with_one_warning(name: str, device
             assert torch.equal(lookahead(model, ids, config, max_new_tokens=20), expected), config
     (warning,) = caught
     assert warning.category is CaptureWarning and "cannot be captured" in str(warning.message)
-    (entry,) = graphs.workspace(model)._entries
-    assert isinstance(entry.capture, Rerun) and graphs.counted.recorded == 0
+    assert graphs.counted.recorded == 0 and not graphs.workspace(model)._entries, "nobody will borrow them"
 
 
 def test_who_is_served_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
