@@ -4,8 +4,11 @@ import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lade.model.cache import TreeCache
+from lade.model.buckets import batch_bucket, key_bucket
+from lade.model.cache import TreeCache, TreeLayer
 from lade.model.static_buffers import Buffers, Frame
 from lade.model.static_cache import OwnBuffers, StaticCache
 
@@ -93,7 +96,7 @@ def test_rows_are_taken_over_from_several_caches():
 
 def test_an_empty_one_says_so():
     cache = StaticCache(10)
-    assert cache.empty and cache.lengths == [0]
+    assert cache.empty and cache.lengths == [0] and cache.room == (0, 0)
     with pytest.raises(RuntimeError, match="an empty static cache has no buffers: fill a TreeCache"):
         _ = cache.buffers
 
@@ -199,3 +202,162 @@ def test_what_it_holds_is_handed_out():
     again = StaticCache(20)
     again.join([other], [(0, 0), (0, 1)])
     assert held(again) == before
+
+
+# --- rows that come and go -------------------------------------------------------------------------------------------
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("take"), st.sampled_from([1, 5, 130, 300])),
+        st.tuples(st.just("leave"), st.integers(0, 9)),
+        st.tuples(st.just("step"), st.integers(1, 9), st.integers(0, 2**30)),
+        st.tuples(st.just("reserve"), st.integers(1, 6), st.integers(1, 700)),
+        st.tuples(st.just("reset")),
+        st.tuples(st.just("full"), st.booleans()),
+    ),
+    max_size=14,
+)
+
+
+@settings(max_examples=60)
+@given(operations)
+def test_whatever_is_done_each_row_holds_its_own_text(operations):
+    """And all else is zero; where there is no memory for other buffers, all stays as it was."""
+    lender = Watched()
+    cache, texts, firsts = StaticCache(lender=lender), [], iter(range(1, 10**4, 11))
+
+    def tried(call):
+        room = cache.room
+        try:
+            call()
+        except torch.OutOfMemoryError:
+            assert lender.full and cache.room == room
+            return False
+        return True
+
+    for kind, *numbers in operations:
+        match kind:
+            case "take":
+                first = next(firsts)
+                part = filled(numbers, first=first)
+                if tried(lambda part=part: cache.take(part)):
+                    texts.append(list(range(first, first + numbers[0])))
+                    assert part.room == (0, 0)
+                else:
+                    assert part.lengths == numbers, "it can still go elsewhere"
+            case "leave" if texts:
+                row = numbers[0] % len(texts)
+                cache.leave(row)
+                texts[row] = texts[-1]
+                texts.pop()
+            case "step" if texts and max(map(len, texts)) + 16 < cache.room[1]:
+                size, bits = numbers
+                fed = [[next(firsts) for _ in range(size)] for _ in texts]
+                feed(cache, fed)
+                paths = [[0, *(node for node in range(1, size) if bits >> (node + row) & 1)] for row in range(len(fed))]
+                cache.keep(paths, fed=size)
+                for text, path, tokens in zip(texts, paths, fed, strict=True):
+                    text += [tokens[node] for node in path]
+            case "reserve":
+                tried(lambda numbers=numbers: cache.reserve(*numbers))
+            case "reset":
+                cache.reset()
+                texts.clear()
+            case "full":
+                lender.full = numbers[0]
+        if cache.empty:
+            assert not texts and cache.lengths == [0]
+            continue
+        rows, slots = cache.room
+        assert rows >= len(texts) and slots > max(map(len, texts), default=0)
+        assert batch_bucket(rows) == rows and key_bucket(slots) == slots
+        if texts:
+            for layer in range(LAYERS):
+                assert held(cache, layer) == texts
+        else:
+            assert cache.lengths == [0] and not any(group.any() for group in cache.buffers.groups)
+
+
+def test_rows_are_taken_without_the_others_being_copied():
+    cache = StaticCache()
+    cache.reserve(4, 500)
+    for row, length in enumerate((5, 3, 400, 1)):
+        cache.take(filled([length], first=10 * row + 1))
+        if row == 0:
+            buffers = cache.buffers
+        assert cache.buffers is buffers and cache.room == (4, 512)
+    cache.take(filled([2], first=51))
+    assert cache.buffers is not buffers and cache.room == (8, 512)
+    assert [row[0] for row in held(cache)] == [1, 11, 21, 31, 51]
+
+
+def test_a_row_that_is_too_long_makes_room_for_all():
+    cache = StaticCache()
+    cache.reserve(2, 256)
+    cache.take(filled([5]))
+    cache.take(filled([255], first=7))
+    assert cache.room == (2, 256), "the last slot is where zeros come from"
+    cache.leave(1)
+    cache.take(filled([256], first=7))
+    assert cache.room == (2, 384) and held(cache) == [list(range(1, 6)), list(range(7, 263))]
+
+
+@pytest.mark.parametrize(("rows", "slots", "room"), [(3, 300, (4, 384)), (1, 1, (2, 512)), (2, 512, (2, 512))])
+def test_what_is_reserved_is_rounded_up_and_never_drops_what_is_there(rows, slots, room):
+    lender = Watched()
+    cache = StaticCache(lender=lender)
+    cache.reserve(2, 512)
+    for _ in range(2):
+        cache.take(filled([390 if room[1] == 512 else 5]))
+    before, buffers = held(cache), cache.buffers
+    cache.reserve(rows, slots)
+    assert cache.room == room and held(cache) == before
+    assert lender.dropped == ([] if room == (2, 512) else [buffers]) and not lender.taken_back
+
+
+def test_what_is_reserved_before_the_first_row_is_forgotten_with_the_last():
+    cache = StaticCache()
+    cache.reserve(4, 700)
+    cache.reset()
+    cache.take(filled([5]))
+    assert cache.room[0] == 1 and cache.room[1] > 4096
+
+
+def test_rows_of_nobody_are_zero_after_each_pass():
+    cache = static(5, 3, 4)
+    for step in range(3):
+        feed(cache, [[200 + step]] * 3)
+        assert cache.buffers.groups[0][:, 3:, :, 0].any(), "a pass fills them up"
+        cache.keep([[0]] * 3, fed=1)
+        held(cache)
+
+
+def test_rows_move_by_way_of_the_host_when_their_buffers_are_gone():
+    lender = Watched()
+    cache, other = StaticCache(60, lender=lender), TreeCache()
+    cache.join([filled([4, 6, 2])], [(0, 0), (0, 1), (0, 2)])
+    expected, buffers = held(cache), cache.buffers
+    buffers.groups[0][:, :, :, 6:] = torch.nan  # left by a capture that failed
+    buffers.groups[0][:, 2, :, 2:] = torch.nan
+    update = TreeLayer.update
+
+    def updating(self, *states):
+        assert lender.dropped == [buffers] and cache.empty
+        assert all(each.untyped_storage().data_ptr() not in addresses for each in states)
+        return update(self, *states)
+
+    addresses = {group.untyped_storage().data_ptr() for group in buffers.groups}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TreeLayer, "update", updating)
+        cache.move_to(other)
+    assert other.lengths == [4, 6, 2] and cache.lengths == [0] and not lender.taken_back
+    assert all(torch.isfinite(layer.keys).all() for layer in other.layers)
+    again = StaticCache(20)
+    again.join([other], [(0, 0), (0, 1), (0, 2)])
+    assert held(again) == expected
+
+
+def test_moving_nothing():
+    cache, other = StaticCache(60), TreeCache()
+    cache.move_to(other)
+    assert cache.empty and other.room == (0, 0)
