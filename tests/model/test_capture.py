@@ -195,8 +195,9 @@ def test_a_model_gives_back_what_nobody_uses(monkeypatch):
     assert model not in workspaces._workspaces, "there was nothing"
     monkeypatch.setitem(workspaces._workspaces, model, workspace)
     caches = [borrow(workspace, 1, 10), borrow(workspace, 2, 600)]
+    gone = weakref.ref(caches[1].buffers)
     caches[1].reset()
-    gone = weakref.ref(workspace._entries[1].buffers)
+    assert gone() is not None
     lade.release(SimpleNamespace(_orig_mod=model))  # as `torch.compile` wraps it
     (entry,) = workspace._entries
     assert entry.buffers is caches[0].buffers and gone() is None

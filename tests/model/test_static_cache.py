@@ -219,63 +219,80 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=60)
-@given(operations)
-def test_whatever_is_done_each_row_holds_its_own_text(operations):
-    """And all else is zero; where there is no memory for other buffers, all stays as it was."""
-    lender = Watched()
-    cache, texts, firsts = StaticCache(lender=lender), [], iter(range(1, 10**4, 11))
+class Mirrored:
+    """A static cache, and lists of what its rows should hold. Where there is no memory, all stays as it was."""
 
-    def tried(call):
-        room = cache.room
+    def __init__(self):
+        self.lender = Watched()
+        self.cache, self.texts = StaticCache(lender=self.lender), []
+        self.numbers = iter(range(1, 10**4, 11))
+
+    def tried(self, call, *given):
+        room = self.cache.room
         try:
-            call()
+            call(*given)
         except torch.OutOfMemoryError:
-            assert lender.full and cache.room == room
+            assert self.lender.full and self.cache.room == room
             return False
         return True
 
-    for kind, *numbers in operations:
-        match kind:
-            case "take":
-                first = next(firsts)
-                part = filled(numbers, first=first)
-                if tried(lambda part=part: cache.take(part)):
-                    texts.append(list(range(first, first + numbers[0])))
-                    assert part.room == (0, 0)
-                else:
-                    assert part.lengths == numbers, "it can still go elsewhere"
-            case "leave" if texts:
-                row = numbers[0] % len(texts)
-                cache.leave(row)
-                texts[row] = texts[-1]
-                texts.pop()
-            case "step" if texts and max(map(len, texts)) + 16 < cache.room[1]:
-                size, bits = numbers
-                fed = [[next(firsts) for _ in range(size)] for _ in texts]
-                feed(cache, fed)
-                paths = [[0, *(node for node in range(1, size) if bits >> (node + row) & 1)] for row in range(len(fed))]
-                cache.keep(paths, fed=size)
-                for text, path, tokens in zip(texts, paths, fed, strict=True):
-                    text += [tokens[node] for node in path]
-            case "reserve":
-                tried(lambda numbers=numbers: cache.reserve(*numbers))
-            case "reset":
-                cache.reset()
-                texts.clear()
-            case "full":
-                lender.full = numbers[0]
-        if cache.empty:
-            assert not texts and cache.lengths == [0]
-            continue
-        rows, slots = cache.room
-        assert rows >= len(texts) and slots > max(map(len, texts), default=0)
-        assert batch_bucket(rows) == rows and key_bucket(slots) == slots
-        if texts:
-            for layer in range(LAYERS):
-                assert held(cache, layer) == texts
+    def take(self, length):
+        first = next(self.numbers)
+        part = filled([length], first=first)
+        if self.tried(self.cache.take, part):
+            self.texts.append(list(range(first, first + length)))
+            assert part.room == (0, 0)
         else:
-            assert cache.lengths == [0] and not any(group.any() for group in cache.buffers.groups)
+            assert part.lengths == [length], "it can still go elsewhere"
+
+    def leave(self, row):
+        if self.texts:
+            row %= len(self.texts)
+            self.cache.leave(row)
+            self.texts[row] = self.texts[-1]
+            self.texts.pop()
+
+    def step(self, size, bits):
+        if not self.texts or max(map(len, self.texts)) + 16 >= self.cache.room[1]:
+            return
+        fed = [[next(self.numbers) for _ in range(size)] for _ in self.texts]
+        feed(self.cache, fed)
+        paths = [[0, *(node for node in range(1, size) if bits >> (node + row) & 1)] for row in range(len(fed))]
+        self.cache.keep(paths, fed=size)
+        for text, path, tokens in zip(self.texts, paths, fed, strict=True):
+            text += [tokens[node] for node in path]
+
+    def reserve(self, rows, slots):
+        self.tried(self.cache.reserve, rows, slots)
+
+    def reset(self):
+        self.cache.reset()
+        self.texts.clear()
+
+    def full(self, is_full):
+        self.lender.full = is_full
+
+    def check(self):
+        """What rows hold, and that all else is zero."""
+        rows, slots = self.cache.room
+        if self.cache.empty:
+            assert not self.texts and self.cache.lengths == [0] and (rows, slots) == (0, 0)
+            return
+        assert rows >= len(self.texts) and slots > max(map(len, self.texts), default=0)
+        assert batch_bucket(rows) == rows and key_bucket(slots) == slots
+        if self.texts:
+            assert all(held(self.cache, layer) == self.texts for layer in range(LAYERS))
+        else:
+            assert self.cache.lengths == [0] and not any(group.any() for group in self.cache.buffers.groups)
+
+
+@settings(max_examples=60)
+@given(operations)
+def test_whatever_is_done_each_row_holds_its_own_text(operations):
+    mirrored = Mirrored()
+    for kind, *numbers in operations:
+        getattr(mirrored, kind)(*numbers)
+        mirrored.check()
 
 
 def test_rows_are_taken_without_the_others_being_copied():

@@ -20,7 +20,8 @@ SOME = ["llama", "mistral-window", "gemma3_text", "gpt2", "opt", "bloom", "gpt_o
 LENGTHS = (7, 20, 1, 13)
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
-CAPTURED = ["mistral-window", "gemma3_text", "bloom"]
+NOW_AND_THEN = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gpt2", "llama4_text", "opt")]
+CAPTURED = ["mistral-window", "gemma3_text", "bloom", *NOW_AND_THEN]
 
 
 @pytest.fixture(autouse=True)
@@ -55,10 +56,7 @@ def test_sampled_requests_of_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "name",
-    [*CAPTURED, *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gpt2", "llama4_text", "opt"))],
-)
+@pytest.mark.parametrize("name", CAPTURED)
 def test_requests_of_it_on_captured_passes(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graphs, model = Graphs(torch.device(device)), family(name).build().to(device)
     monkeypatch.setattr(batch, "runner_for", graphs.runner_for)
