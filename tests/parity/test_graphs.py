@@ -31,6 +31,7 @@ from lade.model.capture import CudaCapture, Rerun
 from lade.model.choice import runner_for, why_eager
 from lade.model.graphs import GraphRunner
 from lade.model.runner import EagerRunner
+from lade.model.static_buffers import Buffers
 from lade.model.static_cache import StaticCache
 from lade.model.workspace import Workspace, setup_of, workspace_of
 
@@ -389,6 +390,75 @@ def test_autocast_decides_by_itself() -> None:
     model = family("llama").build(dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert "autocast" in why_eager(model)
+
+
+# --- when memory runs out --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["start", "growth", "capture"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_generation_goes_on_without_memory(
+    rows: int, where: str, device: torch.device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For static buffers at all, for larger ones, or for a capture; the next one finds some again."""
+    monkeypatch.setattr(static_cache, "AHEAD_TOKENS", 8)
+    monkeypatch.setattr(static_cache, "LARGEST_STEP", 32)  # the first buffers hold 256 slots
+    model, length = built("gemma3_text", device), 210 if where == "growth" else 20
+    ids = torch.cat([prompt(length, seed) for seed in range(rows)]).to(device)
+    expected = plain(model, ids, max_new_tokens=50)
+    make, record, records = Buffers.__init__, Workspace.record, []
+
+    def made(buffers: Buffers, layers: Any, rows: int, slots: int) -> None:
+        if where == "start" or (where == "growth" and slots > 256):
+            raise torch.OutOfMemoryError(f"{rows} x {slots}")
+        make(buffers, layers, rows, slots)
+
+    def recorded(*given: Any) -> Any:
+        records.append(given)
+        if where == "capture" and len(records) == 2:
+            raise torch.OutOfMemoryError("a graph")
+        return record(*given)
+
+    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(Buffers, "__init__", made)
+        patch.setattr(Workspace, "record", recorded)
+        assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=50), expected)
+    (warning,) = caught
+    assert warning.category is CaptureWarning and "no memory" in str(warning.message)
+    before, entries = graphs.counted.replayed, graphs.workspace(model)._entries
+    assert (before > 0) is (where != "start") and not entries, "what was there made way"
+    assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=50), expected)
+    assert graphs.counted.replayed > before
+
+
+@pytest.mark.parametrize("where", ["growth", "end"])
+def test_the_cache_that_is_handed_out_without_memory(
+    where: str, device: torch.device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows were moved in the middle of the text, or there is no memory for static buffers and a copy of them."""
+    model, ids = built("llama", device), prompt(20).to(device)
+    told = {"return_dict_in_generate": True, "max_new_tokens": 30}
+    expected = plain(model, ids, **told)
+    broken: list[str] = []
+
+    def once(original: Any) -> Any:
+        def fails(self: Any, *given: Any) -> Any:
+            if not broken and graphs.counted.replayed > 3:
+                broken.append(where)
+                raise torch.OutOfMemoryError("no more")
+            return original(self, *given)
+
+        return fails
+
+    name = {"growth": "make_room", "end": "copy_to"}[where]
+    monkeypatch.setattr(StaticCache, name, once(getattr(StaticCache, name)))
+    with pytest.warns(CaptureWarning, match="no memory"):
+        ours = lookahead(model, ids, PAPER, **told)
+    assert broken and torch.equal(ours.sequences, expected.sequences)
+    for layer, other in zip(ours.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        torch.testing.assert_close(layer.keys[:, :, : layer.get_seq_length()], other.keys)
+        torch.testing.assert_close(layer.values[:, :, : layer.get_seq_length()], other.values)
 
 
 # --- one synchronisation a step --------------------------------------------------------------------------------------
