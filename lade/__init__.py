@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lade.config import LookaheadConfig
     from lade.decoding.memory import Memory
     from lade.errors import (
+        CaptureWarning,
         ConfigError,
         EngineClosedError,
         EngineFullError,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from lade.stats import Stats, Step
 
 __all__ = [
+    "CaptureWarning",
     "ConfigError",
     "Engine",
     "EngineClosedError",
@@ -76,6 +78,7 @@ _HOMES = {
     "lade.config": ("LookaheadConfig",),
     "lade.decoding.memory": ("Memory",),
     "lade.errors": (
+        "CaptureWarning",
         "ConfigError",
         "EngineClosedError",
         "EngineFullError",

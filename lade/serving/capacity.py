@@ -14,9 +14,9 @@ from lade.errors import InputError
 from lade.model.sizing import Exact, Sizing
 
 _SHARE_OF_HOST, _SHARE_OF_DEVICE = 0.25, 0.8
-_PEAK = 2.5
-"""Caches of the greatest size that are there at once, at worst: the old and the new one while a cache grows, and the
-prompt that joins, in a cache that may be half as large again as that prompt."""
+_PEAK = 2.75
+"""Caches of the greatest size that are there at once, at worst: the old one and the new one while a cache grows, and the
+prompt that joins, as the second row. The latter is in a cache that may be half as large again as the prompt."""
 _UNKNOWN_HOST = 16 * 2**30
 
 
@@ -110,9 +110,9 @@ def largest_tree(config: LookaheadConfig) -> int:
 
 
 def default_max_tokens(token_bytes: int, device: torch.device) -> int:
-    """As many as fit in a quarter of the host's memory, or in so much of a CUDA device's that there is enough to grow.
+    """As many as fit in a quarter of the host's memory, or as take four fifths of what is free on a CUDA device.
 
-    Four fifths of what is free there are taken when the cache grows to its greatest size.
+    There the cache may grow to its greatest size at the worst moment, and takes no more.
     """
     memory = _SHARE_OF_DEVICE / _PEAK * _free_bytes(device) if device.type == "cuda" else _SHARE_OF_HOST * _host_bytes()
     return max(1, int(memory) // token_bytes)

@@ -43,14 +43,14 @@ class Engine:
         max_rows: requests decoded at a time; more wait.
         max_tokens: slots of the KV cache, which are rows times tokens of the longest one, tree included; more wait.
             With captured passes, on a CUDA device, rows and tokens are rounded up to the sizes of these. None: as many
-            as fit in a quarter of the host's memory, or in a third of what is free on a CUDA device.
+            as fit in a quarter of the host's memory, or in 29 % of what is free on a CUDA device.
         max_waiting: requests that may wait.
         prefill_tokens: of new prompts, fed between two steps at most, so that a long one does not hold up the others.
 
     Attributes:
         max_tokens: as given or found.
-        token_bytes: what a slot takes. The cache may take `max_tokens` of them, and while it grows up to two and a half
-            times as much, the prompt that joins included.
+        token_bytes: what a slot takes. The cache may take `max_tokens` of them, and while it grows up to 2.75 times as
+            much, the prompt that joins included.
 
     Raises:
         UnsupportedModelError: the model cannot be decoded exactly with a token tree.
