@@ -15,7 +15,7 @@ from lade.model.sizing import Exact, Sizing
 
 _SHARE_OF_HOST, _SHARE_OF_DEVICE = 0.25, 0.8
 _PEAK = 2.75
-"""Caches of the greatest size that are there at once, at worst: the old one and the new one while a cache grows, and the
+"""Caches of the greatest size that are there at once, at worst: the old and the new one while a cache grows, and the
 prompt that joins, as the second row. The latter is in a cache that may be half as large again as the prompt."""
 _UNKNOWN_HOST = 16 * 2**30
 
