@@ -75,7 +75,6 @@ class GraphCache:
 
     def _move(self, static: StaticCache, reason: str) -> None:
         grown = TreeCache()
-        self._current = TreeCache()
         static.move_to(grown)
         self._current = grown
         warnings.warn(

@@ -250,6 +250,13 @@ def test_static_room_for_texts_that_fit_is_enough_and_not_too_much(texts, max_ro
     assert slots > now + max(step_bucket(need.tree) for need in texts), "a pass finds room, and zeros behind it"
 
 
+@pytest.mark.parametrize(
+    ("tokens", "tree", "slots"), [(127, 128, 256), (128, 128, 384), (120, 100, 256), (130, 66, 384), (120, 129, 384)]
+)
+def test_behind_a_text_there_is_room_for_what_a_pass_is_padded_to_and_for_a_zero(tokens, tree, slots):
+    assert Bucketed().slots(tokens, tree) == slots
+
+
 def test_rows_and_slots_are_counted_as_they_are_made():
     capacity = Capacity(8, 4 * 384, 1, Bucketed())
     text = Need(200, 128)
@@ -304,17 +311,26 @@ def test_no_buffers_take_more_than_they_may(max_tokens, requests):
         assert handle.tokens == alone(LLAMA, random_ids(length, seed), max_new_tokens=new)
 
 
-def test_buffers_that_others_left_are_not_used_where_they_are_too_large(graphs):
+def test_buffers_that_others_left_are_not_used_where_they_are_too_large(graphs, monkeypatch):
+    lent, lend = [], Workspace.lend
+
+    def lending(*given):
+        lent.append(lend(*given))
+        return lent[-1]
+
+    monkeypatch.setattr(Workspace, "lend", lending)
     for limit, used in ((10_000, True), (1000, False)):
         runner = graphs.runner(LLAMA)
         others = runner.new_cache(tokens=1000)
         runner.prefill([[1, 2, 3]] * 4, others)
         buffers = others.current.buffers
         others.reset()
+        lent.clear()
         driven = Driven(LLAMA, max_tokens=limit)
         handle = driven.add(random_ids(4), PAPER, max_new_tokens=9)
         driven.advance(2)
-        assert (driven.batch._cache.current.buffers is buffers) is used
+        assert (driven.batch._cache.current.buffers is buffers) is (buffers in lent) is used
+        assert all(each.rows * each.slots <= limit for each in lent)
         driven.finish()
         assert handle.tokens == alone(LLAMA, random_ids(4), max_new_tokens=9)
 
@@ -341,6 +357,7 @@ def test_texts_go_on_where_buffers_cannot_be_made(slots, graphs, memory):
             handles.append(driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=30 + number))
             driven.advance(2)
         assert isinstance(driven.batch._cache.current, TreeCache), "until all have ended"
+        assert driven.batch._cache.room[1] < 200, "what it takes, and no bucket of it"
         assert graphs.workspace(LLAMA)._entries == [], "what was there makes way"
         driven.finish()
     assert [handle.tokens for handle in handles] == [text_of(number, 30 + number) for number in range(5)]
