@@ -71,7 +71,7 @@ class GraphRunner(EagerRunner):
         def begin() -> StaticCache | TreeCache:
             if self._workspace.trouble is not None:
                 return TreeCache()
-            return self._workspace.cache(setup_of(self.model), tokens, limit)
+            return self._static_cache(tokens, limit)
 
         return GraphCache(begin)
 
@@ -89,9 +89,12 @@ class GraphRunner(EagerRunner):
         Raises:
             torch.OutOfMemoryError: there is no memory for it; likewise a `forward` that works on it.
         """
-        static = self._workspace.cache(setup_of(self.model), tokens)
+        static = self._static_cache(tokens)
         static.join([cache], [(0, row) for row in range(len(cache.lengths))])
         return static
+
+    def _static_cache(self, tokens: int | None, limit: int | None = None) -> StaticCache:
+        return self._workspace.cache(lambda: setup_of(self.model), tokens, limit)
 
     @torch.no_grad()
     def prefill(

@@ -158,9 +158,10 @@ class StaticCache:
         rows, slots = max(rows, batch_bucket(max(1, count))), max(slots, key_bucket(used + 1))
         if (rows, slots) == self.room:
             return
-        self._buffers = self._lender.lend(self, old.layers, rows, slots)
-        for after, before in zip(self._buffers.groups, old.groups, strict=True):
+        new = self._lender.lend(self, old.layers, rows, slots)
+        for after, before in zip(new.groups, old.groups, strict=True):
             after[:, :count, :, :used] = before[:, :count, :, :used]
+        self._buffers = new
         self._lender.drop(old)
 
     def copy_to(self, cache: TreeCache) -> None:

@@ -63,11 +63,11 @@ class Workspace:
         self._entries: list[_Entry] = []
         self._lock = threading.Lock()
 
-    def cache(self, setup: Hashable, tokens: int | None = None, limit: int | None = None) -> StaticCache:
+    def cache(self, setup: Callable[[], Hashable], tokens: int | None = None, limit: int | None = None) -> StaticCache:
         """An empty cache on buffers of this workspace.
 
         Args:
-            setup: of the model, see `setup_of`; only buffers of the same one are used again.
+            setup: tells that of the model, see `setup_of`, whenever buffers are lent; only those of the same one are.
             tokens: see `StaticCache`.
             limit: likewise.
         """
@@ -148,10 +148,10 @@ class _Desk:
     """Where a cache borrows; see `lade.model.static_cache.Lender`."""
 
     workspace: Workspace
-    setup: Hashable
+    setup: Callable[[], Hashable]
 
     def lend(self, borrower: StaticCache, layers: Layers, rows: int, slots: int) -> Buffers:
-        return self.workspace.lend(self.setup, borrower, layers, rows, slots)
+        return self.workspace.lend(self.setup(), borrower, layers, rows, slots)
 
     def take_back(self, buffers: Buffers) -> None:
         self.workspace.take_back(buffers)

@@ -94,7 +94,7 @@ def borrow(workspace, rows, tokens, setup="setup"):
     """A cache of rows of one token each, with room for so many."""
     filled = TreeCache()
     filled.update(torch.ones(rows, 1, 1, 4), torch.ones(rows, 1, 1, 4), 0)
-    cache = workspace.cache(setup, tokens)
+    cache = workspace.cache(lambda: setup, tokens)
     cache.join([filled], [(0, row) for row in range(rows)])
     return cache
 
@@ -146,7 +146,7 @@ def test_buffers_larger_than_they_may_be_are_not_lent():
     large = cache.buffers
     cache.reset()
     for limit, used in ((2 * large.slots, True), (2 * large.slots - 1, False)):
-        other = workspace.cache("setup", limit=limit)
+        other = workspace.cache(lambda: "setup", limit=limit)
         other.reserve(1, 256)
         other.take(one_token())
         assert (other.buffers is large) is used
@@ -156,7 +156,7 @@ def test_buffers_larger_than_they_may_be_are_not_lent():
 def test_buffers_that_are_outgrown_are_not_kept():
     """Not even where the new ones have fewer rows."""
     workspace = Workspace(Rerun)
-    cache = workspace.cache("setup")
+    cache = workspace.cache(lambda: "setup")
     cache.reserve(4, 256)
     cache.take(one_token())
     cache.reserve(1, 600)

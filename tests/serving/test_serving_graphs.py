@@ -28,7 +28,7 @@ from lade.model.runner import EagerRunner
 from lade.model.sizing import Bucketed
 from lade.model.static_buffers import Buffers
 from lade.model.static_cache import StaticCache
-from lade.model.workspace import Workspace, workspace_of
+from lade.model.workspace import Workspace, setup_of, workspace_of
 from lade.serving import batch
 from lade.serving.capacity import Capacity, Need, default_max_tokens, largest_tree
 from lade.serving.engine import PLAIN
@@ -213,6 +213,21 @@ def workspace(monkeypatch):
     monkeypatch.setitem(workspaces._workspaces, LLAMA, made)
     monkeypatch.setattr(batch, "runner_for", lambda *given: GraphRunner(*given, made))
     return made
+
+
+def test_weights_that_have_moved_between_two_bursts_are_captured_anew(workspace):
+    """What was captured reads memory that is somebody else's by now."""
+    model = toy_model("llama", vocabulary=VOCABULARY)
+    driven = Driven(model)
+    for number in range(3):
+        expected = alone(model, random_ids(5), max_new_tokens=12)
+        handle = driven.add(random_ids(5), PAPER, max_new_tokens=12)
+        driven.finish()
+        assert handle.tokens == expected
+        (entry,) = workspace._entries
+        assert entry.setup == setup_of(model), number
+        for parameter in model.parameters():
+            parameter.data = parameter.data.flip(-1).clone()
 
 
 def test_closing_an_engine_frees_its_buffers(workspace):
@@ -493,6 +508,30 @@ def test_an_engine_is_served_by_graphs_on_a_device():
         (entry,) = workspace._entries
         assert isinstance(entry.capture, CudaCapture) and {rows for rows, _, _ in shapes_of(workspace)} >= {2, 4}
     assert workspace._entries == [], "what it took was given back"
+
+
+@pytest.mark.gpu
+@NO_CUDA
+@pytest.mark.parametrize("method", [PAPER, LookaheadConfig(budget=12)], ids=["paper", "budget"])
+def test_a_step_of_all_rows_waits_for_the_device_once(method):
+    model = family("llama").build().to("cuda")
+    driven = Driven(model)
+    for is_counted in (False, True):  # the first time captures
+        for number in range(3):
+            driven.add(random_ids(4 + number, number).to("cuda"), method, max_new_tokens=60, do_sample=False)
+        driven.advance(2)
+        if is_counted:
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for _ in range(5):
+                    driven.batch.advance()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert len(driven.batch._engine.rows) == 3, "nobody has left"
+        driven.finish()
+    assert len([w for w in caught if "synchronizing CUDA operation" in str(w.message)]) <= 5
 
 
 @pytest.mark.gpu
