@@ -85,7 +85,7 @@ class StaticCache:
 
     @property
     def empty(self) -> bool:
-        """Whether it has no rows."""
+        """Whether it has no buffers yet."""
         return self._buffers is None
 
     @property
