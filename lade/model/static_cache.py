@@ -15,49 +15,15 @@ there is not zero.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from lade.model.buckets import LARGEST_STEP, batch_bucket, key_bucket, step_bucket
 from lade.model.cache import TreeCache
+from lade.model.lender import Lender, OwnBuffers
 from lade.model.sizing import AHEAD_TOKENS, Bucketed
 from lade.model.static_buffers import Buffers, Layers, Shape, States
-
-
-class Lender(Protocol):
-    """Where buffers come from."""
-
-    def lend(self, borrower: StaticCache, layers: Layers, rows: int, slots: int) -> Buffers:
-        """Buffers of at least so many rows and slots, all zero.
-
-        Raises:
-            torch.OutOfMemoryError: there is no memory for them.
-        """
-        ...
-
-    def take_back(self, buffers: Buffers) -> None:
-        """They are not needed any more, and may be lent again."""
-        ...
-
-    def drop(self, buffers: Buffers) -> None:
-        """They are not needed any more; their memory is."""
-        ...
-
-
-class OwnBuffers:
-    """Makes new buffers each time, which go with the cache."""
-
-    def lend(self, borrower: StaticCache, layers: Layers, rows: int, slots: int) -> Buffers:
-        """See `Lender.lend`."""
-        return Buffers(layers, rows, slots)
-
-    def take_back(self, buffers: Buffers) -> None:
-        """Nothing: nobody else would want them."""
-
-    def drop(self, buffers: Buffers) -> None:
-        """Nothing: they go when the cache forgets them."""
 
 
 class StaticCache:
@@ -75,8 +41,7 @@ class StaticCache:
     sizing = Bucketed()
 
     def __init__(self, tokens: int | None = None, *, limit: int | None = None, lender: Lender | None = None) -> None:
-        self.limit = limit
-        self._tokens, self._lender = tokens, lender or OwnBuffers()
+        self._tokens, self._limit, self._lender = tokens, limit, lender or OwnBuffers()
         self._wanted: tuple[int, int] | None = None  # rows and slots that were reserved before there were any rows
         self._buffers: Buffers | None = None
         self._ends: list[int] = []  # slots from here on are zero; an entry for each row
@@ -125,7 +90,7 @@ class StaticCache:
         tokens = longest + AHEAD_TOKENS if self._tokens is None else min(self._tokens, longest + AHEAD_TOKENS)
         wanted_rows, wanted_slots = self._wanted or (1, key_bucket(tokens + LARGEST_STEP + 1))
         rows, slots = max(wanted_rows, batch_bucket(rows)), max(wanted_slots, key_bucket(longest + 1))
-        self._buffers, self._wanted = self._lender.lend(self, layers, rows, slots), None
+        self._buffers, self._wanted = self._lender.lend(self, layers, rows, slots, self._limit), None
 
     def _copy_in(self, parts: Sequence[TreeCache], places: Sequence[tuple[int, int]]) -> None:
         """Append rows of others, which are emptied meanwhile, layer by layer."""
@@ -158,7 +123,7 @@ class StaticCache:
         rows, slots = max(rows, batch_bucket(max(1, count))), max(slots, key_bucket(used + 1))
         if (rows, slots) == self.room:
             return
-        new = self._lender.lend(self, old.layers, rows, slots)
+        new = self._lender.lend(self, old.layers, rows, slots, self._limit)
         for after, before in zip(new.groups, old.groups, strict=True):
             after[:, :count, :, :used] = before[:, :count, :, :used]
         self._buffers = new

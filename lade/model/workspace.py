@@ -36,7 +36,7 @@ class _Entry:
     setup: Hashable
     buffers: Buffers
     capture: Capture
-    borrower: weakref.ref[StaticCache] | None
+    borrower: weakref.ref[object] | None
 
     @property
     def idle(self) -> bool:
@@ -111,11 +111,13 @@ class Workspace:
         with self._lock:
             self._entries = [entry for entry in self._entries if not entry.idle]
 
-    def lend(self, setup: Hashable, borrower: StaticCache, layers: Layers, rows: int, slots: int) -> Buffers:
-        """See `lade.model.static_cache.Lender.lend`."""
+    def lend(
+        self, setup: Hashable, borrower: object, layers: Layers, rows: int, slots: int, limit: int | None
+    ) -> Buffers:
+        """See `lade.model.lender.Lender.lend`."""
         with self._lock:
             for entry in self._entries:
-                if entry.idle and entry.suits(setup, borrower.limit) and entry.buffers.fit(layers, rows, slots):
+                if entry.idle and entry.suits(setup, limit) and entry.buffers.fit(layers, rows, slots):
                     entry.borrower = weakref.ref(borrower)
                     entry.buffers.clear()
                     return entry.buffers
@@ -145,13 +147,13 @@ class Workspace:
 
 @dataclass(frozen=True)
 class _Desk:
-    """Where a cache borrows; see `lade.model.static_cache.Lender`."""
+    """Where a cache borrows; see `lade.model.lender.Lender`."""
 
     workspace: Workspace
     setup: Callable[[], Hashable]
 
-    def lend(self, borrower: StaticCache, layers: Layers, rows: int, slots: int) -> Buffers:
-        return self.workspace.lend(self.setup(), borrower, layers, rows, slots)
+    def lend(self, borrower: object, layers: Layers, rows: int, slots: int, limit: int | None) -> Buffers:
+        return self.workspace.lend(self.setup(), borrower, layers, rows, slots, limit)
 
     def take_back(self, buffers: Buffers) -> None:
         self.workspace.take_back(buffers)

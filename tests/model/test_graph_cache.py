@@ -8,17 +8,18 @@ import torch
 from lade.errors import CaptureWarning
 from lade.model.cache import TreeCache
 from lade.model.graph_cache import GraphCache
+from lade.model.lender import OwnBuffers
 from lade.model.sizing import Bucketed, Exact
-from lade.model.static_cache import OwnBuffers, StaticCache
+from lade.model.static_cache import StaticCache
 
 
 class Lender(OwnBuffers):
     full = False
 
-    def lend(self, borrower, layers, rows, slots):
+    def lend(self, borrower, layers, rows, slots, limit):
         if self.full:
             raise torch.OutOfMemoryError(f"Tried to allocate {rows} x {slots}.\nMore of it.")
-        return super().lend(borrower, layers, rows, slots)
+        return super().lend(borrower, layers, rows, slots, limit)
 
 
 @pytest.fixture

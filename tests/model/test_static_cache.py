@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from lade.model.buckets import batch_bucket, key_bucket
 from lade.model.cache import TreeCache, TreeLayer
+from lade.model.lender import OwnBuffers
 from lade.model.static_buffers import Buffers, Frame
-from lade.model.static_cache import OwnBuffers, StaticCache
+from lade.model.static_cache import StaticCache
 
 HEADS, DIM, LAYERS = 2, 3, 3
 
@@ -21,11 +22,11 @@ class Watched(OwnBuffers):
     def __init__(self):
         self.lent, self.dropped, self.taken_back, self.full = [], [], [], False
 
-    def lend(self, borrower, layers, rows, slots):
+    def lend(self, borrower, layers, rows, slots, limit):
         if self.full:
             raise torch.OutOfMemoryError("no more")
         self.lent.append((rows, slots))
-        return super().lend(borrower, layers, rows, slots)
+        return super().lend(borrower, layers, rows, slots, limit)
 
     def drop(self, buffers):
         self.dropped.append(buffers)

@@ -230,6 +230,17 @@ def test_weights_that_have_moved_between_two_bursts_are_captured_anew(workspace)
             parameter.data = parameter.data.flip(-1).clone()
 
 
+def test_what_is_left_from_before_is_free_for_an_engine(workspace):
+    driven = Driven(LLAMA)
+    driven.add(random_ids(5), PAPER, max_new_tokens=9)
+    driven.finish()
+    assert len(workspace._entries) == 1
+    with Engine(LLAMA, max_tokens=10**6):
+        assert len(workspace._entries) == 1, "it is told how much there is"
+        with Engine(LLAMA):
+            assert workspace._entries == []
+
+
 def test_closing_an_engine_frees_its_buffers(workspace):
     with Engine(LLAMA) as engine:
         assert engine.add(random_ids(5), lookahead=PAPER, max_new_tokens=9).result(30.0) is not None
@@ -276,7 +287,9 @@ def test_rows_and_slots_are_counted_as_they_are_made():
     capacity = Capacity(8, 4 * 384, 1, Bucketed())
     text = Need(200, 128)
     assert capacity.slots([text]) == 384, "of 200 + 128 + 1"
-    assert capacity.fits([text] * 4) and not capacity.fits([text] * 5), "which take eight rows"
+    assert capacity.fits([text] * 4) and not capacity.fits([text] * 5)
+    larger = Capacity(8, 7 * 384, 1, Bucketed())
+    assert larger.fits([text] * 4) and not larger.fits([text] * 5), "which take eight rows"
     assert not capacity.fits([Need(300, 128)] * 4), "512 slots"
     assert Capacity(8, 4 * 384, 1).fits([Need(250, 128)] * 4)
 
@@ -398,6 +411,21 @@ def test_buffers_that_could_not_be_made_are_asked_for_once(graphs, memory):
             driven.advance(2)
         driven.finish()
     assert [rows * slots > 600 for rows, slots in memory.asked].count(True) == 1
+
+
+def test_a_row_that_joins_has_buffers_made_once(graphs, memory):
+    """As large as all need, the tree behind the new row included."""
+    driven = Driven(LLAMA)
+    handles = [driven.add(random_ids(3), None, max_new_tokens=90)]
+    driven.advance(2)
+    memory.asked.clear()
+    handles.append(driven.add(random_ids(250, 1), PAPER, max_new_tokens=90))
+    driven.advance(2)
+    assert memory.asked == [(2, 512)]
+    driven.finish()
+    assert [handle.tokens for handle in handles] == [
+        alone(LLAMA, random_ids(length, seed), max_new_tokens=90) for seed, length in enumerate((3, 250))
+    ]
 
 
 @pytest.mark.parametrize("at", [0, 1, 3])
