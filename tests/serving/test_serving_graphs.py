@@ -419,12 +419,12 @@ def test_a_row_that_joins_has_buffers_made_once(graphs, memory):
     handles = [driven.add(random_ids(3), None, max_new_tokens=90)]
     driven.advance(2)
     memory.asked.clear()
-    handles.append(driven.add(random_ids(250, 1), PAPER, max_new_tokens=90))
+    handles.append(driven.add(random_ids(300, 1), PAPER, max_new_tokens=90))
     driven.advance(2)
-    assert memory.asked == [(2, 512)]
+    assert memory.asked == [(4, 512)]
     driven.finish()
     assert [handle.tokens for handle in handles] == [
-        alone(LLAMA, random_ids(length, seed), max_new_tokens=90) for seed, length in enumerate((3, 250))
+        alone(LLAMA, random_ids(length, seed), max_new_tokens=90) for seed, length in enumerate((3, 300))
     ]
 
 
