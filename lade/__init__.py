@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lade.config import LookaheadConfig
     from lade.decoding.memory import Memory
     from lade.errors import (
+        CaptureWarning,
         ConfigError,
         EngineClosedError,
         EngineFullError,
@@ -32,11 +33,13 @@ if TYPE_CHECKING:
     from lade.model.cache import TreeCache
     from lade.model.packing import pack, unpack
     from lade.model.support import Support, supports
+    from lade.model.workspace import release
     from lade.serving.engine import Engine
     from lade.serving.handle import Handle
     from lade.stats import Stats, Step
 
 __all__ = [
+    "CaptureWarning",
     "ConfigError",
     "Engine",
     "EngineClosedError",
@@ -63,6 +66,7 @@ __all__ = [
     "generate",
     "log_history",
     "pack",
+    "release",
     "restore_all",
     "save_log",
     "stream",
@@ -74,6 +78,7 @@ _HOMES = {
     "lade.config": ("LookaheadConfig",),
     "lade.decoding.memory": ("Memory",),
     "lade.errors": (
+        "CaptureWarning",
         "ConfigError",
         "EngineClosedError",
         "EngineFullError",
@@ -89,6 +94,7 @@ _HOMES = {
     "lade.model.cache": ("TreeCache",),
     "lade.model.packing": ("pack", "unpack"),
     "lade.model.support": ("Support", "supports"),
+    "lade.model.workspace": ("release",),
     "lade.serving.engine": ("Engine",),
     "lade.serving.handle": ("Handle",),
     "lade.stats": ("Stats", "Step"),

@@ -72,4 +72,7 @@ class FallbackWarning(UserWarning):
 
 
 class CaptureWarning(UserWarning):
-    """A pass of this model cannot be captured as a CUDA graph: passes are launched kernel by kernel, and are slower."""
+    """A pass cannot be captured as a CUDA graph, or there is no memory for that: passes are launched kernel by kernel.
+
+    That is slower; the tokens are the same.
+    """

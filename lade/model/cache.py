@@ -20,8 +20,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import is_
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from lade.model.sizing import Exact
+from lade.model.staging import upload
 
 _ROOM_TOKENS = 256
 _JOINED_LAYERS = 8
@@ -49,16 +53,20 @@ class Moves:
         self.targets += range(target, target + len(sources))
 
     def make(self, wholes: Sequence[torch.Tensor]) -> None:
-        """Make them in tensors `[N, rows, H, capacity, D]`."""
+        """Make them in tensors `[N, rows, H, capacity, D]`; each device is told once where to."""
         one_row = self.rows[0] == self.rows[-1]  # they come row by row
-        rows, sources, targets = (torch.tensor(column) for column in (self.rows, self.sources, self.targets))
+        columns = [self.sources] if one_row else [self.sources, self.rows, self.targets]
+        told: dict[torch.device, list[torch.Tensor]] = {}
         for whole in wholes:
+            if whole.device not in told:
+                told[whole.device] = upload([np.array(column) for column in columns], whole.device)
+            sources, *rest = told[whole.device]
             if one_row:  # as a slice, which is faster
-                states = whole[:, self.rows[0]].index_select(2, sources.to(whole.device))
+                states = whole[:, self.rows[0]].index_select(2, sources)
                 whole[:, self.rows[0], :, self.targets[0] : self.targets[-1] + 1] = states
             else:
-                at, to = ((rows.to(whole.device), slots.to(whole.device)) for slots in (sources, targets))
-                whole[:, to[0], :, to[1]] = whole[:, at[0], :, at[1]]
+                rows, targets = rest
+                whole[:, rows, :, targets] = whole[:, rows, :, sources]
 
 
 class TreeLayer(CacheLayerMixin):
@@ -101,11 +109,11 @@ class TreeLayer(CacheLayerMixin):
         self.lengths = [length + fed for length in self.lengths]
         return self.keys[:rows, :, :visible], self.values[:rows, :, :visible]
 
-    def reserve(self, rows: int, tokens: int) -> None:
+    def reserve(self, rows: int, slots: int) -> None:
         """Have buffers of just this size; see `TreeCache.reserve`."""
         assert self.keys is not None and self.values is not None
         used = len(self.lengths), self.get_seq_length()
-        self.keys, self.values = (_resized(buffer, used, rows, tokens) for buffer in (self.keys, self.values))
+        self.keys, self.values = (_resized(buffer, used, rows, slots) for buffer in (self.keys, self.values))
 
     def take(self, part: TreeLayer) -> None:
         """Append the only row of another layer; see `TreeCache.take`."""
@@ -187,14 +195,11 @@ class JoinedLayers:
 
     def put(self, source: int, target: int, length: int) -> None:
         """Copy the first tokens of one row to another, in all layers."""
-        for whole in self._joined():
+        for whole in self.joined():
             whole[:, target, :, :length] = whole[:, source, :, :length]
 
-    def make(self, moves: Moves) -> None:
-        """Make these moves in all layers."""
-        moves.make(self._joined())
-
-    def _joined(self) -> list[torch.Tensor]:
+    def joined(self) -> list[torch.Tensor]:
+        """What the buffers of these layers are views of, `[N, rows, H, capacity, D]` each."""
         buffers = [buffer for layer in self.layers for buffer in (layer.keys, layer.values) if buffer is not None]
         if len(buffers) != len(self._views) or not all(map(is_, buffers, self._views)):
             if len({(buffer.shape, buffer.dtype, buffer.device) for buffer in buffers}) == 1:
@@ -209,6 +214,8 @@ class JoinedLayers:
 
 class TreeCache(Cache):
     """KV cache of B rows for any decoder-only transformers model; layers appear as the model asks for them."""
+
+    sizing = Exact()
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=TreeLayer)
@@ -255,8 +262,7 @@ class TreeCache(Cache):
             if in_place < len(slots):
                 moves.add(row, [start + slot for slot in slots[in_place:]], start + in_place)
         if moves.rows:
-            for group in self._grouped():
-                group.make(moves)
+            moves.make([whole for group in self._grouped() for whole in group.joined()])
         for layer in self.layers:
             layer.lengths = lengths
 
@@ -286,19 +292,20 @@ class TreeCache(Cache):
         keys = self.layers[0].keys if self.layers else None
         return (0, 0) if keys is None else (keys.shape[0], keys.shape[2])
 
-    def reserve(self, rows: int, tokens: int) -> None:
-        """Have room for just so many rows of so many tokens, at least for what there is; copies all that is cached."""
+    def reserve(self, rows: int, slots: int) -> None:
+        """Have room for just so many rows of so many slots, at least for what there is; copies all that is cached."""
         for layer in self.layers:
-            layer.reserve(rows, tokens)
+            layer.reserve(rows, slots)
 
     def take(self, part: TreeCache) -> None:
-        """Append the only row of another cache of the same model; that one may be empty then."""
+        """Append the only row of another cache of the same model; that one is empty then."""
         if not self.layers:
             self.layers, part.layers = part.layers, []
             self._groups.clear()
             return
         for layer, other in zip(self.layers, part.layers, strict=True):
             layer.take(other)
+        part.reset()
 
     def leave(self, row: int) -> None:
         """Forget a row; the last one takes its place and its number."""

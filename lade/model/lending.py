@@ -8,9 +8,9 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from lade.model.cache import TreeCache, TreeLayer
+from lade.model.graph_cache import GraphCache
 from lade.model.graphs import GraphRunner
 from lade.model.runner import EagerRunner
-from lade.model.static_cache import StaticCache
 
 LENDERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
@@ -45,25 +45,25 @@ class Loan:
         self._borrowed_tokens = end
 
 
-class StaticLoan:
-    """A static cache, borrowed from the workspace of its model.
+class GraphLoan:
+    """A cache of captured passes, whose buffers are borrowed from the workspace of its model.
 
     Args:
-        cache: the static one.
+        cache: the one to decode with.
         heir: gets what it holds in the end; None if nobody asks for that.
     """
 
-    def __init__(self, cache: StaticCache, heir: TreeCache | None) -> None:
+    def __init__(self, cache: GraphCache, heir: TreeCache | None) -> None:
         self.cache, self._heir = cache, heir
 
     def give_back(self) -> None:
         """Let others have the buffers."""
-        if self._heir is not None and not self.cache.empty:
-            self.cache.copy_to(self._heir)
-        self.cache.release()
+        if self._heir is not None:
+            self.cache.hand_over(self._heir)
+        self.cache.reset()
 
 
-def loan_for(runner: EagerRunner, given: Cache, tokens: int, *, handed_out: bool) -> Loan | StaticLoan:
+def loan_for(runner: EagerRunner, given: Cache, tokens: int, *, handed_out: bool) -> Loan | GraphLoan:
     """The loan of one generation, with a cache of the runner's own kind.
 
     Args:
@@ -74,7 +74,7 @@ def loan_for(runner: EagerRunner, given: Cache, tokens: int, *, handed_out: bool
     """
     if not isinstance(runner, GraphRunner) or not isinstance(given, TreeCache):
         return Loan(given)
-    return StaticLoan(runner.new_cache(tokens), given if handed_out else None)
+    return GraphLoan(runner.new_cache(tokens=tokens), given if handed_out else None)
 
 
 def _borrowed(cache: Cache) -> TreeCache:

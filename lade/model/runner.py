@@ -17,6 +17,7 @@ from lade.model.attention import Inputs, Mask, MaskPlan
 from lade.model.cache import TreeCache
 from lade.model.hidden import HiddenStates
 from lade.model.positions import Positions
+from lade.model.row_cache import RowCache
 from lade.model.slots import SlotCounters
 from lade.model.stopwatch import Stopwatch
 
@@ -51,6 +52,15 @@ class EagerRunner:
     def room(self, cached: int) -> int | None:
         """How deep a tree may be whose root lies at position `cached`; None for no limit."""
         return self.positions.room(cached)
+
+    def new_cache(self, *, tokens: int | None = None, limit: int | None = None) -> RowCache:
+        """An empty cache of the kind that suits this runner.
+
+        Args:
+            tokens: greatest length that a row is going to have, if that is known.
+            limit: slots in all that buffers from earlier generations may have; None for any number.
+        """
+        return TreeCache()
 
     @torch.no_grad()
     def prefill(self, rows: Sequence[Sequence[int]], cache: TreeCache, watch: Watch | None = None) -> torch.Tensor:

@@ -29,6 +29,10 @@ class States:
         return cls(states.shape[1], states.shape[3], states.dtype, states.device)
 
 
+Layers = Sequence[tuple[States, States]]
+"""Keys and values of each layer."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """Of a pass: B rows, S tokens a row, and K slots of the cache that attention looks at."""
@@ -51,7 +55,7 @@ class Buffers:
         passes: what was captured on these addresses, and goes with them.
     """
 
-    def __init__(self, layers: Sequence[tuple[States, States]], rows: int, slots: int) -> None:
+    def __init__(self, layers: Layers, rows: int, slots: int) -> None:
         self.layers, self.rows, self.slots = tuple(layers), rows, slots
         self.passes: dict[Shape, Any] = {}
         kinds = [kind for pair in layers for kind in pair]
@@ -65,7 +69,7 @@ class Buffers:
         self.keys = [found[number] for number in range(0, len(kinds), 2)]
         self.values = [found[number] for number in range(1, len(kinds), 2)]
 
-    def fit(self, layers: Sequence[tuple[States, States]], rows: int, slots: int) -> bool:
+    def fit(self, layers: Layers, rows: int, slots: int) -> bool:
         """Whether they hold so many rows and slots of these layers."""
         return self.layers == tuple(layers) and rows <= self.rows and slots <= self.slots
 
@@ -74,10 +78,10 @@ class Buffers:
         for group in self.groups:
             group.zero_()
 
-    def clear_row(self, row: int, slots: slice) -> None:
-        """Make some slots of one row zero, in all layers at once."""
+    def clear_rows(self, rows: int | slice, slots: slice) -> None:
+        """Make some slots of one row, or of several, zero, in all layers at once."""
         for group in self.groups:
-            group[:, row, :, slots].zero_()
+            group[:, rows, ..., slots, :].zero_()
 
     def move(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
         """Copy slots to others of the same row, `[B, W]` each, in all layers: one gather and one scatter."""
@@ -93,9 +97,10 @@ class Buffers:
         moved = [(target, source) for target, source in enumerate(rows) if target != source]
         if not moved:
             return
-        targets, sources = (torch.tensor(numbers) for numbers in zip(*moved, strict=True))
+        numbers = [np.array(column) for column in zip(*moved, strict=True)]
         for group in self.groups:
-            group[:, targets.to(group.device), :, :used] = group[:, sources.to(group.device), :, :used]
+            targets, sources = upload(numbers, group.device)
+            group[:, targets, :, :used] = group[:, sources, :, :used]
 
 
 class FrameLayer(CacheLayerMixin):

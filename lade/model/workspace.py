@@ -23,8 +23,10 @@ from transformers import PreTrainedModel
 
 from lade.errors import CaptureWarning
 from lade.model.capture import Call, Capture, CudaCapture, Recording, Rerun
-from lade.model.static_buffers import Buffers, States
+from lade.model.runner import input_device
+from lade.model.static_buffers import Buffers, Layers
 from lade.model.static_cache import StaticCache
+from lade.model.support import unwrap
 
 
 @dataclass
@@ -34,15 +36,19 @@ class _Entry:
     setup: Hashable
     buffers: Buffers
     capture: Capture
-    borrower: weakref.ref[StaticCache] | None
+    borrower: weakref.ref[object] | None
 
     @property
     def idle(self) -> bool:
         return self.borrower is None or self.borrower() is None  # a generation that nobody ended
 
+    def suits(self, setup: Hashable, limit: int | None) -> bool:
+        """Whether what was captured holds, and the buffers are no larger than they may be."""
+        return self.setup == setup and (limit is None or self.buffers.rows * self.buffers.slots <= limit)
+
 
 class Workspace:
-    """Lends buffers of one model. Of those that nobody uses one is kept.
+    """Lends buffers of one model. Of those that nobody uses one is kept, until they are released.
 
     Args:
         make_capture: makes what captures passes; called for each buffers anew.
@@ -57,29 +63,32 @@ class Workspace:
         self._entries: list[_Entry] = []
         self._lock = threading.Lock()
 
-    def cache(self, tokens: int, setup: Hashable) -> StaticCache:
-        """An empty cache for rows of at most so many tokens, on buffers of this workspace.
+    def cache(self, setup: Callable[[], Hashable], tokens: int | None = None, limit: int | None = None) -> StaticCache:
+        """An empty cache on buffers of this workspace.
 
         Args:
+            setup: tells that of the model, see `setup_of`, whenever buffers are lent; only those of the same one are.
             tokens: see `StaticCache`.
-            setup: of the model, see `setup_of`; only buffers of the same one are used again.
+            limit: likewise.
         """
+        return StaticCache(tokens, limit=limit, lender=_Desk(self, setup))
 
-        def lend(borrower: StaticCache, layers: Sequence[tuple[States, States]], rows: int, slots: int) -> Buffers:
-            return self._lend(setup, borrower, layers, rows, slots)
-
-        return StaticCache(tokens, lend, self._take_back)
-
-    def record(self, buffers: Buffers, call: Call, fixed: Sequence[torch.Tensor], setup: Hashable) -> Recording:
+    def record(self, buffers: Buffers, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
         """Capture a call that works on buffers of this workspace; see `Capture.record`.
 
         Where that fails there is one `CaptureWarning`, and nothing is captured any more: replays call again.
+
+        Raises:
+            torch.OutOfMemoryError: it fails for lack of memory; next time there may be some.
         """
         entry = next(entry for entry in self._entries if entry.buffers is buffers)
         try:
             return entry.capture.record(call, fixed)
         except RuntimeError as problem:  # whatever a model does that a graph cannot hold; if it is wrong, so is a rerun
-            self.fail(setup, problem)
+            first = _first(problem)
+            if isinstance(first, torch.OutOfMemoryError):
+                raise first from None
+            self.fail(entry.setup, first)
             return entry.capture.record(call, fixed)
 
     def fail(self, setup: Hashable, problem: BaseException) -> None:
@@ -97,17 +106,18 @@ class Workspace:
             stacklevel=4,
         )
 
-    def _lend(
-        self,
-        setup: Hashable,
-        borrower: StaticCache,
-        layers: Sequence[tuple[States, States]],
-        rows: int,
-        slots: int,
+    def release(self) -> None:
+        """Free the buffers that nobody uses, and what was captured on them."""
+        with self._lock:
+            self._entries = [entry for entry in self._entries if not entry.idle]
+
+    def lend(
+        self, setup: Hashable, borrower: object, layers: Layers, rows: int, slots: int, limit: int | None
     ) -> Buffers:
+        """See `lade.model.lender.Lender.lend`."""
         with self._lock:
             for entry in self._entries:
-                if entry.idle and entry.setup == setup and entry.buffers.fit(layers, rows, slots):
+                if entry.idle and entry.suits(setup, limit) and entry.buffers.fit(layers, rows, slots):
                     entry.borrower = weakref.ref(borrower)
                     entry.buffers.clear()
                     return entry.buffers
@@ -116,18 +126,40 @@ class Workspace:
             self._entries.append(_Entry(setup, buffers, self._make_capture(), weakref.ref(borrower)))
             return buffers
 
-    def _take_back(self, buffers: Buffers) -> None:
-        """Keep them, unless larger ones are kept; then drop the others that are idle."""
+    def take_back(self, buffers: Buffers) -> None:
+        """Keep them, unless larger ones are kept, or they are of no use; then drop the others that are idle."""
         with self._lock:
             mine = next((entry for entry in self._entries if entry.buffers is buffers), None)
             if mine is None:
                 return
             mine.borrower = None
             others = [entry for entry in self._entries if entry is not mine]
-            if any(_includes(other, mine) for other in others):
+            if self.trouble is not None or any(_includes(other, mine) for other in others):
                 self._entries = others
             else:
                 self._entries = [mine, *(entry for entry in others if not entry.idle)]
+
+    def drop(self, buffers: Buffers) -> None:
+        """Forget them, and what was captured on them."""
+        with self._lock:
+            self._entries = [entry for entry in self._entries if entry.buffers is not buffers]
+
+
+@dataclass(frozen=True)
+class _Desk:
+    """Where a cache borrows; see `lade.model.lender.Lender`."""
+
+    workspace: Workspace
+    setup: Callable[[], Hashable]
+
+    def lend(self, borrower: object, layers: Layers, rows: int, slots: int, limit: int | None) -> Buffers:
+        return self.workspace.lend(self.setup(), borrower, layers, rows, slots, limit)
+
+    def take_back(self, buffers: Buffers) -> None:
+        self.workspace.take_back(buffers)
+
+    def drop(self, buffers: Buffers) -> None:
+        self.workspace.drop(buffers)
 
 
 def _includes(one: _Entry, other: _Entry) -> bool:
@@ -154,6 +186,29 @@ def workspace_of(model: PreTrainedModel, device: torch.device) -> Workspace:
     if workspace is None or (workspace.trouble is not None and workspace.trouble != setup_of(model)):
         workspace = _workspaces[model] = Workspace(lambda: CudaCapture(device))
     return workspace
+
+
+def release(model: Any) -> None:
+    """Give back the memory that captured passes of a model have taken on its CUDA device.
+
+    That is the keys and values of one cache, and the graphs that were captured on them. They stay when a generation
+    ends, for the next one, and go with the model; after `release` the next generation makes and captures them anew.
+    What a generation or a `lade.Engine` is using stays until that is done; call again then. Nothing happens where
+    nothing was captured, on a CPU for one.
+
+    >>> lade.generate(model, **inputs)
+    >>> lade.release(model)
+
+    Args:
+        model: a transformers causal language model, or one wrapped by PEFT.
+    """
+    inner = unwrap(model)
+    workspace = _workspaces.get(inner)
+    if workspace is None:
+        return
+    workspace.release()
+    if input_device(inner).type == "cuda":
+        torch.cuda.empty_cache()  # graphs have a memory pool of their own, which nobody else can use before
 
 
 def setup_of(model: Any) -> Hashable:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -18,8 +19,9 @@ from lade.decoding.row import Row
 from lade.hf.session import Output, vocabulary_of
 from lade.model.attention import MaskPlan
 from lade.model.cache import TreeCache
-from lade.model.runner import EagerRunner
-from lade.serving.capacity import Capacity
+from lade.model.choice import runner_for
+from lade.model.workspace import release
+from lade.serving.capacity import Capacity, default_max_tokens
 from lade.serving.handle import Handle
 from lade.serving.request import Request
 from lade.stats import Step
@@ -60,16 +62,29 @@ class Batch:
         model: that `lade.supports`.
         plan: how it takes its masks.
         prefill_tokens: of prompts fed between two steps, at most.
+        max_rows: decoded at a time.
+        max_tokens: slots of the cache; None for as many as this machine has memory for.
+
+    Attributes:
+        capacity: what may be seated.
     """
 
-    def __init__(self, model: PreTrainedModel, plan: MaskPlan, prefill_tokens: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, plan: MaskPlan, *, prefill_tokens: int, max_rows: int, max_tokens: int | None
+    ) -> None:
         self._model, self._prefill_tokens = model, prefill_tokens
-        self._runner = EagerRunner(model, plan, GenerationConfig())
-        self._engine = Engine([], self._runner, TreeCache(), isolate=True)
+        self._runner = runner_for(model, plan, GenerationConfig())
+        token_bytes = self._token_bytes()
+        if max_tokens is None:
+            release(model)  # what no generation is using is free
+            max_tokens = default_max_tokens(token_bytes, self._runner.device)
+        self._cache = self._runner.new_cache(limit=max_tokens)
+        self.capacity = Capacity(max_rows, max_tokens, token_bytes, self._cache.sizing)
+        own_kind: Any = self._cache  # which this runner knows
+        self._engine = Engine([], self._runner, own_kind, isolate=True)
         self._opening: list[Seat] = []
         self._seats: dict[Row, Seat] = {}  # those that have joined
         self._cost: BatchCost | None = None
-        self.capacity = Capacity(1, 1, self._token_bytes())
 
     def _token_bytes(self) -> int:
         """Found by feeding a token: no two families keep the same."""
@@ -115,15 +130,16 @@ class Batch:
         if self._engine.rows:
             self._step()
         if self.idle:
-            self._engine.cache.reset()
+            self._cache.reset()
             save_refreshed(self._model)
 
     def close(self, problem: BaseException | None = None) -> None:
-        """End all requests: with an error, or as cancelled."""
+        """End all requests, with an error or as cancelled, and give back what they took."""
         seats, self._opening, self._seats, self._engine.rows = self.seats, [], {}, []
         for seat in seats:
             seat.handle.end(problem)
-        self._engine.cache.reset()
+        self._cache.reset()
+        release(self._model)
         save_refreshed(self._model)
 
     def _feed(self) -> None:
@@ -135,6 +151,8 @@ class Batch:
                 self._feed_piece(seat, left)
             except Exception as problem:  # noqa: BLE001 - whatever it is, the request's owner gets it
                 self._end(seat, problem)
+                if self._engine.rows and self._cache.room == (0, 0):  # the others have lost what they had
+                    self._end_rows(problem)
             left -= seat.fed - before
 
     def _feed_piece(self, seat: Seat, most: int) -> None:
@@ -165,7 +183,7 @@ class Batch:
         self._opening.remove(seat)
         self._seats[seat.row] = seat
         self._make_room(seat.fed)
-        self._engine.cache.take(seat.cache)
+        self._cache.take(seat.cache)
         self._engine.rows.append(seat.row)
 
     def _step(self) -> None:
@@ -176,9 +194,7 @@ class Batch:
                 self._cost.resize(len(rows))
             steps = self._engine.step()
         except Exception as problem:  # noqa: BLE001 - likewise; and who knows what the cache holds now
-            self._engine.rows = []
-            for row in rows:
-                self._end(self._seats[row], problem)
+            self._end_rows(problem)
             return
         for row, step in zip(rows, steps, strict=True):
             if row.problem is None:
@@ -186,15 +202,18 @@ class Batch:
             else:
                 self._end(self._seats[row], row.problem)
 
+    def _end_rows(self, problem: BaseException) -> None:
+        rows, self._engine.rows = self._engine.rows, []
+        for row in rows:
+            self._end(self._seats[row], problem)
+
     def _make_room(self, joining: int = 0) -> None:
         """Before the cache would grow by itself, which knows nothing of limits; `joining` tokens are about to come."""
-        cache = self._engine.cache
-        if not cache.layers:
-            return
-        needs = [seat.request.need for seat in self._seats.values()]
+        cache, needs = self._cache, [seat.request.need for seat in self._seats.values()]
         longest = max(joining, *cache.lengths)
-        if not self.capacity.suffices(cache.room, needs, longest):
-            cache.reserve(*self.capacity.room(needs, longest))
+        capacity = replace(self.capacity, sizing=cache.sizing)  # of what holds the rows now
+        if not capacity.suffices(cache.room, needs, longest):
+            cache.reserve(*capacity.room(needs, longest))
 
     def _tell(self, seat: Seat, step: Step) -> None:
         try:
@@ -214,5 +233,5 @@ class Batch:
             seat.row.done = True
             self._engine.drop_finished()
             if not self._engine.rows:
-                self._engine.cache.reset()
+                self._cache.reset()
         seat.handle.end(result)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from lade.config import LookaheadConfig
 from lade.decoding.controller import LARGEST
 from lade.errors import InputError
+from lade.model.sizing import Exact, Sizing
 
 _SHARE_OF_HOST, _SHARE_OF_DEVICE = 0.25, 0.8
+_PEAK = 2.75
+"""Caches of the greatest size that are there at once, at worst: the old and the new one while a cache grows, and the
+prompt that joins, as the second row. The latter is in a cache that may be half as large again as the prompt."""
 _UNKNOWN_HOST = 16 * 2**30
-_GROWTH = 256  # tokens
 
 
 @dataclass(frozen=True)
@@ -39,17 +42,19 @@ class Capacity:
 
     Attributes:
         max_rows: decoded at a time.
-        max_tokens: rows times tokens of the longest one, at most.
+        max_tokens: slots of all rows together, at most.
         token_bytes: what one token of one row takes in the cache.
+        sizing: how rows and slots are rounded up by the cache.
     """
 
     max_rows: int
     max_tokens: int
     token_bytes: int
+    sizing: Sizing = field(default_factory=Exact)
 
     def check(self, need: Need) -> None:
         """Raise `InputError` for a text that has no room even alone."""
-        slots = slots_of([need])
+        slots = self.slots([need])
         if slots > self.max_tokens:
             raise InputError(
                 f"{need.tokens} tokens of prompt and answer need a cache of {slots} with a step's guesses, at "
@@ -60,7 +65,17 @@ class Capacity:
 
     def fits(self, needs: Sequence[Need]) -> bool:
         """Whether these texts fit beside each other, however long they become."""
-        return len(needs) <= self.max_rows and len(needs) * slots_of(needs) <= self.max_tokens
+        return len(needs) <= self.max_rows and self.sizing.rows(len(needs)) * self.slots(needs) <= self.max_tokens
+
+    def slots(self, needs: Sequence[Need], longest: int | None = None) -> int:
+        """Slots that each row takes while these texts are decoded: the trees lie behind the longest one.
+
+        Args:
+            needs: of the texts.
+            longest: its length; None for the greatest that it can have.
+        """
+        tokens = max(need.tokens for need in needs) if longest is None else longest
+        return self.sizing.slots(tokens, max(need.tree for need in needs))
 
     def suffices(self, room: tuple[int, int], needs: Sequence[Need], now: int) -> bool:
         """Whether there is room for a step of these texts, and no more than there may be.
@@ -71,7 +86,7 @@ class Capacity:
             now: length of the longest one as it is.
         """
         rows, slots = room
-        return rows >= len(needs) and slots >= slots_of(needs, now) and rows * slots <= self.max_tokens
+        return rows >= len(needs) and slots >= self.slots(needs, now) and rows * slots <= self.max_tokens
 
     def room(self, needs: Sequence[Need], now: int) -> tuple[int, int]:
         """Rows, and slots of each, to make room for: more than a step takes, so that copies stay rare.
@@ -80,20 +95,11 @@ class Capacity:
             needs: of texts that fit beside each other.
             now: length of the longest one as it is.
         """
-        most = slots_of(needs)
-        rows = min(2 * len(needs), self.max_rows, self.max_tokens // most)
-        return max(len(needs), rows), min(most, slots_of(needs, now + max(_GROWTH, now // 2)))
-
-
-def slots_of(needs: Sequence[Need], longest: int | None = None) -> int:
-    """Slots that each row takes while these texts are decoded: the trees lie behind the longest one.
-
-    Args:
-        needs: of the texts.
-        longest: its length; None for the greatest that it can have.
-    """
-    tokens = max(need.tokens for need in needs) if longest is None else longest
-    return tokens + max(need.tree for need in needs)
+        most = self.slots(needs)
+        least_rows = self.sizing.rows(len(needs))
+        most_rows = min(self.sizing.rows(min(2 * len(needs), self.max_rows)), self.max_tokens // most)
+        rows = next(rows for rows in range(most_rows, least_rows - 1, -1) if self.sizing.rows(rows) == rows)
+        return rows, min(most, self.slots(needs, now + self.sizing.ahead(now)))
 
 
 def largest_tree(config: LookaheadConfig) -> int:
@@ -104,12 +110,18 @@ def largest_tree(config: LookaheadConfig) -> int:
 
 
 def default_max_tokens(token_bytes: int, device: torch.device) -> int:
-    """As many as fit in four fifths of what is free on a CUDA device, or in a quarter of the host's memory."""
-    if device.type == "cuda":
-        memory = _SHARE_OF_DEVICE * torch.cuda.mem_get_info(device)[0]
-    else:
-        memory = _SHARE_OF_HOST * _host_bytes()
+    """As many as fit in a quarter of the host's memory, or as take four fifths of what is free on a CUDA device.
+
+    There the cache may grow to its greatest size at the worst moment, and takes no more.
+    """
+    memory = _SHARE_OF_DEVICE / _PEAK * _free_bytes(device) if device.type == "cuda" else _SHARE_OF_HOST * _host_bytes()
     return max(1, int(memory) // token_bytes)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Of a CUDA device; torch has memory that it keeps for the next one who asks."""
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def _host_bytes() -> int:

@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,10 +14,9 @@ import torch
 from lade.config import LookaheadConfig
 from lade.errors import ConfigError, EngineClosedError, EngineFullError
 from lade.hf.arguments import Lookahead, resolve
-from lade.model.runner import input_device
 from lade.model.support import supports, unwrap
 from lade.serving.batch import Batch, Seat
-from lade.serving.capacity import Capacity, default_max_tokens
+from lade.serving.capacity import Capacity
 from lade.serving.handle import Handle
 from lade.serving.request import Request, prepared
 from lade.stats import Stats, Step
@@ -44,13 +42,15 @@ class Engine:
         model: a transformers causal language model, or one wrapped by PEFT.
         max_rows: requests decoded at a time; more wait.
         max_tokens: slots of the KV cache, which are rows times tokens of the longest one, tree included; more wait.
-            None: as many as fit in a quarter of the host's memory, or in four fifths of what is free on a CUDA device.
+            With captured passes, on a CUDA device, rows and tokens are rounded up to the sizes of these. None: as many
+            as fit in a quarter of the host's memory, or in 29 % of what is free on a CUDA device.
         max_waiting: requests that may wait.
         prefill_tokens: of new prompts, fed between two steps at most, so that a long one does not hold up the others.
 
     Attributes:
         max_tokens: as given or found.
-        token_bytes: what a slot takes. The cache may take `max_tokens` of them, and while it grows, twice as much.
+        token_bytes: what a slot takes. The cache may take `max_tokens` of them, and while it grows up to 2.75 times as
+            much, the prompt that joins included.
 
     Raises:
         UnsupportedModelError: the model cannot be decoded exactly with a token tree.
@@ -71,10 +71,9 @@ class Engine:
             if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
                 raise ConfigError(name, limit, "give a whole number >= 1")
         self._model = model
-        batch = Batch(unwrap(model), supports(model).require(), prefill_tokens)
-        self.token_bytes = batch.capacity.token_bytes
-        self.max_tokens = max_tokens or default_max_tokens(self.token_bytes, input_device(unwrap(model)))
-        batch.capacity = replace(batch.capacity, max_rows=max_rows, max_tokens=self.max_tokens)
+        plan = supports(model).require()
+        batch = Batch(unwrap(model), plan, prefill_tokens=prefill_tokens, max_rows=max_rows, max_tokens=max_tokens)
+        self.token_bytes, self.max_tokens = batch.capacity.token_bytes, batch.capacity.max_tokens
         self._desk = Desk(batch, max_waiting)
         self._finalizer = weakref.finalize(self, self._desk.close)  # also when it is forgotten, and when Python ends
 

@@ -78,6 +78,10 @@ class StepTimer:
         self._cache.keep([[]] * self._batch, fed=size)
         return self._runner.forward_s
 
+    def close(self) -> None:
+        """Give back what it has taken; it is of no use then."""
+        self._cache.reset()
+
     def _tree(self, size: int) -> TokenTree:
         """Chains that hang from the root: all tokens differ, as in a real step, so that all experts are asked."""
         depth = _DEPTH if self._room is None else min(_DEPTH, self._room)
@@ -172,6 +176,7 @@ def measure_step_cost(
     feasible = [size for size in sizes if size <= timer.largest]
     for size, seconds in samples_of(timer, feasible, budget_s=budget_s, clock=clock):
         samples.setdefault(size, []).append(seconds)
+    timer.close()
     runner.forward_s = before
     return StepCost.of(samples, measured_at=time.time())
 

@@ -75,6 +75,9 @@ def step_cost_for(
         cost = store.load(key, folder)
         if cost is None:
             cost = _measured(model, runner, bucket(batch))
+            if cost is None:
+                assert isinstance(runner, GraphRunner)  # with others that is an error
+                return step_cost_for(model, runner.eager(), batch=batch, folder=folder)
             store.save(key, cost, folder)
         profiles[name] = Profile(key, cost, cost.table)
     cost = profiles[name].cost
@@ -141,9 +144,17 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _measured(model: PreTrainedModel, runner: Runner[TreeCache], batch: int) -> StepCost:
-    """Measure; a model of someone's own may draw random numbers in its forward pass, and must not be seen doing so."""
+def _measured(model: PreTrainedModel, runner: Runner[TreeCache], batch: int) -> StepCost | None:
+    """Measure; a model of someone's own may draw random numbers in its forward pass, and must not be seen doing so.
+
+    None where there is no memory for captured passes. Those of an eager runner then tell more than nothing.
+    """
     embeddings: Any = model.get_input_embeddings()
     devices = {parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(devices)):
-        return measure_step_cost(runner, vocabulary=embeddings.weight.shape[0], batch=batch)
+    try:
+        with torch.random.fork_rng(devices=sorted(devices)):
+            return measure_step_cost(runner, vocabulary=embeddings.weight.shape[0], batch=batch)
+    except torch.OutOfMemoryError:
+        if not isinstance(runner, GraphRunner):
+            raise
+    return None

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from lade import TreeCache, supports
 from lade.decoding.tree import TokenTree
+from lade.model import cache as module
 from lade.model.runner import EagerRunner
 from lade.testing import toy_model
 
@@ -154,6 +155,67 @@ def test_a_row_without_room_makes_room():
     cache.take(cache_of([3, 4, 5]))
     assert cache.room == (2, 3)
     assert_holds(cache, [[1, 2], [3, 4, 5]])
+
+
+def test_the_row_that_is_taken_is_not_kept_twice():
+    cache = cache_of([1, 2])
+    for tokens in ([3], [4, 5]):
+        part = cache_of(tokens)
+        cache.take(part)
+        assert part.room == (0, 0)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_device_is_told_once_what_is_moved_in_all_layers(rows, monkeypatch):
+    cache = cache_of([1, 2])
+    for row in range(1, rows):
+        cache.take(cache_of([10 * row]))
+    uploads, upload = [], module.upload
+
+    def watched(arrays, device):
+        uploads.append([array.tolist() for array in arrays])
+        return upload(arrays, device)
+
+    monkeypatch.setattr(module, "upload", watched)
+    feed(cache, [[20, 21, 22]] * rows)
+    cache.keep([[0, 2]] * rows, fed=3)
+    moved = [[4]] if rows == 1 else [[4, 2, 4, 2, 4], [0, 1, 1, 2, 2], [3, 1, 2, 1, 2]]
+    assert uploads == [moved], "though the layers are more than share a buffer"
+    assert_holds(cache, [[1, 2, 20, 22], *([10 * row, 20, 22] for row in range(1, rows))])
+
+
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@NO_CUDA
+@pytest.mark.parametrize("rows", [1, 3])
+def test_keeping_and_leaving_do_not_wait_for_the_device(rows):
+    caches = [cache_of([1, 2]) for _ in range(2)]
+    for cache in caches:
+        for row in range(1, rows):
+            cache.take(cache_of([10 * row]))
+    ours, theirs = caches
+    for layer in ours.layers:
+        layer.keys, layer.values = layer.keys.cuda(), layer.values.cuda()
+    for cache, device in ((ours, "cuda"), (theirs, "cpu")):
+        for layer in range(LAYERS):
+            keys, values = (states([20, 21, 22], layer, shift).repeat(rows, 1, 1, 1).to(device) for shift in (0, 0.5))
+            cache.update(keys, values, layer)
+    theirs.keep([[0, 2]] * rows, fed=3)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ours.keep([[0, 2]] * rows, fed=3)
+        if rows > 1:
+            ours.leave(0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    if rows > 1:
+        theirs.leave(0)
+    for layer, other in zip(ours.layers, theirs.layers, strict=True):
+        for row, length in enumerate(theirs.lengths):
+            assert torch.equal(layer.keys[row, :, :length].cpu(), other.keys[row, :, :length])
+            assert torch.equal(layer.values[row, :, :length].cpu(), other.values[row, :, :length])
 
 
 def test_the_last_row_that_leaves():

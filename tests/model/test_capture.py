@@ -1,11 +1,15 @@
 """Captures without a device: calling again, and what would be wrong with a graph."""
 
 import warnings
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import lade
 from lade.errors import CaptureWarning
+from lade.model import workspace as workspaces
 from lade.model.cache import TreeCache
 from lade.model.capture import Rerun
 from lade.model.workspace import Workspace, setup_of, workspace_of
@@ -80,11 +84,17 @@ def test_a_setup_is_the_weights_and_what_computes_with_them():
     torch.use_deterministic_algorithms(False)
 
 
+def one_token():
+    part = TreeCache()
+    part.update(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4), 0)
+    return part
+
+
 def borrow(workspace, rows, tokens, setup="setup"):
     """A cache of rows of one token each, with room for so many."""
     filled = TreeCache()
     filled.update(torch.ones(rows, 1, 1, 4), torch.ones(rows, 1, 1, 4), 0)
-    cache = workspace.cache(tokens, setup)
+    cache = workspace.cache(lambda: setup, tokens)
     cache.join([filled], [(0, row) for row in range(rows)])
     return cache
 
@@ -94,8 +104,8 @@ def test_of_idle_buffers_the_larger_ones_are_kept(first):
     workspace = Workspace(Rerun)
     caches = [borrow(workspace, 1, 10), borrow(workspace, 2, 600)]
     large = caches[1].buffers
-    caches[first].release()
-    caches[1 - first].release()
+    caches[first].reset()
+    caches[1 - first].reset()
     (entry,) = workspace._entries
     assert entry.buffers is large and entry.idle
     again = borrow(workspace, 2, 20)
@@ -105,11 +115,11 @@ def test_of_idle_buffers_the_larger_ones_are_kept(first):
 def test_buffers_that_are_too_small_make_way():
     workspace = Workspace(Rerun)
     small = borrow(workspace, 1, 10)
-    small.release()
+    small.reset()
     for rows, tokens in ((2, 10), (2, 600)):
         larger = borrow(workspace, rows, tokens)
         assert [entry.buffers for entry in workspace._entries] == [larger.buffers]
-        larger.release()
+        larger.reset()
     other = borrow(workspace, 1, 10, setup="another one")
     assert [entry.buffers for entry in workspace._entries] == [other.buffers]
 
@@ -126,5 +136,82 @@ def test_what_is_lent_again_is_zero():
     cache = borrow(workspace, 2, 10)
     buffers = cache.buffers
     buffers.groups[0].fill_(7.0)
-    cache.release()
+    cache.reset()
     assert borrow(workspace, 1, 10).buffers is buffers and buffers.groups[0].sum() == 2 * 4  # one token
+
+
+def test_buffers_larger_than_they_may_be_are_not_lent():
+    workspace = Workspace(Rerun)
+    cache = borrow(workspace, 2, 600)
+    large = cache.buffers
+    cache.reset()
+    for limit, used in ((2 * large.slots, True), (2 * large.slots - 1, False)):
+        other = workspace.cache(lambda: "setup", limit=limit)
+        other.reserve(1, 256)
+        other.take(one_token())
+        assert (other.buffers is large) is used
+        other.reset()
+
+
+def test_buffers_that_are_outgrown_are_not_kept():
+    """Not even where the new ones have fewer rows."""
+    workspace = Workspace(Rerun)
+    cache = workspace.cache(lambda: "setup")
+    cache.reserve(4, 256)
+    cache.take(one_token())
+    cache.reserve(1, 600)
+    (entry,) = workspace._entries
+    assert entry.buffers is cache.buffers and cache.room == (1, 768)
+
+
+def test_after_a_failure_nothing_is_kept():
+    workspace = Workspace(Rerun)
+    cache = borrow(workspace, 1, 10)
+    with pytest.warns(CaptureWarning):
+        workspace.fail("setup", RuntimeError("no"))
+    cache.reset()
+    assert workspace._entries == []
+
+
+class NoMemory:
+    def record(self, call, fixed):
+        try:
+            raise torch.OutOfMemoryError("the reason")
+        finally:
+            raise RuntimeError("the capture could not be ended")
+
+
+def test_a_capture_without_memory_is_no_failure_of_the_model():
+    workspace = Workspace(NoMemory)
+    cache = borrow(workspace, 1, 10)
+    with pytest.raises(torch.OutOfMemoryError, match="the reason"):
+        workspace.record(cache.buffers, lambda: torch.ones(1), [])
+    assert workspace.trouble is None and isinstance(workspace._entries[0].capture, NoMemory)
+
+
+def test_a_model_gives_back_what_nobody_uses(monkeypatch):
+    model, workspace = toy_model(), Workspace(Rerun)
+    lade.release(model)
+    assert model not in workspaces._workspaces, "there was nothing"
+    monkeypatch.setitem(workspaces._workspaces, model, workspace)
+    caches = [borrow(workspace, 1, 10), borrow(workspace, 2, 600)]
+    gone = weakref.ref(caches[1].buffers)
+    caches[1].reset()
+    assert gone() is not None
+    lade.release(SimpleNamespace(_orig_mod=model))  # as `torch.compile` wraps it
+    (entry,) = workspace._entries
+    assert entry.buffers is caches[0].buffers and gone() is None
+    caches[0].reset()
+    lade.release(model)
+    assert workspace._entries == []
+
+
+def test_on_a_device_the_memory_is_for_others_too(monkeypatch):
+    model, emptied = toy_model(), []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    monkeypatch.setitem(workspaces._workspaces, model, Workspace(Rerun))
+    lade.release(model)
+    assert not emptied
+    monkeypatch.setattr(workspaces, "input_device", lambda model: torch.device("cuda"))
+    lade.release(model)
+    assert emptied

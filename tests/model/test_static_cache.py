@@ -4,12 +4,35 @@ import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lade.model.cache import TreeCache
+from lade.model.buckets import batch_bucket, key_bucket
+from lade.model.cache import TreeCache, TreeLayer
+from lade.model.lender import OwnBuffers
 from lade.model.static_buffers import Buffers, Frame
 from lade.model.static_cache import StaticCache
 
 HEADS, DIM, LAYERS = 2, 3, 3
+
+
+class Watched(OwnBuffers):
+    """Notes what it is given back, and runs out of memory when told to."""
+
+    def __init__(self):
+        self.lent, self.dropped, self.taken_back, self.full = [], [], [], False
+
+    def lend(self, borrower, layers, rows, slots, limit):
+        if self.full:
+            raise torch.OutOfMemoryError("no more")
+        self.lent.append((rows, slots))
+        return super().lend(borrower, layers, rows, slots, limit)
+
+    def drop(self, buffers):
+        self.dropped.append(buffers)
+
+    def take_back(self, buffers):
+        self.taken_back.append(buffers)
 
 
 def filled(lengths, first=1):
@@ -47,7 +70,7 @@ def held(cache, layer=0):
 def feed(cache, numbers):
     """What a pass does: every layer writes the numbers `[B, S]`, padded to the shape, behind each row's end."""
     size = len(numbers[0])
-    cache.reserve(size)
+    cache.make_room(size)
     shape = cache.shape(size)
     slots = torch.zeros(shape.rows, shape.size, dtype=torch.long) + torch.arange(shape.size)
     slots[: len(numbers)] += torch.tensor(cache.lengths)[:, None]
@@ -59,8 +82,6 @@ def feed(cache, numbers):
         seen, _ = frame.update(wide, -wide[..., :2], layer)
         assert seen.shape == (shape.rows, HEADS, shape.keys, DIM)
         assert seen.untyped_storage().data_ptr() == cache.buffers.keys[layer].untyped_storage().data_ptr()
-    for row in range(len(numbers), shape.rows):  # rows of nobody are cleared before others need them
-        cache.buffers.clear_row(row, slice(0, shape.size))
     cache.fed(size, shape)
 
 
@@ -76,7 +97,7 @@ def test_rows_are_taken_over_from_several_caches():
 
 def test_an_empty_one_says_so():
     cache = StaticCache(10)
-    assert cache.empty and cache.lengths == [0]
+    assert cache.empty and cache.lengths == [0] and cache.room == (0, 0)
     with pytest.raises(RuntimeError, match="an empty static cache has no buffers: fill a TreeCache"):
         _ = cache.buffers
 
@@ -155,14 +176,14 @@ def test_more_rows_than_there_is_room_for():
 
 
 def test_buffers_grow_if_they_must():
-    given = []
-    cache = StaticCache(20, give_back=given.append)
+    lender = Watched()
+    cache = StaticCache(20, lender=lender)
     cache.join([filled([6, 4])], [(0, 0), (0, 1)])
     (slots,) = {group.shape[3] for group in cache.buffers.groups}
     assert slots == 256
     old, before = cache.buffers, held(cache)
     feed(cache, [list(range(240, 488)), list(range(240, 488))])
-    assert given == [old] and cache.buffers.slots > 256
+    assert lender.dropped == [old] and cache.buffers.slots > 256
     cache.keep([[0], [0, 247]], fed=248)
     assert held(cache) == [[*before[0], 240], [*before[1], 240, 487]]
 
@@ -177,8 +198,184 @@ def test_what_it_holds_is_handed_out():
     cache, other = static(4, 6), TreeCache()
     before = held(cache)
     cache.copy_to(other)
-    cache.release()
+    cache.reset()
     assert cache.empty and other.lengths == [4, 6]
     again = StaticCache(20)
     again.join([other], [(0, 0), (0, 1)])
     assert held(again) == before
+
+
+# --- rows that come and go -------------------------------------------------------------------------------------------
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("take"), st.sampled_from([1, 5, 130, 300])),
+        st.tuples(st.just("leave"), st.integers(0, 9)),
+        st.tuples(st.just("step"), st.integers(1, 9), st.integers(0, 2**30)),
+        st.tuples(st.just("reserve"), st.integers(1, 6), st.integers(1, 700)),
+        st.tuples(st.just("reset")),
+        st.tuples(st.just("full"), st.booleans()),
+    ),
+    max_size=14,
+)
+
+
+class Mirrored:
+    """A static cache, and lists of what its rows should hold. Where there is no memory, all stays as it was."""
+
+    def __init__(self):
+        self.lender = Watched()
+        self.cache, self.texts = StaticCache(lender=self.lender), []
+        self.numbers = iter(range(1, 10**4, 11))
+
+    def tried(self, call, *given):
+        room = self.cache.room
+        try:
+            call(*given)
+        except torch.OutOfMemoryError:
+            assert self.lender.full and self.cache.room == room
+            return False
+        return True
+
+    def take(self, length):
+        first = next(self.numbers)
+        part = filled([length], first=first)
+        if self.tried(self.cache.take, part):
+            self.texts.append(list(range(first, first + length)))
+            assert part.room == (0, 0)
+        else:
+            assert part.lengths == [length], "it can still go elsewhere"
+
+    def leave(self, row):
+        if self.texts:
+            row %= len(self.texts)
+            self.cache.leave(row)
+            self.texts[row] = self.texts[-1]
+            self.texts.pop()
+
+    def step(self, size, bits):
+        if not self.texts or max(map(len, self.texts)) + 16 >= self.cache.room[1]:
+            return
+        fed = [[next(self.numbers) for _ in range(size)] for _ in self.texts]
+        feed(self.cache, fed)
+        paths = [[0, *(node for node in range(1, size) if bits >> (node + row) & 1)] for row in range(len(fed))]
+        self.cache.keep(paths, fed=size)
+        for text, path, tokens in zip(self.texts, paths, fed, strict=True):
+            text += [tokens[node] for node in path]
+
+    def reserve(self, rows, slots):
+        self.tried(self.cache.reserve, rows, slots)
+
+    def reset(self):
+        self.cache.reset()
+        self.texts.clear()
+
+    def full(self, is_full):
+        self.lender.full = is_full
+
+    def check(self):
+        """What rows hold, and that all else is zero."""
+        rows, slots = self.cache.room
+        if self.cache.empty:
+            assert not self.texts and self.cache.lengths == [0] and (rows, slots) == (0, 0)
+            return
+        assert rows >= len(self.texts) and slots > max(map(len, self.texts), default=0)
+        assert batch_bucket(rows) == rows and key_bucket(slots) == slots
+        if self.texts:
+            assert all(held(self.cache, layer) == self.texts for layer in range(LAYERS))
+        else:
+            assert self.cache.lengths == [0] and not any(group.any() for group in self.cache.buffers.groups)
+
+
+@settings(max_examples=60)
+@given(operations)
+def test_whatever_is_done_each_row_holds_its_own_text(operations):
+    mirrored = Mirrored()
+    for kind, *numbers in operations:
+        getattr(mirrored, kind)(*numbers)
+        mirrored.check()
+
+
+def test_rows_are_taken_without_the_others_being_copied():
+    cache = StaticCache()
+    cache.reserve(4, 500)
+    for row, length in enumerate((5, 3, 400, 1)):
+        cache.take(filled([length], first=10 * row + 1))
+        if row == 0:
+            buffers = cache.buffers
+        assert cache.buffers is buffers and cache.room == (4, 512)
+    cache.take(filled([2], first=51))
+    assert cache.buffers is not buffers and cache.room == (8, 512)
+    assert [row[0] for row in held(cache)] == [1, 11, 21, 31, 51]
+
+
+def test_a_row_that_is_too_long_makes_room_for_all():
+    cache = StaticCache()
+    cache.reserve(2, 256)
+    cache.take(filled([5]))
+    cache.take(filled([255], first=7))
+    assert cache.room == (2, 256), "the last slot is where zeros come from"
+    cache.leave(1)
+    cache.take(filled([256], first=7))
+    assert cache.room == (2, 384) and held(cache) == [list(range(1, 6)), list(range(7, 263))]
+
+
+@pytest.mark.parametrize(("rows", "slots", "room"), [(3, 300, (4, 384)), (1, 1, (2, 512)), (2, 512, (2, 512))])
+def test_what_is_reserved_is_rounded_up_and_never_drops_what_is_there(rows, slots, room):
+    lender = Watched()
+    cache = StaticCache(lender=lender)
+    cache.reserve(2, 512)
+    for _ in range(2):
+        cache.take(filled([390 if room[1] == 512 else 5]))
+    before, buffers = held(cache), cache.buffers
+    cache.reserve(rows, slots)
+    assert cache.room == room and held(cache) == before
+    assert lender.dropped == ([] if room == (2, 512) else [buffers]) and not lender.taken_back
+
+
+def test_what_is_reserved_before_the_first_row_is_forgotten_with_the_last():
+    cache = StaticCache()
+    cache.reserve(4, 700)
+    cache.reset()
+    cache.take(filled([5]))
+    assert cache.room[0] == 1 and cache.room[1] > 4096
+
+
+def test_rows_of_nobody_are_zero_after_each_pass():
+    cache = static(5, 3, 4)
+    for step in range(3):
+        feed(cache, [[200 + step]] * 3)
+        assert cache.buffers.groups[0][:, 3:, :, 0].any(), "a pass fills them up"
+        cache.keep([[0]] * 3, fed=1)
+        held(cache)
+
+
+def test_rows_move_by_way_of_the_host_when_their_buffers_are_gone():
+    lender = Watched()
+    cache, other = StaticCache(60, lender=lender), TreeCache()
+    cache.join([filled([4, 6, 2])], [(0, 0), (0, 1), (0, 2)])
+    expected, buffers = held(cache), cache.buffers
+    buffers.groups[0][:, :, :, 6:] = torch.nan  # left by a capture that failed
+    buffers.groups[0][:, 2, :, 2:] = torch.nan
+    update = TreeLayer.update
+
+    def updating(self, *states):
+        assert lender.dropped == [buffers] and cache.empty
+        assert all(each.untyped_storage().data_ptr() not in addresses for each in states)
+        return update(self, *states)
+
+    addresses = {group.untyped_storage().data_ptr() for group in buffers.groups}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TreeLayer, "update", updating)
+        cache.move_to(other)
+    assert other.lengths == [4, 6, 2] and cache.lengths == [0] and not lender.taken_back
+    assert all(torch.isfinite(layer.keys).all() for layer in other.layers)
+    again = StaticCache(20)
+    again.join([other], [(0, 0), (0, 1), (0, 2)])
+    assert held(again) == expected
+
+
+def test_moving_nothing():
+    cache, other = StaticCache(60), TreeCache()
+    cache.move_to(other)
+    assert cache.empty and other.room == (0, 0)

@@ -17,9 +17,9 @@ import pytest
 import torch
 from comparing import CONFIGS, PAPER, lookahead, plain, prompt
 from families import CONTEXT, FAMILIES, family, longrope
-from tape import Counted, Counts, Tape
+from graphed import Graphs, shapes_of
 from test_batch_families import batch, build
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 import lade
 from lade.decoding import engine, readout
@@ -31,6 +31,7 @@ from lade.model.capture import CudaCapture, Rerun
 from lade.model.choice import runner_for, why_eager
 from lade.model.graphs import GraphRunner
 from lade.model.runner import EagerRunner
+from lade.model.static_buffers import Buffers
 from lade.model.static_cache import StaticCache
 from lade.model.workspace import Workspace, setup_of, workspace_of
 
@@ -41,34 +42,6 @@ QUICK = "llama gemma3_text gpt2 bloom llama4_text"
 """Families that are tried each time; the others are `slow`."""
 EXPERTS = "mixtral qwen3_moe olmoe deepseek_v2 deepseek_v3 gpt_oss granitemoe"
 """Their experts are called one by one, each with the tokens that chose it: how many, the host has to know."""
-
-
-class Graphs:
-    """Has every model of a test served by a `GraphRunner`, and counts what that does."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._workspaces: dict[PreTrainedModel, Workspace] = {}
-        self.counted: Any = None
-
-    def runner_for(
-        self, model: PreTrainedModel, plan: Any, generation_config: GenerationConfig, *, own_cache: bool = True
-    ) -> EagerRunner:
-        if not own_cache or why_eager(model):
-            return EagerRunner(model, plan, generation_config)
-        return GraphRunner(model, plan, generation_config, self.workspace(model))
-
-    def workspace(self, model: PreTrainedModel) -> Workspace:
-        if model not in self._workspaces:
-            make = Tape if self.device.type == "cpu" else lambda: CudaCapture(self.device)
-            self.counted = counted = Counts()
-            self._workspaces[model] = Workspace(lambda: Counted(make(), counted))
-        return self._workspaces[model]
-
-    def runner(self, model: PreTrainedModel) -> GraphRunner:
-        plan = lade.supports(model).plan
-        assert plan is not None
-        return GraphRunner(model, plan, GenerationConfig(), self.workspace(model))
 
 
 @pytest.fixture(params=DEVICES)
@@ -104,11 +77,6 @@ CAPTURED = [
     for each in FAMILIES
     if str(each).removesuffix("-window") not in EXPERTS.split()
 ]
-
-
-def shapes_of(workspace: Workspace) -> Counter[tuple[int, int, int]]:
-    passes = [shape for entry in workspace._entries for shape in entry.buffers.passes]
-    return Counter((shape.rows, shape.size, shape.keys) for shape in passes)
 
 
 # --- the same tokens -------------------------------------------------------------------------------------------------
@@ -368,8 +336,7 @@ def test_what_cannot_be_captured_runs_eagerly_with_one_warning(name: str, device
             assert torch.equal(lookahead(model, ids, config, max_new_tokens=20), expected), config
     (warning,) = caught
     assert warning.category is CaptureWarning and "cannot be captured" in str(warning.message)
-    (entry,) = graphs.workspace(model)._entries
-    assert isinstance(entry.capture, Rerun) and graphs.counted.recorded == 0
+    assert graphs.counted.recorded == 0 and not graphs.workspace(model)._entries, "nobody will borrow them"
 
 
 def test_who_is_served_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,11 +392,79 @@ def test_autocast_decides_by_itself() -> None:
         assert "autocast" in why_eager(model)
 
 
-SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9}
-BLIND = {"do_sample": False, "suppress_tokens": [3, 5]}
+# --- when memory runs out --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["start", "growth", "capture"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_generation_goes_on_without_memory(
+    rows: int, where: str, device: torch.device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For static buffers at all, for larger ones, or for a capture; the next one finds some again."""
+    monkeypatch.setattr(static_cache, "AHEAD_TOKENS", 8)
+    monkeypatch.setattr(static_cache, "LARGEST_STEP", 32)  # the first buffers hold 256 slots
+    model, length = built("gemma3_text", device), 210 if where == "growth" else 20
+    ids = torch.cat([prompt(length, seed) for seed in range(rows)]).to(device)
+    expected = plain(model, ids, max_new_tokens=50)
+    make, record, records = Buffers.__init__, Workspace.record, []
+
+    def made(buffers: Buffers, layers: Any, rows: int, slots: int) -> None:
+        if where == "start" or (where == "growth" and slots > 256):
+            raise torch.OutOfMemoryError(f"{rows} x {slots}")
+        make(buffers, layers, rows, slots)
+
+    def recorded(*given: Any) -> Any:
+        records.append(given)
+        if where == "capture" and len(records) == 2:
+            raise torch.OutOfMemoryError("a graph")
+        return record(*given)
+
+    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(Buffers, "__init__", made)
+        patch.setattr(Workspace, "record", recorded)
+        assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=50), expected)
+    (warning,) = caught
+    assert warning.category is CaptureWarning and "no memory" in str(warning.message)
+    before, entries = graphs.counted.replayed, graphs.workspace(model)._entries
+    assert (before > 0) is (where != "start") and not entries, "what was there made way"
+    assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=50), expected)
+    assert graphs.counted.replayed > before
+
+
+@pytest.mark.parametrize("where", ["growth", "end"])
+def test_the_cache_that_is_handed_out_without_memory(
+    where: str, device: torch.device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows were moved in the middle of the text, or there is no memory for static buffers and a copy of them."""
+    model, ids = built("llama", device), prompt(20).to(device)
+    told = {"return_dict_in_generate": True, "max_new_tokens": 30}
+    expected = plain(model, ids, **told)
+    broken: list[str] = []
+
+    def once(original: Any) -> Any:
+        def fails(self: Any, *given: Any) -> Any:
+            if not broken and graphs.counted.replayed > 3:
+                broken.append(where)
+                raise torch.OutOfMemoryError("no more")
+            return original(self, *given)
+
+        return fails
+
+    name = {"growth": "make_room", "end": "copy_to"}[where]
+    monkeypatch.setattr(StaticCache, name, once(getattr(StaticCache, name)))
+    with pytest.warns(CaptureWarning, match="no memory"):
+        ours = lookahead(model, ids, PAPER, **told)
+    assert broken and torch.equal(ours.sequences, expected.sequences)
+    for layer, other in zip(ours.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        torch.testing.assert_close(layer.keys[:, :, : layer.get_seq_length()], other.keys)
+        torch.testing.assert_close(layer.values[:, :, : layer.get_seq_length()], other.values)
 
 
 # --- one synchronisation a step --------------------------------------------------------------------------------------
+
+SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9}
+BLIND = {"do_sample": False, "suppress_tokens": [3, 5]}
 
 
 @pytest.mark.parametrize("rows", [1, 3])

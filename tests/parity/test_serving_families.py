@@ -9,6 +9,7 @@ import pytest
 import torch
 from comparing import CONFIGS, PAPER, plain, prompt
 from families import FAMILIES, UNLISTED, Family, family
+from graphed import Graphs
 
 import lade
 from lade.serving import batch
@@ -17,6 +18,10 @@ from lade.testing import nearly_flat_cost
 CASES = [pytest.param(case, backend, id=f"{case}-{backend}") for case in FAMILIES for backend in case.backends]
 SOME = ["llama", "mistral-window", "gemma3_text", "gpt2", "opt", "bloom", "gpt_oss", "llama4_text", "deepseek_v3"]
 LENGTHS = (7, 20, 1, 13)
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
+NOW_AND_THEN = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gpt2", "llama4_text", "opt")]
+CAPTURED = ["mistral-window", "gemma3_text", "bloom", *NOW_AND_THEN]
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +33,8 @@ def assert_served(model: Any, configs: Any, new_tokens: int = 30, **arguments: A
     """Requests with these configs and prompts of several lengths, three at a time: each gets plain's tokens."""
     asked = []
     for number, (seed, config) in enumerate(itertools.product(range(len(LENGTHS)), configs)):
-        given = {"input_ids": prompt(LENGTHS[seed], seed), "max_new_tokens": new_tokens + number % 5, **arguments}
+        ids = prompt(LENGTHS[seed], seed).to(model.device)
+        given = {"input_ids": ids, "max_new_tokens": new_tokens + number % 5, **arguments}
         torch.manual_seed(number)
         asked.append(({"lookahead": config, "seed": number, **given}, model.generate(**given)))
     with lade.Engine(model, max_rows=3, prefill_tokens=5) as engine:  # from here on the model is the engine's
@@ -47,6 +53,17 @@ def test_requests_of_it_are_plains(name: str) -> None:
 @pytest.mark.parametrize("name", ["mistral-window", "bloom"])
 def test_sampled_requests_of_it(name: str) -> None:
     assert_served(family(name).build(), [PAPER], do_sample=True, temperature=0.7, pad_token_id=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CAPTURED)
+def test_requests_of_it_on_captured_passes(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, model = Graphs(torch.device(device)), family(name).build().to(device)
+    monkeypatch.setattr(batch, "runner_for", graphs.runner_for)
+    told = {"eos_token_id": plain(model, prompt(7).to(device))[0, 19].item(), "pad_token_id": 0}
+    assert_served(model, [PAPER], new_tokens=20, do_sample=False, **told)
+    assert graphs.counted.replayed > graphs.counted.recorded > 1
+    assert_served(model, [lade.LookaheadConfig(budget=24)], new_tokens=12, do_sample=True, temperature=0.7, **told)
 
 
 @pytest.mark.slow

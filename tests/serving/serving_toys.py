@@ -8,8 +8,9 @@ import torch
 from lade import Stats, supports
 from lade.config import LookaheadConfig
 from lade.hf.arguments import resolve
+from lade.model.graph_cache import GraphCache
+from lade.model.static_cache import StaticCache
 from lade.serving.batch import Batch
-from lade.serving.capacity import Capacity
 from lade.serving.engine import PLAIN
 from lade.serving.handle import Handle
 from lade.serving.request import prepared
@@ -67,6 +68,16 @@ class FailingCriterion(FailsAt):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
+def check_zeros(cache):
+    """Behind each row's end, and in rows of nobody."""
+    if cache.room == (0, 0):
+        return
+    for group in cache.buffers.groups:
+        lengths = [*cache.lengths, *[0] * (cache.buffers.rows - len(cache.lengths))]
+        for row, length in enumerate(lengths):
+            assert not group[:, row, :, length:].any()
+
+
 class Driven:
     """A batch without threads: requests wait in a queue, and each call of `advance` is one step.
 
@@ -75,8 +86,8 @@ class Driven:
 
     def __init__(self, model, prefill_tokens=512, max_rows=16, max_tokens=ENOUGH):
         self.model = model
-        self.batch = Batch(model, supports(model).require(), prefill_tokens)
-        self.batch.capacity = Capacity(max_rows, max_tokens, self.batch.capacity.token_bytes)
+        limits = {"prefill_tokens": prefill_tokens, "max_rows": max_rows, "max_tokens": max_tokens}
+        self.batch = Batch(model, supports(model).require(), **limits)
         self.waiting = deque()
         self.seats = {}
         self.most_rows = 0
@@ -110,13 +121,15 @@ class Driven:
 
     def check(self):
         """No more than there may be, and nothing kept of those that have ended."""
-        capacity, cache = self.batch.capacity, self.batch._engine.cache
+        capacity, cache = self.batch.capacity, self.batch._cache
         rows, slots = cache.room
         assert rows * slots <= max(capacity.max_tokens, 0)
         assert len(self.batch.seats) <= capacity.max_rows
         assert {id(seat.handle) for seat in self.batch.seats} == {id(handle) for handle in self.seats}
         assert len(self.batch._engine.rows) == len(self.batch._seats)
         assert cache.lengths == ([len(row.tokens) - 1 for row in self.batch._engine.rows] or [0])
+        if isinstance(cache, GraphCache) and isinstance(cache.current, StaticCache):
+            check_zeros(cache.current)
         self.most_rows = max(self.most_rows, len(self.batch._engine.rows))
 
     def finish(self):

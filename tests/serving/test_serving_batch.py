@@ -24,7 +24,7 @@ from lade.hf.arguments import resolve
 from lade.model.cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.serving import batch
-from lade.serving.capacity import Capacity, Need, largest_tree, slots_of
+from lade.serving.capacity import Capacity, Need, largest_tree
 from lade.serving.engine import PLAIN
 from lade.testing import nearly_flat_cost, toy_model
 
@@ -286,12 +286,12 @@ needs = st.lists(st.builds(Need, st.integers(1, 300), st.integers(1, 128)), min_
 def test_room_for_texts_that_fit_is_enough_and_not_too_much(texts, max_rows, max_tokens, data):
     capacity = Capacity(max_rows, max_tokens, 1)
     if not capacity.fits(texts):
-        assert len(texts) > max_rows or len(texts) * slots_of(texts) > max_tokens
+        assert len(texts) > max_rows or len(texts) * capacity.slots(texts) > max_tokens
         return
     now = data.draw(st.integers(1, max(need.tokens for need in texts)))
     room = capacity.room(texts, now)
     assert capacity.suffices(room, texts, now)
-    assert len(texts) <= room[0] <= max_rows and room[0] * room[1] <= max_tokens and room[1] <= slots_of(texts)
+    assert len(texts) <= room[0] <= max_rows and room[0] * room[1] <= max_tokens and room[1] <= capacity.slots(texts)
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

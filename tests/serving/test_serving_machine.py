@@ -60,15 +60,20 @@ METHODS = (
 class Requests(RuleBasedStateMachine):
     """Requests come, are decoded, are cancelled, and fail, in any order."""
 
+    limits = (180, 400, 10**6)
+
+    def drive(self, *limits):
+        return Driven(model_of(self.name), *limits)
+
     @initialize(
         name=st.sampled_from(["llama", "gpt2", "window", "bloom", "llama4"]),
         prefill_tokens=st.sampled_from([1, 3, 5, 512]),
         max_rows=st.integers(1, 5),
-        max_tokens=st.sampled_from([180, 400, 10**6]),
+        limit=st.integers(0, 2),
     )
-    def begin(self, name, prefill_tokens, max_rows, max_tokens):
+    def begin(self, name, prefill_tokens, max_rows, limit):
         self.name, self.memory = name, Memory()
-        self.driven = Driven(model_of(name), prefill_tokens, max_rows, max_tokens)
+        self.driven = self.drive(prefill_tokens, max_rows, self.limits[limit])
         self.handles, self.expected, self.cancelled, self.failing = [], [], set(), {}
 
     def config(self, method):
@@ -139,7 +144,7 @@ class Requests(RuleBasedStateMachine):
             self.driven.finish()
             self.each_has_a_part_of_its_own_text()
             assert all(handle.done() for handle in self.handles)
-            assert self.driven.batch._engine.cache.room == (0, 0)
+            assert self.driven.batch._cache.room == (0, 0)
 
 
 class TestRequests(Requests.TestCase):

@@ -9,6 +9,8 @@ from lade.decoding.controller import Controller
 from lade.model.buckets import STEP_SIZES, step_bucket
 from lade.model.capture import Rerun
 from lade.model.graphs import GraphRunner
+from lade.model.runner import EagerRunner
+from lade.model.static_buffers import Buffers
 from lade.model.support import supports
 from lade.model.workspace import Workspace
 from lade.testing import toy_model
@@ -121,6 +123,30 @@ def test_a_profile_of_graphs_is_one_of_stairs(monkeypatch, tmp_path):
     cost = profile.step_cost_for(model, runner, folder=tmp_path)
     assert cost.table[9] == cost.table[16] and profile.key_of(model, runner)["runner"] == "GraphRunner"
     assert profile.step_cost_for(model, runner, folder=tmp_path) is cost
+
+
+@pytest.mark.parametrize("where", ["buffers", "capture"])
+def test_where_captures_have_no_memory_the_other_passes_are_measured(where, monkeypatch, tmp_path):
+    def full(*given):
+        raise torch.OutOfMemoryError("no more")
+
+    model = toy_model(vocabulary=300)
+    runner = runner_of(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(*((Buffers, "__init__") if where == "buffers" else (GraphRunner, "_record")), full)
+        cost = profile.step_cost_for(model, runner, folder=tmp_path)
+        assert profile.step_cost_for(model, runner.eager(), folder=tmp_path) is cost
+    assert len(list(tmp_path.iterdir())) == 1, "and are saved as such"
+    assert profile.step_cost_for(model, runner, folder=tmp_path) is not cost
+    monkeypatch.setattr(EagerRunner, "forward", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        profile.step_cost_for(model, runner.eager(), batch=2, folder=tmp_path)
+
+
+def test_who_has_measured_gives_back_what_it_took():
+    runner = runner_of(toy_model(vocabulary=300))
+    measure_step_cost(runner, vocabulary=300, cached=50, budget_s=0.05)
+    assert [entry.borrower for entry in runner._workspace._entries] == [None]
 
 
 def test_logits_of_the_measured_cache_are_finite():

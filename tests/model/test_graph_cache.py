@@ -1,0 +1,195 @@
+"""A cache that is static until memory runs out, and then grows."""
+
+import weakref
+
+import pytest
+import torch
+
+from lade.errors import CaptureWarning
+from lade.model.cache import TreeCache
+from lade.model.graph_cache import GraphCache
+from lade.model.lender import OwnBuffers
+from lade.model.sizing import Bucketed, Exact
+from lade.model.static_cache import StaticCache
+
+
+class Lender(OwnBuffers):
+    full = False
+
+    def lend(self, borrower, layers, rows, slots, limit):
+        if self.full:
+            raise torch.OutOfMemoryError(f"Tried to allocate {rows} x {slots}.\nMore of it.")
+        return super().lend(borrower, layers, rows, slots, limit)
+
+
+@pytest.fixture
+def lender():
+    return Lender()
+
+
+@pytest.fixture
+def cache(lender):
+    return GraphCache(lambda: StaticCache(lender=lender))
+
+
+def filled(*lengths):
+    """Token i of row b is 100 b + i + 1."""
+    made = TreeCache()
+    states = torch.zeros(len(lengths), 1, max(lengths), 2)
+    for row, length in enumerate(lengths):
+        states[row, :, :length] = (100 * row + 1 + torch.arange(length))[:, None]
+    for layer in range(2):
+        made.update(states + layer, -states, layer)
+        made.layers[-1].lengths = list(lengths)
+    return made
+
+
+def held(cache):
+    if isinstance(cache.current, StaticCache):
+        tree = TreeCache()
+        cache.current.copy_to(tree)
+    else:
+        tree = cache.current
+    keys = tree.layers[0].keys
+    return [[int(token) for token in keys[row, 0, :length, 0]] for row, length in enumerate(tree.lengths)]
+
+
+def no_memory():
+    return pytest.warns(CaptureWarning, match=r"no memory .* slower: Tried to allocate \d+ x \d+\. \(allow fewer")
+
+
+def test_rows_lie_in_static_buffers_while_there_is_memory(cache):
+    assert cache.room == (0, 0) and cache.lengths == [0] and isinstance(cache.sizing, Bucketed)
+    cache.reserve(2, 256)
+    cache.take(filled(3))
+    cache.take(filled(5))
+    assert isinstance(cache.current, StaticCache) and cache.room == (2, 256) and cache.lengths == [3, 5]
+    assert held(cache) == [[1, 2, 3], [1, 2, 3, 4, 5]]
+    cache.leave(0)
+    assert held(cache) == [[1, 2, 3, 4, 5]]
+    cache.batch_select_indices(torch.tensor([0, 0]))
+    cache.keep([[], []], fed=2)
+    assert held(cache) == [[1, 2, 3]] * 2
+    cache.reset()
+    assert cache.room == (0, 0) and cache.lengths == [0]
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2])
+def test_rows_that_were_there_and_the_one_that_joins_go_elsewhere(taken, cache, lender):
+    cache.reserve(2, 256)
+    for row in range(taken):
+        cache.take(filled(3 + row))
+    lender.full = True
+    with no_memory() as caught:
+        cache.take(filled(300))
+    cache.take(filled(2))
+    assert len(caught) == 1 and isinstance(cache.current, TreeCache) and isinstance(cache.sizing, Exact)
+    lengths = [*(3 + row for row in range(taken)), 300, 2]
+    assert cache.lengths == lengths and held(cache) == [list(range(1, length + 1)) for length in lengths]
+    cache.leave(0)
+    cache.keep([[]] * (taken + 1), fed=1)
+    assert cache.lengths[0] == 1
+
+
+def test_what_cannot_be_reserved_is_not_asked_of_the_other_one(cache, lender, monkeypatch):
+    cache.take(filled(3))
+    monkeypatch.setattr(TreeCache, "reserve", None)
+    lender.full = True
+    with no_memory():
+        cache.reserve(8, 9000)
+    assert cache.room[0] == 1 and held(cache) == [[1, 2, 3]]
+    monkeypatch.undo()
+    cache.reserve(3, 20)
+    assert cache.room == (3, 20) and held(cache) == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_rows_are_adopted(full, cache, lender):
+    lender.full, rows = full, filled(2, 4, 3)
+    if full:
+        with no_memory():
+            cache.adopt(rows)
+        assert cache.current is rows, "not copied"
+    else:
+        cache.adopt(rows)
+        assert isinstance(cache.current, StaticCache)
+    assert cache.lengths == [2, 4, 3] and held(cache) == [[1, 2], [101, 102, 103, 104], [201, 202, 203]]
+
+
+@pytest.mark.parametrize("full", ["never", "before", "meanwhile"])
+def test_what_it_holds_is_handed_over(full, cache, lender, monkeypatch):
+    cache.take(filled(4))
+    heir, update, calls = TreeCache(), TreeCache.update, []
+
+    def updating(self, *given):
+        calls.append(given)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("Tried to allocate 1 x 1.")
+        return update(self, *given)
+
+    if full == "before":
+        lender.full = True
+        with no_memory():
+            cache.reserve(2, 256)
+    if full == "meanwhile":
+        monkeypatch.setattr(TreeCache, "update", updating)
+        with no_memory():
+            cache.hand_over(heir)
+    else:
+        cache.hand_over(heir)
+    assert heir.lengths == [4] and len(heir.layers) == 2
+    assert heir.layers[1].keys[0, 0, :4, 0].tolist() == [2, 3, 4, 5]
+    empty, nobody = GraphCache(lambda: StaticCache(lender=lender)), TreeCache()
+    empty.hand_over(nobody)
+    assert nobody.room == (0, 0)
+
+
+def test_a_new_text_begins_in_static_buffers_again(cache, lender):
+    for full in (True, False, True):
+        lender.full = full
+        if full:
+            with no_memory():
+                cache.take(filled(3))
+        else:
+            cache.take(filled(3))
+        assert isinstance(cache.current, TreeCache) is full
+        cache.reset()
+
+
+def test_an_answer_that_takes_memory(cache, lender):
+    cache.take(filled(3))
+    assert cache.attempt(lambda static: static.lengths[0]) == 3
+
+    def fails(static):
+        raise torch.OutOfMemoryError("Tried to allocate 7 x 7.")
+
+    with no_memory():
+        assert cache.attempt(fails) is None
+    assert cache.attempt(fails) is None and held(cache) == [[1, 2, 3]], "nobody asks a static cache any more"
+
+
+def test_what_a_failure_held_is_gone_when_the_rows_move(cache, monkeypatch):
+    """Its frames would keep what was made before memory ran out, just when some is needed."""
+    cache.take(filled(3))
+    seen, move_to = [], StaticCache.move_to
+
+    def fails(static):
+        made = torch.zeros(3)
+        seen.append(weakref.ref(made))
+        raise torch.OutOfMemoryError("Tried to allocate 7 x 7.")
+
+    def moving(self, other):
+        seen.append(seen[0]() is None)
+        move_to(self, other)
+
+    monkeypatch.setattr(StaticCache, "move_to", moving)
+    with no_memory():
+        cache.attempt(fails)
+    assert seen[1] is True
+
+
+def test_other_errors_are_nobody_elses(cache):
+    cache.take(filled(3))
+    with pytest.raises(ZeroDivisionError):
+        cache.attempt(lambda static: 1 / 0)
+    assert isinstance(cache.current, StaticCache) and held(cache) == [[1, 2, 3]]

@@ -1,0 +1,50 @@
+"""Models served by captured passes: on the CPU a tape stands in for CUDA graphs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from tape import Counted, Counts, Tape
+from transformers import GenerationConfig, PreTrainedModel
+
+import lade
+from lade.model.capture import CudaCapture
+from lade.model.choice import why_eager
+from lade.model.graphs import GraphRunner
+from lade.model.runner import EagerRunner
+from lade.model.workspace import Workspace
+
+
+class Graphs:
+    """Has every model of a test served by a `GraphRunner`, and counts what that does."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._workspaces: dict[PreTrainedModel, Workspace] = {}
+        self.counted: Any = None
+
+    def runner_for(
+        self, model: PreTrainedModel, plan: Any, generation_config: GenerationConfig, *, own_cache: bool = True
+    ) -> EagerRunner:
+        if not own_cache or why_eager(model):
+            return EagerRunner(model, plan, generation_config)
+        return GraphRunner(model, plan, generation_config, self.workspace(model))
+
+    def workspace(self, model: PreTrainedModel) -> Workspace:
+        if model not in self._workspaces:
+            make = Tape if self.device.type == "cpu" else lambda: CudaCapture(self.device)
+            self.counted = counted = Counts()
+            self._workspaces[model] = Workspace(lambda: Counted(make(), counted))
+        return self._workspaces[model]
+
+    def runner(self, model: PreTrainedModel) -> GraphRunner:
+        plan = lade.supports(model).plan
+        assert plan is not None
+        return GraphRunner(model, plan, GenerationConfig(), self.workspace(model))
+
+
+def shapes_of(workspace: Workspace) -> Counter[tuple[int, int, int]]:
+    passes = [shape for entry in workspace._entries for shape in entry.buffers.passes]
+    return Counter((shape.rows, shape.size, shape.keys) for shape in passes)

@@ -1,0 +1,609 @@
+"""The engine on passes that are captured: the same tokens, whoever comes and goes, and when memory runs out.
+
+On the CPU a tape stands in for CUDA graphs; tests marked `gpu` have real ones.
+"""
+
+import warnings
+
+import pytest
+import torch
+from families import family
+from graphed import Graphs, shapes_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving_toys import METHODS, PAPER, VOCABULARY, Driven, FailsAt, alone, new_tokens, oddly, random_ids
+from test_serving_machine import Requests, model_of
+
+import lade
+from lade import Engine, InputError, LookaheadConfig
+from lade.errors import CaptureWarning
+from lade.hf.arguments import resolve
+from lade.model import workspace as workspaces
+from lade.model.buckets import batch_bucket, key_bucket, step_bucket
+from lade.model.cache import TreeCache, TreeLayer
+from lade.model.capture import CudaCapture, Rerun
+from lade.model.graph_cache import GraphCache
+from lade.model.graphs import GraphRunner
+from lade.model.runner import EagerRunner
+from lade.model.sizing import Bucketed
+from lade.model.static_buffers import Buffers
+from lade.model.static_cache import StaticCache
+from lade.model.workspace import Workspace, setup_of, workspace_of
+from lade.serving import batch
+from lade.serving.capacity import Capacity, Need, default_max_tokens, largest_tree
+from lade.serving.engine import PLAIN
+from lade.testing import toy_model
+
+LLAMA = toy_model("llama", vocabulary=VOCABULARY)
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    made = Graphs(CPU)
+    monkeypatch.setattr(batch, "runner_for", made.runner_for)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CaptureWarning)
+        yield made
+
+
+class Full:
+    """Device memory that runs out: static buffers of more than so many slots in all cannot be made."""
+
+    def __init__(self, monkeypatch):
+        self.slots, self.asked = 10**9, []
+        make = Buffers.__init__
+
+        def made(buffers, layers, rows, slots):
+            self.asked.append((rows, slots))
+            if rows * slots > self.slots:
+                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {rows} x {slots}\nand more")
+            make(buffers, layers, rows, slots)
+
+        monkeypatch.setattr(Buffers, "__init__", made)
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    return Full(monkeypatch)
+
+
+move_to = StaticCache.move_to
+
+
+def text_of(number, new):
+    return alone(LLAMA, random_ids(3 + number, number), max_new_tokens=new)
+
+
+# --- whoever comes and goes ------------------------------------------------------------------------------------------
+
+
+class GraphedRequests(Requests):
+    """The same, on captured passes."""
+
+    limits = (600, 1600, 10**6)
+    graphs = Graphs(CPU)  # buffers and tapes go from example to example, as they go from generation to generation
+
+    def drive(self, *limits):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(batch, "runner_for", self.graphs.runner_for)
+            driven = Driven(model_of(self.name), *limits)
+        assert isinstance(driven.batch._cache, GraphCache)
+        return driven
+
+
+class TestGraphedRequests(GraphedRequests.TestCase):
+    settings = settings(max_examples=5, stateful_step_count=15)
+
+
+@pytest.mark.slow
+class TestManyGraphedRequests(GraphedRequests.TestCase):
+    settings = settings(max_examples=60, stateful_step_count=40)
+
+
+def test_rows_join_and_leave_static_buffers(graphs):
+    driven = Driven(LLAMA)
+    handles = []
+    for number in range(7):
+        handles.append(driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=6 + 9 * (number % 3)))
+        driven.advance(2)
+    driven.finish()
+    for number, handle in enumerate(handles):
+        assert handle.tokens == text_of(number, 6 + 9 * (number % 3))
+    rows = {rows for rows, _, _ in shapes_of(graphs.workspace(LLAMA))}
+    steps = sum(handle.stats.steps for handle in handles)
+    assert {2, 4} <= rows <= {1, 2, 4, 8} and 0 < graphs.counted.replayed < steps
+    assert graphs.counted.recorded < graphs.counted.replayed
+
+
+def test_what_was_captured_serves_the_requests_that_come_later(graphs):
+    driven, recorded = Driven(LLAMA, max_rows=2), []
+    for _ in range(3):
+        handles = [driven.add(random_ids(5, seed), PAPER, max_new_tokens=20) for seed in range(2)]
+        driven.finish()
+        assert [handle.tokens for handle in handles] == [
+            alone(LLAMA, random_ids(5, seed), max_new_tokens=20) for seed in range(2)
+        ]
+        recorded.append(graphs.counted.recorded)
+        assert driven.batch._cache.room == (0, 0)
+        (entry,) = graphs.workspace(LLAMA)._entries
+        assert entry.idle
+    assert recorded[1] == recorded[2], "the first time buffers grow, which loses what was captured on the old ones"
+
+
+def test_a_row_that_joins_finds_its_place_where_it_is(graphs):
+    """The others' keys and values stay where they are as long as there is room."""
+    driven = Driven(LLAMA)
+    handles = [driven.add(random_ids(3 + number, number), None, max_new_tokens=40) for number in range(3)]
+    driven.advance(2)
+    buffers = driven.batch._cache.current.buffers
+    assert buffers.rows == 8
+    for number in (3, 4):
+        handles.append(driven.add(random_ids(3 + number, number), None, max_new_tokens=40))
+        driven.advance()
+    assert driven.batch._cache.current.buffers is buffers and len(driven.batch._engine.rows) == 5
+    driven.finish()
+    assert [handle.tokens for handle in handles] == [text_of(number, 40) for number in range(5)]
+
+
+def test_slots_that_nobody_sees_are_never_seen(graphs, monkeypatch):
+    """What lies behind the last slot that passes look at is poisoned, and so are rows beyond those of the pass."""
+    forward, poisoned = GraphRunner._replay, []
+
+    def poisoning(self, turn, trees):
+        for group in turn.cache.buffers.groups:
+            group[:, turn.shape.rows :] = torch.nan
+            group[:, :, :, turn.shape.keys : -1] = torch.nan
+        poisoned.append(turn.cache.buffers.rows - turn.shape.rows)
+        logits = forward(self, turn, trees)
+        for group in turn.cache.buffers.groups:
+            group.nan_to_num_(0.0)
+        return logits
+
+    monkeypatch.setattr(GraphRunner, "_replay", poisoning)
+    driven, handles = Driven(LLAMA, max_rows=3), []
+    for number in range(6):
+        handles.append(driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=5 + 7 * (number % 4)))
+        driven.advance(2)
+    driven.finish()
+    assert [handle.tokens for handle in handles] == [text_of(number, 5 + 7 * (number % 4)) for number in range(6)]
+    assert max(poisoned) > 0
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_text_whose_numbers_overflow_does_not_touch_the_others(first, graphs):
+    model, last = toy_model("llama", vocabulary=VOCABULARY, seed=1), VOCABULARY - 1
+    arguments = {"max_new_tokens": 25, "suppress_tokens": [last]}
+    texts = [random_ids(4 + 3 * number, number).clamp(max=last - 1) for number in range(6)]
+    expected = [alone(model, ids, **arguments) for ids in texts]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[last] = torch.nan
+    driven = Driven(model, max_rows=3)
+    handles = [driven.add(ids, None, **arguments) for ids in texts[: 0 if first else 2]]
+    broken = [driven.add(torch.full((1, 30), last), None, max_new_tokens=new) for new in (8, 3)]
+    handles += [driven.add(ids, None, **arguments) for ids in texts[len(handles) :]]
+    driven.finish()
+    assert all(handle.done() for handle in broken)
+    assert [handle.tokens for handle in handles] == expected
+
+
+def test_an_engine_with_threads_gives_back_what_it_took(graphs):
+    with Engine(LLAMA, max_rows=3, prefill_tokens=5) as engine:
+        assert type(engine._desk._batch._runner) is GraphRunner
+        asked = []
+        for number, method in enumerate(METHODS):
+            ids = random_ids(4 + number, number)
+            given = {"max_new_tokens": 12 + number, "do_sample": number % 2 == 1}
+            if number == 3:
+                given["logits_processor"] = [oddly]
+            asked.append((engine.add(ids, lookahead=method, seed=number, **given), ids, number, given))
+        failing = engine.add(random_ids(6), logits_processor=[FailsAt(random_ids(6), 3)], max_new_tokens=9)
+        for handle, ids, seed, given in asked:
+            assert new_tokens(handle, ids) == alone(LLAMA, ids, seed, **given)
+        with pytest.raises(RuntimeError, match="at 3"):
+            failing.result(30.0)
+        assert graphs.counted.replayed > 0
+
+
+@pytest.fixture
+def workspace(monkeypatch):
+    """That of a model, as it has one on a CUDA device."""
+    made = Workspace(Rerun)
+    monkeypatch.setitem(workspaces._workspaces, LLAMA, made)
+    monkeypatch.setattr(batch, "runner_for", lambda *given: GraphRunner(*given, made))
+    return made
+
+
+def test_weights_that_have_moved_between_two_bursts_are_captured_anew(workspace):
+    """What was captured reads memory that is somebody else's by now."""
+    model = toy_model("llama", vocabulary=VOCABULARY)
+    driven = Driven(model)
+    for number in range(3):
+        expected = alone(model, random_ids(5), max_new_tokens=12)
+        handle = driven.add(random_ids(5), PAPER, max_new_tokens=12)
+        driven.finish()
+        assert handle.tokens == expected
+        (entry,) = workspace._entries
+        assert entry.setup == setup_of(model), number
+        for parameter in model.parameters():
+            parameter.data = parameter.data.flip(-1).clone()
+
+
+def test_what_is_left_from_before_is_free_for_an_engine(workspace):
+    driven = Driven(LLAMA)
+    driven.add(random_ids(5), PAPER, max_new_tokens=9)
+    driven.finish()
+    assert len(workspace._entries) == 1
+    with Engine(LLAMA, max_tokens=10**6):
+        assert len(workspace._entries) == 1, "it is told how much there is"
+        with Engine(LLAMA):
+            assert workspace._entries == []
+
+
+def test_closing_an_engine_frees_its_buffers(workspace):
+    with Engine(LLAMA) as engine:
+        assert engine.add(random_ids(5), lookahead=PAPER, max_new_tokens=9).result(30.0) is not None
+    assert workspace._entries == [] and engine._desk._batch._runner.device == CPU
+
+
+def test_between_two_bursts_an_engine_can_be_told_to_give_back_its_buffers(workspace):
+    driven = Driven(LLAMA)
+    for _ in range(2):
+        handle = driven.add(random_ids(5), PAPER, max_new_tokens=9)
+        driven.advance()
+        lade.release(LLAMA)  # those in use stay
+        driven.finish()
+        assert handle.tokens == alone(LLAMA, random_ids(5), max_new_tokens=9) and len(workspace._entries) == 1
+        lade.release(LLAMA)
+        assert workspace._entries == []
+
+
+# --- capacity --------------------------------------------------------------------------------------------------------
+
+needs = st.lists(st.builds(Need, st.integers(1, 300), st.integers(1, 128)), min_size=1, max_size=9)
+
+
+@given(needs, st.integers(1, 8), st.integers(1, 6000), st.data())
+def test_static_room_for_texts_that_fit_is_enough_and_not_too_much(texts, max_rows, max_tokens, data):
+    capacity = Capacity(max_rows, max_tokens, 1, Bucketed())
+    if not capacity.fits(texts):
+        return
+    now = data.draw(st.integers(1, max(need.tokens for need in texts)))
+    rows, slots = room = capacity.room(texts, now)
+    assert capacity.suffices(room, texts, now) and rows * slots <= max_tokens and slots <= capacity.slots(texts)
+    assert batch_bucket(rows) == rows >= len(texts) and key_bucket(slots) == slots, "as they will be made"
+    assert slots > now + max(step_bucket(need.tree) for need in texts), "a pass finds room, and zeros behind it"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tree", "slots"), [(127, 128, 256), (128, 128, 384), (120, 100, 256), (130, 66, 384), (120, 129, 384)]
+)
+def test_behind_a_text_there_is_room_for_what_a_pass_is_padded_to_and_for_a_zero(tokens, tree, slots):
+    assert Bucketed().slots(tokens, tree) == slots
+
+
+def test_rows_and_slots_are_counted_as_they_are_made():
+    capacity = Capacity(8, 4 * 384, 1, Bucketed())
+    text = Need(200, 128)
+    assert capacity.slots([text]) == 384, "of 200 + 128 + 1"
+    assert capacity.fits([text] * 4) and not capacity.fits([text] * 5)
+    larger = Capacity(8, 7 * 384, 1, Bucketed())
+    assert larger.fits([text] * 4) and not larger.fits([text] * 5), "which take eight rows"
+    assert not capacity.fits([Need(300, 128)] * 4), "512 slots"
+    assert Capacity(8, 4 * 384, 1).fits([Need(250, 128)] * 4)
+
+
+@settings(max_examples=6)
+@given(
+    max_tokens=st.integers(256, 2500),
+    requests=st.lists(
+        st.tuples(
+            st.integers(1, 40),
+            st.integers(1, 60),
+            st.sampled_from([None, "auto", PAPER, LookaheadConfig(budget=3), LookaheadConfig(12, 5, 12)]),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+)
+def test_no_buffers_take_more_than_they_may(max_tokens, requests):
+    asked, trees = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch, "runner_for", Graphs(CPU).runner_for)
+        make, prepare = Buffers.__init__, GraphRunner._prepare
+
+        def made(buffers, layers, rows, slots):
+            asked.append(rows * slots)
+            make(buffers, layers, rows, slots)
+
+        def prepared(self, fed, cache):
+            before = cache.buffers
+            turn = prepare(self, fed, cache)
+            trees.extend(map(len, fed))
+            assert cache.buffers is before, "a pass finds room"
+            return turn
+
+        patch.setattr(Buffers, "__init__", made)
+        patch.setattr(GraphRunner, "_prepare", prepared)
+        driven, handles = Driven(LLAMA, max_tokens=max_tokens), []
+        for seed, (length, new, method) in enumerate(requests):
+            try:
+                handles.append((driven.add(random_ids(length, seed), method, max_new_tokens=new), seed, length, new))
+            except InputError:
+                config = resolve(method)[0] or PLAIN
+                assert Bucketed().slots(length + new, largest_tree(config)) > max_tokens
+        driven.finish()
+    assert all(slots <= max_tokens for slots in asked)
+    for handle, seed, length, new in handles:
+        assert handle.tokens == alone(LLAMA, random_ids(length, seed), max_new_tokens=new)
+
+
+def test_buffers_that_others_left_are_not_used_where_they_are_too_large(graphs, monkeypatch):
+    lent, lend = [], Workspace.lend
+
+    def lending(*given):
+        lent.append(lend(*given))
+        return lent[-1]
+
+    monkeypatch.setattr(Workspace, "lend", lending)
+    for limit, used in ((10_000, True), (1000, False)):
+        runner = graphs.runner(LLAMA)
+        others = runner.new_cache(tokens=1000)
+        runner.prefill([[1, 2, 3]] * 4, others)
+        buffers = others.current.buffers
+        others.reset()
+        lent.clear()
+        driven = Driven(LLAMA, max_tokens=limit)
+        handle = driven.add(random_ids(4), PAPER, max_new_tokens=9)
+        driven.advance(2)
+        assert (driven.batch._cache.current.buffers is buffers) is (buffers in lent) is used
+        assert all(each.rows * each.slots <= limit for each in lent)
+        driven.finish()
+        assert handle.tokens == alone(LLAMA, random_ids(4), max_new_tokens=9)
+
+
+def test_what_is_free_on_a_device_is_shared_by_all_that_is_there_at_once(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700, 2000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)
+    tokens = default_max_tokens(10, torch.device("cuda"))
+    assert 27.5 * tokens <= 0.8 * 1000 < 27.5 * (tokens + 1), "2.75 of it, in four fifths of what torch can have"
+
+
+# --- when memory runs out --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slots", [0, 300, 600, 1100])
+def test_texts_go_on_where_buffers_cannot_be_made(slots, graphs, memory):
+    """The first ones of all, those with more rows, or those with more slots; later on there is memory again."""
+    memory.slots = slots
+    driven, handles = Driven(LLAMA), []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(5):
+            handles.append(driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=30 + number))
+            driven.advance(2)
+        assert isinstance(driven.batch._cache.current, TreeCache), "until all have ended"
+        assert driven.batch._cache.room[1] < 200, "what it takes, and no bucket of it"
+        assert graphs.workspace(LLAMA)._entries == [], "what was there makes way"
+        driven.finish()
+    assert [handle.tokens for handle in handles] == [text_of(number, 30 + number) for number in range(5)]
+    (warning,) = caught
+    assert warning.category is CaptureWarning
+    said = str(warning.message)
+    assert "no memory" in said and "CUDA out of memory. Tried to allocate" in said and "and more" not in said
+    assert "lade.release" in said and "fewer rows or tokens" in said
+    memory.slots = 10**9
+    again = driven.add(random_ids(3), PAPER, max_new_tokens=20)
+    driven.advance()
+    assert isinstance(driven.batch._cache.current, StaticCache)
+    driven.finish()
+    assert again.tokens == text_of(0, 20)
+
+
+def test_buffers_that_could_not_be_made_are_asked_for_once(graphs, memory):
+    memory.slots = 600
+    driven = Driven(LLAMA)
+    with pytest.warns(CaptureWarning):
+        for number in range(4):
+            driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=30)
+            driven.advance(2)
+        driven.finish()
+    assert [rows * slots > 600 for rows, slots in memory.asked].count(True) == 1
+
+
+def test_a_row_that_joins_has_buffers_made_once(graphs, memory):
+    """As large as all need, the tree behind the new row included."""
+    driven = Driven(LLAMA)
+    handles = [driven.add(random_ids(3), None, max_new_tokens=90)]
+    driven.advance(2)
+    memory.asked.clear()
+    handles.append(driven.add(random_ids(300, 1), PAPER, max_new_tokens=90))
+    driven.advance(2)
+    assert memory.asked == [(4, 512)]
+    driven.finish()
+    assert [handle.tokens for handle in handles] == [
+        alone(LLAMA, random_ids(length, seed), max_new_tokens=90) for seed, length in enumerate((3, 300))
+    ]
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_texts_go_on_where_a_capture_runs_out_of_memory(at, graphs, monkeypatch):
+    """Also where ending the capture fails, too, as it does on a device."""
+    driven, handles, captures = Driven(LLAMA), [], []
+    whole = GraphRunner._whole
+
+    def fails(self, shape, buffers, inputs):
+        captures.append(shape)
+        if len(set(captures)) > at:
+            for group in buffers.groups:
+                group[:, :, :, 100] = torch.nan  # a pass that is broken off leaves anything behind the rows' ends
+            try:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            finally:
+                raise RuntimeError("the capture could not be ended")
+        return whole(self, shape, buffers, inputs)
+
+    monkeypatch.setattr(GraphRunner, "_whole", fails)
+    with pytest.warns(CaptureWarning, match=r"no memory .*CUDA out of memory") as caught:
+        for number in range(4):
+            handles.append(driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=30))
+            driven.advance(2)
+        driven.finish()
+    assert len(caught) == 1 and graphs.workspace(LLAMA).trouble is None
+    assert [handle.tokens for handle in handles] == [text_of(number, 30) for number in range(4)]
+
+
+@pytest.mark.parametrize("joining", [True, False])
+def test_rows_that_fit_nowhere_end_with_the_error(joining, graphs, memory, monkeypatch):
+    """Nobody goes on with keys and values that were lost on the way."""
+    driven = Driven(LLAMA)
+    handles = [driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=40) for number in range(2)]
+    driven.advance(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(StaticCache, "move_to", move_without_memory)
+        if joining:
+            memory.slots = 0
+            patch.setattr(StaticCache, "take", out_of_memory)
+            handles.append(driven.add(random_ids(9), PAPER, max_new_tokens=9))
+        else:
+            patch.setattr(GraphRunner, "_prepare", out_of_memory)
+        driven.advance()
+    for handle in handles:
+        assert handle.done()
+        with pytest.raises(torch.OutOfMemoryError, match="not even that"):
+            handle.result(0)
+    assert driven.batch.idle and driven.batch._cache.room == (0, 0)
+    memory.slots = 10**9
+    again = driven.add(random_ids(3), PAPER, max_new_tokens=20)
+    driven.finish()
+    assert again.tokens == text_of(0, 20)
+
+
+def out_of_memory(*given):
+    raise torch.OutOfMemoryError("no more")
+
+
+def move_without_memory(self, cache):
+    """`StaticCache.move_to`, where the second layer of the new cache finds no memory."""
+    update, calls = TreeLayer.update, []
+
+    def fails(layer, *given):
+        calls.append(layer)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("not even that")
+        return update(layer, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TreeLayer, "update", fails)
+        move_to(self, cache)
+
+
+# --- where nothing is captured ---------------------------------------------------------------------------------------
+
+
+def test_after_a_capture_that_failed_rows_lie_in_a_cache_that_grows(graphs):
+    model = family("mixtral").build()  # the host asks how many tokens chose an expert
+    driven, told = Driven(model), {"max_new_tokens": 15, "do_sample": False}
+    with pytest.warns(CaptureWarning, match="cannot be captured") as caught:
+        for _ in range(2):
+            handles = [driven.add(random_ids(5, seed), PAPER, **told) for seed in range(3)]
+            driven.finish()
+            for seed, handle in enumerate(handles):
+                assert handle.tokens == alone(model, random_ids(5, seed), **told)
+    assert len(caught) == 1 and graphs.counted.recorded == 0
+    assert isinstance(driven.batch._cache.current, TreeCache) and graphs.workspace(model)._entries == []
+
+
+def test_on_a_cpu_nothing_is_captured():
+    assert type(Driven(LLAMA).batch._runner) is EagerRunner
+
+
+@pytest.mark.gpu
+@NO_CUDA
+def test_an_engine_is_served_by_graphs_on_a_device():
+    device = torch.device("cuda")
+    model = family("llama").build().to(device)
+    texts = [random_ids(4 + number, number).to(device) for number in range(6)]
+    expected = [model.generate(ids, max_new_tokens=30, do_sample=False, pad_token_id=0) for ids in texts]
+    with Engine(model, max_rows=3, prefill_tokens=5) as engine:
+        for _ in range(2):
+            handles = [engine.add(ids, lookahead=PAPER, max_new_tokens=30, do_sample=False) for ids in texts]
+            for handle, text in zip(handles, expected, strict=True):
+                assert torch.equal(handle.result(60.0), text)
+        workspace = workspace_of(model, device)
+        (entry,) = workspace._entries
+        assert isinstance(entry.capture, CudaCapture) and {rows for rows, _, _ in shapes_of(workspace)} >= {2, 4}
+    assert workspace._entries == [], "what it took was given back"
+
+
+@pytest.mark.gpu
+@NO_CUDA
+@pytest.mark.parametrize("method", [PAPER, LookaheadConfig(budget=12)], ids=["paper", "budget"])
+def test_a_step_of_all_rows_waits_for_the_device_once(method):
+    model = family("llama").build().to("cuda")
+    driven = Driven(model)
+    for is_counted in (False, True):  # the first time captures
+        for number in range(3):
+            driven.add(random_ids(4 + number, number).to("cuda"), method, max_new_tokens=60, do_sample=False)
+        driven.advance(2)
+        if is_counted:
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for _ in range(5):
+                    driven.batch.advance()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert len(driven.batch._engine.rows) == 3, "nobody has left"
+        driven.finish()
+    assert len([w for w in caught if "synchronizing CUDA operation" in str(w.message)]) <= 5
+
+
+@pytest.mark.gpu
+@NO_CUDA
+@pytest.mark.parametrize("where", ["buffers", "capture"])
+def test_texts_go_on_where_a_device_has_no_memory(where, memory, monkeypatch):
+    """The error is made up; the graphs, and the rows' way over the host, are not."""
+    device = torch.device("cuda")
+    model = family("llama").build().to(device)
+    texts = [random_ids(4 + number, number).to(device) for number in range(4)]
+    expected = [model.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=0) for ids in texts]
+    whole, calls = GraphRunner._whole, []
+
+    def fails(self, *given):
+        calls.append(given)
+        if len(calls) == 9:  # in the third capture, behind two calls
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(self, *given)
+
+    if where == "capture":
+        monkeypatch.setattr(GraphRunner, "_whole", fails)
+    else:
+        memory.slots = 600
+    driven = Driven(model)
+    with pytest.warns(CaptureWarning, match="no memory") as caught:
+        handles = []
+        for ids in texts:
+            handles.append(driven.add(ids, PAPER, max_new_tokens=40, do_sample=False))
+            driven.advance(3)
+        driven.finish()
+    assert len(caught) == 1
+    assert all(torch.equal(handle.result(0), text) for handle, text in zip(handles, expected, strict=True))
+
+
+@pytest.mark.gpu
+@NO_CUDA
+def test_what_is_released_can_be_used_by_others():
+    device = torch.device("cuda")
+    model, ids = family("llama").build().to(device), random_ids(8).to(device)
+    lade.generate(model, input_ids=ids, max_new_tokens=20, do_sample=False, lookahead=PAPER)
+    before = torch.cuda.memory_reserved(device)
+    assert shapes_of(workspace_of(model, device))
+    lade.release(model)
+    assert torch.cuda.memory_reserved(device) < before and not workspace_of(model, device)._entries
+    text = model.generate(ids, max_new_tokens=20, do_sample=False)
+    ours = lade.generate(model, input_ids=ids, max_new_tokens=20, do_sample=False, lookahead=PAPER)
+    assert torch.equal(ours, text)
