@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lade.errors import UnsupportedModelError
 from lade.model.attention import MaskPlan
+from lade.model.layer_trial import why_inexact
 from lade.model.probe import tolerance, worst_error
 from lade.model.reach import Reach, chunked, everything, sliding
 from lade.model.tree_attention import NAME as TREE_ATTENTION
@@ -83,7 +84,7 @@ def supports(model: Any) -> Support:
     """
     wrapped, model = model, unwrap(model)
     name = type(model).__name__
-    reason = _refusal(model) or _refusal_of_wrapper(wrapped, model)
+    reason = _refusal(model) or _refusal_of_wrapper(wrapped, model) or why_inexact(model)
     if reason:
         return Support(name, reason)
     config = model.config.get_text_config(decoder=True)
