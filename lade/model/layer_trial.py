@@ -30,10 +30,10 @@ ROWS, KEPT_ROWS = 16, 4
 LOUD = 1000.0
 """How much larger the other rows are, so that a scale or a threshold which looks at them moves by a lot."""
 SUMS, MULTIPLE = 6, 1.5
-"""How many sums are tried, and the factor: no power of two, with which the steps of floats of eight bits would grow."""
+"""How many sums are tried, and the factor: no power of two, with which the steps of float8 would grow."""
 TOLERANCE, HALF_TOLERANCE = 1e-3, 6e-3
-"""Relative errors. Float32 rounds by 1e-6, bfloat16 by 0.002 to 0.004; inputs of eight bits miss by 0.008 up, and by the
-more the more of them there are."""
+"""Relative errors. Float32 rounds by 1e-6, bfloat16 by 0.002 to 0.004; inputs of eight bits miss by 0.008 where there
+are 32 of them, and by more where there are more."""
 
 WEIGHTS_ONLY = frozenset({"Mxfp4GptOssExperts", "ParametrizationList"})
 """Holders of quantised weights that are no layers of their own, and multiply what they are fed as it is."""
@@ -76,7 +76,8 @@ def _is_known(module: nn.Module) -> bool:
     if type(module) is not nn.Linear:
         return isinstance(module, (PackedLinear, nn.Embedding)) or hasattr(module, "num_embeddings")
     forward = vars(module).get("_old_forward") or vars(module).get("forward")  # the former is under accelerate's hooks
-    return _is_dense(module.weight) and getattr(forward, "__func__", nn.Linear.forward) is nn.Linear.forward
+    own = forward is not None and getattr(forward, "__func__", None) is not nn.Linear.forward
+    return _is_dense(module.weight) and not own
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -102,14 +103,14 @@ def _kind(layer: nn.Module) -> str:
     return type(layer).__name__ + (f" of {type(weight).__name__}" if wrapped else "")
 
 
-def _reason(layer: nn.Module, model: PreTrainedModel) -> str:
+def _reason(layer: Any, model: PreTrainedModel) -> str:
     """Why a layer is not served, in words that go on after its name; empty if it is."""
     if not _is_linear(layer):
         return f"has quantised weights and cannot be tried by itself: {REMEDY}, of linear layers"
     device = next((tensor.device for tensor in (*layer.parameters(), *layer.buffers())), torch.device("meta"))
     device = input_device(model) if device.type == "meta" else device
     try:
-        return _reason_of_trial(layer, int(layer.in_features), model.dtype, device)
+        return _reason_of_trial(layer, layer.in_features, model.dtype, device)
     except Exception as problem:  # noqa: BLE001 - any failure of an unknown layer is the reason to refuse it
         return f"cannot be tried: {type(problem).__name__}: {problem}".splitlines()[0]
 

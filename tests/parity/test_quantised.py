@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -10,7 +11,7 @@ import peft
 import pytest
 import torch
 from comparing import CONFIGS, PAPER, assert_same, batch, lookahead, only_fallback, plain, prompt
-from quantised import (
+from quantised_layers import (
     InBfloat16,
     OneTokenOtherwise,
     OutlierColumns,
@@ -42,6 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 OTHERS = "gives a token another result when other tokens stand beside it: quantise the weights only"
 ROUNDS = r"rounds what it is fed \(by 0\.\d+\), which makes other texts of other roundings: quantise the weights only"
+IN_HALF = r"computes in 16 bits, and the model is in float\d\d: load it with dtype=torch\.bfloat16 or float16"
 REFUSED = {
     PerTensor: OTHERS,
     OutlierColumns: OTHERS,
@@ -73,19 +75,18 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
 
 
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
-@pytest.mark.parametrize("make", [lambda dtype: toy(WeightsOnly, dtype), lambda dtype: coded_toy(dtype=dtype)])
+@pytest.mark.parametrize("make", [functools.partial(toy, WeightsOnly), coded_toy], ids=["layers", "tensors"])
 def test_quantised_weights_are_served_token_for_token(make: Any, dtype: torch.dtype) -> None:
-    model = make(dtype)
-    assert assert_same(model, prompt(20), CONFIGS).tokens_per_step > 1
+    model = make(dtype=dtype)
+    assert assert_same(model, prompt(20), CONFIGS[:3]).tokens_per_step > 1
     rows = batch(5, 20, 9)
-    ids, mask = rows["ids"], rows["attention_mask"]
-    assert_same(model, ids, CONFIGS[:2], attention_mask=mask, pad_token_id=0)
-    assert_same(model, prompt(20), [PAPER, lade.LookaheadConfig()], num_beams=3, max_new_tokens=30)
-    for config in CONFIGS[:2]:
-        torch.manual_seed(0)
-        expected = plain(model, prompt(20), do_sample=True, temperature=0.7)
-        torch.manual_seed(0)
-        assert torch.equal(lookahead(model, prompt(20), config, do_sample=True, temperature=0.7), expected)
+    assert_same(model, rows["ids"], attention_mask=rows["attention_mask"], pad_token_id=0, max_new_tokens=30)
+    assert_same(model, prompt(20), num_beams=3, max_new_tokens=20)
+    told = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 30}
+    torch.manual_seed(0)
+    expected = plain(model, prompt(20), **told)
+    torch.manual_seed(0)
+    assert torch.equal(lookahead(model, prompt(20), **told), expected)
 
 
 @EACH_DTYPE
@@ -180,7 +181,9 @@ def test_torchs_own_dynamic_quantisation_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
-@pytest.mark.parametrize(("kind", "said"), [(OneTokenOtherwise, ROUNDS), (InBfloat16, r"computes in 16 bits.*bfloat16")])
+@pytest.mark.parametrize(
+    ("kind", "said"), [(OneTokenOtherwise, ROUNDS), (InBfloat16, r"computes in 16 bits.*bfloat16")]
+)
 def test_a_layer_that_is_less_exact_than_its_model_is_refused(
     kind: type[nn.Linear], said: str, dtype: torch.dtype
 ) -> None:
@@ -201,18 +204,19 @@ def test_one_layer_among_many_is_found(place: str, around: type[nn.Linear]) -> N
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-def test_a_forward_of_ones_own_is_tried(hooked: bool) -> None:
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_forward_of_ones_own_is_tried(bound: bool, hooked: bool) -> None:
     """As compressed-tensors puts it onto torch's own layers; accelerate's hooks may come on top."""
+
+    def rounding(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(PerToken.fed(layer, x), layer.weight)
+
     model = toy()
     layer = model.model.layers[0].mlp.up_proj
-    layer.forward = PerToken.forward.__get__(layer)
-    type(layer).fed, type(layer).rounded = PerToken.fed, PerToken.rounded
-    try:
-        if hooked:
-            accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-        assert "up_proj' (Linear) rounds" in lade.supports(model).reason
-    finally:
-        del type(layer).fed, type(layer).rounded
+    layer.forward = rounding.__get__(layer) if bound else functools.partial(rounding, layer)
+    if hooked:
+        accelerate.hooks.add_hook_to_module(layer, accelerate.hooks.ModelHook())
+    assert "up_proj' (Linear) rounds" in lade.supports(model).reason
 
 
 def test_a_wrapped_weight_is_named() -> None:
@@ -269,7 +273,9 @@ def test_quantised_embeddings_only_look_up(trials: list[nn.Module]) -> None:
         model = toy()
         table = coded(model.model.embed_tokens.weight)
         model.model.embed_tokens = Embedding(table)
-        model.model.embed_tokens.__class__ = Embedding if kind is Embedding else type("Own", (Embedding, nn.Embedding), {})
+        model.model.embed_tokens.__class__ = (
+            Embedding if kind is Embedding else type("Own", (Embedding, nn.Embedding), {})
+        )
         assert lade.supports(model) and not trials
         assert torch.equal(lookahead(model, prompt(20)), plain(model, prompt(20)))
 
@@ -282,7 +288,10 @@ def _raises(layer: Any, x: torch.Tensor) -> Any:
     ("forward", "said"),
     [
         (_raises, "cannot be tried: RuntimeError: no kernel here"),
-        (lambda layer, x: (nn.functional.linear(x, layer.weight), None), "cannot be tried: TypeError: it made tuple of one tensor"),
+        (
+            lambda layer, x: (nn.functional.linear(x, layer.weight), None),
+            "cannot be tried: TypeError: it made tuple of one tensor",
+        ),
         (lambda layer, x: nn.functional.linear(x, layer.weight) * torch.nan, OTHERS),
         (lambda layer, x: nn.functional.linear(x, layer.weight).relu(), ROUNDS),
     ],
@@ -326,7 +335,7 @@ def test_a_quantised_model_has_a_step_cost_of_its_own() -> None:
 
 def test_a_quantised_model_is_neither_packed_nor_inflated() -> None:
     model = coded_toy()
-    with pytest.raises(lade.UnsupportedModelError, match="the weight of layer .* is a Coded; leave it unpacked"):
+    with pytest.raises(lade.UnsupportedModelError, match=r"the weight of layer .* is a Coded; leave it unpacked"):
         lade.pack(model, min_weights=1)
-    with pytest.raises(lade.UnsupportedModelError, match="a quantized model cannot be inflated; load the model without"):
+    with pytest.raises(lade.UnsupportedModelError, match="a quantized model cannot be inflated; load the"):
         inflate(model, 1e6)

@@ -31,19 +31,16 @@ NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA
 EACH_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])])
 CONFIGS = (PAPER, lade.LookaheadConfig(budget=24), lade.LookaheadConfig())
 OTHERS, ROUNDS = "beside it: quantise the weights only", "rounds what it is fed"
-Make = Callable[[torch.dtype], Any]
+Make = Callable[[Any], Any]
 
 
-def torchao(name: str, **fields: str) -> Make:
-    """A config of torchao's by its name; fields are granularities and dtypes by theirs."""
+def torchao(make: Make) -> Make:
+    """Load with the config that is made of `torchao.quantization`."""
 
-    def make(dtype: torch.dtype) -> TorchAoConfig:
-        quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
-        scopes = {**vars(quantization), "int4": torch.int4, "int8": torch.int8}
-        built = {field: eval(value, scopes) for field, value in fields.items()}  # noqa: S307 - words of this file
-        return TorchAoConfig(getattr(quantization, name)(**built))
+    def loading(dtype: torch.dtype) -> TorchAoConfig:
+        return TorchAoConfig(make(pytest.importorskip("torchao.quantization", reason="torchao is not installed")))
 
-    return make
+    return loading
 
 
 def bitsandbytes(**fields: Any) -> Make:
@@ -57,10 +54,10 @@ def bitsandbytes(**fields: Any) -> Make:
 
 NF4 = bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 WEIGHTS_ONLY = {
-    "torchao int8": torchao("Int8WeightOnlyConfig"),
-    "torchao int8 in groups": torchao("Int8WeightOnlyConfig", granularity="PerGroup(32)"),
-    "torchao int4": torchao("IntxWeightOnlyConfig", weight_dtype="int4", granularity="PerGroup(32)"),
-    "torchao float8": torchao("Float8WeightOnlyConfig"),
+    "torchao int8": torchao(lambda q: q.Int8WeightOnlyConfig()),
+    "torchao int8 in groups": torchao(lambda q: q.Int8WeightOnlyConfig(granularity=q.PerGroup(32))),
+    "torchao int4": torchao(lambda q: q.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=q.PerGroup(32))),
+    "torchao float8": torchao(lambda q: q.Float8WeightOnlyConfig()),
 }
 FOUR_BITS = {
     "bitsandbytes nf4": NF4,
@@ -70,25 +67,29 @@ FOUR_BITS = {
     ),
 }
 REFUSED = {
-    "torchao int8 for each token": (torchao("Int8DynamicActivationInt8WeightConfig"), ROUNDS),
+    "torchao int8 for each token": (torchao(lambda q: q.Int8DynamicActivationInt8WeightConfig()), ROUNDS),
     "torchao int8 for all tokens": (
-        torchao("Int8DynamicActivationInt8WeightConfig", granularity="PerTensor()"),
+        torchao(lambda q: q.Int8DynamicActivationInt8WeightConfig(granularity=q.PerTensor())),
         OTHERS,
     ),
     "torchao int8 and int4": (
-        torchao("Int8DynamicActivationIntxWeightConfig", weight_dtype="int4", weight_granularity="PerGroup(32)"),
+        torchao(
+            lambda q: q.Int8DynamicActivationIntxWeightConfig(
+                weight_dtype=torch.int4, weight_granularity=q.PerGroup(32)
+            )
+        ),
         ROUNDS,
     ),
     "bitsandbytes int8": (bitsandbytes(load_in_8bit=True), OTHERS),
     "bitsandbytes int8 without outliers": (bitsandbytes(load_in_8bit=True, llm_int8_threshold=0.0), ROUNDS),
 }
 ON_GPUS_ONLY = {
-    "torchao int4, tiled": torchao("Int4WeightOnlyConfig", int4_packing_format="'tile_packed_to_4d'"),
-    "torchao int4": torchao("Int4WeightOnlyConfig"),
+    "torchao int4, tiled": torchao(lambda q: q.Int4WeightOnlyConfig(int4_packing_format="tile_packed_to_4d")),
+    "torchao int4": torchao(lambda q: q.Int4WeightOnlyConfig()),
 }
 FLOAT8 = {
-    "for each token": torchao("Float8DynamicActivationFloat8WeightConfig", granularity="PerRow()"),
-    "for all tokens": torchao("Float8DynamicActivationFloat8WeightConfig", granularity="PerTensor()"),
+    "for each token": torchao(lambda q: q.Float8DynamicActivationFloat8WeightConfig(granularity=q.PerRow())),
+    "for all tokens": torchao(lambda q: q.Float8DynamicActivationFloat8WeightConfig(granularity=q.PerTensor())),
 }
 
 
@@ -200,7 +201,7 @@ def test_layers_that_were_quantised_in_place_are_left_unpacked(folder: Path) -> 
     assert lade.supports(model)
     quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())
     assert ROUNDS in lade.supports(model).reason, "asked again, as its weights are others now"
-    with pytest.raises(lade.UnsupportedModelError, match="weight of layer .* is a Int8Tensor; leave it unpacked"):
+    with pytest.raises(lade.UnsupportedModelError, match=r"weight of layer .* is a Int8Tensor; leave it unpacked"):
         lade.pack(model, min_weights=1)
     with pytest.raises(lade.UnsupportedModelError, match="a quantized model cannot be inflated"):
         inflate(model, 1e7)
