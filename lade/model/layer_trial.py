@@ -127,7 +127,7 @@ def _reason_of_trial(layer: Any, features: int, dtype: torch.dtype, device: torc
         return f"gives a token another result when other tokens stand beside it: {REMEDY}"
     error = _error_of_sums(call, features)
     if not error <= HALF_TOLERANCE:
-        return f"rounds what it is fed (by {error:.1g}), which makes other texts of other roundings: {REMEDY}"
+        return f"rounds what it is fed (by {error:.1g} of it), which magnifies every other rounding: {REMEDY}"
     if dtype.itemsize > 2 and error > TOLERANCE:
         return f"computes in 16 bits, and the model is in {short(dtype)}: load it with dtype=torch.bfloat16 or float16"
     return ""

@@ -72,7 +72,7 @@ def supports(model: Any) -> Support:
     """Whether `lade` decodes this model exactly.
 
     An architecture that this package does not test is checked once by a small forward pass on the model itself: a tree
-    against plain passes.
+    against plain passes. Linear layers that are not torch's own, such as quantised ones, are each tried once.
 
     Args:
         model: a transformers model; one wrapped by PEFT or `torch.compile` is looked into.

@@ -42,7 +42,7 @@ from lade.tuning.profile import key_of
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 OTHERS = "gives a token another result when other tokens stand beside it: quantise the weights only"
-ROUNDS = r"rounds what it is fed \(by 0\.\d+\), which makes other texts of other roundings: quantise the weights only"
+ROUNDS = r"rounds what it is fed \(by 0\.\d+ of it\), which magnifies every other rounding: quantise the weights only"
 IN_HALF = r"computes in 16 bits, and the model is in float\d\d: load it with dtype=torch\.bfloat16 or float16"
 REFUSED = {
     PerTensor: OTHERS,
@@ -294,8 +294,9 @@ def _raises(layer: Any, x: torch.Tensor) -> Any:
         ),
         (lambda layer, x: nn.functional.linear(x, layer.weight) * torch.nan, OTHERS),
         (lambda layer, x: nn.functional.linear(x, layer.weight).relu(), ROUNDS),
+        (lambda layer, x: nn.functional.linear(x / x.abs().amax(-1, keepdim=True), layer.weight), r"rounds what it is fed \(by nan"),
     ],
-    ids=["raises", "tuple", "not a number", "not linear"],
+    ids=["raises", "tuple", "not a number", "not linear", "not a number for zeros"],
 )
 def test_what_is_no_linear_layer_after_all_is_refused(forward: Any, said: str) -> None:
     model = toy()
