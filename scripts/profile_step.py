@@ -28,8 +28,7 @@ PARTS: list[tuple[Any, str, str]] = [
     (StepInputs, "of", "the step's tensors"),
     (MaskPlan, "masks", "masks in the model's form"),
     (TreeCache, "keep", "moving the accepted path's keys and values"),
-    (engine, "best_tokens", "argmax, and the copy to the host"),
-    (engine, "read", "argmax and likeliest tokens, and the copy to the host"),
+    (engine, "read", "argmax, likeliest tokens, and the copy to the host"),
     (Row, "grow", "growing the tree"),
     (engine, "walk", "the walk, stop rules included"),
 ]

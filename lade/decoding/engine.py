@@ -10,8 +10,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from lade.decoding.joint import JointBudget
-from lade.decoding.kernels import Ints
-from lade.decoding.readout import best_tokens, read
+from lade.decoding.readout import Readout, read
 from lade.decoding.row import Row
 from lade.decoding.tree import ROOT, TokenTree
 from lade.decoding.verify import Verdict, walk
@@ -109,14 +108,15 @@ class Engine(Generic[CacheT]):
         fed = [len(row.tokens) - self.cache.lengths[0] for row in self.rows]
         watch = self._show_prompt if any(row.drafter.reads for row in self.rows) else None
         logits = self.runner.prefill([row.tokens for row in self.rows], self.cache, watch)  # [B, V]
-        picks = best_tokens(logits[:, None])  # [B, 1]
-        tokens = [row.open(*said) for row, *said in zip(self.rows, logits[:, None], picks, strict=True)]
+        picks = read(logits, likeliest=False).picks  # [B]
+        tokens = [row.open(said, [pick]) for row, said, pick in zip(self.rows, logits[:, None], picks, strict=True)]
         seconds = perf_counter() - start
         self.drop_finished()
         return self._report([Step(0, [new], ["prefill"], size, seconds) for new, size in zip(tokens, fed, strict=True)])
 
     def _show_prompt(self, alike: Sequence[int], start: int, logits: torch.Tensor) -> None:
-        said = read(logits)[1]
+        said = read(logits).entries
+        assert said is not None
         for row in (self.rows[number] for number in alike):
             row.drafter.read_prompt(row.tokens, start, said)
 
@@ -144,34 +144,49 @@ class Engine(Generic[CacheT]):
         return [row.grow(room) for row, room in zip(self.rows, rooms, strict=True)]
 
     def _verify(self, trees: Sequence[TokenTree], logits: torch.Tensor) -> list[Verdict]:
-        picks, best = self._read(logits)
+        ahead = [self._look_ahead(*each) for each in zip(self.rows, trees, logits, strict=True)]
+        said = self._read(logits, ahead)
         return [
-            self._walk(row, tree, logits[place, : len(tree)], picks[place], None if best is None else best[place])
+            self._walk(row, tree, logits[place, : len(tree)], said[place], is_ahead=ahead[place] is not None)
             for place, (row, tree) in enumerate(zip(self.rows, trees, strict=True))
         ]
 
-    def _read(self, logits: torch.Tensor) -> tuple[list[list[int]], Ints | None]:
-        """What rows want to know of the logits `[B, S, V]`: the one place where a step waits for the device.
-
-        Returns:
-            `[B, S]`, the argmax at each node, and `[B, S, WIDTH]`, see `read`, if a drafter asks for them.
-        """
-        if not any(row.drafter.reads for row in self.rows):
-            return best_tokens(logits), None
-        rows, size, _ = logits.shape
-        picks, best = read(logits.flatten(0, 1))  # [B * S], [B * S, WIDTH]
-        return [picks[first : first + size] for first in range(0, rows * size, size)], best.reshape(rows, size, -1)
-
-    def _walk(self, row: Row, tree: TokenTree, logits: torch.Tensor, picks: list[int], best: Ints | None) -> Verdict:
-        """Verify one row's tree, given the logits `[S, V]` of its nodes, and what was read of them."""
+    def _look_ahead(self, row: Row, tree: TokenTree, logits: torch.Tensor) -> torch.Tensor | None:
+        """What a row's chooser can find on the device for all nodes at once; see `Chooser.look_ahead`."""
         try:
-            verdict = walk(tree, row.chooser.open(logits, picks, row.tokens), row.emit)
+            return row.chooser.look_ahead(logits[: len(tree)], tree.depths)
+        except Exception as problem:
+            if not self.isolate:
+                raise
+            row.fail(problem)
+            return None
+
+    def _read(self, logits: torch.Tensor, ahead: Sequence[torch.Tensor | None]) -> list[Readout]:
+        """What rows want to know of the logits `[B, S, V]`: the one place where a step waits for the device."""
+        rows, size, _ = logits.shape
+        choices: torch.Tensor | None = None
+        if any(found is not None for found in ahead):
+            choices = logits.new_zeros((rows, size), dtype=torch.long)
+            for place, found in enumerate(ahead):
+                if found is not None:
+                    choices[place, : len(found)] = found
+            choices = choices.flatten()
+        likeliest = any(row.drafter.reads for row in self.rows)
+        return read(logits.flatten(0, 1), choices, likeliest=likeliest).split(rows)
+
+    def _walk(self, row: Row, tree: TokenTree, logits: torch.Tensor, said: Readout, *, is_ahead: bool) -> Verdict:
+        """Verify one row's tree, given the logits `[S, V]` of its nodes, and what was read of them."""
+        if row.done:  # looking ahead has failed
+            return Verdict([ROOT], [], [], done=True)
+        answers = said.choices if is_ahead and said.choices is not None else said.picks
+        try:
+            verdict = walk(tree, row.chooser.open(logits, answers, row.tokens), row.emit)
         except Exception as problem:
             if not self.isolate:
                 raise
             row.fail(problem)
             return Verdict([ROOT], [], [], done=True)
-        row.learn(picks, best if row.drafter.reads else None, verdict)
+        row.learn(said.picks, said.entries if row.drafter.reads else None, verdict)
         return verdict
 
     def _observe(self, fed: int, verdicts: Sequence[Verdict], seconds: float) -> None:

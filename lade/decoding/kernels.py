@@ -43,10 +43,12 @@ FLOOR, CEILING = -7.0, 5.0
 """Log-odds beyond which probabilities are not told apart: 0.1 % and 99 %."""
 SCALE = (CEILING - FLOOR) / 255
 """Log-odds per unit of a stored value: 0 stands for `FLOOR` and below, 255 for `CEILING` and above."""
+TINY = 1e-9
+"""The least weight: odds have a logarithm."""
+FAR = -12.0
+"""What is so far below the best score adds nothing to a sum."""
 
 _NEGLIGIBLE = -4.6  # log-odds of about 1 %; of tokens below it only the chosen one is learned from
-_TINY = 1e-9
-_FAR = -12.0  # what is so far below the best score adds nothing to a sum
 _MIX, _SEED = np.uint64(0x9E3779B97F4A7C15), np.uint64(0x243F6A8885A308D3)
 _MOST = END * WIDTH
 
@@ -126,7 +128,6 @@ class Work(NamedTuple):
 
 _INTS, _TABLE, _LONGS = numba.int32[::1], numba.int32[:, ::1], numba.int64[::1]
 _DOUBLES, _MATRIX, _SCORES = numba.float64[::1], numba.float64[:, ::1], numba.float32[:, ::1]
-_LONG_TABLE = numba.int64[:, ::1]
 _INT, _DOUBLE = numba.int64, numba.float64
 _WORK = cast(Any, numba).typeof(Work.of(1))
 
@@ -611,7 +612,7 @@ def _total(maxima: Any, row: Any, best: Any) -> Any:
     """The sum over all maxima of a row, relative to the best score."""
     total = 0.0
     for at in range(maxima.shape[1]):
-        if maxima[row, at] - best > _FAR:
+        if maxima[row, at] - best > FAR:
             total += math.exp(maxima[row, at] - best)
     return total
 
@@ -621,7 +622,7 @@ def _entry(token: Any, weight: Any, total: Any) -> Any:
     """A token with its log-odds, by its share of a total; none where its number is too large."""
     if token >= TOKEN:
         return np.int32(TOKEN)
-    odds = math.log(max(weight, _TINY) / max(total - weight, _TINY))
+    odds = math.log(max(weight, TINY) / max(total - weight, TINY))
     value = min(max((odds - FLOOR) / SCALE + 0.5, 0.0), 255.0) if not math.isnan(odds) else 0.0
     return np.int32(value) << BITS | np.int32(token)
 
@@ -661,21 +662,3 @@ def entries_of(logits: Floats, maxima: Floats, block: int) -> tuple[npt.NDArray[
         for place in range(used):
             entries[row, place] = _entry(tokens[place], math.exp(scores[place] - best), total)
     return picks, entries
-
-
-@_compiled(_SCORES, _LONG_TABLE, _SCORES)
-def entries_of_best(scores: Floats, tokens: npt.NDArray[np.int64], maxima: Floats) -> Ints:
-    """Entries `[M, WIDTH]` of tokens that are known to be the likeliest.
-
-    Args:
-        scores: `[M, K]`, their logits, in falling order; K <= WIDTH.
-        tokens: `[M, K]`.
-        maxima: as for `entries_of`.
-    """
-    entries = np.full((scores.shape[0], WIDTH), TOKEN, np.int32)
-    for row in range(scores.shape[0]):
-        total = _total(maxima, row, scores[row, 0])
-        for place in range(scores.shape[1]):
-            weight = math.exp(scores[row, place] - scores[row, 0])
-            entries[row, place] = _entry(tokens[row, place], weight, total)
-    return entries

@@ -1,59 +1,69 @@
-"""What the logits of a step say: the argmax at each node, and, where a memory asks, the likeliest tokens behind it.
+"""What is read of the logits of a pass. This is the one place where a step waits for the device.
 
-This is the one place where a step waits for the device.
+logits [M, V] ──▶ argmax, likeliest tokens, choices ──▶ one copy, of 8 numbers a row ──▶ host
+on the device that has them
 """
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import dataclass
+
 import torch
 
 from lade.decoding import kernels
-from lade.decoding.kernels import WIDTH, Ints
+from lade.decoding.kernels import BITS, FAR, FLOOR, SCALE, TINY, TOKEN, WIDTH, Ints
 
 _BLOCK = 64
 
 
-def best_tokens(logits: torch.Tensor) -> list[list[int]]:
-    """Argmax over the last dimension, as plain decoding finds it: on float32, where float64 may have ties.
+@dataclass(frozen=True)
+class Readout:
+    """What M rows of logits say.
 
-    Args:
-        logits: `[B, S, V]` in any floating dtype.
-
-    Returns:
-        `[B, S]` ids.
+    Attributes:
+        picks: `[M]` ids, the argmax of each row as plain decoding finds it: on float32, where float64 may have ties.
+        entries: `[M, WIDTH]`, its likeliest tokens with their log-odds, see `kernels`; None where nobody asked.
+        choices: `[M]` ids that were found before, and came in the same copy; None where there were none.
     """
-    if logits.device.type == "cpu":  # numpy's argmax is ten times as fast as torch's, and takes the first one too
-        found: list[list[int]] = logits.float().numpy().argmax(axis=-1).tolist()
-        return found
-    if logits.dtype == torch.float64:
-        logits = logits.float()
-    picks: list[list[int]] = logits.argmax(dim=-1).tolist()
-    return picks
+
+    picks: list[int]
+    entries: Ints | None = None
+    choices: list[int] | None = None
+
+    def split(self, parts: int) -> list[Readout]:
+        """The same, in equal parts."""
+        size = len(self.picks) // parts
+        spans = [slice(first, first + size) for first in range(0, parts * size, size)]
+        return [
+            Readout(
+                self.picks[span],
+                None if self.entries is None else self.entries[span],
+                None if self.choices is None else self.choices[span],
+            )
+            for span in spans
+        ]
 
 
-def read(logits: torch.Tensor) -> tuple[list[int], Ints]:
-    """The argmax of each row, and its likeliest tokens with their log-odds.
-
-    The best of 64 tokens are found first, on the device; then only the blocks that have the best of those are looked
-    at. That is faster than an argmax of the whole.
+def read(logits: torch.Tensor, choices: torch.Tensor | None = None, *, likeliest: bool = True) -> Readout:
+    """Read rows of logits.
 
     Args:
         logits: `[M, V]` in any floating dtype.
-
-    Returns:
-        `[M]` ids as `best_tokens` finds them, and `[M, WIDTH]` int32, see `kernels.entries_of`.
+        choices: `[M]` ids on the same device, to be read along.
+        likeliest: whether anybody asks for the entries.
     """
-    logits = logits.float().contiguous()
-    maxima = _maxima(logits)
     if logits.device.type != "cpu":
-        return _read_remotely(logits, maxima)
-    picks, entries = kernels.entries_of(logits.numpy(), maxima.numpy(), _BLOCK)
-    return picks.tolist(), entries
+        return _read_remotely(logits, choices, likeliest=likeliest)
+    chosen = None if choices is None else choices.tolist()
+    if not likeliest:  # numpy's argmax is ten times as fast as torch's, and takes the first one too
+        return Readout(logits.float().numpy().argmax(axis=-1).tolist(), None, chosen)
+    logits = logits.float().contiguous()
+    picks, entries = kernels.entries_of(logits.numpy(), _maxima(logits).numpy(), _BLOCK)
+    return Readout(picks.tolist(), entries, chosen)
 
 
 def _maxima(logits: torch.Tensor) -> torch.Tensor:
-    """Of each block, `[M, V / 64, rounded up]`."""
+    """Of each 64 tokens, `[M, V / 64, rounded up]`: only blocks that have the best of these need to be looked at."""
     whole = logits.shape[1] // _BLOCK * _BLOCK
     if whole == logits.shape[1]:
         return logits.view(-1, whole // _BLOCK, _BLOCK).amax(2)
@@ -61,13 +71,30 @@ def _maxima(logits: torch.Tensor) -> torch.Tensor:
     return torch.cat([*parts, logits[:, whole:].amax(1, keepdim=True)], dim=1)
 
 
-def _read_remotely(logits: torch.Tensor, maxima: torch.Tensor) -> tuple[list[int], Ints]:
-    """Where logits are on another device, only what is needed of them is copied."""
-    scores, tokens = logits.topk(min(WIDTH, logits.shape[1]))
-    picks = logits.argmax(dim=-1, keepdim=True)
-    parts = picks.int(), tokens.int(), scores.view(torch.int32), maxima.view(torch.int32)
-    found = torch.cat(parts, dim=1).cpu().numpy()  # one copy, of floats as they are stored
-    ends = np.cumsum([part.shape[1] for part in parts[:-1]])
-    best, ids, *floats = (np.ascontiguousarray(part) for part in np.split(found, ends, axis=1))
-    of_ids, of_blocks = (part.view(np.float32) for part in floats)
-    return best[:, 0].tolist(), kernels.entries_of_best(of_ids, ids.astype(np.int64), of_blocks)
+def _read_remotely(logits: torch.Tensor, choices: torch.Tensor | None, *, likeliest: bool) -> Readout:
+    """Where logits are on another device, all is found there, and copied at once."""
+    logits = logits.float().contiguous()
+    parts = [logits.argmax(dim=-1, keepdim=True).int()]
+    if likeliest:
+        parts.append(_entries(logits))
+    if choices is not None:
+        parts.append(choices[:, None].int())
+    found = torch.cat(parts, dim=1).cpu().numpy()  # [M, 1 + WIDTH + 1]
+    return Readout(
+        found[:, 0].tolist(),
+        found[:, 1 : 1 + WIDTH].copy() if likeliest else None,
+        None if choices is None else found[:, -1].tolist(),
+    )
+
+
+def _entries(logits: torch.Tensor) -> torch.Tensor:
+    """Entries `[M, WIDTH]` int32 of float32 logits `[M, V]`; see `kernels.entries_of`, which does the same."""
+    scores, tokens = logits.topk(min(WIDTH, logits.shape[1]))  # [M, K], in falling order
+    best = scores[:, :1]
+    among = _maxima(logits) - best
+    total = among.exp().masked_fill(~(among > FAR), 0.0).sum(dim=-1, keepdim=True)
+    weights = (scores - best).exp()
+    odds = (weights.clamp(min=TINY) / (total - weights).clamp(min=TINY)).log()
+    values = ((odds - FLOOR) / SCALE + 0.5).nan_to_num(0.0).clamp(0.0, 255.0)
+    entries = (values.int() << BITS | tokens.int()).masked_fill(tokens >= TOKEN, TOKEN)
+    return torch.nn.functional.pad(entries, (0, WIDTH - entries.shape[1]), value=TOKEN)

@@ -57,7 +57,8 @@ class Row:
             logits: `[1, V]`, behind the prompt.
             picks: `[1]`, their argmax.
         """
-        token = self.chooser.open(logits, picks, self.tokens)(0)
+        ahead = self.chooser.look_ahead(logits, [0])
+        token = self.chooser.open(logits, picks if ahead is None else ahead.tolist(), self.tokens)(0)
         self.emit(token)
         self.drafter.begin(self.tokens, self._prompt_length)
         return token

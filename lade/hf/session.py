@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -22,9 +21,10 @@ from lade.decoding.joint import JointBudget
 from lade.decoding.memory import Memory
 from lade.decoding.row import Row
 from lade.hf.arguments import check_cache, check_switch, checked_paddings
-from lade.hf.draws import Draws, draw_alone
+from lade.hf.at_once import AtOnce, can_be_asked_at_once, pays_at_once
+from lade.hf.draws import Draws, LoneSampler, RowSampler, Sampler
 from lade.hf.rows import check_lengths, check_rows, processors_of_row
-from lade.hf.transcript import Draw, Processed, Record, StopRules, Transcript
+from lade.hf.transcript import Processed, Record, StopRules, Transcript
 from lade.model.cache import TreeCache
 from lade.model.choice import runner_for
 from lade.model.lending import loan_for
@@ -121,13 +121,15 @@ class Session:
         self, number: int, drafter: Drafter, processors: LogitsProcessorList, criteria: StoppingCriteriaList
     ) -> Row:
         """One row of the batch, without its padding."""
-        draw: Draw | None = None
+        sampler: Sampler | None = None
         if self._generation_config.do_sample:
-            draw = draw_alone if self._draws is None else functools.partial(self._draws.draw, number)
+            sampler = LoneSampler() if self._draws is None else RowSampler(self._draws, number)
         if self._is_batch:
             processors = processors_of_row(processors, number, len(self._paddings))
         prompt = self._input_ids[number : number + 1]
-        return row_for(prompt, self._paddings[number], drafter, processors, criteria, draw=draw, record=self._record)
+        return row_for(
+            prompt, self._paddings[number], drafter, processors, criteria, sampler=sampler, record=self._record
+        )
 
     def __iter__(self) -> Iterator[Step]:
         """Decode; one `Step` per forward pass and row."""
@@ -179,7 +181,7 @@ def row_for(
     processors: LogitsProcessorList,
     criteria: StoppingCriteriaList,
     *,
-    draw: Draw | None,
+    sampler: Sampler | None,
     record: Record,
 ) -> Row:
     """A row that asks transformers' processors and criteria about its tokens.
@@ -190,13 +192,15 @@ def row_for(
         drafter: of this row alone.
         processors: as they are for this row.
         criteria: likewise.
-        draw: draws a token, given probabilities `[1, V]`; None for the argmax.
+        sampler: draws its tokens; None for the argmax.
         record: is told scores and logits.
     """
     transcript = Transcript(prompt, padding)
     chooser: Chooser = Greedy()
-    if processors or draw or record:
-        chooser = Processed(processors, transcript, draw=draw, record=record)
+    if processors or sampler or record:
+        at_once = pays_at_once(prompt.device) and can_be_asked_at_once(processors) and not record
+        make = AtOnce if at_once else Processed
+        chooser = make(processors, transcript, sampler=sampler, record=record)
     return Row(prompt[0, padding:].tolist(), drafter, chooser, StopRules(criteria, transcript, record))
 
 

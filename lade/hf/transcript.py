@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from lade.decoding.choose import Choose
-
-Draw = Callable[[torch.Tensor], int]
+from lade.hf.draws import Sampler
 
 
 class Transcript:
@@ -72,15 +71,19 @@ class Processed:
     Args:
         processors: called with the text so far and the logits of one node.
         transcript: the text so far.
-        draw: draws a token, given probabilities `[1, V]`; None for the argmax.
+        sampler: draws the tokens; None for the argmax.
         record: is told scores and logits.
     """
 
     def __init__(
-        self, processors: LogitsProcessorList, transcript: Transcript, *, draw: Draw | None, record: Record
+        self, processors: LogitsProcessorList, transcript: Transcript, *, sampler: Sampler | None, record: Record
     ) -> None:
         self._processors: Any = processors  # its annotations ask for LongTensor, which no torch function returns
-        self._transcript, self._draw, self._record = transcript, draw, record
+        self._transcript, self._sampler, self._record = transcript, sampler, record
+
+    def look_ahead(self, logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor | None:
+        """See `lade.decoding.choose.Chooser.look_ahead`."""
+        return None
 
     def open(self, logits: torch.Tensor, picks: Sequence[int], tokens: Sequence[int]) -> Choose:
         """See `lade.decoding.choose.Chooser.open`."""
@@ -90,8 +93,8 @@ class Processed:
             raw = logits[node : node + 1].to(copy=True, dtype=torch.float32, device=input_ids.device)  # [1, V]
             scores = self._processors(input_ids, raw)
             self._record.add(scores, raw)
-            if self._draw is not None:
-                return self._draw(scores.softmax(dim=-1))
+            if self._sampler is not None:
+                return self._sampler.draw(scores.softmax(dim=-1))
             return int(scores.argmax(dim=-1))
 
         return choose

@@ -13,7 +13,7 @@ from lade.decoding.drafter import Drafter
 from lade.decoding.drafting import drafter_for
 from lade.decoding.engine import Engine
 from lade.decoding.joint import JointBudget
-from lade.decoding.readout import best_tokens, read
+from lade.decoding.readout import read
 from lade.decoding.row import Row
 from lade.hf.session import Output, vocabulary_of
 from lade.model.attention import MaskPlan
@@ -146,14 +146,16 @@ class Batch:
         end = min(len(row.tokens), seat.fed + most)
 
         def show(alike: Sequence[int], first: int, logits: torch.Tensor) -> None:
-            row.drafter.read_prompt(row.tokens, first, read(logits)[1])
+            said = read(logits).entries
+            assert said is not None
+            row.drafter.read_prompt(row.tokens, first, said)
 
         logits = self._runner.prefill([row.tokens[:end]], seat.cache, show if row.drafter.reads else None)  # [1, V]
         seat.fed = end
         if end < len(row.tokens):
             seat.seconds += perf_counter() - start
             return
-        token = row.open(logits, best_tokens(logits[None])[0])
+        token = row.open(logits, read(logits, likeliest=False).picks)
         seat.seconds += perf_counter() - start
         self._join(seat)
         self._engine.drop_finished()  # the first token may have been the last

@@ -15,7 +15,7 @@ from lade.decoding.drafter import Drafter
 from lade.decoding.row import Row
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
 from lade.hf.arguments import checked_paddings, with_stop_strings
-from lade.hf.draws import draw_from
+from lade.hf.draws import LoneSampler
 from lade.hf.generate import check_request
 from lade.hf.session import Output, output_of, record_for, row_for, special_ids
 from lade.model.positions import LEARNED_POSITIONS, Positions
@@ -80,17 +80,16 @@ class Request:
 
     def row(self, drafter: Drafter) -> Row:
         """The row that writes its answer."""
-        draw = None
+        sampler = None
         if self.seed is not None:
-            generator = torch.Generator(self._input_ids.device).manual_seed(self.seed)
-            draw = functools.partial(draw_from, generator)
+            sampler = LoneSampler(torch.Generator(self._input_ids.device).manual_seed(self.seed))
         return row_for(
             self._input_ids,
             self._padding,
             drafter,
             self._processors,
             self._criteria,
-            draw=draw,
+            sampler=sampler,
             record=self._record,
         )
 

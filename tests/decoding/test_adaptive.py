@@ -16,8 +16,8 @@ from lade import LookaheadConfig, Memory, Stats
 from lade.decoding import growth as growth_module
 from lade.decoding.adaptive import LEAST_COLUMNS, NGRAM, AdaptiveDrafter
 from lade.decoding.controller import LARGEST, Controller, FixedBudget
-from lade.decoding.kernels import ORDERS, TEXT_ORDERS
-from lade.decoding.readout import read
+from lade.decoding.kernels import ORDERS, TEXT_ORDERS, Ints
+from lade.decoding.readout import read as read_out
 from lade.decoding.tree import ROOT, TokenTree
 from lade.decoding.verify import Verdict, walk
 from lade.testing import nearly_flat_cost, toy_model
@@ -27,6 +27,13 @@ Follow = Callable[[Sequence[int]], int]
 seeds = st.integers(0, 10_000)
 texts = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=12)
 depths = st.one_of(st.none(), st.integers(0, 5))
+
+
+def read(logits: torch.Tensor) -> tuple[list[int], Ints]:
+    """Picks and entries."""
+    said = read_out(logits)
+    assert said.entries is not None
+    return said.picks, said.entries
 
 
 def path_to(tree: TokenTree, node: int) -> list[int]:

@@ -11,20 +11,29 @@ from memories import unpacked
 
 from lade.decoding import readout as module
 from lade.decoding.kernels import BITS, CEILING, FLOOR, SCALE, TOKEN, WIDTH, Ints
-from lade.decoding.readout import best_tokens, read
+from lade.decoding.readout import Readout, read
 
 VOCABULARIES = (1, 2, 3, 6, 7, 63, 64, 65, 384, 385, 400, 1000, 4096, 4097)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 BLOCK = 64
 
 
+def read_here(logits: torch.Tensor) -> tuple[list[int], Ints]:
+    said = read(logits)
+    assert said.entries is not None and said.choices is None
+    assert read(logits, likeliest=False) == Readout(said.picks)
+    return said.picks, said.entries
+
+
 def read_from_afar(logits: torch.Tensor) -> tuple[list[int], Ints]:
     """As logits on another device are read."""
-    logits = logits.float().contiguous()
-    return module._read_remotely(logits, module._maxima(logits))
+    said = module._read_remotely(logits, None, likeliest=True)
+    assert said.entries is not None and said.choices is None
+    assert module._read_remotely(logits, None, likeliest=False) == Readout(said.picks)
+    return said.picks, said.entries
 
 
-READERS = (read, read_from_afar)
+READERS = (read_here, read_from_afar)
 readers = pytest.mark.parametrize("read", READERS, ids=["here", "afar"])
 
 
@@ -62,7 +71,7 @@ def test_picks_are_the_argmax_where_tokens_tie(read, vocabulary, dtype):
     """Coarse dtypes have many equal logits; of equal ones plain decoding takes the first."""
     logits = (logits_of(40, vocabulary) / 8).round().to(dtype)
     picks, entries = read(logits)
-    assert picks == logits.argmax(-1).tolist() == best_tokens(logits[None])[0]
+    assert picks == logits.argmax(-1).tolist()
     tokens, _ = split(entries, vocabulary)
     scores = logits.gather(1, torch.from_numpy(tokens).long())
     assert torch.equal(scores, logits.topk(min(WIDTH, vocabulary)).values)
@@ -71,14 +80,14 @@ def test_picks_are_the_argmax_where_tokens_tie(read, vocabulary, dtype):
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_of_equal_tokens_the_first_ones_are_kept(vocabulary):
     """Where all is on this device."""
-    picks, entries = read(torch.full((3, vocabulary), -2.5, dtype=torch.bfloat16))
+    picks, entries = read_here(torch.full((3, vocabulary), -2.5, dtype=torch.bfloat16))
     assert picks == [0, 0, 0]
     tokens, values = split(entries, vocabulary)
     assert (values == values[0, 0]).all()
     if vocabulary <= BLOCK:
         assert tokens.tolist() == [list(range(min(WIDTH, vocabulary)))] * 3
     logits = (logits_of(40, vocabulary) / 8).round()
-    tokens, _ = split(read(logits)[1], vocabulary)
+    tokens, _ = split(read_here(logits)[1], vocabulary)
     best = logits == logits.amax(1, keepdim=True)
     for row, equal in zip(tokens.tolist(), best, strict=True):
         first = equal.nonzero()[:, 0].tolist()
@@ -99,7 +108,7 @@ def test_picks_are_the_argmax_where_logits_are_no_numbers(read, vocabulary, dtyp
     logits[:5] = np.array(odd)[:, None]
     given = torch.from_numpy(logits).to(dtype)
     picks, entries = read(given)
-    assert picks == given.argmax(-1).tolist() == best_tokens(given[None])[0]
+    assert picks == given.argmax(-1).tolist()
     assert (entries >= 0).all() and (entries >> BITS <= 255).all()
     tokens = entries & TOKEN
     assert ((tokens < vocabulary) | (tokens == TOKEN)).all()
@@ -110,7 +119,7 @@ def test_picks_are_the_argmax_where_logits_are_no_numbers(read, vocabulary, dtyp
 def test_float64_rows_are_read_as_float32(read):
     logits = torch.zeros(1, 500, dtype=torch.float64)
     logits[0, 300], logits[0, 20] = 1.0 + 1e-12, 1.0
-    assert read(logits)[0] == best_tokens(logits[None])[0] == [20]
+    assert read(logits)[0] == [20]
 
 
 @readers
@@ -155,7 +164,7 @@ def test_values_of_a_large_vocabulary_leave_little_out(read):
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_it_reads_the_same_from_afar(vocabulary):
     logits = torch.stack([torch.randperm(vocabulary) for _ in range(9)]) / 16
-    here, afar = read(logits), read_from_afar(logits)
+    here, afar = read_here(logits), read_from_afar(logits)
     assert here[0] == afar[0] and np.array_equal(here[1], afar[1])
 
 
@@ -164,10 +173,10 @@ def test_logits_may_lie_anyhow_in_memory(vocabulary):
     logits = logits_of(6, vocabulary)
     wide = torch.zeros(12, 2 * vocabulary)
     wide[::2, ::2] = logits
-    expected = read(logits)
+    expected = read_here(logits)
     for odd in (logits.t().contiguous().t(), wide[::2, ::2], torch.stack([logits] * 2, dim=2)[..., 1]):
         assert not odd.is_contiguous()
-        picks, entries = read(odd)
+        picks, entries = read_here(odd)
         assert picks == expected[0] and np.array_equal(entries, expected[1])
 
 
@@ -189,3 +198,23 @@ def test_reading_changes_no_logits():
     for reader in READERS:
         reader(logits)
         assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("likeliest", [True, False])
+@pytest.mark.parametrize("reader", [read, module._read_remotely], ids=["here", "afar"])
+def test_choices_come_along(reader, likeliest):
+    logits, choices = logits_of(6, 100), torch.tensor([99, -1, 0, 3, 2, 1])
+    said = reader(logits, choices, likeliest=likeliest)
+    assert said.choices == choices.tolist() and said.picks == logits.argmax(-1).tolist()
+    assert (said.entries is not None) == likeliest
+    if likeliest:
+        assert np.array_equal(said.entries, read_here(logits)[1]) and said.entries.flags.c_contiguous
+
+
+def test_it_is_split_by_rows():
+    said = Readout([1, 2, 3, 4, 5, 6], np.arange(36, dtype=np.int32).reshape(6, 6), [7, 8, 9, 10, 11, 12])
+    first, second = said.split(2)
+    assert first.picks == [1, 2, 3] and second.picks == [4, 5, 6]
+    assert first.choices == [7, 8, 9] and second.choices == [10, 11, 12]
+    assert np.array_equal(second.entries, said.entries[3:]) and len(first.entries) == 3
+    assert Readout([1, 2]).split(2) == [Readout([1]), Readout([2])]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lade.hf.draws import MOST_BYTES, Draws, Noise, draw_alone
+from lade.hf.draws import MOST_BYTES, NO_TOKEN, Draws, LoneSampler, Noise, RowSampler
 
 
 def distributions(rows, tokens, vocabulary, seed):
@@ -56,6 +56,82 @@ def test_every_row_draws_what_it_would_draw_in_step(ends, vocabulary, seed, kept
     assert torch.equal(our_state, state)
 
 
+@settings(max_examples=60)
+@given(
+    ends=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    vocabulary=st.sampled_from([1, 3, 17, 257, 4099]),
+    seed=st.integers(0, 2**31),
+    kept=st.sampled_from([0, 1, 3, 100]),
+    own=st.booleans(),
+    data=st.data(),
+)
+def test_what_is_drawn_ahead_is_what_would_be_drawn(ends, vocabulary, seed, kept, own, data):
+    """Steps of random depth, of which random many tokens are taken; the generator never shows what is ahead."""
+    probabilities = distributions(len(ends), 2 * max(ends) + 5, vocabulary, seed)
+    torch.manual_seed(seed)
+    states, expected = [torch.get_rng_state()], []
+    for step in probabilities[: max(ends)]:
+        expected.append(torch.multinomial(step, num_samples=1)[:, 0].tolist())
+        states.append(torch.get_rng_state())
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed) if own else None
+    draws = Draws(len(ends), kept * 4 * len(ends) * vocabulary, generator)
+    samplers = [RowSampler(draws, row) for row in range(len(ends))]
+    texts = [[] for _ in ends]
+    while left := [row for row, end in enumerate(ends) if len(texts[row]) < end]:
+        row = data.draw(st.sampled_from(left))
+        depth, start = data.draw(st.integers(0, 4)), len(texts[row])
+        depths = [*range(depth + 1), *data.draw(st.lists(st.integers(0, depth), max_size=3))]
+        nodes = torch.stack([probabilities[start + level, row] for level in depths])
+        found = samplers[row].draw_ahead(nodes, depths).tolist()
+        assert all(found[at] == found[level] for at, level in enumerate(depths)), "a level has one noise"
+        for token in found[: min(data.draw(st.integers(1, depth + 1)), ends[row] - start)]:
+            texts[row].append(token)
+            samplers[row].take()
+        if len(texts[row]) == ends[row]:
+            draws.leave(row)
+        furthest = max(map(len, texts))
+        ours = generator.get_state() if generator else torch.get_rng_state()
+        assert torch.equal(ours, states[furthest]), "as if no more had been drawn than was taken"
+    assert texts == [[step[row] for step in expected[:end]] for row, end in enumerate(ends)]
+    assert not draws._noise._kept and not draws._noise._states
+
+
+def test_who_draws_between_two_steps_is_heard():
+    """Plain decoding would draw what comes then from the generator as it was left."""
+    probabilities = distributions(1, 6, 50, seed=4)
+
+    def outcome(tokens):
+        torch.manual_seed(2)
+        drawn = tokens(slice(0, 2))
+        torch.rand(3)
+        return drawn + tokens(slice(2, 6)), torch.get_rng_state()
+
+    def plainly(steps):
+        return [int(torch.multinomial(each, num_samples=1)) for each in probabilities[steps]]
+
+    sampler = LoneSampler()
+
+    def ahead(steps):
+        first, end, _ = steps.indices(6)
+        nodes = probabilities[first:, 0]  # all that are left, more than are taken
+        found = sampler.draw_ahead(nodes, range(len(nodes))).tolist()[: end - first]
+        for _ in found:
+            sampler.take()
+        return found
+
+    expected, state = outcome(plainly)
+    ours, our_state = outcome(ahead)
+    assert ours == expected and torch.equal(our_state, state)
+
+
+@pytest.mark.parametrize("wrong", [[0.5, torch.nan], [torch.inf, 0.5], [-0.1, 1.1], [0.0, 0.0]])
+def test_what_is_no_distribution_has_no_token(wrong):
+    nodes = torch.tensor([[0.5, 0.5], wrong, [0.0, 1.0]])
+    found = LoneSampler().draw_ahead(nodes, [0, 1, 1]).tolist()
+    assert found[0] in (0, 1) and found[1:] == [NO_TOKEN, 1]
+
+
 @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 50000), (2, 32000), (3, 50257), (16, 32000), (5, 128256)])
 def test_at_the_size_of_real_vocabularies(rows, vocabulary):
     """There noise is drawn by several threads and by vector instructions."""
@@ -74,7 +150,7 @@ def test_a_single_row_is_drawn_by_torch_itself():
         torch.manual_seed(seed)
         expected = int(torch.multinomial(probabilities, num_samples=1))
         torch.manual_seed(seed)
-        assert draw_alone(probabilities) == expected
+        assert LoneSampler().draw(probabilities) == expected
 
 
 def test_a_block_is_kept_until_the_last_row_has_passed_it():
@@ -103,7 +179,6 @@ def test_what_is_kept_is_bounded():
     assert len(noise) == 2
     noise.forget(2)
     assert torch.equal(noise.block(3, probabilities), blocks[3]) and len(noise) == 1, "there is room for it now"
-    assert not noise._states.keys() & noise._kept.keys()
     assert torch.equal(torch.get_rng_state(), state), "what is drawn again leaves no trace"
 
 

@@ -425,20 +425,27 @@ def test_autocast_decides_by_itself() -> None:
         assert "autocast" in why_eager(model)
 
 
+SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9}
+BLIND = {"do_sample": False, "suppress_tokens": [3, 5]}
+
+
 # --- one synchronisation a step --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("config", [PAPER, BUDGET, *slow(["auto"])])
+@pytest.mark.parametrize("arguments", [{}, SAMPLED, BLIND], ids=["greedy", "sampled", "processed"])
 def test_the_host_looks_at_a_tensor_once_a_step(
-    rows: int, config: Any, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+    rows: int, config: Any, arguments: dict[str, Any], graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if graphs.device.type != "cpu":
         pytest.skip("there, torch itself counts: see the next test")
-    monkeypatch.setattr(engine, "best_tokens", lambda logits: logits.argmax(-1).tolist())  # as if they lay elsewhere
-    monkeypatch.setattr(
-        engine, "read", lambda logits: readout._read_remotely(logits.float(), readout._maxima(logits.float()))
-    )
+
+    def read(logits: torch.Tensor, choices: torch.Tensor | None = None, *, likeliest: bool = True) -> Any:
+        return readout._read_remotely(logits, choices, likeliest=likeliest)
+
+    monkeypatch.setattr(engine, "read", read)  # as if they lay elsewhere
+    monkeypatch.setattr(session, "pays_at_once", lambda device: True)
     model, ids = built("llama", graphs.device, dtype=torch.float32), prompt(20).repeat(rows, 1)
     ids[:, 0] = torch.arange(1, rows + 1)
     looks: Counter[str] = Counter()
@@ -463,7 +470,7 @@ def test_the_host_looks_at_a_tensor_once_a_step(
         return steps
 
     monkeypatch.setattr(engine.Engine, "step", counted_step)
-    lookahead(model, ids, config, max_new_tokens=30)
+    lookahead(model, ids, config, max_new_tokens=30, **arguments)
     assert len(counts) > 3 and set(counts) == {1}
 
 
@@ -481,17 +488,18 @@ def test_graphs_are_chosen_where_there_are_some() -> None:
 @NO_CUDA
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("config", [PAPER, BUDGET, "auto"], ids=["paper", "budget", "auto"])
-def test_a_step_waits_for_the_device_once(rows: int, config: Any) -> None:
+@pytest.mark.parametrize("arguments", [{}, SAMPLED, BLIND], ids=["greedy", "sampled", "processed"])
+def test_a_step_waits_for_the_device_once(rows: int, config: Any, arguments: dict[str, Any]) -> None:
     device = torch.device("cuda")
     model, ids = built("llama", device), prompt(20).repeat(rows, 1).to(device)
     ids[:, 0] = torch.arange(1, rows + 1)
-    lookahead(model, ids, config, max_new_tokens=40)  # captures
+    lookahead(model, ids, config, max_new_tokens=40, **arguments)  # captures
     stats = lade.Stats()
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            lookahead(model, ids, config, max_new_tokens=40, stats=stats)
+            lookahead(model, ids, config, max_new_tokens=40, stats=stats, **arguments)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     waits = [w for w in caught if "synchronizing CUDA operation" in str(w.message)]

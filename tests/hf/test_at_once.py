@@ -1,0 +1,219 @@
+"""Choices made for all nodes at once, on the device: the tokens, and the generator, of choices made one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_sampling import MODELS, configs, plain, sampled, warpers
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process
+
+import lade
+from lade import LookaheadConfig
+from lade.hf import session
+from lade.hf.at_once import BLIND_PROCESSORS, AtOnce, can_be_asked_at_once, pays_at_once
+from lade.hf.draws import LoneSampler
+from lade.hf.rows import ROW_WISE_PROCESSORS
+from lade.hf.transcript import Processed, Record, Transcript
+
+MADE = {
+    "EpsilonLogitsWarper": (0.02,),
+    "InfNanRemoveLogitsProcessor": (),
+    "LogitNormalization": (),
+    "MinPLogitsWarper": (0.1,),
+    "SuppressTokensLogitsProcessor": ([3, 5, 8],),
+    "TemperatureLogitsWarper": (0.7,),
+    "TopKLogitsWarper": (7,),
+    "TopPLogitsWarper": (0.8,),
+    "TypicalLogitsWarper": (0.6,),
+}
+IDS = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3], [0, 0, 7, 4, 5, 9, 2, 3], [0, 1, 2, 3, 4, 5, 1, 2]])
+MASK = (IDS != 0).long()
+
+
+def made(name: str) -> Any:
+    return getattr(logits_process, name)(*MADE[name])
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """As on a GPU; counts the choosers."""
+    made_choosers = []
+
+    class Counted(AtOnce):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made_choosers.append(self)
+
+    monkeypatch.setattr(session, "pays_at_once", lambda device: True)
+    monkeypatch.setattr(session, "AtOnce", Counted)
+    return made_choosers
+
+
+@pytest.mark.parametrize("name", sorted(BLIND_PROCESSORS))
+def test_each_row_is_what_it_is_alone_whatever_the_text(name):
+    assert name in ROW_WISE_PROCESSORS
+    scores = 3 * torch.randn(20, 500, generator=torch.Generator().manual_seed(3))
+    scores[4, :50], scores[5, 7] = -torch.inf, scores[5].max()
+    together = made(name)(torch.empty(20, 0, dtype=torch.long), scores.clone())
+    for row, text in enumerate(torch.randint(0, 500, (20, 9))):
+        assert torch.equal(together[row : row + 1], made(name)(text[None], scores[row : row + 1].clone()))
+
+
+def test_only_those_are_asked_at_once():
+    class Own(logits_process.TemperatureLogitsWarper):
+        """A user's, who may have changed anything."""
+
+    for name in MADE:
+        assert can_be_asked_at_once(LogitsProcessorList([made(name)]))
+    for other in (Own(0.5), logits_process.MinLengthLogitsProcessor(3, 1), lambda ids, scores: scores):
+        assert not can_be_asked_at_once(LogitsProcessorList([made("TopKLogitsWarper"), other]))
+    assert can_be_asked_at_once(LogitsProcessorList())
+    assert pays_at_once(torch.device("cuda")) and not pays_at_once(torch.device("cpu"))
+
+
+@settings(max_examples=80)
+@given(
+    family=st.sampled_from(sorted(MODELS)),
+    config=configs,
+    warped=warpers,
+    suppressed=st.sampled_from([None, [2, 9]]),
+    new_tokens=st.integers(1, 40),
+    eos=st.sampled_from([None, [5, 17]]),
+    seed=st.integers(0, 1000),
+)
+def test_the_tokens_and_the_generator_are_plains(family, config, warped, suppressed, new_tokens, eos, seed):
+    model = MODELS[family]
+    arguments = {"max_new_tokens": new_tokens, "eos_token_id": eos, "suppress_tokens": suppressed, **warped}
+    expected, expected_state = sampled(plain, model, seed, **arguments)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(session, "pays_at_once", lambda device: True)
+        ours, state = sampled(lade.generate, model, seed, lookahead=config, **arguments)
+    assert torch.equal(ours, expected)
+    assert torch.equal(state, expected_state)
+
+
+def test_it_is_what_was_tried(at_once):
+    sampled(lade.generate, MODELS["llama"], 0, max_new_tokens=5, temperature=0.7, lookahead=LookaheadConfig())
+    assert len(at_once) == 1
+    least = {"min_new_tokens": 3, "eos_token_id": 7}
+    sampled(lade.generate, MODELS["llama"], 0, max_new_tokens=5, lookahead=LookaheadConfig(), **least)
+    assert len(at_once) == 1, "how long the text is must be asked node by node"
+    more = {"return_dict_in_generate": True, "output_scores": True}
+    sampled(lade.generate, MODELS["llama"], 0, max_new_tokens=5, lookahead=LookaheadConfig(), **more)
+    assert len(at_once) == 1, "so must scores that are to be handed out"
+    lade.generate(MODELS["llama"], input_ids=IDS[:1], max_new_tokens=5, do_sample=False)
+    assert len(at_once) == 1, "the argmax needs no chooser"
+
+
+@pytest.mark.parametrize("config", [LookaheadConfig(7, 5, 7), LookaheadConfig(budget=24), LookaheadConfig()])
+@pytest.mark.parametrize("arguments", [{"temperature": 0.3}, {"top_p": 0.8, "temperature": 0.5}, {"top_k": 3}])
+def test_batches(at_once, config, arguments):
+    arguments = {"do_sample": True, "max_new_tokens": 40, "eos_token_id": 5, "pad_token_id": 0, **arguments}
+    for seed in range(4):
+        torch.manual_seed(seed)
+        expected = MODELS["llama"].generate(input_ids=IDS, attention_mask=MASK, **arguments)
+        state = torch.get_rng_state()
+        torch.manual_seed(seed)
+        ours = lade.generate(MODELS["llama"], input_ids=IDS, attention_mask=MASK, lookahead=config, **arguments)
+        assert torch.equal(ours, expected) and torch.equal(torch.get_rng_state(), state)
+    assert len(at_once) == 12
+
+
+def test_greedy_with_processors(at_once):
+    arguments = {"do_sample": False, "max_new_tokens": 40, "suppress_tokens": list(range(20, 60))}
+    expected = MODELS["qwen3"].generate(input_ids=IDS[:1], **arguments)
+    assert not torch.equal(expected, MODELS["qwen3"].generate(input_ids=IDS[:1], do_sample=False, max_new_tokens=40))
+    for config in (LookaheadConfig(7, 5, 7), LookaheadConfig(budget=24)):
+        assert torch.equal(lade.generate(MODELS["qwen3"], input_ids=IDS[:1], lookahead=config, **arguments), expected)
+    assert len(at_once) == 2
+
+
+def test_the_generator_is_plains_after_every_step(at_once):
+    """Whoever reads along may draw, or save the state, between two steps."""
+    states = {}
+
+    def spying(input_ids, scores, **kwargs):
+        states[input_ids.shape[1]] = torch.get_rng_state()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    arguments = {"do_sample": True, "temperature": 0.2, "max_new_tokens": 60}
+    torch.manual_seed(1)
+    expected = MODELS["llama"].generate(input_ids=IDS[:1], stopping_criteria=[spying], **arguments)
+    torch.manual_seed(1)
+    config, length, longest = LookaheadConfig(budget=24), IDS.shape[1], 0
+    for step in lade.stream(MODELS["llama"], input_ids=IDS[:1], lookahead=config, **arguments):
+        length, longest = length + len(step.tokens), max(longest, len(step.tokens))
+        assert torch.equal(torch.get_rng_state(), states[length])
+    assert length == expected.shape[1] and longest > 1 and len(at_once) == 1
+
+
+def test_the_engine_draws_at_once_too(at_once):
+    model, arguments = MODELS["llama"], {"do_sample": True, "temperature": 0.4, "top_k": 10, "max_new_tokens": 30}
+    with lade.Engine(model, max_rows=3) as engine:
+        prompts = [IDS[0], IDS[1, 2:], IDS[2, 1:]]
+        handles = [engine.add(ids, seed=seed, **arguments) for seed, ids in enumerate(prompts)]
+        answers = [handle.result() for handle in handles]
+    for seed, (ids, answer) in enumerate(zip(prompts, answers, strict=True)):
+        torch.manual_seed(seed)
+        assert torch.equal(answer, model.generate(input_ids=ids[None], **arguments))
+    assert len(at_once) == 3
+
+
+def test_an_error_at_once_ends_one_request_alone(at_once, monkeypatch):
+    def broken(self, input_ids, scores):
+        if self.top_k == 7 and len(scores) > 1:
+            raise ValueError("broken")
+        return scores
+
+    monkeypatch.setattr(logits_process.TopKLogitsWarper, "__call__", broken)
+    arguments = {"do_sample": True, "max_new_tokens": 20, "lookahead": LookaheadConfig(7, 5, 7)}
+    with lade.Engine(MODELS["llama"], max_rows=2) as engine:
+        good, bad = (engine.add(IDS[0], seed=0, top_k=top_k, **arguments) for top_k in (9, 7))
+        with pytest.raises(ValueError, match="broken"):
+            bad.result()
+        assert good.result().shape == (1, IDS.shape[1] + 20)
+    with pytest.raises(ValueError, match="broken"):
+        lade.generate(MODELS["llama"], input_ids=IDS[:1], top_k=7, **arguments)
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_what_is_no_distribution_fails_where_it_is_reached(wrong):
+    """A node that nobody gets to may hold anything."""
+    transcript, logits = Transcript(torch.tensor([[1, 2]])), torch.zeros(3, 8)
+    logits[2, 4] = wrong
+    chooser = AtOnce(LogitsProcessorList(), transcript, sampler=LoneSampler(), record=Record())
+    torch.manual_seed(0)
+    ahead = chooser.look_ahead(logits, [0, 1, 1])
+    assert ahead.tolist()[2] == -1
+    choose = chooser.open(logits, ahead.tolist(), [1, 2])
+    torch.manual_seed(0)
+    expected = Processed(LogitsProcessorList(), transcript, sampler=LoneSampler(), record=Record())
+    one_by_one = expected.open(logits, [], [1, 2])
+    assert [choose(0), choose(1)] == ahead.tolist()[:2]
+    torch.manual_seed(0)
+    assert [one_by_one(0), one_by_one(1)] == ahead.tolist()[:2]
+    for choosing in (choose, one_by_one):
+        with pytest.raises(RuntimeError, match="probability tensor contains either"):
+            choosing(2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("config", [LookaheadConfig(7, 5, 7), LookaheadConfig(budget=24), LookaheadConfig()])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("arguments", [{"temperature": 0.3}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}])
+def test_on_a_gpu_the_tokens_and_the_generator_are_plains(config, rows, arguments):
+    model = lade.testing.toy_model("llama", dtype=torch.float32).cuda()
+    given = {"input_ids": IDS[:rows].cuda(), "attention_mask": MASK[:rows].cuda(), "do_sample": True}
+    given |= {"max_new_tokens": 40, "eos_token_id": 5, "pad_token_id": 0, **arguments}
+    for seed in range(4):
+        torch.manual_seed(seed)
+        expected, state = model.generate(**given), torch.cuda.get_rng_state()
+        torch.manual_seed(seed)
+        ours = lade.generate(model, lookahead=config, **given)
+        assert torch.equal(ours, expected) and torch.equal(torch.cuda.get_rng_state(), state)
