@@ -49,7 +49,7 @@ def why_inexact(model: PreTrainedModel) -> str:
 
     A layer is tried again when its weight has become another one.
     """
-    for name, layer in foreign_layers(model):
+    for name, layer in foreign_layers(model, type(model).__module__):
         weight = getattr(layer, "weight", None)
         state = (id(weight), type(weight), model.dtype)
         known, reason = _tried.get(layer, (None, ""))
@@ -61,22 +61,33 @@ def why_inexact(model: PreTrainedModel) -> str:
     return ""
 
 
-def foreign_layers(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """What is not known to be exact: the outermost linear layers that are not torch's own, and quantised experts."""
-    if _is_known(module):
+def foreign_layers(module: nn.Module, home: str, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """What is not known to be exact: the outermost linear layers that are not torch's own, and quantised experts.
+
+    Args:
+        module: where to look.
+        home: the Python module of the architecture. Its own layers are parts of it, known or probed with it, unless
+            their weights are quantised.
+        name: of the module.
+    """
+    if _is_known(module, home):
         return
     if _is_linear(module) or _hides_quantised(module):
         yield name, module
         return
     for child_name, child in module.named_children():
-        yield from foreign_layers(child, f"{name}.{child_name}" if name else child_name)
+        yield from foreign_layers(child, home, f"{name}.{child_name}" if name else child_name)
 
 
-def _is_known(module: nn.Module) -> bool:
-    if type(module) is not nn.Linear:
-        return isinstance(module, (PackedLinear, nn.Embedding)) or hasattr(module, "num_embeddings")
+def _is_known(module: Any, home: str) -> bool:
+    if isinstance(module, PackedLinear) or hasattr(module, "num_embeddings"):  # embeddings only look up
+        return True
+    kind = type(module)
+    part = kind.__module__ == home or kind.__module__.startswith("transformers.models.")
+    if kind is not nn.Linear and not (part and isinstance(module, nn.Linear)):
+        return False
     forward = vars(module).get("_old_forward") or vars(module).get("forward")  # the former is under accelerate's hooks
-    own = forward is not None and getattr(forward, "__func__", None) is not nn.Linear.forward
+    own = forward is not None and getattr(forward, "__func__", None) is not kind.forward
     return _is_dense(module.weight) and not own
 
 

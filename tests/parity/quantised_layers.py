@@ -55,6 +55,11 @@ class Static(PerToken):
         return codes * scale
 
 
+class StaticFloat8(PerToken):
+    def fed(self, x: torch.Tensor) -> torch.Tensor:
+        return (x / 0.037).to(torch.float8_e4m3fn).to(x.dtype) * 0.037
+
+
 class Smoothed(PerToken):
     """Each input has a factor of its own before it is rounded, which is taken back in the weights."""
 

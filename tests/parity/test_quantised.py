@@ -20,6 +20,7 @@ from quantised_layers import (
     PerTokenFloat8,
     Smoothed,
     Static,
+    StaticFloat8,
     Unsteady,
     WeightsOnly,
     coded,
@@ -50,6 +51,7 @@ REFUSED = {
     PerToken: ROUNDS,
     PerTokenFloat8: ROUNDS,
     Static: ROUNDS,
+    StaticFloat8: ROUNDS,
     Smoothed: ROUNDS,
 }
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -105,6 +107,22 @@ def test_a_layer_under_the_hooks_of_accelerate_is_torchs_own(trials: list[nn.Mod
     assert hasattr(model.lm_head, "_hf_hook") and lade.supports(model) and not trials
     model = accelerate.cpu_offload(toy(WeightsOnly), execution_device=torch.device("cpu"))
     assert lade.supports(model) and len(trials) == len(linears(model))
+
+
+def test_the_architectures_own_layers_are_not_tried_unless_their_weights_are_quantised(trials: list[nn.Module]) -> None:
+    class Router(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x).relu(), x
+
+    model = toy()
+    model.model.router = Router(8, 8)
+    assert "it made tuple" in lade.supports(model).reason
+    trials.clear()
+    for home in (type(model).__module__, "transformers.models.llama4.modeling_llama4"):
+        Router.__module__ = home
+        assert lade.supports(model) and not trials
+    model.model.router.weight = coded(model.model.router.weight)
+    assert not lade.supports(model) and trials == [model.model.router]
 
 
 def test_a_layer_of_zeros_is_served() -> None:
@@ -294,7 +312,10 @@ def _raises(layer: Any, x: torch.Tensor) -> Any:
         ),
         (lambda layer, x: nn.functional.linear(x, layer.weight) * torch.nan, OTHERS),
         (lambda layer, x: nn.functional.linear(x, layer.weight).relu(), ROUNDS),
-        (lambda layer, x: nn.functional.linear(x / x.abs().amax(-1, keepdim=True), layer.weight), r"rounds what it is fed \(by nan"),
+        (
+            lambda layer, x: nn.functional.linear(x / x.abs().amax(-1, keepdim=True), layer.weight),
+            r"rounds what it is fed \(by nan",
+        ),
     ],
     ids=["raises", "tuple", "not a number", "not linear", "not a number for zeros"],
 )
