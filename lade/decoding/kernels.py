@@ -45,10 +45,9 @@ SCALE = (CEILING - FLOOR) / 255
 """Log-odds per unit of a stored value: 0 stands for `FLOOR` and below, 255 for `CEILING` and above."""
 TINY = 1e-9
 """The least weight: odds have a logarithm."""
-FAR = -12.0
-"""What is so far below the best score adds nothing to a sum."""
 
 _NEGLIGIBLE = -4.6  # log-odds of about 1 %; of tokens below it only the chosen one is learned from
+_FAR = -12.0  # what is so far below the best score adds nothing to a sum
 _MIX, _SEED = np.uint64(0x9E3779B97F4A7C15), np.uint64(0x243F6A8885A308D3)
 _MOST = END * WIDTH
 
@@ -612,7 +611,7 @@ def _total(maxima: Any, row: Any, best: Any) -> Any:
     """The sum over all maxima of a row, relative to the best score."""
     total = 0.0
     for at in range(maxima.shape[1]):
-        if maxima[row, at] - best > FAR:
+        if maxima[row, at] - best > _FAR:
             total += math.exp(maxima[row, at] - best)
     return total
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from lade.decoding import kernels
-from lade.decoding.kernels import BITS, FAR, FLOOR, SCALE, TINY, TOKEN, WIDTH, Ints
+from lade.decoding.kernels import BITS, FLOOR, SCALE, TINY, TOKEN, WIDTH, Ints
 
 _BLOCK = 64
 
@@ -91,8 +91,7 @@ def _entries(logits: torch.Tensor) -> torch.Tensor:
     """Entries `[M, WIDTH]` int32 of float32 logits `[M, V]`; see `kernels.entries_of`, which does the same."""
     scores, tokens = logits.topk(min(WIDTH, logits.shape[1]))  # [M, K], in falling order
     best = scores[:, :1]
-    among = _maxima(logits) - best
-    total = among.exp().masked_fill(~(among > FAR), 0.0).sum(dim=-1, keepdim=True)
+    total = (_maxima(logits) - best).exp().sum(dim=-1, keepdim=True)
     weights = (scores - best).exp()
     odds = (weights.clamp(min=TINY) / (total - weights).clamp(min=TINY)).log()
     values = ((odds - FLOOR) / SCALE + 0.5).nan_to_num(0.0).clamp(0.0, 255.0)

@@ -51,7 +51,7 @@ class AtOnce(Processed):
 
     def look_ahead(self, logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor:
         """See `lade.decoding.choose.Chooser.look_ahead`."""
-        raw = logits.to(copy=True, dtype=torch.float32)
+        raw = logits.float()  # which none of these processors writes to
         nothing = torch.empty((len(raw), 0), dtype=torch.long, device=raw.device)
         scores = self._processors(nothing, raw)  # [S, V]
         if self._sampler is None:

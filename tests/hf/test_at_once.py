@@ -59,15 +59,18 @@ def test_each_row_is_what_it_is_alone_whatever_the_text(name):
     assert name in ROW_WISE_PROCESSORS
     scores = 3 * torch.randn(20, 500, generator=torch.Generator().manual_seed(3))
     scores[4, :50], scores[5, 7] = -torch.inf, scores[5].max()
-    together = made(name)(torch.empty(20, 0, dtype=torch.long), scores.clone())
+    before = scores.clone()
+    together = made(name)(torch.empty(20, 0, dtype=torch.long), scores)
+    assert torch.equal(scores, before), "the logits are read afterwards"
     for row, text in enumerate(torch.randint(0, 500, (20, 9))):
         assert torch.equal(together[row : row + 1], made(name)(text[None], scores[row : row + 1].clone()))
 
 
 def test_only_those_are_asked_at_once():
     class Own(logits_process.TemperatureLogitsWarper):
-        """A user's, who may have changed anything."""
+        """A user's, who may have changed anything but the name."""
 
+    Own.__name__ = "TemperatureLogitsWarper"
     for name in MADE:
         assert can_be_asked_at_once(LogitsProcessorList([made(name)]))
     for other in (Own(0.5), logits_process.MinLengthLogitsProcessor(3, 1), lambda ids, scores: scores):
@@ -108,6 +111,20 @@ def test_it_is_what_was_tried(at_once):
     assert len(at_once) == 1, "so must scores that are to be handed out"
     lade.generate(MODELS["llama"], input_ids=IDS[:1], max_new_tokens=5, do_sample=False)
     assert len(at_once) == 1, "the argmax needs no chooser"
+
+
+@pytest.mark.parametrize("config", [LookaheadConfig(7, 5, 7), LookaheadConfig(budget=24)])
+def test_trees_are_those_of_choices_made_one_by_one(config, monkeypatch):
+    """What is learned of a step is what the model says, not what was drawn."""
+    seen = []
+    for at_once in (True, False):
+        monkeypatch.setattr(session, "pays_at_once", lambda device, at_once=at_once: at_once)
+        stats = lade.Stats()
+        for seed in range(3):
+            arguments = {"max_new_tokens": 60, "temperature": 0.8}
+            sampled(lade.generate, MODELS["llama"], seed, lookahead=config, stats=stats, **arguments)
+        seen.append((stats.step_tokens, stats.accepted))
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("config", [LookaheadConfig(7, 5, 7), LookaheadConfig(budget=24), LookaheadConfig()])

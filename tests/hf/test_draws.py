@@ -83,7 +83,9 @@ def test_what_is_drawn_ahead_is_what_would_be_drawn(ends, vocabulary, seed, kept
         depth, start = data.draw(st.integers(0, 4)), len(texts[row])
         depths = [*range(depth + 1), *data.draw(st.lists(st.integers(0, depth), max_size=3))]
         nodes = torch.stack([probabilities[start + level, row] for level in depths])
+        before = generator.get_state() if generator else torch.get_rng_state()
         found = samplers[row].draw_ahead(nodes, depths).tolist()
+        assert torch.equal(generator.get_state() if generator else torch.get_rng_state(), before)
         assert all(found[at] == found[level] for at, level in enumerate(depths)), "a level has one noise"
         for token in found[: min(data.draw(st.integers(1, depth + 1)), ends[row] - start)]:
             texts[row].append(token)
