@@ -4,9 +4,11 @@ VENV := .venv
 OLDEST := .venv-oldest
 KERNEL := .venv-kernel
 KERNEL_TESTS := tests/model/test_tree_kernel.py tests/parity/test_attention_families.py
+QUANTISED := .venv-quantised
+QUANTISED_TESTS := tests/parity/test_quantised_libraries.py
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-fast test-slow test-gpu test-oldest test-kernel lint figures docs wheel clean
+.PHONY: help demo test test-fast test-slow test-gpu test-oldest test-kernel test-quantised lint figures docs wheel clean
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -25,6 +27,10 @@ $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 
 $(KERNEL)/.installed: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(KERNEL) 'triton>=3.7'
+	@touch $@
+
+$(QUANTISED)/.installed: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(QUANTISED) 'torchao>=0.18' 'bitsandbytes>=0.50'
 	@touch $@
 
 demo: $(VENV)/.installed ## watch the embedded model write Python, plain and with lookahead
@@ -48,6 +54,9 @@ test-kernel: $(KERNEL)/.installed ## the attention kernel without a GPU: interpr
 	TRITON_INTERPRET=1 PYTHONPATH=$(KERNEL) $(BIN)/python -m pytest -n 2 $(KERNEL_TESTS)
 	PYTHONPATH=$(KERNEL) $(BIN)/python -m pytest -n 2 tests/model/test_tree_kernel.py
 
+test-quantised: $(QUANTISED)/.installed ## models quantised by torchao and bitsandbytes (50 MB are fetched)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(QUANTISED) $(BIN)/python -m pytest -n 2 $(QUANTISED_TESTS)
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -65,4 +74,4 @@ wheel: $(VENV)/.installed ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(KERNEL) build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(KERNEL) $(QUANTISED) build dist *.egg-info

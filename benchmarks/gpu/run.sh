@@ -13,13 +13,13 @@
 # Exit code 0: done. 1: a test failed, an output differs, or time was over too early. 2: something is missing.
 set -euo pipefail
 
-TOTAL_S=510 TESTS_S=150 ATTENTION_S=60 STEPS_S=60 GRACE_S=20 LEAST_S=20
+TOTAL_S=510 TESTS_S=150 ATTENTION_S=60 STEPS_S=60 QUANTISED_S=45 GRACE_S=20 LEAST_S=20
 METHODS=hf,hf-prompt-lookup,plain,jacobi,lookahead,lookahead=15,5,15,adaptive,adaptive-warm
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 root=$PWD called_from=$OLDPWD
 out=benchmarks/gpu/results wheels='' python=python3 device=cuda sizes=1e9,7e9
-bench=(--limit 12 --max-new-tokens 128) tests=() attention=() steps=() dtype=bfloat16 failed=0
+bench=(--limit 12 --max-new-tokens 128) tests=() attention=() steps=() quantised=() dtype=bfloat16 failed=0
 
 absolute() { case $1 in /*) echo "$1" ;; *) echo "$called_from/$1" ;; esac; }
 
@@ -31,7 +31,7 @@ refuse() {
 while (($#)); do
     case $1 in
         --quick)
-            bench=(--limit 2 --max-new-tokens 6) tests=(-k 'greedy and llama') steps=(--rounds 2)
+            bench=(--limit 2 --max-new-tokens 6) tests=(-k 'greedy and llama') steps=(--rounds 2) quantised=(--rounds 1)
             attention=(--shapes 4x2x32 --lengths 16,64 --steps 1,8 --rounds 2 --no-flex)
             ;;
         --wheels | --python | --device | --sizes)
@@ -113,13 +113,16 @@ stage attention $ATTENTION_S "$python" benchmarks/gpu/attention.py --out "$out" 
 IFS=, read -ra todo <<<"$sizes"
 for number in "${!todo[@]}"; do
     size=${todo[$number]}
-    share=$(((TOTAL_S - SECONDS) / (${#todo[@]} - number)))
+    share=$(((TOTAL_S - QUANTISED_S - SECONDS) / (${#todo[@]} - number)))
     stage "steps of $(label "$size") parameters" $((share < STEPS_S ? share : STEPS_S)) "$python" benchmarks/gpu/steps.py \
         --params "$size" --dtype $dtype --device "$device" "${steps[@]}" --out "$out/steps-$(label "$size").json"
-    share=$(((TOTAL_S - SECONDS) / (${#todo[@]} - number)))
+    share=$(((TOTAL_S - QUANTISED_S - SECONDS) / (${#todo[@]} - number)))
     stage "$(label "$size") parameters" "$share" "$python" -m lade bench --inflate "$size" --dtype $dtype --no-pack \
         --device "$device" --methods $METHODS "${bench[@]}" --allow-near-ties --resume --out "$out/$(label "$size")"
 done
+
+stage "quantised weights, $(label "$size") parameters" $QUANTISED_S "$python" benchmarks/gpu/quantised.py \
+    --params "$size" --device "$device" --limit-s $((QUANTISED_S - 20)) "${quantised[@]}" --out "$out/quantised.json"
 
 tar --create --gzip --file "$out.tar.gz" --directory "$out" .
 echo "== everything is in $out, and in $out.tar.gz to carry away"

@@ -32,6 +32,7 @@ from transformers import (
 from lade.bench.parts import part_of
 from lade.bench.sizes import Sizes, Wanted, choose
 from lade.errors import ConfigError, UnsupportedModelError
+from lade.model.weights import parts_of
 
 SUPPORTED = LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 NOISE = 0.035
@@ -100,7 +101,8 @@ def _require_llama(model: PreTrainedModel) -> None:
         names = ", ".join(cls.__name__ for cls in SUPPORTED)
         raise UnsupportedModelError(f"{type(model).__name__} cannot be inflated", f"give one of {names}")
     remedy = "load the model without quantization, adapters or offloading"
-    if getattr(model, "hf_quantizer", None) is not None:
+    wrapped = any(part is not weight for weight in model.parameters() for part in parts_of(weight))
+    if wrapped or getattr(model, "hf_quantizer", None) is not None:
         raise UnsupportedModelError("a quantized model cannot be inflated", remedy)
     promised = {name: weight.shape for name, weight in _skeleton(type(model), model.config).named_parameters()}
     actual = {n: w.shape for n, w in model.named_parameters() if w.is_floating_point() and not w.is_meta}

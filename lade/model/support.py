@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lade.errors import UnsupportedModelError
 from lade.model.attention import MaskPlan
+from lade.model.layer_trial import why_inexact
 from lade.model.probe import tolerance, worst_error
 from lade.model.reach import Reach, chunked, everything, sliding
 from lade.model.tree_attention import NAME as TREE_ATTENTION
@@ -71,7 +72,7 @@ def supports(model: Any) -> Support:
     """Whether `lade` decodes this model exactly.
 
     An architecture that this package does not test is checked once by a small forward pass on the model itself: a tree
-    against plain passes.
+    against plain passes. Linear layers that are not torch's own, such as quantised ones, are each tried once.
 
     Args:
         model: a transformers model; one wrapped by PEFT or `torch.compile` is looked into.
@@ -83,7 +84,7 @@ def supports(model: Any) -> Support:
     """
     wrapped, model = model, unwrap(model)
     name = type(model).__name__
-    reason = _refusal(model) or _refusal_of_wrapper(wrapped, model)
+    reason = _refusal(model) or _refusal_of_wrapper(wrapped, model) or why_inexact(model)
     if reason:
         return Support(name, reason)
     config = model.config.get_text_config(decoder=True)

@@ -27,6 +27,7 @@ from lade.model.runner import input_device
 from lade.model.static_buffers import Buffers, Layers
 from lade.model.static_cache import StaticCache
 from lade.model.support import unwrap
+from lade.model.weights import parts_of
 
 
 @dataclass
@@ -221,12 +222,12 @@ def setup_of(model: Any) -> Hashable:
         model.training,
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
-        tuple((id(tensor), _address(tensor)) for tensor in tensors),
+        tuple((id(tensor), *map(_address, parts_of(tensor))) for tensor in tensors),
     )
 
 
 def _address(tensor: torch.Tensor) -> int:
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # quantised weights may be wrapped tensors, without memory of their own
+    except RuntimeError:  # packed weights have no memory that could be pointed at
         return 0

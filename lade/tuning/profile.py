@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from lade.decoding.engine import Runner
 from lade.model.cache import TreeCache
 from lade.model.graphs import GraphRunner
+from lade.model.weights import bytes_by_kind
 from lade.tuning import store
 from lade.tuning.batch_cost import bucket
 from lade.tuning.cost import StepCost
@@ -111,8 +112,10 @@ def key_of(model: PreTrainedModel, runner: Runner[TreeCache], batch: int = 1) ->
         "model": type(model).__name__,
         "shape": {name: getattr(config, name, None) for name in _SHAPE},
         "parameters": model.num_parameters(),
-        # Tells packed, quantised and adapted weights from plain ones: they sit in modules of other classes.
+        # These two tell packed, quantised and adapted weights from plain ones: they sit in modules of other classes,
+        # or are tensors of other classes, or other numbers of bytes.
         "modules": dict(Counter(type(module).__name__ for module in model.modules())),
+        "weights": bytes_by_kind(model.parameters()),
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention": config._attn_implementation,
         "runner": type(runner).__name__,

@@ -1,6 +1,7 @@
 """The folder `benchmarks`: its pages say what its results say, and its scripts run what they list."""
 
 import importlib
+import importlib.util
 import json
 import re
 import shutil
@@ -345,6 +346,47 @@ def test_single_passes_are_timed_beside_their_floors(tmp_path, monkeypatch, caps
     assert "called again, not captured" in printed and (tmp_path / "steps.txt").read_text("utf-8") in printed
 
 
+def test_quantised_weights_are_measured_where_there_is_what_quantises_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(GPU.parent)
+    quantised = importlib.import_module("quantised")
+
+    def halve(model):  # what needs no library
+        for *_, layer in quantised.linears(model):
+            layer.weight.requires_grad_(False).data = layer.weight.data.half()
+        model.half()
+
+    def fail(model):
+        raise NotImplementedError("no kernel here\nand more")
+
+    def no_linear(model):
+        for *_, layer in quantised.linears(model):
+            layer.forward = lambda x, layer=layer: torch.nn.functional.linear(x, layer.weight).relu()
+
+    way = quantised.Way
+    ways = [*quantised.WAYS[:1], way("halves", halve), way("kernel", fail), way("refused", no_linear)]
+    libraries = {way: way.name.partition("(")[2][:-1] for way in quantised.WAYS[1:]}
+    ways += [way for way, library in libraries.items() if importlib.util.find_spec(library) is None]
+    monkeypatch.setattr(quantised, "WAYS", ways)
+    told = {"params": 5e6, "device": "cpu", "cached": 20, "sizes": "1,9", "rounds": 1, "out": tmp_path / "found.json"}
+    assert quantised.main([f"--{name}={value}" for name, value in told.items()]) == 0
+    found = {each["way"]: each for each in json.loads((tmp_path / "found.json").read_text("utf-8"))["ways"]}
+    one, nine = found["bfloat16"]["passes"]
+    assert one["break_even"] == 1 and nine["break_even"] == nine["device_ms"]["median"] / one["device_ms"]["median"]
+    assert not found["bfloat16"]["replayed"] and found["bfloat16"]["weight_bytes"] == found["halves"]["weight_bytes"]
+    assert found["kernel"]["missing"] == "NotImplementedError: no kernel here"
+    assert "its layer 'model.layers.0.self_attn.q_proj' (Linear)" in found["refused"]["refused"]
+    for name, each in list(found.items())[4:]:
+        assert each["missing"].startswith("MissingError: "), name
+    printed = capsys.readouterr().out
+    assert printed.endswith((tmp_path / "found.txt").read_text("utf-8") + "\n") and "S(9)" in printed
+    assert "not measured: NotImplementedError" in printed
+    assert quantised.main(["--params=5e6", "--device=cpu", "--sizes=1", "--limit-s=-1"]) == 1
+    assert "no time was left" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        quantised.main(["--sizes=8,16"])
+    assert "give 1 first" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_script_for_gpus_runs_without_one(tmp_path):
     run = gpu(tmp_path / "out", "--device", "cpu", "--sizes", "5e6,8e6", "--quick")
@@ -353,5 +395,7 @@ def test_the_script_for_gpus_runs_without_one(tmp_path):
     assert [each["size"] for each in steps["passes"]] == [1, 8, 16, 32, 64] and not steps["captured"]
     found = json.loads((tmp_path / "out" / "8M" / "results.json").read_text("utf-8"))
     assert found["complete"] and len(found["methods"]) == 8 and found["step_curves"]
+    quantised = json.loads((tmp_path / "out" / "quantised.json").read_text("utf-8"))
+    assert [each["size"] for each in quantised["ways"][0]["passes"]] == [1, 8, 16, 32, 64]
     assert "passed" in (tmp_path / "out" / "parity.txt").read_text("utf-8")
     assert (tmp_path / "out.tar.gz").stat().st_size > 10_000

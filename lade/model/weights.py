@@ -1,0 +1,28 @@
+"""What weights are made of: one that is quantised may be a tensor that wraps others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+
+def parts_of(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that a weight wraps, such as codes and scales, however deep; the weight itself if it wraps none."""
+    flatten: Any = getattr(weight, "__tensor_flatten__", None)  # PyTorch's protocol for tensors that wrap others
+    if flatten is None:
+        yield weight
+        return
+    names, _ = flatten()
+    for name in names:
+        yield from parts_of(getattr(weight, name))
+
+
+def bytes_by_kind(weights: Iterable[torch.Tensor]) -> dict[str, int]:
+    """Bytes in memory by the class of the weight and the dtype it passes for, such as "Parameter float32"."""
+    found: dict[str, int] = {}
+    for weight in weights:
+        kind = f"{type(weight).__name__} {weight.dtype}".replace("torch.", "")
+        found[kind] = found.get(kind, 0) + sum(part.nbytes for part in parts_of(weight))
+    return found
