@@ -52,17 +52,37 @@ class Capture(Protocol):
         ...
 
 
+class Results:
+    """Memory for the results of recordings that are replayed one at a time.
+
+    Left where it came to be, each recording's result would keep its memory for good: the logits of 128 tokens over a
+    vocabulary of 128k take 33 MB a row in bfloat16, in every shape that was captured.
+    """
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+
+    def like(self, result: torch.Tensor) -> torch.Tensor:
+        """A tensor like this one, which stays where it is, on memory that others have, too."""
+        if self._memory is None or self._memory.nbytes < result.nbytes or self._memory.device != result.device:
+            self._memory = torch.empty(result.nbytes, dtype=torch.uint8, device=result.device)
+        return self._memory[: result.nbytes].view(result.dtype).view(result.shape)
+
+
 class Rerun:
     """Captures nothing: a replay calls again."""
 
+    def __init__(self) -> None:
+        self._results = Results()
+
     def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
         """See `Capture.record`."""
-        return _Calls(fixed)
+        return _Calls(fixed, self._results)
 
 
 class _Calls:
-    def __init__(self, fixed: Sequence[torch.Tensor]) -> None:
-        self._fixed, self._addresses = fixed, _addresses(fixed)
+    def __init__(self, fixed: Sequence[torch.Tensor], results: Results) -> None:
+        self._fixed, self._addresses, self._results = fixed, _addresses(fixed), results
         self._result: torch.Tensor | None = None
 
     def replay(self, call: Call) -> torch.Tensor:
@@ -71,12 +91,10 @@ class _Calls:
         if _addresses(self._fixed) != self._addresses:
             raise RuntimeError("a tensor that was captured has moved: a graph would read where it was")
         if self._result is None:
-            self._result = result
+            self._result = self._results.like(result)
         elif self._result.shape != result.shape:
             raise RuntimeError(f"a call returned {list(result.shape)} after {list(self._result.shape)}")
-        else:
-            self._result.copy_(result)
-        return self._result
+        return self._result.copy_(result)
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -96,6 +114,7 @@ class CudaCapture:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        self._results = Results()
 
     def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
         """See `Capture.record`."""
@@ -104,12 +123,13 @@ class CudaCapture:
             self._stream.wait_stream(here)
             with torch.cuda.stream(self._stream):
                 for _ in range(_WARM_UPS):
-                    call()
+                    result = call()
             here.wait_stream(self._stream)
+            result = self._results.like(result)
             graph = torch.cuda.CUDAGraph()
             # Other threads may go on allocating: only what this one does is looked at.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                result = call()
+                result.copy_(call())
         return _Graph(graph, result, fixed)
 
 

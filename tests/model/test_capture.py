@@ -215,3 +215,19 @@ def test_on_a_device_the_memory_is_for_others_too(monkeypatch):
     monkeypatch.setattr(workspaces, "input_device", lambda model: torch.device("cuda"))
     lade.release(model)
     assert emptied
+
+
+def test_recordings_share_the_memory_of_their_results():
+    """Only the last one's is ever read; a larger one has memory of its own, which later ones share."""
+    capture, read = Rerun(), torch.ones(6)
+    small, large, other = (
+        capture.record(make, [read]) for make in (lambda: read[:2] + 1, lambda: 3 * read, lambda: read.long()[:3])
+    )
+    first = small.replay(lambda: read[:2] + 1)
+    assert first.tolist() == [2, 2]
+    last = large.replay(lambda: 3 * read)
+    assert last.tolist() == [3] * 6 and first.tolist() == [2, 2]
+    seen = other.replay(lambda: read.long()[:3])
+    assert seen.tolist() == [1, 1, 1] and seen.dtype == torch.long and seen.data_ptr() == last.data_ptr()
+    assert last.tolist() != [3] * 6
+    assert large.replay(lambda: 3 * read) is last and last.tolist() == [3] * 6

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lade.model.capture import Call, Capture, Recording
+from lade.model.capture import Call, Capture, Recording, Results
 
 WAITS = frozenset(
     ["_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "unique_consecutive", "_unique2", "item"]
@@ -25,10 +25,13 @@ WAITS = frozenset(
 class Tape:
     """See `lade.model.capture.Capture`."""
 
+    def __init__(self) -> None:
+        self._results = Results()
+
     def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
-        call()
+        result = self._results.like(call())
         with _Writer() as writer:
-            result = call()
+            result.copy_(call())
         return _Written(writer.steps, result)
 
 
