@@ -286,6 +286,7 @@ def main(
     rounds: int = 3,
     threads: Annotated[int | None, typer.Option(help="torch threads")] = None,
     arrivals: Annotated[bool, typer.Option(help="prompts come at random")] = False,
+    out: Annotated[Path | None, typer.Option(help="a text file for the tables")] = None,
 ) -> None:
     """Measure and print tables."""
     if threads:
@@ -293,7 +294,7 @@ def main(
     texts = texts_of(prompts)[:limit]
     kind: torch.dtype = getattr(torch, dtype)
     subject = Subject(model or model_path(), texts, max_new_tokens, params=params, dtype=kind, device=device)
-    console = Console(width=130)
+    console = Console(width=130, record=True)
     for batch in rows:
         with Progress(console=Console(stderr=True), transient=True) as progress:
             if arrivals:
@@ -307,6 +308,8 @@ def main(
         f"{len(subject.prompts)} prompts, {rounds} rounds, {dtype}, {torch.get_num_threads()} threads, "
         f"torch {torch.__version__}, lade {lade.__version__}"
     )
+    if out is not None:
+        console.save_text(str(out))
 
 
 if __name__ == "__main__":

@@ -304,6 +304,7 @@ def gpu(*words):
     [
         (["--frob"], "no option --frob"),
         (["--sizes"], "--sizes needs a value"),
+        (["--parts", "tests,frob"], "no part frob: give some of tests,attention"),
         (["--wheels", "/none/such"], "no .whl files in /none/such"),
     ],
 )
@@ -391,6 +392,12 @@ def test_quantised_weights_are_measured_where_there_is_what_quantises_them(tmp_p
 def test_the_script_for_gpus_runs_without_one(tmp_path):
     run = gpu(tmp_path / "out", "--device", "cpu", "--sizes", "5e6,8e6", "--quick")
     assert run.returncode == 0, run.stdout + run.stderr
+    assert not (tmp_path / "out" / "batches-8M.txt").exists()
+    run = gpu(tmp_path / "out", "--device", "cpu", "--sizes", "8e6", "--quick", "--parts", "sampled,batches")
+    assert run.returncode == 0, run.stdout + run.stderr
+    sampled = json.loads((tmp_path / "out" / "8M-sampled" / "results.json").read_text("utf-8"))
+    assert sampled["complete"] and len(sampled["methods"]) == 4
+    assert "engine, adaptive, kept" in (tmp_path / "out" / "batches-8M.txt").read_text("utf-8")
     steps = json.loads((tmp_path / "out" / "steps-8M.json").read_text("utf-8"))
     assert [each["size"] for each in steps["passes"]] == [1, 8, 16, 32, 64] and not steps["captured"]
     found = json.loads((tmp_path / "out" / "8M" / "results.json").read_text("utf-8"))
