@@ -103,6 +103,7 @@ def on_a_terminal(arguments, environment, keys=()):
     return output.decode().replace("\r\n", "\n"), code
 
 
+@pytest.mark.slow
 def test_colours_on_a_terminal_are_the_steps(environment, folder, tokenizer):
     import torch
     from transformers import LlamaForCausalLM

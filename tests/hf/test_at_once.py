@@ -79,7 +79,7 @@ def test_only_those_are_asked_at_once():
     assert pays_at_once(torch.device("cuda")) and not pays_at_once(torch.device("cpu"))
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(
     family=st.sampled_from(sorted(MODELS)),
     config=configs,

@@ -35,7 +35,7 @@ def test_a_batch_of_it_is_plains_batch(case: Family, backend: str) -> None:
     model = build(case, backend)
     first = plain(model, **batch(*LENGTHS), max_new_tokens=40)[:, 20:]
     eos = [int(first[1, 5]), int(first[3, 15])]
-    configs = CONFIGS[:3] if backend == case.backends[0] else CONFIGS[:1]
+    configs = CONFIGS[:3:2] if backend == case.backends[0] else CONFIGS[:1]
     assert_same_batch(model, configs, eos_token_id=eos)
     stats = assert_same_batch(model, configs[:1])
     assert stats.tokens_per_step > 1, "no guess was ever accepted"

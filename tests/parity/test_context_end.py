@@ -164,7 +164,7 @@ def test_a_text_that_plain_decoding_would_lose_at_the_switch_is_refused(monkeypa
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 def test_crossing_the_steps_of_an_attention_temperature(backend: str, floor: int) -> None:
     model = family("llama4_text").build(backend, floor_scale=floor, attn_scale=3.0)
-    assert_same(model, prompt(20), CONFIGS, max_new_tokens=60)
+    assert_same(model, prompt(20), CONFIGS[:3], max_new_tokens=60)
     assert any(not layer.self_attn.use_rope for layer in model.model.layers)
 
 
