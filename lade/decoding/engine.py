@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Generic, Protocol, TypeVar
 
 import torch
+from torch.nn.functional import pad
 
 from lade.decoding.joint import JointBudget
 from lade.decoding.readout import Readout, read
@@ -144,17 +145,15 @@ class Engine(Generic[CacheT]):
         return [row.grow(room) for row, room in zip(self.rows, rooms, strict=True)]
 
     def _verify(self, trees: Sequence[TokenTree], logits: torch.Tensor) -> list[Verdict]:
-        ahead = [self._look_ahead(*each) for each in zip(self.rows, trees, logits, strict=True)]
+        views = [logits[place, : len(tree)] for place, tree in enumerate(trees)]
+        ahead = [self._look_ahead(*each) for each in zip(self.rows, trees, views, strict=True)]
         said = self._read(logits, ahead)
-        return [
-            self._walk(row, tree, logits[place, : len(tree)], said[place], is_ahead=ahead[place] is not None)
-            for place, (row, tree) in enumerate(zip(self.rows, trees, strict=True))
-        ]
+        return [self._walk(*each) for each in zip(self.rows, trees, views, said, strict=True)]
 
     def _look_ahead(self, row: Row, tree: TokenTree, logits: torch.Tensor) -> torch.Tensor | None:
         """What a row's chooser can find on the device for all nodes at once; see `Chooser.look_ahead`."""
         try:
-            return row.chooser.look_ahead(logits[: len(tree)], tree.depths)
+            return row.chooser.look_ahead(logits, tree.depths)
         except Exception as problem:
             if not self.isolate:
                 raise
@@ -163,22 +162,21 @@ class Engine(Generic[CacheT]):
 
     def _read(self, logits: torch.Tensor, ahead: Sequence[torch.Tensor | None]) -> list[Readout]:
         """What rows want to know of the logits `[B, S, V]`: the one place where a step waits for the device."""
-        rows, size, _ = logits.shape
+        size = logits.shape[1]
         choices: torch.Tensor | None = None
         if any(found is not None for found in ahead):
-            choices = logits.new_zeros((rows, size), dtype=torch.long)
-            for place, found in enumerate(ahead):
-                if found is not None:
-                    choices[place, : len(found)] = found
-            choices = choices.flatten()
+            nothing = logits.new_empty(0, dtype=torch.long)
+            columns = [nothing if found is None else found for found in ahead]
+            choices = torch.cat([pad(column, (0, size - len(column))) for column in columns])
         likeliest = any(row.drafter.reads for row in self.rows)
-        return read(logits.flatten(0, 1), choices, likeliest=likeliest).split(rows)
+        said = read(logits.flatten(0, 1), choices, likeliest=likeliest)
+        return said.split([found is not None for found in ahead])
 
-    def _walk(self, row: Row, tree: TokenTree, logits: torch.Tensor, said: Readout, *, is_ahead: bool) -> Verdict:
+    def _walk(self, row: Row, tree: TokenTree, logits: torch.Tensor, said: Readout) -> Verdict:
         """Verify one row's tree, given the logits `[S, V]` of its nodes, and what was read of them."""
         if row.done:  # looking ahead has failed
             return Verdict([ROOT], [], [], done=True)
-        answers = said.choices if is_ahead and said.choices is not None else said.picks
+        answers = said.picks if said.choices is None else said.choices
         try:
             verdict = walk(tree, row.chooser.open(logits, answers, row.tokens), row.emit)
         except Exception as problem:

@@ -1,11 +1,14 @@
-"""What is read of the logits of a pass. This is the one place where a step waits for the device.
+"""What is read of the logits of a pass.
 
-logits [M, V] ──▶ argmax, likeliest tokens, choices ──▶ one copy, of 8 numbers a row ──▶ host
-on the device that has them
+    logits [M, V] ──▶ argmax, likeliest tokens, choices ──▶ one copy, of 8 numbers a row ──▶ host
+                      on the device that has them
+
+This is the one place where a step waits for the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,17 +33,17 @@ class Readout:
     entries: Ints | None = None
     choices: list[int] | None = None
 
-    def split(self, parts: int) -> list[Readout]:
-        """The same, in equal parts."""
-        size = len(self.picks) // parts
-        spans = [slice(first, first + size) for first in range(0, parts * size, size)]
+    def split(self, chosen: Sequence[bool]) -> list[Readout]:
+        """The same in equal parts, as many as `chosen` has entries; those that are not chosen have no choices."""
+        size = len(self.picks) // len(chosen)
+        spans = [slice(part * size, (part + 1) * size) for part in range(len(chosen))]
         return [
             Readout(
                 self.picks[span],
                 None if self.entries is None else self.entries[span],
-                None if self.choices is None else self.choices[span],
+                self.choices[span] if self.choices is not None and keeps else None,
             )
-            for span in spans
+            for span, keeps in zip(spans, chosen, strict=True)
         ]
 
 

@@ -213,8 +213,9 @@ def test_choices_come_along(reader, likeliest):
 
 def test_it_is_split_by_rows():
     said = Readout([1, 2, 3, 4, 5, 6], np.arange(36, dtype=np.int32).reshape(6, 6), [7, 8, 9, 10, 11, 12])
-    first, second = said.split(2)
+    first, second = said.split([True, True])
     assert first.picks == [1, 2, 3] and second.picks == [4, 5, 6]
     assert first.choices == [7, 8, 9] and second.choices == [10, 11, 12]
     assert np.array_equal(second.entries, said.entries[3:]) and len(first.entries) == 3
-    assert Readout([1, 2]).split(2) == [Readout([1]), Readout([2])]
+    assert [each.choices for each in said.split([False, True])] == [None, [10, 11, 12]]
+    assert Readout([1, 2]).split([False, False]) == [Readout([1]), Readout([2])]

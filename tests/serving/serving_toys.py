@@ -14,6 +14,7 @@ from lade.serving.batch import Batch
 from lade.serving.engine import PLAIN
 from lade.serving.handle import Handle
 from lade.serving.request import prepared
+from lade.testing import toy_model
 
 VOCABULARY, PAD = 48, 0
 PAPER = LookaheadConfig(5, 4, 5)
@@ -138,3 +139,21 @@ class Driven:
                 return
             self.advance()
         raise AssertionError("it never ends")
+
+
+def check_overflow(*, first):
+    """One token's embedding is no number: all that its row writes into the cache is none, and others get its place."""
+    model, last = toy_model("llama", vocabulary=VOCABULARY, seed=1), VOCABULARY - 1
+    arguments = {"max_new_tokens": 25, "suppress_tokens": [last]}
+    texts = [random_ids(4 + 3 * number, number).clamp(max=last - 1) for number in range(6)]
+    expected = [alone(model, ids, **arguments) for ids in texts]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[last] = torch.nan
+    driven = Driven(model, max_rows=3)
+    handles = [driven.add(ids, None, **arguments) for ids in texts[: 0 if first else 2]]
+    ids = torch.full((1, 30), last)
+    broken = [driven.add(ids, None, max_new_tokens=new) for new in (8, 3)]
+    handles += [driven.add(ids, None, **arguments) for ids in texts[len(handles) :]]
+    driven.finish()
+    assert all(handle.done() for handle in broken)
+    assert [handle.tokens for handle in handles] == expected

@@ -14,6 +14,7 @@ from serving_toys import (
     FailingCriterion,
     FailsAt,
     alone,
+    check_overflow,
     new_tokens,
     random_ids,
 )
@@ -486,21 +487,7 @@ def test_slots_of_a_row_that_has_left_are_seen_by_nobody(monkeypatch):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_text_whose_numbers_overflow_does_not_touch_the_others(first):
-    """One token's embedding is no number: all that its row writes into the cache is none, and others get its place."""
-    model, last = toy_model("llama", vocabulary=VOCABULARY, seed=1), VOCABULARY - 1
-    arguments = {"max_new_tokens": 25, "suppress_tokens": [last]}
-    texts = [random_ids(4 + 3 * number, number).clamp(max=last - 1) for number in range(6)]
-    expected = [alone(model, ids, **arguments) for ids in texts]
-    with torch.no_grad():
-        model.get_input_embeddings().weight[last] = torch.nan
-    driven = Driven(model, max_rows=3)
-    handles = [driven.add(ids, None, **arguments) for ids in texts[: 0 if first else 2]]
-    ids = torch.full((1, 30), last)
-    broken = [driven.add(ids, None, max_new_tokens=new) for new in (8, 3)]
-    handles += [driven.add(ids, None, **arguments) for ids in texts[len(handles) :]]
-    driven.finish()
-    assert all(handle.done() for handle in broken)
-    assert [handle.tokens for handle in handles] == expected
+    check_overflow(first=first)
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,18 @@ from families import family
 from graphed import Graphs, shapes_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving_toys import METHODS, PAPER, VOCABULARY, Driven, FailsAt, alone, new_tokens, oddly, random_ids
+from serving_toys import (
+    METHODS,
+    PAPER,
+    VOCABULARY,
+    Driven,
+    FailsAt,
+    alone,
+    check_overflow,
+    new_tokens,
+    oddly,
+    random_ids,
+)
 from test_serving_machine import Requests, model_of
 
 import lade
@@ -173,19 +184,7 @@ def test_slots_that_nobody_sees_are_never_seen(graphs, monkeypatch):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_text_whose_numbers_overflow_does_not_touch_the_others(first, graphs):
-    model, last = toy_model("llama", vocabulary=VOCABULARY, seed=1), VOCABULARY - 1
-    arguments = {"max_new_tokens": 25, "suppress_tokens": [last]}
-    texts = [random_ids(4 + 3 * number, number).clamp(max=last - 1) for number in range(6)]
-    expected = [alone(model, ids, **arguments) for ids in texts]
-    with torch.no_grad():
-        model.get_input_embeddings().weight[last] = torch.nan
-    driven = Driven(model, max_rows=3)
-    handles = [driven.add(ids, None, **arguments) for ids in texts[: 0 if first else 2]]
-    broken = [driven.add(torch.full((1, 30), last), None, max_new_tokens=new) for new in (8, 3)]
-    handles += [driven.add(ids, None, **arguments) for ids in texts[len(handles) :]]
-    driven.finish()
-    assert all(handle.done() for handle in broken)
-    assert [handle.tokens for handle in handles] == expected
+    check_overflow(first=first)
 
 
 def test_an_engine_with_threads_gives_back_what_it_took(graphs):
