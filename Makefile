@@ -6,9 +6,10 @@ KERNEL := .venv-kernel
 KERNEL_TESTS := tests/model/test_tree_kernel.py tests/parity/test_attention_families.py
 QUANTISED := .venv-quantised
 QUANTISED_TESTS := tests/parity/test_quantised_libraries.py
+DOCS := .venv-docs
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-fast test-slow test-gpu test-oldest test-kernel test-quantised lint figures docs wheel clean
+.PHONY: help demo test test-fast test-slow test-gpu test-oldest test-kernel test-quantised lint figures docs traces wheel clean
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -31,6 +32,11 @@ $(KERNEL)/.installed: $(VENV)/.installed
 
 $(QUANTISED)/.installed: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(QUANTISED) 'torchao>=0.18' 'bitsandbytes>=0.50'
+	@touch $@
+
+$(DOCS)/.installed: constraints-docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-docs.txt zensical 'mkdocstrings[python]'
 	@touch $@
 
 demo: $(VENV)/.installed ## watch the embedded model write Python, plain and with lookahead
@@ -66,12 +72,14 @@ figures: $(VENV)/.installed ## draw the pictures of README and docs anew
 	$(BIN)/python scripts/draw_step.py docs/images
 	$(BIN)/python scripts/draw_window.py docs/images
 
-docs: $(VENV)/.installed ## write anew what docs/ has from docstrings and from scripts
-	$(BIN)/python scripts/api_docs.py docs/api.md
+docs: $(DOCS)/.installed ## build the documentation into build/site; any warning is an error
+	$(DOCS)/bin/zensical build --strict --clean
+
+traces: $(VENV)/.installed ## paste the runs shown in docs/how-it-works.md again
 	$(BIN)/python scripts/paste_output.py docs/how-it-works.md
 
 wheel: $(VENV)/.installed ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(KERNEL) $(QUANTISED) build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(KERNEL) $(QUANTISED) $(DOCS) build dist *.egg-info

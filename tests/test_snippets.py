@@ -1,0 +1,59 @@
+"""The Python blocks of the README and of the documentation run as they stand, on the embedded model instead of one from a hub."""
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import lade
+from lade.demo.embedded import model_path
+
+ROOT = Path(__file__).parent.parent
+HUB_ID = "Qwen/Qwen3-0.6B"
+PROMPT = "def fibonacci(n):"
+
+
+def blocks(page: Path, language: str = "python") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+PAGES = [
+    page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if blocks(page)
+]
+
+
+@pytest.fixture
+def names():
+    """What the pages take as given: a model, its tokenizer, and prompts."""
+    model = AutoModelForCausalLM.from_pretrained(model_path())
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    inputs = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
+    return {"lade": lade, "model": model, "tokenizer": tokenizer, "inputs": inputs, "prompts": [inputs, inputs]}
+
+
+@pytest.fixture
+def undone(monkeypatch, tmp_path):
+    """What the pages change for the process is as it was afterwards."""
+    monkeypatch.setenv("USE_LADE", "0")
+    monkeypatch.chdir(tmp_path)
+    level, handlers = logging.getLogger("lade").level, list(logging.getLogger().handlers)
+    yield
+    lade.restore_all()
+    logging.getLogger("lade").setLevel(level)
+    logging.getLogger().handlers[:] = handlers
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_the_python_blocks_run_in_order(page, names, undone):
+    for block in blocks(page):
+        source = block.replace(HUB_ID, str(model_path())).replace("max_new_tokens=100", "max_new_tokens=12")
+        exec(compile(source, page.name, "exec"), names)
+
+
+def test_a_block_that_fails_would_be_noticed(tmp_path, names, undone):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nlade.generate(model, nothing)\n```\n")
+    with pytest.raises(NameError, match="nothing"):
+        test_the_python_blocks_run_in_order(page, names, undone)
