@@ -149,7 +149,7 @@ def test_the_runs_shown_step_by_step_are_those_of_the_script(method, capsys, mon
     (shown,) = re.findall(rf"^```console\n\$ python scripts/trace.py ({method}[^\n]*)\n(.*?)\n```$", text, re.M | re.S)
     monkeypatch.setattr(sys, "argv", ["trace.py", *shown[0].split()])
     module_of(ROOT / "scripts" / "trace.py").main()
-    assert capsys.readouterr().out.rstrip() == shown[1], "the method has changed: run make docs"
+    assert capsys.readouterr().out.rstrip() == shown[1], "the method has changed: run make traces"
 
 
 # Lists that the code has too
