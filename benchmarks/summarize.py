@@ -9,7 +9,7 @@ A page has places like these, and what lies between the two lines is made here:
     <!-- scaling: scaling.json -->       the same of the scaling law
     <!-- text: parity.txt -->            a file as it is
     <!-- overview -->                    all benchmarks with their headline figures
-    <!-- headlines: benchmarks -->       the same of those that have been run, for the project's own README
+    <!-- headlines: benchmarks -->       four of them, one number a cell, for the project's own README
     <!-- end -->
 """
 
@@ -41,6 +41,13 @@ FIGURES = {
 }
 SHOWN = ("torch", "transformers", "cuda")
 HEADLINES = ("hf-prompt-lookup", "plain", "lookahead", "adaptive", "adaptive-warm")
+FIRST_SCREEN = {
+    "code-500M-bf16": "code, 500 M parameters, bfloat16",
+    "stories-500M-bf16": "stories, 500 M parameters, bfloat16",
+    "stories3M": "stories, 3 M parameters, float32",
+    "sampling/temperature-0.7": "the same, sampled at temperature 0.7",
+}
+"""Rows of the project's README: a gain, a smaller one, none, and a loss."""
 GPU = [
     Benchmark(f"gpu/results/{size}", "embedded", f"code at the cost of {size} parameters, bfloat16, on a GPU", "", 0)
     for size in ("1B", "7B")
@@ -169,14 +176,24 @@ def _overview(folder: Path) -> str:
 
 def _told(above: Path, folder: Path) -> str:
     rows, machines = [], dict[str, None]()
-    for benchmark in [*BENCHMARKS, *GPU]:
-        file = above / folder / benchmark.results
-        if benchmark.command != "bench scaling" and file.exists():
+    for name, meaning in FIRST_SCREEN.items():
+        file = above / folder / name / "results.json"
+        if file.exists():
             results = Results.load(file)
             machines[f"{_machine(results)}, commit {results.environment.commit}"] = None
-            rows.append([f"[{benchmark.name}]({folder / benchmark.results.parent})", *_headlines(results)])
-    table = _table(["benchmark", "texts", "hf, tok/s", *HEADLINES], rows, left=2)
+            rows.append(
+                [f"[{meaning}]({folder / name})", _speedup(results, "adaptive"), _speedup(results, "adaptive-warm")]
+            )
+    table = _table(["speed-up over `model.generate`", "default", "memory kept"], rows, left=1)
     return "\n\n".join([table, *(f"Measured on {machine}." for machine in machines)]) if rows else NOT_YET
+
+
+def _speedup(results: Results, method: str) -> str:
+    row = next((row for row in summarise(results).overall.rows if row.method == method), None)
+    if row is None or row.speedup is None:
+        return MISSING
+    median = row.speedup.each.median
+    return f"{LOSS} {number(median)}" if is_loss(median) else number(median)
 
 
 def _machine(results: Results) -> str:
