@@ -1,4 +1,4 @@
-"""The Python blocks of the README and of the documentation run as they stand, on the embedded model instead of one from a hub."""
+"""The Python blocks of README and docs run as they stand, on the embedded model instead of one from a hub."""
 
 import logging
 import re
