@@ -1,11 +1,11 @@
-"""Begins a benchmark: checks what is asked for, makes the methods ready, and opens the journal."""
+"""Begins a benchmark: checks what is asked for, makes the methods ready, and takes over what an earlier run found."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from lade.bench.arms import Models, arms_for
 from lade.bench.checks import check_settings, check_workloads
 from lade.bench.environment import command_line, environment_of
 from lade.bench.experiment import Experiment
-from lade.bench.journal import NAME, Journal
 from lade.bench.results import Method, Results, Settings
 from lade.bench.workloads.workload import Workload
 from lade.errors import InputError
+from lade.lines import require_same
 
 RESULTS = "results.json"
 
@@ -45,8 +45,8 @@ def prepare(
         workloads: the prompts.
         methods: see `lade.bench.methods.parse_all`.
         settings: how answers are made.
-        folder: for the journal, made if need be; None: an interrupted run cannot be gone on with.
-        resume: go on with what is in the folder.
+        folder: for results.json, made if need be; None: an interrupted run cannot be resumed.
+        resume: continue what is in the folder.
         command: for the record.
 
     Raises:
@@ -67,9 +67,10 @@ def prepare(
     )
     if folder is None:
         return Experiment(arms, workloads, models, tokenizer, results)
-    journal = _journal(Path(folder), results, resume=resume)
-    results.created, results.command = journal.header["created"], journal.header["command"]
-    return Experiment(arms, workloads, models, tokenizer, results, journal)
+    path = _ready(Path(folder), resume=resume) / RESULTS
+    if resume and path.exists():
+        results = _taken_over(Results.load(path), results, path)
+    return Experiment(arms, workloads, models, tokenizer, results, path)
 
 
 def run(
@@ -101,8 +102,8 @@ def run(
         packed: a copy of the model after `lade.pack`, for this library's methods; None: they run on `model` too.
         draft: the model that `hf-assisted` drafts with.
         name: of the model, for the record.
-        folder: for the journal and results.json; None: nothing is written.
-        resume: go on with what is in the folder.
+        folder: for results.json, which is written after each prompt; None: nothing is written.
+        resume: continue what is in the folder.
 
     Returns:
         The results, complete. A run that is interrupted leaves an incomplete results.json.
@@ -125,12 +126,8 @@ def run(
         models, tokenizer, workloads, kinds, settings, folder=folder, resume=resume, command=sys.argv[:1]
     )
     experiment.warm_up()
-    try:
-        for _ in experiment:
-            pass
-    finally:
-        if folder is not None:
-            experiment.results.save(Path(folder) / RESULTS)
+    for _ in experiment:
+        pass
     return experiment.results
 
 
@@ -138,14 +135,31 @@ def check_folder(folder: Path, *, resume: bool) -> None:
     """Raise `InputError` for a folder that has results already, which a new run would mix with its own."""
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{str(folder)!r} is a file: give a folder as --out")
-    if not resume and any((folder / name).exists() for name in (NAME, RESULTS)):
+    if not resume and (folder / RESULTS).exists():
         raise InputError(f"{str(folder)!r} has results already: go on with --resume, or give another --out")
 
 
-def _journal(folder: Path, results: Results, *, resume: bool) -> Journal:
+def _ready(folder: Path, *, resume: bool) -> Path:
+    """The folder, made if need be."""
     check_folder(folder, resume=resume)
-    path = folder / NAME
-    terms = {
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise InputError(f"folder {str(folder)!r} cannot be made ({problem}): give another --out") from problem
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"folder {str(folder)!r} cannot be written to: give another --out")
+    return folder
+
+
+def _taken_over(earlier: Results, now: Results, path: Path) -> Results:
+    """What an earlier run found; raises `InputError` if it was not made on the same terms."""
+    require_same(_terms(earlier), _terms(now), repr(str(path)))
+    return replace(earlier, complete=False)
+
+
+def _terms(results: Results) -> dict[str, Any]:
+    """What must agree when a run is resumed."""
+    return {
         "model": asdict(results.model),
         "settings": asdict(results.settings),
         "workloads": [asdict(workload) for workload in results.workloads],
@@ -153,12 +167,3 @@ def _journal(folder: Path, results: Results, *, resume: bool) -> Journal:
         "environment": asdict(results.environment),
         "reference": results.reference,
     }
-    if resume and path.exists():
-        return Journal.go_on(path, terms)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise InputError(f"folder {str(folder)!r} cannot be made ({problem}): give another --out") from problem
-    if not os.access(folder, os.W_OK):
-        raise InputError(f"folder {str(folder)!r} cannot be written to: give another --out")
-    return Journal.begin(path, terms, created=results.created, command=results.command)

@@ -1,7 +1,7 @@
 """The benchmark itself: all methods answer each prompt in turn, in one process, and their answers are compared.
 
     for each repeat, each seed, each workload                  a series: kept memories begin empty
-        for each prompt                                        one line of the journal
+        for each prompt                                        results.json is written
             for each turn of it
                 each method answers, another one first each time
                 the answers are compared with the reference's
@@ -13,13 +13,13 @@ reference's answer to the first: all methods get the same prompts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from lade.bench.arms import Arm, Models
 from lade.bench.completion import Completion, Place
-from lade.bench.journal import Journal
 from lade.bench.kept import KeptMemories
 from lade.bench.methods import TRANSFORMERS
 from lade.bench.mismatch import Judge
@@ -54,9 +54,13 @@ class Job:
     first: bool
 
     @property
-    def name(self) -> list[str | int]:
-        """What the journal calls it."""
-        return [self.workload, self.item.id, self.seed, self.repeat]
+    def key(self) -> tuple[str, str, int, int]:
+        """What its samples have in common."""
+        return self.workload, self.item.id, self.seed, self.repeat
+
+    def is_of(self, sample: Sample) -> bool:
+        """Whether a sample is an answer to this prompt."""
+        return self.key == (sample.workload, sample.prompt, sample.seed, sample.repeat)
 
 
 @dataclass
@@ -69,7 +73,7 @@ class Outcome:
 
 
 class Experiment:
-    """Iterate over it for the number of prompts done; each is in `results`, and in the journal, by then.
+    """Iterate over it for the number of prompts done; each is in `results`, and in its file, by then.
 
     Interrupt it wherever you like: prompts that not all methods have answered are dropped, nothing else is.
 
@@ -78,8 +82,8 @@ class Experiment:
         workloads: the prompts.
         models: for step curves, and for comparing scores.
         tokenizer: of the model.
-        results: the record, with its settings and without samples; it is filled.
-        journal: may have entries of an earlier run; None: there is no going on.
+        results: the record with its settings, and with what an earlier run found; it is filled.
+        path: where it is written after each prompt; None: nowhere.
 
     Attributes:
         results: what has been found so far.
@@ -88,7 +92,7 @@ class Experiment:
         outgrowing: how many items may outgrow the model's context with their answers.
 
     Raises:
-        InputError: the model cannot continue a prompt, or the journal does not fit.
+        InputError: the model cannot continue a prompt, or the results are not of these prompts.
     """
 
     def __init__(
@@ -98,21 +102,19 @@ class Experiment:
         models: Models,
         tokenizer: Any,
         results: Results,
-        journal: Journal | None = None,
+        path: Path | None = None,
     ) -> None:
         self.results, self._arms, self._models, self._tokenizer = results, list(arms), models, tokenizer
         self.jobs = jobs_of(workloads, results.settings)
-        self.done = 0
         self._prompts = Prompts(tokenizer, models.plain)
         self.outgrowing = self._prompts.check_room(
             [item for workload in workloads for item in workload.items], results.settings.max_new_tokens
         )
         self._judge = Judge(models.plain, results.settings, results.reference)
-        self._journal = journal
-        self._kept = KeptMemories(arms, None if journal is None else journal.path.parent, tokenizer)
+        self._path = path
+        self._kept = KeptMemories(arms, None if path is None else path.parent, tokenizer)
         self._seconds_a_turn = 0.0
-        for entry in journal.entries if journal is not None else []:
-            self._recall(entry)
+        self.done = self._answered()
 
     @property
     def seconds_left(self) -> float:
@@ -136,7 +138,7 @@ class Experiment:
             self._seconds_a_turn += stats.prefill_s + token_s * settings.max_new_tokens
         if not self.results.step_curves:
             self.results.step_curves = self._step_curves()
-            self._note({"step_curves": [asdict(curve) for curve in self.results.step_curves]})
+            self._save()
 
     def __iter__(self) -> Iterator[int]:
         """Run what is left to do."""
@@ -145,12 +147,12 @@ class Experiment:
             self._kept.open(self.done, anew=job.first)
             outcome = self._run(job)
             self._kept.close(self.done + 1)
-            self._note({"job": job.name, **{name: list(map(asdict, found)) for name, found in vars(outcome).items()}})
             self._take(outcome)
             self._kept.remove(self.done - 1)
             yield self.done
-        self._kept.clear()
         self.results.complete = True
+        self._save()
+        self._kept.clear()
 
     def _begin(self, arm: Arm, prompt: list[int], new_tokens: int) -> Completion:
         try:
@@ -205,33 +207,31 @@ class Experiment:
         curves = [step_curve(model, packed=packed, cached=cached) for packed, model in weights if model is not None]
         return [curve for curve in curves if curve is not None]
 
-    def _note(self, entry: dict[str, Any]) -> None:
-        if self._journal is not None:
-            self._journal.add(entry)
-
     def _take(self, outcome: Outcome) -> None:
         self.results.samples += outcome.samples
         self.results.mismatches += outcome.mismatches
         self.results.replays += outcome.replays
         self.done += 1
+        self._save()
 
-    def _recall(self, entry: dict[str, Any]) -> None:
-        """Take over a line of the journal."""
-        try:
-            if "step_curves" in entry:
-                self.results.step_curves = [StepCurve(**curve) for curve in entry["step_curves"]]
-                return
-            if self.done == len(self.jobs) or entry["job"] != self.jobs[self.done].name:
-                raise ValueError(f"{entry['job']} is not the prompt that comes next")
-            self._take(
-                Outcome(
-                    [Sample(**sample) for sample in entry["samples"]],
-                    [Mismatch(**mismatch) for mismatch in entry["mismatches"]],
-                    [Replay(**replay) for replay in entry["replays"]],
+    def _save(self) -> None:
+        if self._path is not None:
+            self.results.save(self._path)
+
+    def _answered(self) -> int:
+        """How many prompts the samples of an earlier run answer; they come in the order of the prompts."""
+        done, place, samples = 0, 0, self.results.samples
+        while place < len(samples):
+            job = self.jobs[done] if done < len(self.jobs) else None
+            size = len(self._arms) * len(job.item.turns) if job else 0
+            found = samples[place : place + size]
+            if job is None or len(found) < size or not all(map(job.is_of, found)):
+                problem = f"sample {place + 1} is none of the prompt that comes next"
+                raise InputError(
+                    f"the results in {str(self._path)!r} do not fit this run ({problem}): give another --out"
                 )
-            )
-        except (KeyError, TypeError, ValueError) as problem:
-            raise InputError(f"the journal does not fit this run ({problem}): give another --out") from problem
+            done, place = done + 1, place + size
+        return done
 
 
 def jobs_of(workloads: Sequence[Workload], settings: Settings) -> list[Job]:

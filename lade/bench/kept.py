@@ -1,7 +1,7 @@
 """The memories that methods keep from one prompt to the next, saved so that an interrupted run goes on as it was.
 
-A memory is saved before the journal has the line of the prompt that it has learned last, under the number of prompts
-done by then; the older one is removed afterwards. So there is one that fits the journal whenever the process ends.
+A memory is saved before results.json has the prompt that it has learned last, under the number of prompts done by then;
+the older one is removed afterwards. So there is one that fits results.json whenever the process ends.
 """
 
 from __future__ import annotations

@@ -6,14 +6,12 @@ Prompts of others are named by a hash of their ids, not quoted.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-from lade.errors import InputError
+from lade.bench import record_file
 
 SCHEMA = "lade-bench/1"
 """Changes with every change that a reader of older files could stumble over."""
@@ -28,7 +26,7 @@ class Environment:
         threads: of torch.
         versions: of Python and the packages that matter, by name.
         platform: operating system and machine.
-        commit: of the project, with "+" behind it if files had changed; None outside a checkout.
+        commit: of the project, with "+" after it if files had changed; None outside a checkout.
     """
 
     device: str
@@ -65,7 +63,7 @@ class Settings:
 
     Attributes:
         max_new_tokens: per answer.
-        ignore_eos: whether answers go on behind the end of the text.
+        ignore_eos: whether answers go on after the end of the text.
         temperature: None decodes greedily.
         top_k, top_p: as in transformers; None or 0: no limit.
         seeds: one answer of each prompt for each; `[0]` when greedy.
@@ -123,21 +121,25 @@ class Sample:
     """One answer of one method.
 
     Attributes:
-        workload, prompt, turn: which prompt: the workload's name, the item's id in it, and the turn of a conversation.
+        workload, prompt, turn: which prompt: the workload's name, the item's id in it, and the turn of a conversation
+            from 0. Later turns follow the reference's answers to the earlier ones.
         prompt_sha256: of the ids, as little-endian int64.
         prompt_tokens: how many ids.
         method: its name.
         seed, repeat: which of them.
         new_tokens: tokens of the answer, the one that prefill yields and EOS included.
         seconds: wall-clock time of the call, prefill included.
-        prefill_s: until the first token.
-        decode_s: all later steps.
-        forward_s: the part of `decode_s` spent inside the model's forward.
-        steps: forward passes after prefill.
+        prefill_s: until the first token: what `generate` prepares, and prefill.
+        decode_s: all later steps; `prefill_s + decode_s` is `seconds`.
+        forward_s: the part of `decode_s` spent inside the model's forward pass. On a GPU it means little for
+            transformers' own methods: there it ends when the pass has been launched.
+        steps: forward passes after prefill; of `hf-assisted` those of the target model.
         step_tokens: tokens fed, the root included; one entry a step. For transformers' own methods as observed.
-        accepted: tokens emitted; one entry a step.
-        sources: for each place in a step (0 is the token behind the root), who proposed the tokens emitted there and
-            how many: `[{"memory": 80, "bonus": 20}, ...]`. Empty for transformers' own methods.
+        accepted: tokens emitted; one entry a step. Their sum is `new_tokens - 1`; less for `hf-prompt-lookup` and
+            `hf-assisted`, which check guesses in prefill already.
+        sources: for each place in a step (0 is the token after the root), who proposed the tokens emitted there and
+            how many: `[{"memory": 80, "bonus": 20}, ...]`; `bonus` for nobody. The chain of `jacobi` counts as
+            `window`. Empty for transformers' own methods.
         distinct_4grams: share of distinct 4-grams in the answer; a text that loops flatters all methods.
         output_sha256: of the new ids, as little-endian int64.
     """
@@ -172,10 +174,16 @@ class Mismatch:
         reference: name of the method that it was compared with.
         place: number of the first new token that differs, from 0.
         expected, found: ids there; None where the text had ended.
-        expected_score, found_score: their logits when the text up to there is fed in one pass; None where one is
-            missing.
-        ulps: how far the scores lie apart, in units of the last place of the larger one; None where one is missing.
-        near_tie: whether rounding alone explains it.
+        expected_score, found_score: their scores when the text up to there is fed to the unpacked model in one pass;
+            None where one is missing. Greedily a score is a logit after the processors that the model's
+            generation_config asks for. When sampling, transformers draws the token with the largest `p / q`, q being
+            exponential noise; the score then is the logit minus `temperature * log q`, with this seed's noise, so that
+            the larger score is the one that is drawn. A token that top-k or top-p leaves out has no score, and is
+            never called a near tie, although rounding may have moved the limit.
+        ulps: how far the scores lie apart, in units in the last place of the larger one in the model's dtype; None
+            where one is missing.
+        near_tie: whether rounding alone explains it: at most 8 units in bfloat16 and float16, 64 in float32 and
+            float64.
     """
 
     workload: str
@@ -200,9 +208,9 @@ class StepCurve:
 
     Attributes:
         packed: on which weights.
-        cached: tokens in the cache meanwhile.
+        cached: tokens in the cache meanwhile: the median prompt and half an answer.
         sizes: tokens fed, ascending.
-        seconds: every pass measured at each size.
+        seconds: every pass measured at each size, the model's forward alone, warm-ups left out.
     """
 
     packed: bool
@@ -213,7 +221,7 @@ class StepCurve:
 
 @dataclass(frozen=True)
 class Replay:
-    """One answer step by step, for people to watch.
+    """One answer step by step, for people to watch: the first prompt's, by the method of most interest.
 
     Attributes:
         workload, prompt, method: which.
@@ -257,11 +265,8 @@ class Results:
         return (s for s in self.samples if s.method == method and workload in (None, s.workload))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON, whole or not at all."""
-        path = Path(path)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
+        """Write it as JSON, whole or not at all; raises `InputError` where that fails."""
+        record_file.save(path, SCHEMA, self)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Results:
@@ -270,33 +275,4 @@ class Results:
         Raises:
             InputError: it cannot be read, or is no results file of this schema.
         """
-        try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as problem:
-            raise InputError(f"cannot read results file {str(path)!r} ({problem}): give a results.json") from problem
-        if not isinstance(found, dict) or found.pop("schema", None) != SCHEMA:
-            raise InputError(f"{str(path)!r} is no results file of schema {SCHEMA}: run lade bench anew")
-        try:
-            return _built(cls, found)
-        except (TypeError, AttributeError) as problem:
-            raise InputError(f"results file {str(path)!r} is damaged ({problem}): run lade bench anew") from problem
-
-
-_ONE = {"environment": Environment, "model": Model, "settings": Settings}
-_MANY = {
-    "workloads": Workload,
-    "methods": Method,
-    "samples": Sample,
-    "mismatches": Mismatch,
-    "step_curves": StepCurve,
-    "replays": Replay,
-}
-
-
-def _built(cls: type[Results], found: dict[str, Any]) -> Results:
-    unknown = found.keys() - {each.name for each in fields(cls)}
-    if unknown:
-        raise TypeError(f"unknown fields {sorted(unknown)}")
-    parts = {name: kind(**found[name]) for name, kind in _ONE.items() if name in found}
-    lists = {name: [kind(**each) for each in found[name]] for name, kind in _MANY.items() if name in found}
-    return cls(**{**found, **parts, **lists})
+        return record_file.load(path, SCHEMA, cls)

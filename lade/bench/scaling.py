@@ -5,16 +5,14 @@ Nothing in them was timed: with greedy decoding tokens per step depend on model 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+from lade.bench import record_file
 from lade.bench.fit import Expectation, Line, fit_expectation, fit_line
 from lade.bench.results import Environment, Mismatch, Model, Settings, Workload
-from lade.errors import InputError
 
 SCHEMA = "lade-scaling/1"
 NAME = "scaling.json"
@@ -111,53 +109,31 @@ class Scaling:
         """Mismatches that rounding does not excuse: all in float32 and float64, else those that are no near ties."""
         return [each for each in self.mismatches if self.model.dtype in _EXACT or not each.near_tie]
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON: the record with the fits; what is infinite is None there."""
-        fits = {
+    @property
+    def fits(self) -> dict[str, Any]:
+        """The fitted laws, for JSON; what is infinite is None there."""
+        return {
             "lines": {str(n): asdict(line) for n in self.ngrams if (line := self.line(n)) is not None},
             "expectation": _finite(self.expectation()),
             "expectation_by_ngram": {str(n): _finite(self.expectation(n)) for n in self.ngrams},
         }
-        return {"schema": SCHEMA, **asdict(self), "fits": fits}
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the record with its fits."""
+        return {"schema": SCHEMA, **asdict(self), "fits": self.fits}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON, whole or not at all.
-
-        Raises:
-            InputError: it cannot be written.
-        """
-        path = Path(path)
-        partial = path.with_name(path.name + ".partial")
-        try:
-            partial.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
-            partial.replace(path)
-        except OSError as problem:
-            raise InputError(f"{str(path)!r} cannot be written ({problem}): give another --out") from problem
+        """Write it as JSON, whole or not at all; raises `InputError` where that fails."""
+        record_file.save(path, SCHEMA, self, fits=self.fits)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Scaling:
-        """Read what `save` wrote; the fits are computed anew.
+        """Read what `save` wrote; the fits are computed again.
 
         Raises:
             InputError: it cannot be read, or is something else.
         """
-        try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as problem:
-            raise InputError(f"cannot read {str(path)!r} ({problem}): give another --out") from problem
-        if not isinstance(found, dict) or found.pop("schema", None) != SCHEMA:
-            raise InputError(f"{str(path)!r} is not of schema {SCHEMA}: give another --out")
-        found.pop("fits", None)
-        try:
-            parts = {name: kind(**found[name]) for name, kind in _ONE.items()}
-            lists = {name: [kind(**each) for each in found[name]] for name, kind in _MANY.items()}
-            return cls(**{**found, **parts, **lists})
-        except (TypeError, KeyError, AttributeError) as problem:
-            raise InputError(f"{str(path)!r} is damaged ({problem}): give another --out") from problem
-
-
-_ONE: dict[str, Any] = {"environment": Environment, "model": Model, "settings": Settings, "workload": Workload}
-_MANY: dict[str, Any] = {"references": Reference, "points": Point, "mismatches": Mismatch}
+        return record_file.load(path, SCHEMA, cls, ignored=frozenset({"fits"}))
 
 
 def _finite(found: Expectation | None) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lade.errors import ConfigError, InputError
+from lade.files import write_whole
 from lade.lines import require_same, whole_lines
 
 Entry = dict[str, Any]
@@ -82,9 +83,7 @@ class AnswerFile:
     def mend(self, entries: Mapping[int, Entry]) -> None:
         """Put answers, by the numbers of their prompts, in the place of errors; the file is replaced as a whole."""
         self.kept = [entries.get(entry["line"], entry) for entry in self.kept]
-        partial = self.path.with_name(self.path.name + ".partial")
-        partial.write_text("".join(map(_line, self.kept)), encoding="utf-8")
-        partial.replace(self.path)
+        write_whole(self.path, "".join(map(_line, self.kept)))
 
     def _place(self, number: int) -> str:
         return f"line {number} of {str(self.path)!r}"

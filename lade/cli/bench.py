@@ -136,7 +136,7 @@ def bench(
 
     Without options: the embedded model on built-in prompts, offline, in a minute or two.
 
-    DIR gets results.json, report.html, figures, and a journal from which --resume goes on after Ctrl-C.
+    DIR gets results.json, from which --resume goes on after Ctrl-C, report.html, and figures.
 
     Exit code 1: a method's output differs from the first's. 2: bad input. 130: interrupted.
     """

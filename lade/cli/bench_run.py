@@ -9,7 +9,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lade.bench.arms import Models
-from lade.bench.benchmark import RESULTS, prepare
+from lade.bench.benchmark import prepare
 from lade.bench.experiment import Experiment
 from lade.bench.results import Results
 from lade.cli.bench import Plan
@@ -20,7 +20,7 @@ LINE_EVERY_S = 30.0
 
 
 def carry_out(plan: Plan, models: Models, tokenizer: Any, term: Terminal) -> Results:
-    """Run the benchmark to its end, or until Ctrl-C; results.json is written either way."""
+    """Run the benchmark to its end, or until Ctrl-C; results.json has all that is done either way."""
     experiment = prepare(
         models,
         tokenizer,
@@ -40,7 +40,6 @@ def carry_out(plan: Plan, models: Models, tokenizer: Any, term: Terminal) -> Res
     except KeyboardInterrupt:
         kept = f"{experiment.done} of {len(experiment.jobs)} prompts are in {str(plan.out)!r}"
         term.say(f"interrupted: {kept}; the same command with --resume goes on", "yellow")
-    experiment.results.save(plan.out / RESULTS)
     return experiment.results
 
 

@@ -15,8 +15,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,6 +40,7 @@ from lade.decoding.kernels import (
     Ints,
 )
 from lade.errors import InputError
+from lade.files import write_whole
 from lade.version import __version__
 
 FORMAT = "lade.memory"
@@ -128,17 +127,7 @@ def write(path: str | os.PathLike[str], contents: Contents) -> None:
     try:
         if target.exists() and not target.is_file():
             raise InputError(f"{_named(path)} cannot be written: it is no regular file; give the name of a file")
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f"{target.name}.", suffix=".tmp")
-        try:
-            with open(handle, "wb") as file:
-                file.write(whole)
-                file.flush()
-                os.fsync(file.fileno())
-            if target.exists():
-                shutil.copymode(target, name)
-            os.replace(name, target)
-        finally:
-            Path(name).unlink(missing_ok=True)
+        write_whole(target, whole, durable=True)
     except OSError as problem:
         reason = problem.strerror or str(problem)
         raise InputError(

@@ -11,14 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import platformdirs
 
+from lade.files import write_whole
 from lade.tuning.cost import StepCost
 
 Key = Mapping[str, object]
@@ -75,14 +74,7 @@ def save(key: Key, cost: StepCost, folder: Path | None = None) -> bool:
     record = json.dumps({"key": dict(key), "cost": cost.to_json()}, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-        temporary = Path(name)
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(record)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(path, record)
     except OSError as problem:
         _log.warning("step cost cannot be saved in %s, and the next process measures it anew: %s", path.parent, problem)
         return False

@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-import json
 import shutil
 from dataclasses import replace
 
@@ -18,7 +17,6 @@ from lade.bench.arms import OwnArm, TransformersArm
 from lade.bench.benchmark import prepare
 from lade.bench.completion import Completion, digest
 from lade.bench.experiment import jobs_of
-from lade.bench.journal import Journal
 from lade.bench.meter import Meter
 from lade.bench.methods import parse_all
 from lade.bench.results import Results, Settings
@@ -316,8 +314,8 @@ def dying(monkeypatch, owner, name, at, *, after=False, problem=Killed):
 @pytest.mark.parametrize(
     ("owner", "name", "after"),
     [
-        (Journal, "add", False),
-        (Journal, "add", True),
+        (Results, "save", False),
+        (Results, "save", True),
         (Memory, "save", False),
         (Memory, "save", True),
     ],
@@ -330,11 +328,11 @@ def test_whenever_it_is_killed_it_goes_on_as_if_it_had_not_been(
         with pytest.raises(Killed):
             finished(long_run(tmp_path))
     experiment = long_run(tmp_path, resume=True)
-    assert experiment.done == (at if (owner, after) == (Journal, True) else at - 1)
+    assert experiment.done == (at if (owner, after) == (Results, True) else at - 1)
     results = finished(experiment)
     assert timeless(results) == timeless(uninterrupted)
     assert results.complete and results.replays[0].prompt == "p0" and len(results.replays) == 1
-    assert [file.name for file in tmp_path.iterdir()] == ["journal.jsonl"], "memories have done their work"
+    assert [file.name for file in tmp_path.iterdir()] == ["results.json"], "memories have done their work"
 
 
 def test_ctrl_c_amid_an_answer_and_twice(uninterrupted, tmp_path, monkeypatch):
@@ -404,18 +402,13 @@ def test_a_memory_that_was_removed(tmp_path):
         next(iter(long_run(tmp_path, resume=True)))
 
 
-def test_a_journal_whose_lines_are_out_of_order(tmp_path):
-    finished(long_run(tmp_path))
-    path = tmp_path / "journal.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([lines[0], *lines[2:]]))
-    with pytest.raises(InputError, match="is not the prompt that comes next"):
-        long_run(tmp_path, resume=True)
-    entry = json.loads(lines[1])
-    del entry["samples"][0]["steps"]
-    path.write_text(lines[0] + json.dumps(entry) + "\n")
-    with pytest.raises(InputError, match="does not fit this run"):
-        long_run(tmp_path, resume=True)
+def test_results_that_are_not_of_these_prompts(tmp_path):
+    results = finished(long_run(tmp_path))
+    samples = list(results.samples)
+    for kept in (samples[1:], samples * 2, samples[::-1]):
+        replace(results, samples=kept).save(tmp_path / "results.json")
+        with pytest.raises(InputError, match="is none of the prompt that comes next"):
+            long_run(tmp_path, resume=True)
 
 
 # ----------------------------------------------------------------------------------------------------- from Python
@@ -529,7 +522,7 @@ def test_a_method_that_transformers_cannot_run_is_named(monkeypatch):
 def test_jobs_in_order():
     settings = Settings(5, temperature=1.0, seeds=[4, 6], repeats=2)
     jobs = jobs_of([workload(["A"], ["B"]), workload(["C"], name="others")], settings)
-    assert [job.name for job in jobs[:6]] == [
+    assert [list(job.key) for job in jobs[:6]] == [
         ["toys", "p0", 4, 0], ["toys", "p1", 4, 0], ["others", "p0", 4, 0],
         ["toys", "p0", 6, 0], ["toys", "p1", 6, 0], ["others", "p0", 6, 0],
     ]  # fmt: skip

@@ -135,7 +135,7 @@ def test_other_prompts_of_the_same_names_are_noticed(make):
 def test_damaged_files(text, make, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / NAME).write_text(text)
-    with pytest.raises(InputError, match="another --out"):
+    with pytest.raises(InputError, match="another file"):
         make(resume=True)
 
 

@@ -106,7 +106,7 @@ def test_all_of_it(bench, out, folder, drawn):
     for method in ("hf", "plain", "adaptive-warm"):
         assert method in result.stdout
     assert (out / "report.html").is_file() and list(out.glob("*.svg"))
-    assert (out / "journal.jsonl").is_file() and not list(out.glob("*.memory"))
+    assert not list(out.glob("*.memory"))
 
 
 def test_without_options_it_runs_offline_on_the_embedded_model(lade, tmp_path, monkeypatch):
@@ -323,12 +323,12 @@ def test_kill_9_keeps_all_whole_prompts(folder, prompts, out):
         "import os, signal, sys\n"
         "from lade.bench import experiment\n"
         "experiment.step_curve = lambda *args, **options: None\n"
-        "from lade.bench.journal import Journal\n"
-        "add = Journal.add\n"
-        "def adding(self, entry):\n"
-        "    add(self, entry)\n"
-        "    if len(self.entries) == 3: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "Journal.add = adding\n"
+        "from lade.bench.results import Results\n"
+        "save = Results.save\n"
+        "def saving(self, path):\n"
+        "    save(self, path)\n"
+        "    if len(self.samples) == 4: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "Results.save = saving\n"
         "from lade.cli.main import main\n"
         "sys.argv = ['lade', 'bench', *sys.argv[1:]]\n"
         "main()\n"

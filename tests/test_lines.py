@@ -1,0 +1,46 @@
+"""What differs between two runs is named by its first difference."""
+
+import pytest
+
+from lade.errors import InputError
+from lade.lines import differences, require_same
+
+TERMS = {"settings": {"max_new_tokens": 20, "seeds": [0, 1]}, "methods": [{"name": "hf"}, {"name": "plain"}]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {**TERMS, "settings": {**TERMS["settings"], "max_new_tokens": 30}},
+            "settings.max_new_tokens is 30 here, but 20",
+        ),
+        ({**TERMS, "settings": {**TERMS["settings"], "seeds": [0, 2]}}, "settings.seeds 2 is 2 here, but 1"),
+        ({**TERMS, "methods": [{"name": "hf"}]}, "methods is .* here, but .*plain"),
+        ({**TERMS, "methods": [{"name": "hf"}, {"name": "x"}]}, 'methods 2.name is "x" here, but "plain"'),
+        ({**TERMS, "model": "new"}, 'model is "new" here, but null'),
+        ({"settings": TERMS["settings"]}, "methods is null here, but"),
+    ],
+)
+def test_other_terms_are_refused_by_their_first_difference(changed, message):
+    with pytest.raises(InputError, match=message):
+        require_same(TERMS, changed, "here")
+
+
+def test_differences():
+    assert list(differences({"a": {"b": 1, "c": 2}, "d": [1]}, {"a": {"b": 1, "c": 3}, "d": [1, 2]})) == [
+        ("a.c", 2, 3),
+        ("d", [1], [1, 2]),
+    ]
+    assert list(differences({"a": [1, {"b": None}]}, {"a": [1, {"b": None}]})) == []
+
+
+def test_what_two_long_texts_have_in_common_is_not_shown():
+    there, here = ({"prompt": "x" * 100 + "y" * 15 + end} for end in ("old", "new"))
+    with pytest.raises(InputError) as caught:
+        require_same(there, here, "line 1 of 'a'")
+    common = "..." + "x" * 5 + "y" * 15
+    assert f'prompt is "{common}new" here, but "{common}old" in line 1 of \'a\': go on' in str(caught.value)
+    require_same(there, dict(there), "here")
+    with pytest.raises(InputError, match=r'^a is "xx" here, but "x" in'):
+        require_same({"a": "x"}, {"a": "xx"}, "here")
