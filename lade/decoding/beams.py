@@ -158,13 +158,15 @@ class BeamLogits(Generic[CacheT]):
             self._pass()
         return self._answer()
 
-    def finish(self, *, as_rows: bool) -> None:
-        """Report the last pass; `as_rows` gives the cache a row for each beam, as plain decoding leaves it."""
+    def report(self) -> None:
+        """Report the last pass; no other may follow."""
         self._meter.end()
-        if as_rows:
-            self.cache.batch_select_indices(torch.arange(len(self.rows)).repeat_interleave(self.num_beams))
-            paths = [row.branches.path(node) for row in self.rows for node in row.beams]
-            self.cache.keep(paths, self._fed, [held for held in self._held for _ in range(self.num_beams)])
+
+    def leave_rows(self) -> None:
+        """Give the cache a row for each beam, as plain decoding leaves it; the search cannot go on then."""
+        self.cache.batch_select_indices(torch.arange(len(self.rows)).repeat_interleave(self.num_beams))
+        paths = [row.branches.path(node) for row in self.rows for node in row.beams]
+        self.cache.keep(paths, self._fed, [held for held in self._held for _ in range(self.num_beams)])
 
     def _pass(self) -> None:
         self._meter.begin()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Generic, Protocol, TypeVar
 
@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from lade.decoding.joint import JointBudget
 from lade.decoding.readout import Readout, read
 from lade.decoding.row import Row
-from lade.decoding.tree import ROOT, TokenTree
+from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Verdict, walk
 from lade.stats import Stats, Step
 
@@ -83,8 +83,10 @@ class Engine(Generic[CacheT]):
         cache: of these rows.
         stats: is added to, if there are any.
         budget: that the rows share, if they do.
-        isolate: whether an error that a row's processors or stop rules raise ends that row alone, which then has it as
-            its `problem`; else it is raised.
+        isolate: whether an error that a row's processors or stop rules raise ends that row alone; the row then has it
+            as its `problem`. Else it ends the step, and `run` raises it.
+        settled: `[B]`, how many tokens of each row in the cache are certainly text. After an interrupted pass some
+            layers or all hold more, which has to be dropped before the cache is used again.
     """
 
     rows: list[Row]
@@ -93,15 +95,24 @@ class Engine(Generic[CacheT]):
     stats: Stats | None = None
     budget: JointBudget | None = None
     isolate: bool = False
+    settled: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.settled = list(self.cache.lengths)
 
     def run(self) -> Iterator[list[Step]]:
         """Prefill, then step after step; each yields one `Step` for every row that took part.
 
-        A consumer may stop at any step: tokens and cache agree whenever this generator is suspended.
+        A consumer may stop at any step: tokens and cache agree whenever this generator is suspended. When it raises,
+        the first `settled` tokens of the cache are text: as in plain decoding all from which tokens were chosen, unless
+        the pass itself was interrupted.
         """
         yield self.prefill()
         while self.rows:
-            yield self.step()
+            rows = list(self.rows)
+            if steps := [step for step in self.step() if step.tokens]:
+                yield steps  # before an error, too: these tokens were emitted
+            _raise_problem(rows)
 
     def prefill(self) -> list[Step]:
         """Feed the prompts of all rows, and choose the first token of each."""
@@ -109,6 +120,7 @@ class Engine(Generic[CacheT]):
         fed = [len(row.tokens) - self.cache.lengths[0] for row in self.rows]
         watch = self._show_prompt if any(row.drafter.reads for row in self.rows) else None
         logits = self.runner.prefill([row.tokens for row in self.rows], self.cache, watch)  # [B, V]
+        self.settled = list(self.cache.lengths)
         picks = read(logits, likeliest=False).picks  # [B]
         tokens = [row.open(said, [pick]) for row, said, pick in zip(self.rows, logits[:, None], picks, strict=True)]
         seconds = perf_counter() - start
@@ -122,21 +134,40 @@ class Engine(Generic[CacheT]):
             row.drafter.read_prompt(row.tokens, start, said)
 
     def step(self) -> list[Step]:
-        """Grow a tree for each row, feed them in one forward pass, walk, and let those leave that have ended."""
+        """Grow a tree for each row, feed them in one forward pass, walk, and let those leave that have ended.
+
+        Returns:
+            One for each row, without tokens where the walk failed at its first node.
+        """
         start = perf_counter()
-        trees = self._grow()
-        logits = self.runner.forward(trees, [row.tokens for row in self.rows], self.cache)  # [B, S, V]
-        verdicts = self._verify(trees, logits)
-        self.cache.keep([verdict.path for verdict in verdicts], fed=logits.shape[1])
-        seconds = perf_counter() - start
-        self._observe(logits.shape[1], verdicts, seconds)
-        indices = [row.steps for row in self.rows]
+        trees, verdicts, fed = self._grow(), [Verdict() for _ in self.rows], 0
+        self.settled = list(self.cache.lengths)
+        try:
+            logits = self.runner.forward(trees, [row.tokens for row in self.rows], self.cache)  # [B, S, V]
+            fed = logits.shape[1]
+            self._verify(trees, logits, verdicts)
+        finally:  # after any error, too: drop what was not accepted, report what was emitted
+            if fed:
+                self._keep(verdicts, fed)
+            seconds = perf_counter() - start
+            steps = self._steps(trees, verdicts, seconds)
+        self._observe(fed, verdicts, seconds)
         self.drop_finished()
+        return steps
+
+    def _keep(self, verdicts: Sequence[Verdict], fed: int) -> None:
+        self.cache.keep([verdict.path for verdict in verdicts], fed)
+        self.settled = list(self.cache.lengths)
+
+    def _steps(self, trees: Sequence[TokenTree], verdicts: Sequence[Verdict], seconds: float) -> list[Step]:
+        """One for each row; those that emitted tokens are reported."""
         steps = [
-            Step(index, verdict.tokens, verdict.sources, len(tree), seconds)
-            for index, verdict, tree in zip(indices, verdicts, trees, strict=True)
+            Step(row.steps, verdict.tokens, verdict.sources, len(tree), seconds)
+            for row, tree, verdict in zip(self.rows, trees, verdicts, strict=True)
         ]
-        return self._report(steps, self.runner.forward_s)
+        if emitted := [step for step in steps if step.tokens]:
+            self._report(emitted, self.runner.forward_s)
+        return steps
 
     def _grow(self) -> list[TokenTree]:
         rooms = [self.runner.room(cached) for cached in self.cache.lengths]
@@ -144,19 +175,22 @@ class Engine(Generic[CacheT]):
             self.budget.decide([row.look(room) for row, room in zip(self.rows, rooms, strict=True)])
         return [row.grow(room) for row, room in zip(self.rows, rooms, strict=True)]
 
-    def _verify(self, trees: Sequence[TokenTree], logits: torch.Tensor) -> list[Verdict]:
+    def _verify(self, trees: Sequence[TokenTree], logits: torch.Tensor, verdicts: Sequence[Verdict]) -> None:
+        """Walk through the rows' trees, one after the other, up to the first error unless rows are isolated."""
         views = [logits[place, : len(tree)] for place, tree in enumerate(trees)]
         ahead = [self._look_ahead(*each) for each in zip(self.rows, trees, views, strict=True)]
         said = self._read(logits, ahead)
-        return [self._walk(*each) for each in zip(self.rows, trees, views, said, strict=True)]
+        for row, tree, view, readout, verdict in zip(self.rows, trees, views, said, verdicts, strict=True):
+            if row.problem is None:
+                self._walk(row, tree, view, readout, verdict)
+            if row.problem is not None and not self.isolate:
+                return
 
     def _look_ahead(self, row: Row, tree: TokenTree, logits: torch.Tensor) -> torch.Tensor | None:
         """What a row's chooser can find on the device for all nodes at once; see `Chooser.look_ahead`."""
         try:
             return row.chooser.look_ahead(logits, tree.depths)
-        except Exception as problem:
-            if not self.isolate:
-                raise
+        except Exception as problem:  # noqa: BLE001 - the row has it
             row.fail(problem)
             return None
 
@@ -172,20 +206,15 @@ class Engine(Generic[CacheT]):
         said = read(logits.flatten(0, 1), choices, likeliest=likeliest)
         return said.split([found is not None for found in ahead])
 
-    def _walk(self, row: Row, tree: TokenTree, logits: torch.Tensor, said: Readout) -> Verdict:
+    def _walk(self, row: Row, tree: TokenTree, logits: torch.Tensor, said: Readout, verdict: Verdict) -> None:
         """Verify one row's tree, given the logits `[S, V]` of its nodes, and what was read of them."""
-        if row.done:  # looking ahead has failed
-            return Verdict([ROOT], [], [], done=True)
         answers = said.picks if said.choices is None else said.choices
         try:
-            verdict = walk(tree, row.chooser.open(logits, answers, row.tokens), row.emit)
-        except Exception as problem:
-            if not self.isolate:
-                raise
+            walk(tree, row.chooser.open(logits, answers, row.tokens), row.emit, verdict)
+        except Exception as problem:  # noqa: BLE001 - likewise
             row.fail(problem)
-            return Verdict([ROOT], [], [], done=True)
-        row.learn(said.picks, said.entries if row.drafter.reads else None, verdict)
-        return verdict
+        else:
+            row.learn(said.picks, said.entries if row.drafter.reads else None, verdict)
 
     def _observe(self, fed: int, verdicts: Sequence[Verdict], seconds: float) -> None:
         """Tell whoever decides about sizes what a pass took and yielded; its largest tree had `fed` nodes."""
@@ -209,3 +238,13 @@ class Engine(Generic[CacheT]):
         if self.stats is not None:
             self.stats.add(*steps, forward_s=forward_s)
         return steps
+
+
+def _raise_problem(rows: Sequence[Row]) -> None:
+    """Raise the error that ended one of these rows, if one did."""
+    for row in rows:
+        if row.problem is not None:
+            try:
+                raise row.problem
+            finally:
+                row.problem = None  # its traceback knows the row: together they would keep the cache until collected

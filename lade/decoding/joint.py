@@ -44,13 +44,14 @@ class JointBudget:
         """Choose the size of this step's trees.
 
         Args:
-            found: `[B]`, of each row the scores of all nodes that it has found; nothing where rows rest.
+            found: `[B]`, of each row the scores of all nodes that it has found; nothing where rows rest. A row without
+                scores beside others with some drafts by another method, or not at all: it counts one token.
         """
         if self._resting or not any(found):
             return
         mean = np.zeros(max(map(len, found)))
         for scores in found:
-            mean[: len(scores)] += scores
+            mean[: max(1, len(scores))] += scores or [1.0]
         self._size = self._controller.choose((mean / len(found)).tolist())
 
     def choose(self, scores: Sequence[float]) -> int:

@@ -104,10 +104,14 @@ class Memory:
             raise ValueError(f"tails of shape {tails.shape} and rows of shape {rows.shape} do not belong together")
         with self._writing:
             learned = 0
-            while learned < len(tails):
-                self._make_room((len(tails) - learned) * (end - first))
-                state = learned, self._taken, _most_taken(len(self._young))
-                learned, self._taken = kernels.learn(self._young, self._old, tails, rows, first, end, *state)
+            try:
+                while learned < len(tails):
+                    self._make_room((len(tails) - learned) * (end - first))
+                    state = learned, self._taken, _most_taken(len(self._young))
+                    learned, self._taken = kernels.learn(self._young, self._old, tails, rows, first, end, *state)
+            except BaseException:  # Ctrl-C is raised when compiled code returns, which may have taken slots
+                self._taken = int(np.count_nonzero(self._young[:, 0]))
+                raise
 
     def _make_room(self, contexts: int) -> None:
         """For that many new ones, or at least for those of one more row."""

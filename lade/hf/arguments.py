@@ -18,7 +18,7 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 
 from lade.config import LookaheadConfig
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
-from lade.model.lending import can_lend
+from lade.model.lending import can_lend, why_unfit
 from lade.model.positions import LEARNED_POSITIONS
 from lade.model.runner import EagerRunner
 from lade.model.slots import padding_counts_from
@@ -220,14 +220,22 @@ def check_padding(model: PreTrainedModel, padding: int, max_length: int) -> None
         refuse("left padding", f"from {limit} tokens on this model counts the padding; give the prompt without it")
 
 
-def check_cache(cache: Any, paddings: Sequence[int]) -> None:
-    """Refuse a user's cache together with left padding, or for a batch: its rows would not be equally long."""
+def check_cache(cache: Any, paddings: Sequence[int], length: int) -> None:
+    """Refuse a user's cache from which we cannot decode as plain decoding does.
+
+    Args:
+        cache: the user's; any other passes.
+        paddings: `[B]`, of each prompt: there are no slots for padding, and rows of a batch would differ in length.
+        length: L, columns of the prompts.
+    """
     if not getattr(cache, "_is_user_defined", False):
         return
     if len(paddings) > 1:
         refuse("past_key_values for a batch", "its rows come to have lengths of their own; leave it out")
     if any(paddings):
         refuse("left padding with past_key_values", "our cache has no slots for padding; give the prompt without it")
+    if reason := why_unfit(cache, length):
+        refuse("past_key_values", reason)
 
 
 def check_switch(runner: EagerRunner, prompt_length: int, max_length: int) -> None:

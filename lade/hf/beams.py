@@ -63,7 +63,7 @@ class BeamSession:
         paddings = checked_paddings(model, prompts, logits_processor, generation_config, model_kwargs, BEAM_MODES)
         given: Any = model_kwargs.get("past_key_values")
         users = getattr(given, "_is_user_defined", False)
-        check_cache(given, paddings)
+        check_cache(given, paddings, prompts.shape[1])
         if users and (given.get_seq_length() or not isinstance(given, TreeCache)):
             refuse("past_key_values with num_beams", "a search of beams begins with an empty cache of its own")
         runner = EagerRunner(model, plan, generation_config)
@@ -84,14 +84,20 @@ class BeamSession:
         )
 
     def run(self) -> BeamOutput:
-        """Search to the end; what `model.generate` returns."""
+        """Search to the end; what `model.generate` returns. An error leaves a user's cache empty, as it came."""
         config = self._arguments[-1]
         search = decoding_method(self._model, config)
         stand_in = _StandIn(self._model, self._answers)
         try:
-            output: BeamOutput = search(stand_in, *self._arguments, past_key_values=stand_in, use_cache=True)
-        finally:
-            self._answers.finish(as_rows=self._as_rows)
+            try:
+                output: BeamOutput = search(stand_in, *self._arguments, past_key_values=stand_in, use_cache=True)
+            finally:
+                self._answers.report()
+            if self._as_rows:
+                self._answers.leave_rows()
+        except BaseException:
+            self._cache.reset()  # it holds a trunk and part of a tree, which are not rows of beams
+            raise
         if isinstance(output, GenerateBeamDecoderOnlyOutput):
             # Ours has no slots for padding, and plain decoding would count them.
             output.past_key_values = None if self._padded else self._cache

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,29 @@ from lade.errors import ConfigError, FallbackWarning, UnsupportedError
 from lade.hf.session import Session
 from lade.stats import Stats
 
+LOGGED_GENERATIONS = 65_536
+"""Entries of the log, those of the last generations: a program that runs for weeks must not fill its memory."""
+
+
+@dataclass
+class _Log:
+    """What the accelerated generations came to.
+
+    Attributes:
+        tokens: emitted, by all of them.
+        passes: forward passes, of all of them.
+        entries: of the last generations [tokens, forward passes] each, as the original library logs them.
+    """
+
+    tokens: int = 0
+    passes: int = 0
+    entries: deque[list[int]] = field(default_factory=lambda: deque(maxlen=LOGGED_GENERATIONS))
+
+    def add(self, tokens: int, passes: int) -> None:
+        self.tokens += tokens
+        self.passes += passes
+        self.entries.append([tokens, passes])
+
 
 @dataclass
 class _Settings:
@@ -36,8 +60,7 @@ class _Settings:
 
     lookahead: LookaheadConfig = field(default_factory=lambda: LookaheadConfig(adaptive=False, prompt_ngrams=False))
     debug: bool = False
-    log: list[list[int]] = field(default_factory=list)
-    """For each generation [tokens, forward passes], as the original library logs them."""
+    log: _Log = field(default_factory=_Log)
 
 
 _settings = _Settings()
@@ -99,7 +122,7 @@ def config_lade(
     )
     if DEBUG is not None:
         _settings.debug = bool(DEBUG)
-    _settings.log.clear()
+    _settings.log = _Log()
     for name, value, quiet, instead in (
         ("ALWAYS_FWD_ONE", ALWAYS_FWD_ONE, (None, 1, True), "the window moves by one position a step"),
         ("SPLIT_FLAG", SPLIT_FLAG, (None, 0, False), "one attention call serves the whole tree"),
@@ -112,17 +135,20 @@ def config_lade(
 
 def log_history(clear: bool = False) -> None:
     """Print tokens, forward passes and their ratio over all accelerated generations since `config_lade`."""
-    tokens, steps = (sum(column) for column in zip(*_settings.log, strict=True)) if _settings.log else (0, 0)
+    tokens, steps = _settings.log.tokens, _settings.log.passes
     if clear:
-        _settings.log.clear()
+        _settings.log = _Log()
     print("LADE LOG - OVERALL GEN: ", tokens, " STEPS: ", steps, " AVG COMPRESS RATIO: ", tokens / max(steps, 1))  # noqa: T201
 
 
 def save_log(log_dir: str | os.PathLike[str]) -> None:
-    """Write the log, a list of [tokens, forward passes], to this file with `torch.save`."""
+    """Write the log to this file with `torch.save`: a list of [tokens, forward passes], one entry a generation.
+
+    The last 65,536 generations since `config_lade` are in it; `log_history` adds up all of them.
+    """
     if not Path(log_dir).parent.is_dir():
         raise ConfigError("log_dir", str(log_dir), "its folder does not exist; make it first")
-    torch.save(_settings.log, log_dir)
+    torch.save(list(_settings.log.entries), log_dir)
 
 
 def _augmented(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,7 +189,7 @@ def _augmented(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _log(stats: Stats) -> None:
     passes = stats.steps + stats.generations  # prefill counts, of each row of a batch
-    _settings.log.append([stats.new_tokens, passes])
+    _settings.log.add(stats.new_tokens, passes)
     if _settings.debug:
         ratio = stats.new_tokens / passes
         print("\n==========================ACCELERATION===SUMMARY======================================")  # noqa: T201

@@ -104,8 +104,9 @@ class Noise:
         if self._at != number:
             self._generator.set_state(self._states[number])
         self._states[number] = self._generator.get_state()
+        self._at = number + 1  # first, so that `rewind` also undoes an interrupted draw
         block.exponential_(generator=self._generator)
-        self._next = self._at = number + 1
+        self._next = self._at
 
     def rewind(self, number: int) -> None:
         """Have the generator where it is before this block is drawn; those drawn already are still known."""
@@ -163,8 +164,10 @@ class Draws:
         """The next tokens of a row, by the node of a tree; see `Sampler.draw_ahead`."""
         first = self._taken[row]
         self._noise.recheck()
-        blocks = [self._noise.block(first + depth, probabilities)[row] for depth in range(max(depths) + 1)]
-        self._noise.rewind(self._most_taken)
+        try:
+            blocks = [self._noise.block(first + depth, probabilities)[row] for depth in range(max(depths) + 1)]
+        finally:  # out of memory, too, must not leave the generator ahead of the text
+            self._noise.rewind(self._most_taken)
         (levels,) = upload([np.array(depths, dtype=np.int64)], probabilities.device)
         tokens = (probabilities / torch.stack(blocks)[levels]).argmax(dim=-1)  # [S]
         return tokens.where(_are_sound(probabilities), NO_TOKEN)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,12 +18,24 @@ from lade.hf.arguments import REMEDY, Lookahead, check_prompt, resolve, with_sto
 from lade.hf.beams import BeamSession, argument_of, num_beams, refuse_slow_beams, refuse_streamed_beams
 from lade.hf.plain import EVERY_PASS, decoding_method, lengths_of, metered, plain_steps
 from lade.hf.session import Output, Session, ids_of
+from lade.model.packed_linear import refuse_autocast
 from lade.model.support import supports, unwrap
 from lade.stats import Stats, Step
 
 ENDS = ("eos_token_id", "pad_token_id")
 PROMPTS = ("inputs", "input_ids", "inputs_embeds")
 ASSISTANTS = ("assistant_model", "prompt_lookup_num_tokens", "custom_generate")
+
+
+@dataclass
+class _Progress:
+    """How far a call of `model.generate` has come.
+
+    Attributes:
+        started: whether decoding has begun: until then nothing has been fed, drawn or streamed.
+    """
+
+    started: bool = False
 
 
 def decode(
@@ -79,9 +92,11 @@ def _decode(
     lookahead: Lookahead = "auto",
     stats: Stats | None = None,
     streamer: BaseStreamer | None = None,
+    progress: _Progress | None = None,
     **model_kwargs: Any,
 ) -> Output:
     config, may_fall_back = resolve(lookahead)
+    refuse_autocast(model)
     prepared = (model, input_ids, logits_processor, stopping_criteria, generation_config)
     refuse_streamed_beams(generation_config.num_beams if streamer is not None else None)
     beams = generation_config.num_beams or 1
@@ -96,6 +111,8 @@ def _decode(
                 raise
             _warn(problem)
         else:
+            if progress is not None:
+                progress.started = True
             result: Output = session.run()
             return result
     if streamer is not None:
@@ -133,8 +150,9 @@ def generate(
             their own pace and leave it when they end; with `num_beams` all prompts take their steps together.
         lookahead: see `lade.decode`.
         stats: is added to.
-        streamer: gets the prompt and every token.
-        generate_arguments: anything that `model.generate` takes.
+        streamer: gets the prompt, and each token after the stopping criteria and before anything else.
+        generate_arguments: anything that `model.generate` takes. After an error a cache passed as `past_key_values`
+            holds the text so far, as after plain decoding.
 
     Returns:
         What `model.generate` returns: `[B, L + new]` int64, or an output object with `return_dict_in_generate=True`,
@@ -145,20 +163,22 @@ def generate(
         InputError: the prompt cannot be decoded.
     """
     config, may_fall_back = resolve(lookahead)
+    refuse_autocast(unwrap(model))
     if inputs is not None:
         generate_arguments["inputs"] = inputs
     refuse_streamed_beams(num_beams(unwrap(model), generate_arguments) if streamer is not None else None)
     if config is not None:
+        progress = _Progress()
         try:
             if may_fall_back and isinstance(prompts := _prompts(generate_arguments), torch.Tensor):
                 refuse_slow_beams(prompts.device, len(prompts), num_beams(unwrap(model), generate_arguments))
             check_request(model, generate_arguments)
-            method = decoder(streamer=streamer)
+            method = functools.partial(_decode, streamer=streamer, progress=progress)
             handed_on = with_stop_strings(unwrap(model), generate_arguments)
             output: Output = model.generate(custom_generate=method, lookahead=config, stats=stats, **handed_on)
             return output
-        except UnsupportedError as problem:  # raised before any work is done
-            if not may_fall_back:
+        except UnsupportedError as problem:
+            if progress.started or not may_fall_back:
                 raise
             _warn(problem)
     with metered(model, stats) as rows:
@@ -180,12 +200,13 @@ def stream(
     """`generate` for one prompt, step by step: an iterator over `Step`s, whose tokens together are the new tokens.
 
     Arguments and errors are those of `generate`; errors are raised by the call, not by the first step. Stopping early
-    leaves nothing broken.
+    leaves nothing broken: a cache passed as `past_key_values` then holds the text of the steps that were yielded.
 
     >>> for step in lade.stream(model, input_ids=ids, max_new_tokens=200):
     ...     print(tokenizer.decode(step.tokens), end="", flush=True)
     """
     config, may_fall_back = resolve(lookahead)
+    refuse_autocast(unwrap(model))
     if inputs is not None:
         generate_arguments["inputs"] = inputs
     refuse_streamed_beams(num_beams(unwrap(model), generate_arguments))

@@ -6,12 +6,13 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
@@ -42,11 +43,21 @@ EVERY_PASS = sys.maxsize
 """The length of a row that gets a token from every pass, as the beams of a prompt do."""
 
 
+@dataclass
+class _Pass:
+    """One forward pass, or one that has not come to its end."""
+
+    fed: int
+    start: float
+    end: float = 0.0
+
+
 @contextmanager
 def metered(model: Any, stats: Stats | None) -> Iterator[list[int]]:
     """Count and time the forward passes of whatever runs meanwhile, as one generation of one token a pass.
 
-    Passes over more than one token at the beginning (a prefill in chunks) count as prefill.
+    Passes over more than one token at the beginning (a prefill in chunks) count as prefill. After an error the last
+    pass does not count: it has failed, or its token was never emitted.
 
     Yields:
         A list; whoever knows how many tokens each row of a batch has got puts that in. Then every row counts.
@@ -56,33 +67,36 @@ def metered(model: Any, stats: Stats | None) -> Iterator[list[int]]:
         yield rows
         return
     model = unwrap(model)
-    passes: list[tuple[int, float, float]] = []  # tokens fed, start, end
+    passes: list[_Pass] = []
 
     def before(module: Any, args: Any, kwargs: Any) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)
-        passes.append((1 if ids is None else ids.shape[-1], perf_counter(), 0.0))
+        passes.append(_Pass(1 if ids is None else ids.shape[-1], perf_counter()))
 
     def after(module: Any, args: Any, output: Any) -> None:
-        passes[-1] = (*passes[-1][:2], perf_counter())
+        passes[-1].end = perf_counter()
 
-    hooks = [
-        model.register_forward_pre_hook(before, with_kwargs=True),
-        model.register_forward_hook(after),
-    ]
-    begin = perf_counter()
-    try:
-        yield rows
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks:
+        hooks.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
+        hooks.callback(model.register_forward_hook(after).remove)
+        begin = perf_counter()
+        try:
+            yield rows
+        except BaseException:
+            _add_passes(stats, _with_token(passes), begin, perf_counter(), rows)
+            raise
         _add_passes(stats, passes, begin, perf_counter(), rows)
 
 
-def _add_passes(
-    stats: Stats, passes: list[tuple[int, float, float]], begin: float, end: float, rows: Sequence[int]
-) -> None:
-    prefill = max(1, next((i for i, (fed, *_) in enumerate(passes) if fed == 1), len(passes)))
-    laps = [*(start for _, start, _ in passes[prefill:]), end]  # a step ends where the next pass begins
+def _with_token(passes: Sequence[_Pass]) -> Sequence[_Pass]:
+    """The passes of a failed generation whose tokens were emitted: those that another pass came after."""
+    prefilled = any(each.fed == 1 for each in passes[1:])
+    return passes[:-1] if prefilled else ()
+
+
+def _add_passes(stats: Stats, passes: Sequence[_Pass], begin: float, end: float, rows: Sequence[int]) -> None:
+    prefill = max(1, next((i for i, each in enumerate(passes) if each.fed == 1), len(passes)))
+    laps = [*(each.start for each in passes[prefill:]), end]  # a step ends where the next pass begins
 
     def add(index: int, source: str, fed: int, seconds: float, forward_s: float) -> None:
         going_on = sum(length > index for length in rows) if rows else 1
@@ -90,9 +104,9 @@ def _add_passes(
             stats.add(*[Step(index, [-1], [source], fed, seconds)] * going_on, forward_s=forward_s)
 
     if passes:
-        add(0, "prefill", sum(fed for fed, *_ in passes[:prefill]), laps[0] - begin, 0.0)
-    for index, (fed, start, stop) in enumerate(passes[prefill:], start=1):
-        add(index, "bonus", fed, laps[index] - start, stop - start)
+        add(0, "prefill", sum(each.fed for each in passes[:prefill]), laps[0] - begin, 0.0)
+    for index, each in enumerate(passes[prefill:], start=1):
+        add(index, "bonus", each.fed, laps[index] - each.start, each.end - each.start)
 
 
 def lengths_of(output: Any, width: int, ends: Collection[int], padding: int | None) -> list[int]:
@@ -117,35 +131,53 @@ def _length(row: list[int], ends: Collection[int], padding: int | None) -> int:
     return len(row) - next((i for i, token in enumerate(reversed(row)) if token != padding), 0)
 
 
-class _Channel(BaseStreamer, StoppingCriteria):
-    """Carries tokens from the thread that generates to the one that reads, and the wish to stop the other way."""
+class _Closed(BaseException):
+    """Ends a generation whose reader has stopped; not an `Exception`, so that no handler on the way catches it."""
+
+
+class _Channel(BaseStreamer):
+    """Carries tokens from the thread that generates to the one that reads, which asks for each of them.
+
+    The generating thread waits between two tokens. Running ahead, it would leave text in a user's cache, and draws from
+    torch's generator, that the reader has never seen.
+    """
 
     def __init__(self) -> None:
         self.items: queue.SimpleQueue[list[int] | BaseException | None] = queue.SimpleQueue()
-        self.closed = threading.Event()
-        self._prompt_seen = False
+        self._asked = threading.Semaphore(0)
+        self._closed = self._prompt_seen = False
 
     def put(self, value: torch.Tensor) -> None:
         if self._prompt_seen:
             self.items.put(value.flatten().tolist())
+            self._asked.acquire()
+            if self._closed:
+                raise _Closed
         self._prompt_seen = True
 
     def end(self) -> None:
-        """The reader is told when the thread ends, so that an error after the last token is not lost."""
+        """No-op: the reader stops when the thread ends, so that an error after the last token is not lost."""
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full((input_ids.shape[0],), self.closed.is_set(), device=input_ids.device, dtype=torch.bool)
+    def ask(self) -> None:
+        """For the reader: go on to the next token."""
+        self._asked.release()
+
+    def close(self) -> None:
+        """For the reader: end the generation where it stands."""
+        self._closed = True
+        self._asked.release()
 
 
 def plain_steps(model: Any, stats: Stats | None, **generate_arguments: Any) -> Iterator[Step]:
     """`model.generate` as an iterator: one `Step` a token. Stopping early ends the generation."""
-    channel = _Channel()
-    criteria = StoppingCriteriaList([*(generate_arguments.pop("stopping_criteria", None) or ()), channel])
+    channel, casting = _Channel(), _autocasts(unwrap(model))
 
     def work() -> None:
         try:
-            with metered(model, stats):
-                model.generate(streamer=channel, stopping_criteria=criteria, **generate_arguments)
+            with ExitStack() as stack, metered(model, stats), suppress(_Closed):
+                for autocast in casting:
+                    stack.enter_context(autocast)
+                model.generate(streamer=channel, **generate_arguments)
         except BaseException as problem:  # noqa: BLE001 - handed over to the reader, who raises it
             channel.items.put(problem)
         channel.items.put(None)
@@ -158,10 +190,18 @@ def plain_steps(model: Any, stats: Stats | None, **generate_arguments: Any) -> I
         while (item := channel.items.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
-            now = perf_counter()
             source = "bonus" if index else "prefill"
-            yield Step(index, item, [source] * len(item), 1, now - lap)
-            index, lap = index + 1, now
+            yield Step(index, item, [source] * len(item), 1, perf_counter() - lap)
+            index, lap = index + 1, perf_counter()
+            channel.ask()
     finally:
-        channel.closed.set()
+        channel.close()
         thread.join()
+
+
+def _autocasts(model: PreTrainedModel) -> list[torch.autocast]:
+    """Contexts in which another thread casts as this one does: autocast is a setting of each thread."""
+    return [
+        torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
+        for kind in sorted({"cpu", model.device.type})
+    ]

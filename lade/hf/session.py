@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -19,12 +21,12 @@ from lade.decoding.drafting import drafter_for
 from lade.decoding.engine import Engine
 from lade.decoding.joint import JointBudget
 from lade.decoding.memory import Memory
-from lade.decoding.row import Row
+from lade.decoding.row import Row, StopRule
 from lade.hf.arguments import check_cache, check_switch, checked_paddings
 from lade.hf.at_once import AtOnce, can_be_asked_at_once, pays_at_once
 from lade.hf.draws import Draws, LoneSampler, RowSampler, Sampler
 from lade.hf.rows import check_lengths, check_rows, processors_of_row
-from lade.hf.transcript import Processed, Record, StopRules, Transcript
+from lade.hf.transcript import Processed, Record, StopRules, Streamed, Transcript
 from lade.model.cache import TreeCache
 from lade.model.choice import runner_for
 from lade.model.lending import loan_for
@@ -73,10 +75,10 @@ class Session:
     ) -> None:
         plan = supports(model).require()
         self._paddings = checked_paddings(model, input_ids, logits_processor, generation_config, model_kwargs)
-        check_cache(model_kwargs.get("past_key_values"), self._paddings)
+        check_cache(model_kwargs.get("past_key_values"), self._paddings, input_ids.shape[1])
         given: Any = model_kwargs.get("past_key_values")
-        users = bool(getattr(given, "_is_user_defined", False))
-        runner = runner_for(model, plan, generation_config, own_cache=not users)
+        self._users = bool(getattr(given, "_is_user_defined", False))
+        runner = runner_for(model, plan, generation_config, own_cache=not self._users)
         check_switch(runner, input_ids.shape[1], generation_config.max_length)
         if self._is_batch:
             check_rows(logits_processor, stopping_criteria, generation_config, streamed=streamer is not None)
@@ -85,8 +87,9 @@ class Session:
         self._model = model
         self._input_ids, self._generation_config = input_ids, generation_config
         self._streamer, self._prompt_streamed = streamer, prompt_streamed
+        self._known = sys.maxsize  # tokens of the text that the caller knows
         # The cache that transformers makes where the user gave none is empty, and of no use for a tree.
-        self._given_cache: Cache = given if users else TreeCache()
+        self._given_cache: Cache = given if self._users else TreeCache()
         handed_out = bool(generation_config.return_dict_in_generate) and not self._is_batch
         self._loan = loan_for(runner, self._given_cache, generation_config.max_length, handed_out=handed_out)
         self._record = record_for(generation_config)
@@ -128,25 +131,57 @@ class Session:
             processors = processors_of_row(processors, number, len(self._paddings))
         prompt = self._input_ids[number : number + 1]
         return row_for(
-            prompt, self._paddings[number], drafter, processors, criteria, sampler=sampler, record=self._record
+            prompt,
+            self._paddings[number],
+            drafter,
+            processors,
+            criteria,
+            sampler=sampler,
+            record=self._record,
+            streamer=self._streamer,
         )
 
     def __iter__(self) -> Iterator[Step]:
-        """Decode; one `Step` per forward pass and row."""
-        if self._streamer is not None and not self._prompt_streamed:
-            self._streamer.put(self._input_ids.cpu())
-        try:
+        """Decode; one `Step` per forward pass and row.
+
+        However the iteration ends, a user's cache then holds only text that the steps have yielded.
+        """
+        self._known = self._input_ids.shape[1]
+        with closing(self._decode()) as passes:
+            for steps in passes:
+                self._known = len(self._rows[0].tokens)
+                yield from steps
+
+    def run(self) -> Output:
+        """Decode to the end. An error leaves a user's cache as it leaves it in plain decoding."""
+        with closing(self._decode()) as passes:
+            for _ in passes:
+                pass
+        return self.output()
+
+    def _decode(self) -> Generator[list[Step], None, None]:
+        """The steps of each pass."""
+        with ExitStack() as stack:
+            stack.push(self._end_stream)
+            stack.callback(save_refreshed, self._model)
+            stack.push(self._give_back)
+            if self._streamer is not None and not self._prompt_streamed:
+                self._streamer.put(self._input_ids.cpu())
             for steps in self._engine.run():
                 self._follow()
-                if self._streamer is not None:
-                    for token in steps[0].tokens:
-                        self._streamer.put(torch.tensor([token]))
-                yield from steps
-        finally:
-            self._loan.give_back()
-            save_refreshed(self._model)
-            if self._streamer is not None:
-                self._streamer.end()  # also after an error: whoever reads a TextIteratorStreamer would wait for ever
+                yield steps
+
+    def _give_back(self, problem: type[BaseException] | None, *_: object) -> None:
+        """Give the cache back, without what is not text; empty where nobody is going to use it."""
+        used = not self._is_batch and (self._users or problem is None)
+        self._loan.give_back(min(self._engine.settled[0], self._known) if used else 0)
+
+    def _end_stream(self, problem: type[BaseException] | None, *_: object) -> None:
+        """After an error, too: the reader of a TextIteratorStreamer would wait for ever."""
+        if self._streamer is None:
+            return
+        with suppress(Exception) if problem else nullcontext():  # a broken streamer must not hide the first error
+            self._streamer.end()
 
     def _follow(self) -> None:
         """Tell those that serve all rows of a batch what a pass did to it."""
@@ -167,12 +202,6 @@ class Session:
         written = [row.written for row in self._rows]
         return output_of(self._input_ids, written, self._generation_config, self._record, cache)
 
-    def run(self) -> Output:
-        """Decode to the end."""
-        for _ in self:
-            pass
-        return self.output()
-
 
 def row_for(
     prompt: torch.Tensor,
@@ -183,6 +212,7 @@ def row_for(
     *,
     sampler: Sampler | None,
     record: Record,
+    streamer: BaseStreamer | None = None,
 ) -> Row:
     """A row that asks transformers' processors and criteria about its tokens.
 
@@ -194,6 +224,7 @@ def row_for(
         criteria: likewise.
         sampler: draws its tokens; None for the argmax.
         record: is told scores and logits.
+        streamer: gets each token.
     """
     transcript = Transcript(prompt, padding)
     chooser: Chooser = Greedy()
@@ -201,7 +232,10 @@ def row_for(
         at_once = pays_at_once(prompt.device) and can_be_asked_at_once(processors) and not record
         make = AtOnce if at_once else Processed
         chooser = make(processors, transcript, sampler=sampler, record=record)
-    return Row(prompt[0, padding:].tolist(), drafter, chooser, StopRules(criteria, transcript, record))
+    stop: StopRule = StopRules(criteria, transcript, record)
+    if streamer is not None:
+        stop = Streamed(stop, streamer)
+    return Row(prompt[0, padding:].tolist(), drafter, chooser, stop)
 
 
 def output_of(

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.streamers import BaseStreamer
 
 from lade.decoding.choose import Choose
+from lade.decoding.row import StopRule
 from lade.hf.draws import Sampler
 
 
@@ -127,3 +129,23 @@ class StopRules:
         if length <= self._plain_until:
             return tokens[-1] in self._eos or length >= self._max_length
         return bool(self._criteria(self._transcript.upto(tokens), self._record.scores).all())
+
+
+class Streamed:
+    """Stop rules that pass each token on to a streamer, once the criteria have been called with it.
+
+    Plain decoding does it in this order, so criteria and processors that look at the streamer see the same there.
+
+    Args:
+        stop: is asked first.
+        streamer: gets each token as `[1]` int64, on the CPU.
+    """
+
+    def __init__(self, stop: StopRule, streamer: BaseStreamer) -> None:
+        self._stop, self._streamer = stop, streamer
+
+    def __call__(self, tokens: Sequence[int]) -> bool:
+        """Whether the row ends with its last token."""
+        done = self._stop(tokens)
+        self._streamer.put(torch.tensor(tokens[-1:]))
+        return done

@@ -227,6 +227,17 @@ class TreeCache(Cache):
         for layer in self.layers:
             layer.lengths = lengths
 
+    def crop_to(self, tokens: int) -> None:
+        """Keep the first tokens of the only row, whatever layers an interrupted pass has updated.
+
+        Args:
+            tokens: how many; every layer holds them.
+        """
+        if not tokens:
+            self.reset()
+        for layer in self.layers:
+            layer.lengths = [tokens]
+
     def join(self, parts: Sequence[TreeCache], places: Sequence[tuple[int, int]]) -> None:
         """Become a cache of rows that others hold; those are emptied meanwhile, layer by layer.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +24,25 @@ def can_lend(cache: Any) -> bool:
     return isinstance(cache, DynamicCache) and not cache.offloading and all(type(la) in LENDERS for la in cache.layers)
 
 
+def why_unfit(cache: Cache, length: int) -> str:
+    """Why plain decoding from a cache that passes `can_lend` cannot be repeated; empty where it can.
+
+    Args:
+        cache: the user's, for a single row.
+        length: tokens of the prompt.
+    """
+    layers: list[Any] = [layer for layer in cache.layers if getattr(layer, "is_initialized", False)]
+    held = sorted({layer.get_seq_length() for layer in layers})
+    rows = {len(layer.lengths) if isinstance(layer, TreeLayer) else layer.keys.shape[0] for layer in layers}
+    if len(held) > 1:
+        return f"its layers hold from {held[0]} to {held[-1]} tokens, as an interrupted pass leaves it: reset it"
+    if held and held[0] >= length:
+        return f"it holds {held[0]} tokens and the prompt has {length}, of which one at least has to be fed: crop it"
+    if rows - {1}:
+        return f"it holds {max(rows)} rows, and there is one prompt"
+    return ""
+
+
 class Loan:
     """The cache to decode with, and how the user's own gets what came in.
 
@@ -32,17 +53,29 @@ class Loan:
     def __init__(self, cache: Cache) -> None:
         self._lender = cache
         self.cache = cache if isinstance(cache, TreeCache) else _borrowed(cache)
-        self._borrowed_tokens = self.cache.get_seq_length()
+        self._borrowed_layers, self._borrowed_tokens = list(self.cache.layers), self.cache.get_seq_length()
 
-    def give_back(self) -> None:
-        """Append to the user's cache what it does not hold yet; with a `TreeCache` there is nothing to do."""
+    def give_back(self, tokens: int) -> None:
+        """Let the user's cache hold the first tokens of the row, and none after them, which may be rejected guesses.
+
+        Args:
+            tokens: how many; every layer of the borrowed cache holds them.
+        """
         if self._lender is self.cache:
-            return
-        start, end = self._borrowed_tokens, self.cache.get_seq_length()
-        for index, layer in enumerate(self.cache.layers if end > start else ()):
-            assert layer.keys is not None and layer.values is not None
-            self._lender.update(layer.keys[:, :, start:end].clone(), layer.values[:, :, start:end].clone(), index)
-        self._borrowed_tokens = end
+            self.cache.crop_to(tokens)
+        elif self._borrowed_layers and self.cache.layers[:1] != self._borrowed_layers[:1]:
+            self._hand_over(0, tokens)  # the model has recomputed the text, with other frequencies
+        else:
+            self._hand_over(self._borrowed_tokens, tokens)
+
+    def _hand_over(self, start: int, end: int) -> None:
+        """Let the user's cache hold the borrowed one's tokens from `start` on, after those before."""
+        with _all_or_nothing(self._lender):
+            for index, layer in enumerate(self.cache.layers if end > start else ()):
+                if not start and self._borrowed_tokens:
+                    self._lender.layers[index].reset()
+                keys, values = (_tensor(states)[:, :, start:end].clone() for states in (layer.keys, layer.values))
+                self._lender.update(keys, values, index)
 
 
 class GraphLoan:
@@ -56,9 +89,9 @@ class GraphLoan:
     def __init__(self, cache: GraphCache, heir: TreeCache | None) -> None:
         self.cache, self._heir = cache, heir
 
-    def give_back(self) -> None:
-        """Let others have the buffers."""
-        if self._heir is not None:
+    def give_back(self, tokens: int) -> None:
+        """Release the buffers; where `tokens`, those of the row, are not 0, the heir gets what they hold."""
+        if self._heir is not None and tokens:
             self.cache.hand_over(self._heir)
         self.cache.reset()
 
@@ -75,6 +108,24 @@ def loan_for(runner: EagerRunner, given: Cache, tokens: int, *, handed_out: bool
     if not isinstance(runner, GraphRunner) or not isinstance(given, TreeCache):
         return Loan(given)
     return GraphLoan(runner.new_cache(tokens=tokens), given if handed_out else None)
+
+
+@contextmanager
+def _all_or_nothing(cache: Cache) -> Iterator[None]:
+    """Restore a dynamic cache after an error, so that its layers never differ in length.
+
+    Such a cache replaces its tensors and never writes to them, so references to the old ones suffice.
+    """
+    layers = list(cache.layers)
+    before = [dict(vars(layer)) for layer in layers]
+    try:
+        yield
+    except BaseException:
+        cache.layers[:] = layers
+        for layer, fields in zip(layers, before, strict=True):
+            vars(layer).clear()
+            vars(layer).update(fields)
+        raise
 
 
 def _borrowed(cache: Cache) -> TreeCache:
@@ -95,3 +146,8 @@ def _full_length(states: torch.Tensor, tokens: int) -> torch.Tensor:
     A layer with a sliding window has dropped them because no later token sees them, and our masks show them to none.
     """
     return torch.nn.functional.pad(states, (0, 0, tokens - states.shape[2], 0))
+
+
+def _tensor(states: torch.Tensor | None) -> torch.Tensor:
+    assert states is not None
+    return states

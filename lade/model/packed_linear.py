@@ -93,13 +93,22 @@ class PackedLinear(nn.Module):
         """As of the layer."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
-    def _autocast(self, x: torch.Tensor) -> torch.Tensor:
+    def check_autocast(self) -> torch.dtype:
+        """The dtype that autocast asks for.
+
+        Raises:
+            UnsupportedModelError: it is not the packed one.
+        """
         dtype = torch.get_autocast_dtype("cpu")
         if dtype != self._packed.dtype:
             raise UnsupportedModelError(
                 f"a layer packed in {short(self._packed.dtype)} cannot run under autocast to {short(dtype)}",
                 f"leave torch.autocast, or {UNPACK_REMEDY}",
             )
+        return dtype
+
+    def _autocast(self, x: torch.Tensor) -> torch.Tensor:
+        dtype = self.check_autocast()
         return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
     def _dense_parameter(self) -> nn.Parameter:
@@ -173,6 +182,20 @@ def _check_move(fn: Any, dtype: torch.dtype) -> None:
             f"layers packed in {short(dtype)} for the CPU cannot become {short(after.dtype)} on {after.device}",
             f"{UNPACK_REMEDY}, and pack it again afterwards",
         )
+
+
+def refuse_autocast(model: Any) -> None:
+    """Raise before any work what each pass of a packed model would raise under autocast to another dtype.
+
+    Plain decoding raises it as well, so there is nothing to fall back to.
+
+    Raises:
+        UnsupportedModelError: autocast asks for a dtype that some layer is not packed in.
+    """
+    if torch.is_autocast_enabled("cpu") and isinstance(model, nn.Module):
+        for module in model.modules():
+            if isinstance(module, PackedLinear):
+                module.check_autocast()
 
 
 def weight_of(layer: nn.Module) -> torch.Tensor:

@@ -93,8 +93,19 @@ class EagerRunner:
         self, texts: Sequence[Sequence[int]], places: Sequence[Sequence[int]], cache: TreeCache, watch: Watch | None
     ) -> torch.Tensor:
         """Feed texts of equal length; `places` are the rows that each of them is the text of."""
-        if self._forgets(texts, cache):
-            cache.reset()
+        anew = self._forgets(texts, cache) or not cache.get_seq_length()
+        try:
+            if anew:
+                cache.reset()
+            return self._feed_texts(texts, places, cache, watch)
+        except BaseException:
+            if anew:  # some layers hold what others lack, and none what they held before
+                cache.reset()
+            raise
+
+    def _feed_texts(
+        self, texts: Sequence[Sequence[int]], places: Sequence[Sequence[int]], cache: TreeCache, watch: Watch | None
+    ) -> torch.Tensor:
         ids = torch.tensor(texts, device=self.device)
         kwargs: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
         if "position_ids" in self._accepts:

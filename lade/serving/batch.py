@@ -197,7 +197,7 @@ class Batch:
             self._end_rows(problem)
             return
         for row, step in zip(rows, steps, strict=True):
-            if row.problem is None:
+            if step.tokens:  # also of a row that then failed
                 self._tell(self._seats[row], step)
             else:
                 self._end(self._seats[row], row.problem)
@@ -222,7 +222,7 @@ class Batch:
             self._end(seat, problem)
             return
         if seat.row.done:
-            self._end(seat, seat.request.output(seat.row))
+            self._end(seat, seat.row.problem or seat.request.output(seat.row))
 
     def _end(self, seat: Seat, result: Output | BaseException | None) -> None:
         """Let a request go; see `Handle.end` for the result."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from time import perf_counter
 from typing import Any
 
@@ -171,12 +172,11 @@ def measure_step_cost(
     """
     check_sizes(sizes)
     before = runner.forward_s
-    timer = StepTimer(runner, vocabulary=vocabulary, largest=max(sizes), cached=cached, batch=batch)
     samples: dict[int, list[float]] = {}
-    feasible = [size for size in sizes if size <= timer.largest]
-    for size, seconds in samples_of(timer, feasible, budget_s=budget_s, clock=clock):
-        samples.setdefault(size, []).append(seconds)
-    timer.close()
+    with closing(StepTimer(runner, vocabulary=vocabulary, largest=max(sizes), cached=cached, batch=batch)) as timer:
+        feasible = [size for size in sizes if size <= timer.largest]
+        for size, seconds in samples_of(timer, feasible, budget_s=budget_s, clock=clock):
+            samples.setdefault(size, []).append(seconds)
     runner.forward_s = before
     return StepCost.of(samples, measured_at=time.time())
 

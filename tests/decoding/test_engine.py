@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,6 +11,7 @@ from lade.decoding.choose import Greedy
 from lade.decoding.drafting import drafter_for
 from lade.decoding.engine import Engine
 from lade.decoding.row import Row
+from lade.decoding.tree import TokenTree
 from lade.testing import FunctionRunner, ListCache, nearly_flat_cost
 
 VOCABULARY = 12
@@ -132,3 +134,75 @@ def test_a_consumer_that_stops_early_leaves_tokens_and_cache_agreeing():
     run.close()
     assert engine.cache.rows[0] == row.tokens[:-1]
     assert row.tokens == plain(follow_of(1, 2), [1, 2, 1, 2], len(row.tokens) - 4)
+
+
+def counting_engine(period: int = 7) -> tuple[Engine[ListCache], Row, list[int]]:
+    """One that accepts several tokens a step, its row, and the tokens that its stop rule has been called with."""
+    prompt, seen = [0, 1, 2, 3, 4, 5, 6, 0, 1], list[int]()
+    drafter = drafter_for(LookaheadConfig(0, 4, 4))
+    row = Row(prompt, drafter, Greedy(), lambda tokens: bool(seen.append(tokens[-1])))
+    runner = FunctionRunner(lambda text: (text[-1] + 1) % period, VOCABULARY)
+    return Engine([row], runner, ListCache(), Stats()), row, seen
+
+
+@pytest.mark.parametrize("problem", [RuntimeError("a user's own"), KeyboardInterrupt()])
+@pytest.mark.parametrize("at", range(1, 10))
+def test_an_error_amid_a_step_leaves_the_accepted_tokens_in_the_cache_and_no_others(at, problem):
+    engine, row, _ = counting_engine()
+    calls = []
+
+    def stop(tokens: Sequence[int]) -> bool:
+        calls.append(tokens[-1])
+        if len(calls) == at:
+            raise problem
+        return False
+
+    row._stop = stop
+    yielded = []
+    with pytest.raises(type(problem)) as caught:
+        for (step,) in engine.run():
+            yielded += step.tokens
+    assert caught.value is problem and engine.runner.passes < max(2, at)
+    assert engine.cache.rows[0] == row.tokens[:-1] and engine.settled == engine.cache.lengths
+    assert engine.stats.new_tokens == at - 1, "all that were emitted before"
+    if isinstance(problem, Exception) or at == 1:
+        assert yielded == calls[:-1]
+    assert row.problem is None
+
+
+def test_a_pass_that_fails_is_not_text():
+    engine, row, _ = counting_engine()
+    forward, run = engine.runner.forward, engine.run()
+    first = next(run)
+
+    def fails(trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: ListCache) -> None:
+        forward(trees, rows, cache)
+        raise MemoryError("no more")
+
+    engine.runner.forward = fails  # type: ignore[method-assign, assignment]
+    with pytest.raises(MemoryError, match="no more"):
+        next(run)
+    assert engine.cache.lengths > engine.settled == [len(row.tokens) - 1]
+    assert row.written == first[0].tokens
+
+
+def test_an_isolated_row_ends_with_the_tokens_before_its_error():
+    engine, row, seen = counting_engine()
+    other, problem = counting_engine()[1], RuntimeError("a user's own")
+    engine.rows.append(other)
+    engine.cache.rows.append([])
+    engine.isolate = True
+    run = engine.prefill()
+    emit = row._stop
+
+    def stop(tokens: Sequence[int]) -> bool:
+        if len(seen) == 3:
+            raise problem
+        return emit(tokens)
+
+    row._stop = stop
+    failed, complete = engine.step()
+    assert row.problem is problem and engine.rows == [other]
+    assert run[0].tokens + failed.tokens == seen and len(seen) == 3
+    assert len(complete.tokens) > len(failed.tokens)
+    assert engine.cache.rows == [other.tokens[:-1]]

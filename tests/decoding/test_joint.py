@@ -1,5 +1,7 @@
 """One size for all rows of a batch."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from lade.decoding.controller import Controller
@@ -18,7 +20,7 @@ SURE = [1.0, 0.95, 0.9, 0.9, 0.85, 0.8, 0.8, 0.8]
 NOTHING = [1.0]
 
 
-def decided(*found: list[float]) -> int:
+def decided(*found: Sequence[float]) -> int:
     """How many nodes a row with many could feed."""
     budget = JointBudget(steep_cost())
     assert not budget.rest()
@@ -84,3 +86,18 @@ def test_nothing_is_decided_where_nobody_looked(found: list[list[float]]):
     budget.decide([SURE, SURE])
     budget.decide(found)
     assert budget.choose(SURE) == len(SURE)
+
+
+@pytest.mark.parametrize("plain", [(), []])
+def test_a_row_that_drafts_nothing_counts_the_token_that_it_gets(plain: Sequence[float]):
+    """Counted as nothing, two such rows would make a pass look worthless to the row that drafts beside them."""
+    for scores in (SURE, SURE[:3], NOTHING):
+        assert decided(scores, plain, plain) == decided(scores, NOTHING, NOTHING)
+    cheap = StepCost.of({1: [PLAIN_S], 8: [1.08 * PLAIN_S], 128: [3 * PLAIN_S]})
+    found, budget = [1.0, 0.5, 0.4, 0.3, 0.2, 0.1], JointBudget(cheap)
+    for _ in range(100):
+        if not budget.rest():
+            budget.decide([found, plain, plain])
+        size = budget.choose(found)
+        budget.passed(size, (sum(found[:size]) + 2) / 3, cheap.seconds(size), cheap.seconds(size))
+    assert size == len(found)

@@ -3,7 +3,7 @@
 import pytest
 
 from lade.decoding.tree import TokenTree
-from lade.decoding.verify import walk
+from lade.decoding.verify import Verdict, walk
 
 
 @pytest.fixture
@@ -43,3 +43,21 @@ def test_nothing_is_chosen_behind_a_stop(tree):
     assert asked == [0, 1]
     assert verdict.done and verdict.tokens == [1, 2] and verdict.path == [0, 1]
     assert verdict.sources == ["pool", "pool"]
+
+
+@pytest.mark.parametrize(("fails", "tokens"), [("choose", [1]), ("emit", [1])])
+def test_what_was_accepted_before_an_error_is_known(tree, fails, tokens):
+    def choose(node: int) -> int:
+        if node == 1 and fails == "choose":
+            raise KeyboardInterrupt
+        return {0: 1, 1: 2}[node]
+
+    def emit(token: int) -> bool:
+        if token == 2:
+            raise KeyboardInterrupt
+        return False
+
+    verdict = Verdict()
+    with pytest.raises(KeyboardInterrupt):
+        walk(tree, choose, emit, verdict)
+    assert (verdict.path, verdict.tokens, verdict.sources, verdict.done) == ([0, 1], tokens, ["pool"], False)

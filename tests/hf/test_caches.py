@@ -97,6 +97,58 @@ def test_caches_without_room_for_a_tree_are_refused():
         ours(model, IDS, 5, past_key_values=DynamicCache(offloading=True))
 
 
+def filled(model, tokens, kind=DynamicCache):
+    """A cache of a user's own that holds these tokens, and the text that they begin."""
+    text, cache = plain(model, IDS, 20), kind()
+    with torch.no_grad():
+        model(text[:, :tokens], past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize("make", [toy_model, windowed], ids=["full", "sliding window"])
+@pytest.mark.parametrize("kind", [DynamicCache, lade.TreeCache])
+@pytest.mark.parametrize("tokens", [6, 7, 8, 9, 15])
+def test_a_cache_that_leaves_nothing_of_the_prompt_to_feed_is_left_to_plain_decoding(make, kind, tokens):
+    model = make()
+    expected = plain(model, IDS, 10, past_key_values=filled(model, tokens))
+    if tokens < IDS.shape[1]:
+        assert torch.equal(ours(model, IDS, 10, past_key_values=filled(model, tokens, kind)), expected)
+        return
+    with pytest.raises(lade.UnsupportedArgumentError, match=f"holds {tokens} tokens and the prompt has 8.* crop it"):
+        ours(model, IDS, 10, past_key_values=filled(model, tokens, kind))
+    with pytest.raises(lade.UnsupportedArgumentError, match=f"holds {tokens} tokens"):
+        given = {"max_new_tokens": 10, "past_key_values": filled(model, tokens, kind)}
+        lade.stream(model, IDS, lookahead=LookaheadConfig(4, 3, 4), **given)
+    with pytest.warns(lade.FallbackWarning, match=f"holds {tokens} tokens"):
+        fallen = lade.generate(model, IDS, max_new_tokens=10, past_key_values=filled(model, tokens, kind))
+    assert torch.equal(fallen, expected)
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, lade.TreeCache])
+def test_a_cache_in_which_a_pass_was_interrupted_is_refused(kind):
+    model, cache = toy_model(), kind()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        model(IDS[:, :3], past_key_values=cache)
+        model.model.layers[1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(IDS[:, 3:5], past_key_values=cache)
+    with pytest.raises(lade.UnsupportedArgumentError, match="its layers hold from 3 to 5 tokens"):
+        ours(toy_model(), IDS, 5, past_key_values=cache)
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, lade.TreeCache])
+def test_a_cache_of_several_rows_is_refused_for_one_prompt(kind):
+    model, cache = toy_model(), kind()
+    with torch.no_grad():
+        model(IDS[:, :3].repeat(2, 1), past_key_values=cache)
+    with pytest.raises(lade.UnsupportedArgumentError, match="it holds 2 rows, and there is one prompt"):
+        ours(model, IDS, 5, past_key_values=cache)
+
+
 def test_a_padded_prompt_gets_no_cache_whose_slots_plain_decoding_would_miscount():
     model = toy_model()
     padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), IDS], dim=1)

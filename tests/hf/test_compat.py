@@ -1,8 +1,12 @@
 """The original library's API."""
 
+import functools
+from collections import deque
+
 import pytest
 import torch
 from transformers import GenerationMixin, TextIteratorStreamer
+from transformers.generation.streamers import BaseStreamer
 
 import lade
 from lade.hf import compat
@@ -135,6 +139,42 @@ def test_a_streamer_gets_prompt_tokens_and_end(passes, monkeypatch):
     streamer = TextIteratorStreamer(Numbers())
     ids = model.generate(IDS, max_new_tokens=20, streamer=streamer)
     assert [int(word) for word in "".join(streamer).split()] == ids[0].tolist()
+
+
+def test_a_streamer_has_each_token_before_the_next_criterion_is_called(passes, monkeypatch):
+    model, counted = passes
+
+    class Listener(BaseStreamer):
+        def put(self, value):
+            calls.append(value.tolist())
+
+        def end(self):
+            calls.append("end")
+
+    def criterion(input_ids, scores, **more):
+        calls.append(input_ids.shape)
+        return torch.zeros(1, dtype=torch.bool)
+
+    books = []
+    for use_lade in "01":
+        lade.augment_all()
+        config()
+        monkeypatch.setenv("USE_LADE", use_lade)
+        books.append(calls := [])
+        model.generate(IDS, max_new_tokens=100, streamer=Listener(), stopping_criteria=[criterion])
+    assert books[0] == books[1] and len(counted) < 200
+
+
+def test_the_log_is_bounded_and_its_sums_are_whole(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(compat._Log, "__init__", functools.partialmethod(compat._Log.__init__, entries=deque(maxlen=3)))
+    config()
+    for tokens in range(1, 6):
+        compat._log(lade.Stats(new_tokens=tokens, generations=1))
+    lade.save_log(tmp_path / "log.pt")
+    assert torch.load(tmp_path / "log.pt") == [[3, 1], [4, 1], [5, 1]]
+    lade.log_history()
+    assert "OVERALL GEN:  15  STEPS:  5 " in capsys.readouterr().out
+    assert compat.LOGGED_GENERATIONS == 65_536 and "65,536" in lade.save_log.__doc__
 
 
 def test_settings_that_are_left_out_keep_their_value():

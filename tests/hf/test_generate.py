@@ -186,6 +186,37 @@ def test_a_streamer_is_told_the_end_after_an_error_as_well(model, ids):
     assert recorder.calls[-1] == "end"
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_refusal_after_decoding_has_begun_is_an_error_and_no_reason_to_fall_back(model, ids, beams):
+    """The streamer has got the prompt by then; to decode it plainly as well would stream it twice."""
+
+    def refuse(*_):
+        raise lade.UnsupportedModelError("not in this pass", "none")
+
+    model.lm_head.register_forward_hook(refuse)
+    recorder = Recorder() if beams == 1 else None
+    with pytest.raises(lade.UnsupportedModelError, match="not in this pass"):
+        lade.generate(model, input_ids=ids, max_new_tokens=5, num_beams=beams, streamer=recorder)
+    assert recorder is None or recorder.calls == [ids.tolist(), "end"]
+
+
+def test_a_broken_streamer_raises_its_own_first_error(model, ids):
+    class Broken(Recorder):
+        def put(self, value):
+            super().put(value)
+            if len(self.calls) == 4:
+                raise BrokenPipeError("put")
+
+        def end(self):
+            super().end()
+            raise ValueError("end")
+
+    recorder = Broken()
+    with pytest.raises(BrokenPipeError, match="put") as caught:
+        lade.generate(model, input_ids=ids, max_new_tokens=9, streamer=recorder)
+    assert caught.value.__context__ is None and recorder.calls[-1] == "end" and len(recorder.calls) == 5
+
+
 def test_the_output_object_has_sequences_and_a_cache(model, ids):
     plain = model.generate(ids, max_new_tokens=20, return_dict_in_generate=True)
     ours = lade.generate(model, input_ids=ids, max_new_tokens=20, return_dict_in_generate=True)

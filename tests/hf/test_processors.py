@@ -146,7 +146,7 @@ class Listener(BaseStreamer):
 
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("eos", [None, [3, 5]])
-def test_a_recorder_sees_the_identical_sequence_of_calls(do_sample, eos):
+def test_processors_criteria_and_streamers_are_called_in_the_order_of_plain_decoding(do_sample, eos):
     books = []
     for generate, more in ((MODEL.generate, {}), (lade.generate, {"model": MODEL})):
         recorder = Recorder()
@@ -158,11 +158,38 @@ def test_a_recorder_sees_the_identical_sequence_of_calls(do_sample, eos):
             eos_token_id=eos,
             logits_processor=[Asked(recorder.processor)],
             stopping_criteria=[recorder.criterion],
+            streamer=Listener(recorder),
             **more,
         )
         books.append(recorder.calls)
     assert books[0] == books[1]
     assert len(books[0]) > 4
+
+
+def stopped_by_its_streamer(generate: Callable[..., torch.Tensor], count: int) -> torch.Tensor:
+    """What is decoded with a criterion that ends the text once the streamer has got so many tokens."""
+    recorder = Recorder()
+
+    def enough(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((1,), len(recorder.calls) > count)  # the prompt is the first call
+
+    ids = torch.tensor([[1, 2, 1, 2, 1, 2]])
+    return generate(input_ids=ids, max_new_tokens=60, stopping_criteria=[enough], streamer=Listener(recorder))
+
+
+@pytest.mark.parametrize("through", ["lade.generate", "decoder"])
+def test_a_criterion_that_watches_the_streamer_stops_where_it_does_in_plain_decoding(through):
+    stats = lade.Stats()
+
+    def ours(streamer: BaseStreamer, **arguments: Any) -> torch.Tensor:
+        arguments |= {"lookahead": LookaheadConfig(budget=20), "stats": stats}
+        if through == "lade.generate":
+            return lade.generate(MODEL, streamer=streamer, **arguments)
+        return MODEL.generate(custom_generate=lade.decoder(streamer=streamer), **arguments)
+
+    for count in (1, 4, 9, 12, 13, 14, 20):
+        assert torch.equal(stopped_by_its_streamer(ours, count), stopped_by_its_streamer(MODEL.generate, count))
+    assert max(stats.accepted) > 1
 
 
 def test_a_streamer_gets_its_tokens_one_by_one_in_order():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 from transformers.pytorch_utils import Conv1D
 
 import lade
@@ -177,6 +178,33 @@ def test_autocast_works_where_it_asks_for_the_packed_dtype():
         assert torch.equal(packed(nn.Sequential(copy.deepcopy(layer)).eval())(x), layer(x))
         model = packed(nn.Sequential(nn.Linear(24, 40)).eval())
         refused(lambda: model(x), "float32", "autocast to bfloat16", "lade.unpack")
+
+
+@pytest.mark.parametrize("lookahead", ["auto", None, lade.LookaheadConfig(3, 3, 3)])
+def test_another_dtype_of_autocast_is_refused_before_any_work(lookahead):
+    """Plain decoding could not serve it either: there is no fallback, and a streamer has got nothing."""
+    model, streamer, passes = packed(build("llama")), Heard(), []
+    model.register_forward_pre_hook(lambda *_: passes.append(1))
+    given = {"input_ids": PROMPT, "max_new_tokens": 5, "do_sample": False, "lookahead": lookahead}
+    with torch.autocast("cpu", torch.bfloat16):
+        refused(lambda: lade.generate(model, streamer=streamer, **given), "packed in float32", "autocast to bfloat16")
+        refused(lambda: lade.stream(model, **given), "packed in float32")
+        refused(lambda: model.generate(custom_generate=lade.decoder(streamer=streamer), **given), "packed in float32")
+    assert not passes and not streamer.calls
+    with torch.autocast("cpu", torch.float16, enabled=False):
+        lade.generate(model, streamer=streamer, **given)
+    assert len(streamer.calls) == 1 + 5 + 1
+
+
+class Heard(BaseStreamer):
+    def __init__(self):
+        self.calls = []
+
+    def put(self, value):
+        self.calls.append(value)
+
+    def end(self):
+        self.calls.append("end")
 
 
 # What packing leaves, frees and brings back

@@ -290,6 +290,36 @@ def test_a_generation_that_nobody_ends_does_not_keep_its_buffers(device: torch.d
     assert len(graphs.workspace(model)._entries) == 1
 
 
+@pytest.mark.parametrize("where", ["criterion", "model"])
+def test_a_generation_that_fails_gives_its_buffers_back(
+    where: str, device: torch.device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And copies nothing of them to a cache that nobody is going to get."""
+    model, ids = built("llama", device), prompt(20).to(device)
+    replay, calls = GraphRunner._replay, itertools.count()
+
+    def interrupted_replay(*given: Any) -> Any:
+        return (replay(*given), interrupt())[0]
+
+    def interrupt(*given: Any, **more: Any) -> torch.Tensor:
+        if next(calls) == 6:
+            raise KeyboardInterrupt
+        return torch.zeros(1, dtype=torch.bool)
+
+    told: dict[str, Any] = {"return_dict_in_generate": True, "max_new_tokens": 30}
+    with monkeypatch.context() as patch:
+        patch.setattr(StaticCache, "copy_to", None)
+        if where == "model":
+            patch.setattr(GraphRunner, "_replay", interrupted_replay)
+        else:
+            told["stopping_criteria"] = [interrupt]
+        with pytest.raises(KeyboardInterrupt):
+            lookahead(model, ids, PAPER, **told)
+    (entry,) = graphs.workspace(model)._entries
+    assert entry.idle and entry.borrower is None
+    assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=30), plain(model, ids, max_new_tokens=30))
+
+
 def test_changed_weights_are_captured_anew(device: torch.device, graphs: Graphs) -> None:
     model, ids = built("llama", device), prompt(20).to(device)
     told = {"max_new_tokens": 12}

@@ -174,3 +174,15 @@ def test_a_model_notices_nothing(family, batch):
     assert mine.lengths == [3]
     assert all(torch.equal(layer.keys, keys) for layer, keys in zip(mine.layers, kept, strict=True))
     assert torch.equal(lade.generate(model, input_ids=prompt, max_new_tokens=20), before)
+
+
+def test_what_it_has_taken_is_given_back_after_an_error(monkeypatch):
+    closed = []
+    monkeypatch.setattr(StepTimer, "close", lambda self: closed.append(True))
+
+    def fails(size):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(KnownRunner(fails))
+    assert len(closed) == 1

@@ -1,0 +1,352 @@
+"""A generation that is broken off, by Ctrl-C, by an error or by its reader, leaves what plain decoding leaves."""
+
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache, DynamicLayer, MistralConfig, MistralForCausalLM
+from transformers.generation.streamers import BaseStreamer
+
+import lade
+from lade import LookaheadConfig, TreeCache
+from lade.testing import toy_model
+
+MODEL = toy_model()
+IDS = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1]])
+CONFIGS = [LookaheadConfig(budget=24), LookaheadConfig(7, 5, 7)]
+SAMPLED = {"do_sample": True, "temperature": 0.2}
+NEW_TOKENS = 20
+SOME = (1, 2, 8, 9, 10, 13)
+EVERY = range(1, NEW_TOKENS + 1)
+CALLS = [pytest.param(SOME, id="some"), pytest.param(EVERY, id="every", marks=pytest.mark.slow)]
+
+
+class Fuse:
+    """Raises when it is called for the n-th time."""
+
+    def __init__(self, at: int, problem: BaseException) -> None:
+        self.left, self.problem = at, problem
+
+    def burn(self) -> None:
+        self.left -= 1
+        if not self.left:
+            raise self.problem
+
+
+class Listener(BaseStreamer):
+    """Notes the tokens after the prompt; with a fuse it breaks."""
+
+    def __init__(self, fuse: Fuse | None = None) -> None:
+        self.heard: list[int] = []
+        self.prompt_seen, self.fuse = False, fuse
+
+    def put(self, value):
+        if self.prompt_seen:
+            self.heard += value.tolist()
+            if self.fuse is not None:
+                self.fuse.burn()
+        self.prompt_seen = True
+
+    def end(self):
+        pass
+
+
+def breaking(where: str, fuse: Fuse) -> dict:
+    """Arguments of a generation that the fuse breaks off, and its streamer."""
+
+    def processor(input_ids, scores):
+        fuse.burn()
+        return scores
+
+    def criterion(input_ids, scores, **kwargs):
+        fuse.burn()
+        return torch.zeros(1, dtype=torch.bool)
+
+    arguments = {"streamer": Listener(fuse if where == "streamer" else None)}
+    if where == "processor":
+        arguments["logits_processor"] = [processor]
+    if where == "criterion":
+        arguments["stopping_criteria"] = [criterion]
+    return arguments
+
+
+def plain(ids, **arguments):
+    return MODEL.generate(ids, **arguments)
+
+
+def assert_good_for_another_turn(cache, heard, model=MODEL):
+    """Whoever knows the text that was heard can go on with the cache, plainly or not."""
+    text = torch.cat([IDS, torch.tensor([heard], dtype=torch.long), torch.tensor([[7, 9]])], dim=1)
+    expected = model.generate(text, max_new_tokens=3, do_sample=False)
+    assert cache.get_seq_length() < text.shape[1]
+    copied = TreeCache() if isinstance(cache, TreeCache) else DynamicCache()
+    for number, layer in enumerate(cache.layers):
+        keys, values = (states[:, :, : layer.get_seq_length()].clone() for states in (layer.keys, layer.values))
+        copied.update(keys, values, number)
+    assert torch.equal(model.generate(text, max_new_tokens=3, do_sample=False, past_key_values=copied), expected)
+    ours = lade.generate(
+        model, text, max_new_tokens=3, do_sample=False, past_key_values=cache, lookahead=LookaheadConfig(budget=8)
+    )
+    assert torch.equal(ours, expected)
+
+
+def broken(generate, cache, where, fuse, **arguments):
+    """Run until it breaks.
+
+    Returns:
+        The tokens that a streamer heard, and the generator's state.
+    """
+    arguments |= breaking(where, fuse)
+    torch.manual_seed(5)
+    with pytest.raises(type(fuse.problem)) as caught:
+        generate(IDS, max_new_tokens=NEW_TOKENS, past_key_values=cache, **arguments)
+    assert caught.value is fuse.problem
+    return arguments["streamer"].heard, torch.get_rng_state()
+
+
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("where", ["processor", "criterion", "streamer"])
+@pytest.mark.parametrize("calls", CALLS)
+def test_at_whatever_call_it_is_broken_off_cache_generator_and_streamer_are_plains(calls, where, sampling):
+    several = 0
+    for number, at in enumerate(calls):
+        problem = (RuntimeError("the user's own"), KeyboardInterrupt())[number % 2]
+        kind, config = (DynamicCache, TreeCache)[number // 2 % 2], CONFIGS[number // 4 % 2]
+        expected_cache, cache, stats = DynamicCache(), kind(), lade.Stats()
+
+        def ours(ids, config=config, stats=stats, **arguments):
+            return lade.generate(MODEL, ids, lookahead=config, stats=stats, **arguments)
+
+        expected = broken(plain, expected_cache, where, Fuse(at, problem), **sampling)
+        heard, state = broken(ours, cache, where, Fuse(at, problem), **sampling)
+        assert heard == expected[0] and torch.equal(state, expected[1])
+        assert cache.get_seq_length() == expected_cache.get_seq_length()
+        assert stats.new_tokens == len(heard) - (where == "streamer")
+        assert_good_for_another_turn(cache, heard)
+        several += max(stats.accepted, default=0) > 1
+    assert several > len(calls) // 4, "else no step was broken off amid its accepted tokens"
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("kind", [DynamicCache, TreeCache])
+def test_a_pass_that_is_broken_off_amid_the_layers_leaves_the_text_before(kind, layer):
+    for at in range(1, 7):
+        cache, fuse, listener = kind(), Fuse(at, MemoryError("no more")), Listener()
+        hook = MODEL.model.layers[layer].mlp.register_forward_pre_hook(lambda *_, fuse=fuse: fuse.burn())
+        with pytest.raises(MemoryError, match="no more"):
+            lade.generate(
+                MODEL, IDS, max_new_tokens=30, past_key_values=cache, streamer=listener, lookahead=CONFIGS[at % 2]
+            )
+        hook.remove()
+        assert cache.get_seq_length() == (0 if at == 1 else IDS.shape[1] + len(listener.heard) - 1)
+        assert_good_for_another_turn(cache, listener.heard)
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, TreeCache])
+def test_a_prefill_in_chunks_that_is_broken_off_leaves_what_was_there(kind):
+    for at, held in itertools.product((1, 2, 3), (0, 5)):
+        cache, fuse = kind(), Fuse(at, KeyboardInterrupt())
+        if held:
+            MODEL.generate(IDS[:, :held], max_new_tokens=1, past_key_values=cache)
+        hook = MODEL.model.layers[1].register_forward_pre_hook(lambda *_, fuse=fuse: fuse.burn())
+        with pytest.raises(KeyboardInterrupt):
+            lade.generate(MODEL, IDS, max_new_tokens=20, past_key_values=cache, prefill_chunk_size=2)
+        hook.remove()
+        assert cache.get_seq_length() == held
+        assert_good_for_another_turn(cache, [])
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, TreeCache])
+@pytest.mark.parametrize("lookahead", [*CONFIGS, None], ids=["adaptive", "paper", "plain"])
+def test_a_reader_who_stops_finds_the_text_that_he_has_read(kind, lookahead):
+    for passes in range(1, 8):
+        cache, torch_state = kind(), []
+        torch.manual_seed(2)
+        steps = lade.stream(MODEL, IDS, max_new_tokens=30, past_key_values=cache, lookahead=lookahead, **SAMPLED)
+        read = [token for step in itertools.islice(steps, passes) for token in step.tokens]
+        steps.close()
+        torch_state.append(torch.get_rng_state())
+        torch.manual_seed(2)
+        MODEL.generate(IDS, max_new_tokens=len(read), **SAMPLED)
+        assert torch.equal(torch_state[0], torch.get_rng_state()), "nothing was drawn for text that nobody asked for"
+        assert cache.get_seq_length() == IDS.shape[1] + len(read) - 1
+        assert_good_for_another_turn(cache, read)
+
+
+@pytest.mark.parametrize("where", ["processor", "criterion"])
+def test_a_stream_yields_all_that_came_before_an_error_as_a_plain_one_does(where):
+    for number, at in enumerate((1, 2, 8, 9, 10, 15)):
+        texts = []
+        for lookahead in (None, CONFIGS[number % 2]):
+            arguments = breaking(where, Fuse(at, RuntimeError("the user's own")))
+            del arguments["streamer"]
+            steps, read, cache = None, [], DynamicCache()
+            steps = lade.stream(
+                MODEL, IDS, max_new_tokens=30, past_key_values=cache, lookahead=lookahead, do_sample=False, **arguments
+            )
+            with pytest.raises(RuntimeError, match="the user's own"):
+                for step in steps:
+                    assert step.tokens
+                    read += step.tokens
+            texts.append(read)
+            assert_good_for_another_turn(cache, read)
+        assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, TreeCache])
+def test_an_interrupted_stream_leaves_no_text_that_its_reader_does_not_know(kind):
+    """Ctrl-C amid a step: its tokens are never yielded, so the cache must not hold them."""
+    for at in (2, 8, 9, 10, 13, 16):
+        arguments, cache, read = breaking("criterion", Fuse(at, KeyboardInterrupt())), kind(), []
+        del arguments["streamer"]
+        steps = lade.stream(
+            MODEL,
+            IDS,
+            max_new_tokens=30,
+            past_key_values=cache,
+            lookahead=CONFIGS[at % 2],
+            do_sample=False,
+            **arguments,
+        )
+        with pytest.raises(KeyboardInterrupt):
+            for step in steps:
+                read += step.tokens
+        assert_good_for_another_turn(cache, read)
+
+
+def windowed():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = MistralConfig(
+            vocab_size=48,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            sliding_window=8,
+            initializer_range=0.5,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        return MistralForCausalLM(config).double().eval()
+
+
+@pytest.mark.parametrize("held", [0, 6])
+@pytest.mark.parametrize("with_config", [False, True])
+def test_memory_that_runs_out_as_a_cache_is_given_back_leaves_it_as_it_was(with_config, held, monkeypatch):
+    model = windowed()
+    cache = DynamicCache(config=model.config) if with_config else DynamicCache()
+    if held:
+        model.generate(IDS[:, :held], max_new_tokens=1, past_key_values=cache)
+    kind = type(cache.layers[0]) if cache.layers else DynamicLayer
+    update, fuse = kind.update, Fuse(3, MemoryError("no more"))
+
+    def fails(self, *states, **more):
+        fuse.burn()
+        return update(self, *states, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "update", fails)
+        with pytest.raises(MemoryError, match="no more"):
+            lade.generate(model, IDS, max_new_tokens=5, past_key_values=cache, lookahead=CONFIGS[1])
+    assert {layer.get_seq_length() for layer in cache.layers} <= {held} and cache.get_seq_length() == held
+    text = torch.cat([IDS, torch.tensor([[7, 9]])], dim=1)
+    assert torch.equal(
+        lade.generate(model, text, max_new_tokens=9, past_key_values=cache, lookahead=CONFIGS[0]),
+        model.generate(text, max_new_tokens=9),
+    )
+
+
+@pytest.mark.parametrize("where", ["processor", "criterion", "model"])
+def test_a_search_of_beams_that_is_broken_off_leaves_an_empty_cache(where):
+    beams = {"num_beams": 3, "max_new_tokens": 12, "lookahead": LookaheadConfig(3, 3, 3)}
+    for at in range(1, 8):
+        cache, fuse = TreeCache(), Fuse(at, KeyboardInterrupt())
+        arguments = breaking(where, fuse)
+        del arguments["streamer"]
+        hook = MODEL.model.layers[1].register_forward_pre_hook(
+            lambda *_, fuse=fuse: fuse.burn() if where == "model" else None
+        )
+        try:
+            lade.generate(MODEL, IDS, past_key_values=cache, **beams, **arguments)
+        except KeyboardInterrupt:
+            assert cache.get_seq_length() == 0 and not cache.layers
+            hook.remove()
+            assert_good_for_another_turn(cache, [])
+        else:
+            assert where == "model" and at > 2, "fewer passes than tokens"
+        hook.remove()
+
+
+# --- Ctrl-C anywhere -------------------------------------------------------------------------------------------------
+
+PACKAGE = Path(lade.__file__).parent
+HOLDERS = {
+    str(PACKAGE / file)
+    for file in """
+    hf/generate.py hf/session.py hf/transcript.py decoding/engine.py decoding/row.py decoding/verify.py
+    model/cache.py model/lending.py model/moves.py model/runner.py
+    """.split()  # noqa: SIM905 - a table of words reads better without the quotes
+}
+"""The code that has the cache in its hands."""
+
+
+class Interrupter:
+    """Raises `KeyboardInterrupt` before the n-th line of `HOLDERS`; 0 never does.
+
+    Attributes:
+        lines: that were come to.
+    """
+
+    def __init__(self, at: int = 0) -> None:
+        self.at, self.lines = at, 0
+
+    def __enter__(self):
+        self._before = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(self._before)
+
+    def _call(self, frame, event, argument):
+        return self._line if frame.f_code.co_filename in HOLDERS else None
+
+    def _line(self, frame, event, argument):
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.at:
+                raise KeyboardInterrupt
+        return self._line
+
+
+def interrupted(at, kind):
+    """A generation with Ctrl-C at a line; returns how many lines there were."""
+    cache, listener = kind(), Listener()
+    interrupter = Interrupter(at)
+    try:
+        with interrupter:
+            lade.generate(
+                MODEL,
+                IDS,
+                max_new_tokens=9,
+                do_sample=False,
+                past_key_values=cache,
+                streamer=listener,
+                lookahead=CONFIGS[0],
+            )
+    except KeyboardInterrupt:
+        assert_good_for_another_turn(cache, listener.heard)
+    return interrupter.lines
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, TreeCache])
+@pytest.mark.parametrize("times", [12, pytest.param(200, marks=pytest.mark.slow)])
+def test_ctrl_c_at_any_line_leaves_text(times, kind):
+    lines = interrupted(0, kind)
+    assert lines > 500
+    for at in range(1, lines, lines // times):
+        interrupted(at, kind)
