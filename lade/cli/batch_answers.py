@@ -126,7 +126,7 @@ class Answers:
         run = Generation(tokens, handle.stats, recipe.config, recipe.choices)
         self.new_tokens += len(tokens)
         self._steps += run.stats.steps
-        self._accepted += sum(run.stats.accepted)
+        self._accepted += run.stats.accepted_tokens
         packed = recipe.subject.packed
         return {**named, **run.as_dict(recipe.subject), "packed": packed, "settings": recipe.settings}
 
