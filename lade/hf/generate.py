@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,13 +13,16 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 
 from lade.config import LookaheadConfig
-from lade.errors import FallbackWarning, UnsupportedArgumentError, UnsupportedError
+from lade.errors import FallbackWarning, InputError, UnsupportedArgumentError, UnsupportedError
 from lade.hf.arguments import REMEDY, Lookahead, check_prompt, resolve, with_stop_strings
 from lade.hf.beams import BeamSession, argument_of, num_beams, refuse_slow_beams, refuse_streamed_beams
+from lade.hf.original import original_generate
 from lade.hf.plain import EVERY_PASS, decoding_method, lengths_of, metered, plain_steps
 from lade.hf.session import Output, Session, ids_of
 from lade.model.support import supports, unwrap
 from lade.stats import Stats, Step
+
+logger = logging.getLogger(__name__)
 
 ENDS = ("eos_token_id", "pad_token_id")
 PROMPTS = ("inputs", "input_ids", "inputs_embeds")
@@ -36,6 +40,10 @@ def decode(
     **model_kwargs: Any,
 ) -> Output:
     """The callable for `custom_generate=`; transformers prepares its arguments and returns what it returns.
+
+    To a callable transformers passes neither `streamer=` nor the `tokenizer=` of `stop_strings=`: it raises for stop
+    strings, and never ends the streamer, of which nothing can be seen from here. `lade.enable`, `lade.generate`, and
+    for a streamer `lade.decoder`, serve them.
 
     >>> model.generate(**inputs, custom_generate=lade.decode, lookahead=lade.LookaheadConfig(15, 5, 15))
 
@@ -94,7 +102,7 @@ def _decode(
         except UnsupportedError as problem:
             if not may_fall_back:
                 raise
-            _warn(problem)
+            _fall_back(problem, stats)
         else:
             result: Output = session.run()
             return result
@@ -160,12 +168,11 @@ def generate(
         except UnsupportedError as problem:  # raised before any work is done
             if not may_fall_back:
                 raise
-            _warn(problem)
-    with metered(model, stats) as rows:
-        output = model.generate(streamer=streamer, **generate_arguments)
-        prompts = generate_arguments.get("inputs", generate_arguments.get("input_ids"))
-        if isinstance(prompts, torch.Tensor) and not unwrap(model).config.is_encoder_decoder:
-            rows.extend(_plain_lengths(unwrap(model), generate_arguments, prompts, output))
+            _fall_back(problem, stats)
+    with metered(model, stats) as rows, original_generate(model) as plain_generate:
+        output = plain_generate(streamer=streamer, **generate_arguments)
+        if stats is not None:
+            rows.extend(_plain_lengths(unwrap(model), generate_arguments, output))
     return output
 
 
@@ -199,7 +206,7 @@ def stream(
         except UnsupportedError as problem:
             if not may_fall_back:
                 raise
-            _warn(problem)
+            _fall_back(problem, stats)
     return plain_steps(model, stats, **generate_arguments)
 
 
@@ -209,13 +216,28 @@ def check_request(model: Any, arguments: dict[str, Any]) -> None:
     for name in ASSISTANTS:
         if arguments.get(name) is not None:
             raise UnsupportedArgumentError(f"{name} asks for another way of decoding beside lookahead", REMEDY)
-    ids = arguments.get("inputs", arguments.get("input_ids"))
-    if isinstance(ids, torch.Tensor) and arguments.get("inputs_embeds") is None:
+    if arguments.get("synced_gpus"):
+        raise UnsupportedArgumentError("synced_gpus=True has all ranks make as many passes as the slowest one", REMEDY)
+    if arguments.get("cache_implementation") == "paged":
+        raise UnsupportedArgumentError("cache_implementation='paged' asks for continuous batching", REMEDY)
+    name = "inputs" if "inputs" in arguments else "input_ids"
+    ids = arguments.get(name)
+    if ids is not None and not isinstance(ids, torch.Tensor):
+        raise InputError(
+            f"{name} is of type {type(ids).__name__}: give token ids as int64 [batch, length], such as those of "
+            'tokenizer(text, return_tensors="pt")'
+        )
+    if ids is not None and arguments.get("inputs_embeds") is None:
         check_prompt(unwrap(model), ids)
 
 
-def _plain_lengths(model: Any, arguments: dict[str, Any], prompts: torch.Tensor, output: Any) -> list[int]:
-    """How many tokens plain decoding gave each row, beams of a prompt being one; `prompts` are `[B, L]`."""
+def _plain_lengths(model: Any, arguments: dict[str, Any], output: Any) -> list[int]:
+    """How many tokens plain decoding gave each row, beams of a prompt being one; none where that cannot be known."""
+    prompts = arguments.get("inputs", arguments.get("input_ids"))
+    if not isinstance(prompts, torch.Tensor) or not isinstance(getattr(output, "sequences", output), torch.Tensor):
+        return []
+    if model.config.is_encoder_decoder:
+        return []
     if num_beams(model, arguments) > 1:
         return [EVERY_PASS] * prompts.shape[0]
     ends, padding = (argument_of(model, arguments, name) for name in ENDS)
@@ -235,7 +257,11 @@ def _refuse_streamed_rows(model: Any, arguments: dict[str, Any]) -> None:
         raise UnsupportedArgumentError(f"a batch of {rows} rows cannot be streamed", "stream one at a time")
 
 
-def _warn(problem: UnsupportedError) -> None:
+def _fall_back(problem: UnsupportedError, stats: Stats | None) -> None:
+    """Report why plain decoding goes on: as a warning, in the log and in the figures."""
+    logger.info("decoding plainly: %s", problem.reason)
+    if stats is not None:
+        stats.fallback = problem.reason
     warnings.warn(f"decoding plainly: {problem.reason}", FallbackWarning, stacklevel=3)
 
 

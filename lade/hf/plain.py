@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from lade.errors import UnsupportedArgumentError
+from lade.hf.original import original_generate
 from lade.model.support import unwrap
 from lade.stats import Stats, Step
 
@@ -144,8 +145,8 @@ def plain_steps(model: Any, stats: Stats | None, **generate_arguments: Any) -> I
 
     def work() -> None:
         try:
-            with metered(model, stats):
-                model.generate(streamer=channel, stopping_criteria=criteria, **generate_arguments)
+            with metered(model, stats), original_generate(model) as generate:
+                generate(streamer=channel, stopping_criteria=criteria, **generate_arguments)
         except BaseException as problem:  # noqa: BLE001 - handed over to the reader, who raises it
             channel.items.put(problem)
         channel.items.put(None)
