@@ -14,11 +14,11 @@ import torch
 from lade import Engine, Handle, Memory
 from lade.cli.batch import Batch
 from lade.cli.batch_file import Entry
-from lade.cli.decoding import Generation, Lookahead, check_served, config_dict, generate_arguments, warn_of_length
+from lade.cli.decoding import Generation, check_served, config_dict, generate_arguments, warn_of_length
 from lade.cli.loading import Subject
 from lade.cli.options import Choices
 from lade.cli.terminal import Terminal, one_line
-from lade.config import LookaheadConfig
+from lade.config import Lookahead, LookaheadConfig
 from lade.errors import InputError
 from lade.hf.arguments import resolve
 

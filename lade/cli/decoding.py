@@ -13,14 +13,12 @@ from lade.cli.interrupt import Interrupt
 from lade.cli.loading import BEAM_FIELDS, SAMPLING_FIELDS, Subject
 from lade.cli.options import GREEDY, Choices, check_ranges
 from lade.cli.terminal import Terminal
-from lade.config import LookaheadConfig
+from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError
 from lade.hf.arguments import resolve
 from lade.hf.generate import generate, stream
 from lade.model.support import supports
 from lade.stats import Stats, Step
-
-Lookahead = LookaheadConfig | str | None
 
 
 @dataclass

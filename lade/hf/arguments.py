@@ -17,14 +17,12 @@ from transformers import (
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from lade.config import LookaheadConfig
+from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
 from lade.model.lending import can_lend
 from lade.model.positions import LEARNED_POSITIONS
 from lade.model.runner import EagerRunner
 from lade.model.slots import padding_counts_from
-
-Lookahead = LookaheadConfig | str | None
 
 REMEDY = 'leave it out, use plain model.generate, or lookahead="auto", which falls back to it'
 KNOWN_MODEL_KWARGS = frozenset(

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 from transformers import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
+from lade.config import Lookahead
 from lade.errors import UnsupportedModelError
-from lade.hf.arguments import Lookahead, resolve
+from lade.hf.arguments import resolve
 from lade.hf.generate import generate
 from lade.hf.original import is_decoded_plainly
 from lade.model.support import supports

@@ -6,21 +6,25 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateOutput
 
-from lade.config import LookaheadConfig
+from lade.config import Lookahead, LookaheadConfig
 from lade.errors import FallbackWarning, InputError, UnsupportedArgumentError, UnsupportedError
-from lade.hf.arguments import REMEDY, Lookahead, check_prompt, resolve, with_stop_strings
+from lade.hf.arguments import REMEDY, check_prompt, resolve, with_stop_strings
 from lade.hf.beams import BeamSession, argument_of, num_beams, refuse_slow_beams, refuse_streamed_beams
 from lade.hf.original import original_generate
 from lade.hf.plain import EVERY_PASS, decoding_method, lengths_of, metered, plain_steps
-from lade.hf.session import Output, Session, ids_of
+from lade.hf.session import Session, ids_of
 from lade.model.support import supports, unwrap
 from lade.stats import Stats, Step
+
+Generated = torch.Tensor | GenerateOutput
+"""Ids `[B, L + new]`, or the output object of `return_dict_in_generate=True`."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +42,7 @@ def decode(
     lookahead: Lookahead = "auto",
     stats: Stats | None = None,
     **model_kwargs: Any,
-) -> Output:
+) -> Generated:
     """The callable for `custom_generate=`; transformers prepares its arguments and returns what it returns.
 
     To a callable transformers passes neither `streamer=` nor the `tokenizer=` of `stop_strings=`: it raises for stop
@@ -68,7 +72,7 @@ def decode(
     return _decode(*arguments, lookahead=lookahead, stats=stats, streamer=None, **model_kwargs)
 
 
-def decoder(*, streamer: BaseStreamer | None = None) -> Callable[..., Output]:
+def decoder(*, streamer: BaseStreamer | None = None) -> Callable[..., Generated]:
     """A `decode` that knows the streamer, which transformers does not pass to a callable.
 
     Give the streamer here and not to `model.generate` as well: it gets the prompt, every token, and `end()`.
@@ -88,7 +92,7 @@ def _decode(
     stats: Stats | None = None,
     streamer: BaseStreamer | None = None,
     **model_kwargs: Any,
-) -> Output:
+) -> Generated:
     config, may_fall_back = resolve(lookahead)
     prepared = (model, input_ids, logits_processor, stopping_criteria, generation_config)
     refuse_streamed_beams(generation_config.num_beams if streamer is not None else None)
@@ -104,19 +108,57 @@ def _decode(
                 raise
             _fall_back(problem, stats)
         else:
-            result: Output = session.run()
+            result: Generated = session.run()
             return result
     if streamer is not None:
         streamer.put(input_ids.cpu())
         model_kwargs["streamer"] = streamer
     with metered(model, stats) as rows:
-        output: Output = decoding_method(model, generation_config)(*prepared, **model_kwargs)
+        output: Generated = decoding_method(model, generation_config)(*prepared, **model_kwargs)
         if beams > 1:
             rows.extend([EVERY_PASS] * (input_ids.shape[0] // beams))
         else:
             ends, padding = generation_config.eos_token_id, generation_config.pad_token_id
             rows.extend(lengths_of(output, input_ids.shape[1], ids_of(ends), padding))
     return output
+
+
+@overload
+def generate(
+    model: Any,
+    inputs: torch.Tensor | None = None,
+    *,
+    return_dict_in_generate: Literal[True],
+    lookahead: Lookahead = "auto",
+    stats: Stats | None = None,
+    streamer: BaseStreamer | None = None,
+    **generate_arguments: Any,
+) -> GenerateOutput: ...
+
+
+@overload
+def generate(
+    model: Any,
+    inputs: torch.Tensor | None = None,
+    *,
+    return_dict_in_generate: Literal[False],
+    lookahead: Lookahead = "auto",
+    stats: Stats | None = None,
+    streamer: BaseStreamer | None = None,
+    **generate_arguments: Any,
+) -> torch.Tensor: ...
+
+
+@overload
+def generate(
+    model: Any,
+    inputs: torch.Tensor | None = None,
+    *,
+    lookahead: Lookahead = "auto",
+    stats: Stats | None = None,
+    streamer: BaseStreamer | None = None,
+    **generate_arguments: Any,
+) -> Generated: ...  # a generation_config decides
 
 
 def generate(
@@ -127,7 +169,7 @@ def generate(
     stats: Stats | None = None,
     streamer: BaseStreamer | None = None,
     **generate_arguments: Any,
-) -> Output:
+) -> Generated:
     """`model.generate` with lookahead decoding: same arguments, same tokens, fewer forward passes.
 
     >>> stats = lade.Stats()
@@ -163,7 +205,7 @@ def generate(
             check_request(model, generate_arguments)
             method = decoder(streamer=streamer)
             handed_on = with_stop_strings(unwrap(model), generate_arguments)
-            output: Output = model.generate(custom_generate=method, lookahead=config, stats=stats, **handed_on)
+            output: Generated = model.generate(custom_generate=method, lookahead=config, stats=stats, **handed_on)
             return output
         except UnsupportedError as problem:  # raised before any work is done
             if not may_fall_back:

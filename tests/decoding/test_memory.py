@@ -1,6 +1,7 @@
 """The memory: rows under the ends of a text, averaged with what came before, bounded, and shared by threads."""
 
 import gc
+import re
 import threading
 import tracemalloc
 
@@ -279,3 +280,12 @@ def test_an_entry_has_room_for_value_and_token():
 def test_rows_that_do_not_belong_to_the_contexts_are_refused(tails, rows):
     with pytest.raises(ValueError, match="do not belong together"):
         Memory().learn(np.zeros(tails, np.int32), np.zeros(rows, np.int32))
+
+
+def test_its_repr_says_how_much_is_in_it():
+    memory = Memory(max_bytes=64 * 2**20)
+    assert repr(memory) == "Memory(0 contexts, 0.0 of 64.0 MiB)"
+    learn(memory, [[token, token + 1] for token in range(3000)], [{7: 9}] * 3000)
+    found = re.fullmatch(r"Memory\(([\d,]+) contexts, ([\d.]+) of 64\.0 MiB\)", repr(memory))
+    assert found is not None and int(found[1].replace(",", "")) == len(memory) > 3000
+    assert float(found[2]) == round(sum(table.nbytes for table in memory.tables) / 2**20, 1) > 0.1

@@ -207,7 +207,7 @@ def test_stop_strings_as_arguments_and_in_configs(model, letters):
         {"generation_config": config},
         {"generation_config": config, "stop_strings": early},
         {"generation_config": config, "stop_strings": None},
-        {"stop_strings": [late], "max_new_tokens": 20, "stopping_criteria": [StopStringCriteria(letters, [early])]},
+        {"stop_strings": [early], "max_new_tokens": 20, "stopping_criteria": [StopStringCriteria(letters, [late])]},
     ]
     lengths = set()
     for of_model in (None, [early]):
