@@ -38,7 +38,7 @@ def test_drafts_are_what_was_fed_beside_the_root_and_accepted_where_they_were_em
     stats.add(step(9, ["prefill"], index=0))
     assert stats.acceptance_rate == 0.0, "nothing was drafted"
     stats.add(step(5, ["window", "pool", "bonus"]))
-    stats.add(step(5, ["memory", "memory"]))  # a stop rule cut the text behind a draft: there is no bonus token
+    stats.add(step(5, ["memory", "memory"]))  # a stop rule cut the text after a draft: there is no bonus token
     stats.add(step(1, ["bonus"]))
     assert (stats.draft_tokens, stats.accepted_draft_tokens) == (8, 4)
     assert stats.acceptance_rate == 0.5

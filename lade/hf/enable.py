@@ -31,7 +31,7 @@ _REPLACED = "_generate_before_lade"
 
 
 def enable(model: ModelT, lookahead: Lookahead = "auto", *, stats: Stats | None = None) -> ModelT:
-    """Accelerate every later `model.generate` of this model, whoever calls it: pipelines, trainers, frameworks.
+    """Accelerate every later `model.generate` of this model, also by pipelines, trainers and frameworks.
 
     The tokens stay those of plain `model.generate`. Streamers and `stop_strings` work, which transformers does not
     pass on to `custom_generate=lade.decode`; a streamer is ended after an error, too. One call can be given settings of

@@ -13,10 +13,10 @@ IDS = torch.tensor([[1, 2, 1, 2, 1]])
 
 class Listener(BaseStreamer):
     def __init__(self):
-        self.heard, self.ended = [], False
+        self.received, self.ended = [], False
 
     def put(self, value):
-        self.heard += value.flatten().tolist()
+        self.received += value.flatten().tolist()
 
     def end(self):
         self.ended = True
@@ -30,9 +30,9 @@ def model():
 def test_a_streamer_gets_the_prompt_alone_unless_the_decoder_knows_it(model):
     deaf, listener = Listener(), Listener()
     ids = model.generate(IDS, max_new_tokens=20, streamer=deaf, custom_generate=lade.decode)
-    assert deaf.heard == IDS[0].tolist() and not deaf.ended
+    assert deaf.received == IDS[0].tolist() and not deaf.ended
     model.generate(IDS, max_new_tokens=20, custom_generate=lade.decoder(streamer=listener))
-    assert listener.heard == ids[0].tolist() and listener.ended
+    assert listener.received == ids[0].tolist() and listener.ended
 
 
 def test_stop_strings_raise_and_their_criterion_is_served(model, letters):

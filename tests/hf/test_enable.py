@@ -1,4 +1,4 @@
-"""`lade.enable`: `model.generate` itself, whoever calls it, against the same model's before."""
+"""`lade.enable`: `model.generate` itself against the same model's before."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Spelled:
 
 class Listener(BaseStreamer):
     def __init__(self):
-        self.heard, self.ends = [], 0
+        self.received, self.ends = [], 0
 
     def put(self, value):
-        self.heard.append(value.tolist())
+        self.received.append(value.tolist())
 
     def end(self):
         self.ends += 1
@@ -190,7 +190,7 @@ def test_a_streamer_is_ended_once_with_or_without_a_fallback(model):
             warnings.simplefilter("always")
             model.generate(IDS, max_new_tokens=20, streamer=listener, **more)
         assert len(caught) == warned and listener.ends == 1
-        assert listener.heard == (expected.heard if more.get("custom_generate") is not deaf else [IDS.tolist()])
+        assert listener.received == (expected.received if more.get("custom_generate") is not deaf else [IDS.tolist()])
 
 
 def deaf(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
@@ -434,7 +434,7 @@ def test_a_pickled_model_comes_back_as_it_was_before(model):
     stats = Stats()
     lade.enable(model, LookaheadConfig(memory=lade.Memory()), stats=stats)
     written = pickle.dumps(model)
-    assert b"lade" not in written, "whoever reads it needs this library"
+    assert b"lade" not in written, "its reader would need this library"
     other = pickle.loads(written)
     assert torch.equal(other.generate(IDS, max_new_tokens=20), expected) and stats == Stats()
     lade.enable(other, PAPER, stats=stats)
