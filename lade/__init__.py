@@ -26,9 +26,11 @@ if TYPE_CHECKING:
         LadeError,
         MissingExtraError,
         UnsupportedArgumentError,
+        UnsupportedError,
         UnsupportedModelError,
     )
     from lade.hf.compat import augment_all, config_lade, log_history, restore_all, save_log
+    from lade.hf.enable import disable, enable
     from lade.hf.generate import decode, decoder, generate, stream
     from lade.model.cache import TreeCache
     from lade.model.packing import pack, unpack
@@ -56,6 +58,7 @@ __all__ = [
     "Support",
     "TreeCache",
     "UnsupportedArgumentError",
+    "UnsupportedError",
     "UnsupportedModelError",
     "__version__",
     "augment_all",
@@ -63,6 +66,8 @@ __all__ = [
     "config_lade",
     "decode",
     "decoder",
+    "disable",
+    "enable",
     "generate",
     "log_history",
     "pack",
@@ -87,9 +92,11 @@ _HOMES = {
         "LadeError",
         "MissingExtraError",
         "UnsupportedArgumentError",
+        "UnsupportedError",
         "UnsupportedModelError",
     ),
     "lade.hf.compat": ("augment_all", "config_lade", "log_history", "restore_all", "save_log"),
+    "lade.hf.enable": ("disable", "enable"),
     "lade.hf.generate": ("decode", "decoder", "generate", "stream"),
     "lade.model.cache": ("TreeCache",),
     "lade.model.packing": ("pack", "unpack"),
@@ -115,7 +122,7 @@ if not TYPE_CHECKING:  # else type checkers would believe in any name
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return list(__all__)
 
 
 warn_of_the_old_library()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from lade.errors import ConfigError
 
@@ -96,6 +96,10 @@ class LookaheadConfig:
         for name, default in (("window", WINDOW), ("ngram", NGRAM), ("guesses", GUESSES)):
             if given.get(name, default) != default:
                 raise ConfigError(name, given[name], "the adaptive method has no sizes: leave it out, or adaptive=True")
+
+
+Lookahead = LookaheadConfig | Literal["auto"] | None
+"""What `lookahead=` takes: sizes, the defaults where they can be served, or plain decoding."""
 
 
 def _require_int(field: str, value: object, *, least: int, remedy: str) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+KEPT_STEPS = 65_536
+"""Steps whose sizes `Stats` lists one by one; of older ones it keeps the sums and the histogram."""
 
 
 @dataclass(frozen=True)
@@ -14,7 +17,8 @@ class Step:
         index: 0 for prefill, then 1, 2, ...
         tokens: ids emitted by this step, after the stop cut. Never empty.
         sources: for each token who proposed it: `prefill`, `window`, `pool`, `prompt`, `text`, `memory`, or `bonus`
-            for a token that nobody proposed and the model chose itself.
+            for a token that was not proposed and the model chose itself; `beam` for all tokens of a beam search, in the
+            steps that are added to `Stats`.
         fed: tokens fed to the model, the root included (for prefill: the prompt tokens not yet cached).
         seconds: wall-clock time of the step, in a batch of all rows together, without the time its consumer took.
     """
@@ -38,27 +42,48 @@ class Stats:
         generations: rows generated.
         new_tokens: tokens emitted, after the stop cut; EOS and the first token, which prefill yields, included.
         steps: forward passes after prefill; in a batch each row's part of one.
-        step_tokens: tokens fed, the root included; one entry a step.
-        accepted: tokens emitted, the bonus token included; one entry a step.
-            `sum(accepted) == new_tokens - generations`.
+        step_tokens: tokens fed, the root included; one entry a step, of the last 65,536 steps.
+        accepted: tokens emitted, the bonus token included; one entry a step, of the last 65,536 steps.
         prefill_s: seconds until the first token (of all rows).
         decode_s: seconds of all steps after prefill.
         forward_s: the part of `decode_s` spent inside the model's forward pass, cache update included.
+        fed_tokens: the sum of `step_tokens`, over all steps.
+        accepted_tokens: the sum of `accepted`, over all steps: `new_tokens - generations`.
+        histogram: how many steps there were with each pair of (tokens fed, tokens emitted), of all steps.
+        draft_tokens: tokens fed to be verified: all but the root of each step. The steps of a beam search count for
+            none, as several beams share their tree.
+        accepted_draft_tokens: those of them that were emitted.
+        fallback: why `lookahead="auto"` decoded plainly, the last time that it did; None if it never did.
     """
 
     generations: int = 0
     new_tokens: int = 0
     steps: int = 0
-    step_tokens: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
+    step_tokens: list[int] = field(default_factory=list, repr=False)
+    accepted: list[int] = field(default_factory=list, repr=False)
     prefill_s: float = 0.0
     decode_s: float = 0.0
     forward_s: float = 0.0
+    fed_tokens: int = 0
+    accepted_tokens: int = 0
+    histogram: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    fallback: str | None = None
 
     @property
     def tokens_per_step(self) -> float:
         """The compression ratio: tokens emitted per forward pass after prefill; 0.0 before the first step."""
-        return sum(self.accepted) / self.steps if self.steps else 0.0
+        return self.accepted_tokens / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the drafted tokens that were accepted: `accepted_draft_tokens / draft_tokens`; 0.0 without drafts.
+
+        Of the alternatives in a tree one at most can be accepted, so a wide tree has a low rate and may still pay:
+        what it gains is in `tokens_per_step`.
+        """
+        return self.accepted_draft_tokens / self.draft_tokens if self.draft_tokens else 0.0
 
     @property
     def library_s(self) -> float:
@@ -72,18 +97,52 @@ class Stats:
             if step.index == 0:
                 self.generations += 1
             else:
-                self.steps += 1
-                self.step_tokens.append(step.fed)
-                self.accepted.append(len(step.tokens))
+                self._count(step)
         if steps[0].index == 0:
             self.prefill_s += steps[0].seconds
         else:
             self.decode_s += steps[0].seconds
             self.forward_s += forward_s
 
+    def _count(self, step: Step) -> None:
+        """Count a step after prefill."""
+        emitted = len(step.tokens)
+        self.steps += 1
+        self.fed_tokens += step.fed
+        self.accepted_tokens += emitted
+        if "beam" not in step.sources:
+            self.draft_tokens += step.fed - 1
+            self.accepted_draft_tokens += emitted - step.sources.count("bonus")
+        self._list([step.fed], [emitted])
+        self._count_sizes({(step.fed, emitted): 1})
+
+    def _list(self, fed: Sequence[int], emitted: Sequence[int]) -> None:
+        """Append to the lists, which forget the oldest steps."""
+        for kept, values in ((self.step_tokens, fed), (self.accepted, emitted)):
+            kept.extend(values)
+            del kept[:-KEPT_STEPS]
+
+    def _count_sizes(self, histogram: Mapping[tuple[int, int], int]) -> None:
+        for sizes, steps in histogram.items():
+            self.histogram[sizes] = self.histogram.get(sizes, 0) + steps
+
+    def merge(self, other: Stats) -> None:
+        """Add the figures of another run, as of one that came after this one."""
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self._list(other.step_tokens, other.accepted)
+        self._count_sizes(other.histogram)
+        self.fallback = other.fallback or self.fallback
+
     def reset(self) -> None:
         """Empty all figures."""
         self.__init__()  # type: ignore[misc]
+
+
+_SUMS = (
+    "generations", "new_tokens", "steps", "fed_tokens", "accepted_tokens", "draft_tokens", "accepted_draft_tokens",
+    "prefill_s", "decode_s", "forward_s",
+)  # fmt: skip
 
 
 def distinct_ngrams(tokens: Sequence[int], length: int = 4) -> float:

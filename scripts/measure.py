@@ -181,7 +181,7 @@ def report(arms: list[Arm], shares: list[float], model: Any) -> None:
             arm.name,
             f"{arm.differing} of {len(arm.seconds)}" + (f", {max(arm.gaps):.1f} ulp" if arm.gaps else ""),
             f"{stats.tokens_per_step:.3f}",
-            f"{sum(stats.step_tokens) / stats.steps:.2f}",
+            f"{stats.fed_tokens / stats.steps:.2f}",
             f"{1000 * stats.decode_s / stats.steps:.2f}",
             f"{1000 * stats.library_s / stats.steps:.3f} ({stats.library_s / stats.decode_s:.1%})",
             f"{sum(arms[0].seconds) / sum(arm.seconds):.2f} in all; {median(ratios):.2f} ({quartiles[0]:.2f} to "

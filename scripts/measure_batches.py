@@ -245,7 +245,7 @@ def compared(rows: int, arms: list[Arm], tokens: int) -> Table:
             f"{median(rates):.0f} ({rates[0]:.0f} to {rates[-1]:.0f})",
             f"{median(ratios):.2f}",
             f"{stats.tokens_per_step:.2f}" if told else "",
-            f"{sum(stats.step_tokens) / stats.steps:.1f}" if told else "",
+            f"{stats.fed_tokens / stats.steps:.1f}" if told else "",
             f"{library:.0f}" if told else "",
             f"{arm.parting}",
         )

@@ -1,6 +1,7 @@
 """The house: imports flow one way."""
 
 import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -73,3 +74,22 @@ def test_every_public_name_is_there():
     assert sorted(lade.__all__) == list(lade.__all__)
     for name in lade.__all__:
         assert getattr(lade, name) is not None
+
+
+def test_dir_shows_the_public_names_alone_whatever_was_imported():
+    assert {"enable", "disable", "UnsupportedError"} < set(lade.__all__)
+    importlib.import_module("lade.hf.generate")
+    assert "hf" in vars(lade) and dir(lade) == list(lade.__all__)
+
+
+def test_all_errors_are_public():
+    own = {
+        name for name, thing in vars(lade.errors).items() if isinstance(thing, type) and issubclass(thing, Exception)
+    }
+    assert own < set(lade.__all__)
+
+
+def test_names_for_type_checkers_and_for_python_are_the_same():
+    (block,) = [node for node in ast.parse((PACKAGE / "__init__.py").read_text()).body if isinstance(node, ast.If)][:1]
+    checked = {alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert checked == set(lade.__all__) - {"__version__"}

@@ -22,6 +22,7 @@ from lade.decoding.drafter import Drafter
 from lade.decoding.jacobi import JacobiDrafter
 from lade.decoding.memory import Memory
 from lade.errors import UnsupportedModelError
+from lade.hf.original import original_generate
 from lade.hf.session import Session
 from lade.model.support import supports
 from lade.stats import Stats, Step
@@ -93,8 +94,8 @@ class TransformersArm:
     def complete(self, prompt: Sequence[int], seed: int, new_tokens: int) -> Completion:
         """See `Arm`."""
         inputs: Any = inputs_of(prompt, self._model)
-        with seeded(seed, self._model), Meter(self._model) as meter:
-            output: Any = self._model.generate(**inputs, **self._arguments, max_new_tokens=new_tokens)
+        with seeded(seed, self._model), Meter(self._model) as meter, original_generate(self._model) as generate:
+            output: Any = generate(**inputs, **self._arguments, max_new_tokens=new_tokens)
             tokens: list[int] = output[0, len(prompt) :].tolist()  # waits for the device
         return Completion(tokens, meter.end - meter.begin, meter.stats(len(prompt), len(tokens)))
 

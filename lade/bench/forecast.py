@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 
 import numpy as np
 
@@ -84,38 +86,27 @@ class Prediction:
     break_even: float
 
 
-_WORKLOAD, _COLD, _KEPT = "40 story openings", "adaptive cold", "adaptive kept"
-_OWN_SOURCE = "on a Zen 4 core (docs/measurements.md)"
-_PLAIN_OWN_S = 0.14e-3
-_OWN_FED, _OWN_S = (9.0, 16.0, 32.0, 64.0), (0.6e-3, 0.7e-3, 1.0e-3, 1.7e-3)
+def _shipped() -> Measured:
+    """What was measured of this library: `measured.json`, whose figures are those of docs/measurements.md."""
+    found = json.loads((resources.files("lade.bench") / "measured.json").read_text(encoding="utf-8"))
+    own_s = {int(fed): 1e-3 * library_ms for fed, library_ms in found["library_ms"].items()}
+    acceptances = []
+    for each in found["methods"]:
+        family = f"adaptive {each['memory']}"
+        name = f"{family}, budget {each['budget']}"
+        figures = (((each["fed"], 1),), each["tokens_per_step"], _usual_own_s(each["fed"], own_s))
+        acceptances.append(Acceptance(name, found["workload"], family, *figures))
+    return Measured(tuple(acceptances), own_s[1], found["source"], found["library_source"])
 
 
-def _usual_own_s(fed: float) -> float:
-    """Seconds outside the forward pass by tokens fed: straight between the sizes measured and on beyond the last."""
-    slope = (_OWN_S[-1] - _OWN_S[-2]) / (_OWN_FED[-1] - _OWN_FED[-2])
-    return float(np.interp(fed, _OWN_FED, _OWN_S)) + slope * max(0.0, fed - _OWN_FED[-1])
+def _usual_own_s(fed: float, known: Mapping[int, float]) -> float:
+    """Seconds outside the forward pass by tokens fed: straight between the sizes known and on beyond the last."""
+    *_, (before, before_s), (last, last_s) = known.items()
+    slope = (last_s - before_s) / (last - before)
+    return float(np.interp(fed, list(known), list(known.values()))) + slope * max(0.0, fed - last)
 
 
-def _shipped(family: str, budget: int, fed: float, tokens_per_step: float) -> Acceptance:
-    name = f"{family}, budget {budget}"
-    return Acceptance(name, _WORKLOAD, family, ((fed, 1),), tokens_per_step, _usual_own_s(fed))
-
-
-SHIPPED = Measured(
-    (
-        _shipped(_COLD, 24, 22.5, 2.059),
-        _shipped(_COLD, 50, 48.5, 2.456),
-        _shipped(_COLD, 111, 101.0, 2.874),
-        _shipped(_KEPT, 9, 8.4, 2.386),
-        _shipped(_KEPT, 16, 15.7, 2.831),
-        _shipped(_KEPT, 32, 31.5, 3.322),
-        _shipped(_KEPT, 64, 63.2, 3.925),
-    ),
-    plain_own_s=_PLAIN_OWN_S,
-    source="docs/measurements.md: stories3M, 40 openings of stories, 200 greedy tokens each, float32, the memory empty "
-    "for each text (cold) or kept across them (kept)",
-    own_source=_OWN_SOURCE,
-)
+SHIPPED = _shipped()
 """For who has no results of their own."""
 
 
@@ -157,7 +148,7 @@ def _own_s(results: Results, kind: str, samples: Sequence[Sample]) -> float:
     """Seconds of a step outside the model's forward."""
     steps = sum(s.steps for s in samples)
     if not steps or ("cuda" in results.environment.versions and kind in TRANSFORMERS):
-        return _PLAIN_OWN_S
+        return SHIPPED.plain_own_s
     return max(0.0, sum(s.decode_s - s.forward_s for s in samples) / steps)
 
 

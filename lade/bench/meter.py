@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from lade.stats import Stats
+from lade.stats import Stats, Step
 
 
 @dataclass
@@ -82,13 +82,15 @@ class Meter:
         steps = [each for each in self.passes if each.cached >= prompt_tokens]
         starts = [each.start for each in steps] + [self.end]  # a step ends where the next one begins
         lengths = [each.cached for each in steps] + [prompt_tokens + new_tokens - 1]
-        return Stats(
-            generations=1,
-            new_tokens=new_tokens,
-            steps=len(steps),
-            step_tokens=[each.fed for each in steps],
-            accepted=[after - before for before, after in pairwise(lengths)],
-            prefill_s=starts[0] - self.begin,
-            decode_s=self.end - starts[0],
-            forward_s=sum(each.end - each.start for each in steps),
-        )
+        stats, emitted = Stats(), [after - before for before, after in pairwise(lengths)]
+        stats.add(_step(0, new_tokens - sum(emitted), prompt_tokens, starts[0] - self.begin))
+        for index, (each, tokens) in enumerate(zip(steps, emitted, strict=True), start=1):
+            seconds = starts[index] - starts[index - 1]
+            stats.add(_step(index, tokens, each.fed, seconds), forward_s=each.end - each.start)
+        return stats
+
+
+def _step(index: int, tokens: int, fed: int, seconds: float) -> Step:
+    """A step of a method that drafts one token after the other: all it emits was drafted, but for the last token."""
+    sources = ["draft"] * (tokens - 1) + ["bonus"] * min(tokens, 1)
+    return Step(index, [-1] * tokens, sources, fed, seconds)

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from lade.bench.arms import generate_arguments, inputs_of, seeded
 from lade.bench.completion import Place
 from lade.bench.results import Mismatch, Settings
+from lade.hf.original import original_generate
 
 NEAR_ULPS = {torch.bfloat16: 8.0, torch.float16: 8.0}
 NEAR_ULPS_OTHERWISE = 64.0
@@ -98,8 +99,8 @@ class Judge:
             seed: of the answer.
             drawn: how many of its tokens were drawn before.
         """
-        with seeded(seed, self._model):
-            output: Any = self._model.generate(
+        with seeded(seed, self._model), original_generate(self._model) as generate:
+            output: Any = generate(
                 **inputs_of(text, self._model),
                 **generate_arguments(self._settings),
                 max_new_tokens=1,

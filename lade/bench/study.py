@@ -126,8 +126,8 @@ class Study:
         """Answer a prompt, add it to the point, and compare."""
         completion = arm.complete(prompt, 0, self.scaling.settings.max_new_tokens)
         point.steps.append(completion.stats.steps)
-        point.fed.append(sum(completion.stats.step_tokens))
-        point.accepted.append(sum(completion.stats.accepted))
+        point.fed.append(completion.stats.fed_tokens)
+        point.accepted.append(completion.stats.accepted_tokens)
         found = self._judge.compare(self._place(item), arm.method.name, prompt, answer, completion.tokens)
         return [] if found is None else [found]
 

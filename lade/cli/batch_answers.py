@@ -14,11 +14,11 @@ import torch
 from lade import Engine, Handle, Memory
 from lade.cli.batch import Batch
 from lade.cli.batch_file import Entry
-from lade.cli.decoding import Generation, Lookahead, check_served, config_dict, generate_arguments, warn_of_length
+from lade.cli.decoding import Generation, check_served, config_dict, generate_arguments, warn_of_length
 from lade.cli.loading import Subject
 from lade.cli.options import Choices
 from lade.cli.terminal import Terminal, one_line
-from lade.config import LookaheadConfig
+from lade.config import Lookahead, LookaheadConfig
 from lade.errors import InputError
 from lade.hf.arguments import resolve
 
@@ -126,7 +126,7 @@ class Answers:
         run = Generation(tokens, handle.stats, recipe.config, recipe.choices)
         self.new_tokens += len(tokens)
         self._steps += run.stats.steps
-        self._accepted += sum(run.stats.accepted)
+        self._accepted += run.stats.accepted_tokens
         packed = recipe.subject.packed
         return {**named, **run.as_dict(recipe.subject), "packed": packed, "settings": recipe.settings}
 

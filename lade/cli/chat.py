@@ -12,8 +12,9 @@ from lade.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from lade.cli.conversation import Conversation
-    from lade.cli.decoding import Generation, Lookahead
+    from lade.cli.decoding import Generation
     from lade.cli.loading import Subject
+    from lade.config import Lookahead
 
 EXAMPLE = "Example:  [bold]lade chat --model Qwen/Qwen3-0.6B[/bold]"
 _NO_BEAMS = "a chat shows answers as they come, beams only when complete: leave it out, or use lade generate"

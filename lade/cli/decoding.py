@@ -13,14 +13,12 @@ from lade.cli.interrupt import Interrupt
 from lade.cli.loading import BEAM_FIELDS, SAMPLING_FIELDS, Subject
 from lade.cli.options import GREEDY, Choices, check_ranges
 from lade.cli.terminal import Terminal
-from lade.config import LookaheadConfig
+from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError
 from lade.hf.arguments import resolve
 from lade.hf.generate import generate, stream
 from lade.model.support import supports
 from lade.stats import Stats, Step
-
-Lookahead = LookaheadConfig | str | None
 
 
 @dataclass
@@ -51,28 +49,19 @@ class Generation:
 
     def absorb(self, other: Generation) -> None:
         """Add another generation's figures, and take over its sizes."""
-        mine, its = self.stats, other.stats
-        mine.generations += its.generations
-        mine.new_tokens += its.new_tokens
-        mine.steps += its.steps
-        mine.step_tokens += its.step_tokens
-        mine.accepted += its.accepted
-        mine.prefill_s += its.prefill_s
-        mine.decode_s += its.decode_s
-        mine.forward_s += its.forward_s
+        self.stats.merge(other.stats)
         self.config, self.choices = other.config, other.choices
 
     def as_dict(self, subject: Subject) -> dict[str, Any]:
         """The object that `--json` prints."""
         stats = self.stats
-        fed = stats.step_tokens
         return {
             "text": subject.tokenizer.decode(self.token_ids, skip_special_tokens=True),
             "token_ids": self.token_ids,
             "new_tokens": stats.new_tokens,
             "steps": stats.steps,
             "tokens_per_step": stats.tokens_per_step,
-            "step_tokens_mean": sum(fed) / len(fed) if fed else None,
+            "step_tokens_mean": stats.fed_tokens / stats.steps if stats.steps else None,
             "prefill_s": stats.prefill_s,
             "decode_s": stats.decode_s,
             "tokens_per_s": self.tokens_per_s,
@@ -87,7 +76,7 @@ class Generation:
         """The statistics line."""
         stats = self.stats
         rate = "" if self.tokens_per_s is None else f" · {self.tokens_per_s:.1f} tokens/s"
-        fed = sum(stats.step_tokens) / stats.steps if stats.steps else 0.0
+        fed = stats.fed_tokens / stats.steps if stats.steps else 0.0
         how = _how(self.config) + self.choices.summary()
         return (
             f"{stats.new_tokens} tokens in {stats.generations} + {stats.steps} passes · "

@@ -16,8 +16,9 @@ from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
 from lade.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lade.cli.decoding import Generation, Lookahead
+    from lade.cli.decoding import Generation
     from lade.cli.loading import Subject
+    from lade.config import Lookahead
 
 EXAMPLE = 'Example:  [bold]lade generate --prompt "def mean(values):" --max-new-tokens 100[/bold]'
 _LONGEST_ECHO = 2000

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as _logging
 
 from lade.cli.terminal import Terminal, one_line
-from lade.config import LookaheadConfig
+from lade.config import Lookahead, LookaheadConfig
 from lade.decoding.memory import Memory
 from lade.errors import ConfigError, InputError, UnsupportedModelError
 from lade.model import packing
@@ -163,9 +163,7 @@ def load(name: str | None, *, dtype: str, device: str, term: Terminal, pack: boo
     return Subject(shown, model, tokenizer, {name: wish for name, wish in wishes.items() if wish is not None})
 
 
-def remembering(
-    subject: Subject, lookahead: LookaheadConfig | str | None, memory: Path | None
-) -> LookaheadConfig | str | None:
+def remembering(subject: Subject, lookahead: Lookahead, memory: Path | None) -> Lookahead:
     """`lookahead` with a memory from a file, if one was asked for.
 
     Raises:

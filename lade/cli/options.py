@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from lade.cli.prompts import check_text
-from lade.config import LookaheadConfig
+from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError, InputError
 
 METHODS = ("plain", "lookahead", "adaptive", "auto")
@@ -87,7 +87,7 @@ def lookahead_of(
     *,
     budget: int | None = None,
     memory: Path | None = None,
-) -> LookaheadConfig | str | None:
+) -> Lookahead:
     """What `--method`, the sizes, `--budget` and `--memory` ask for, as the library's `lookahead=`.
 
     The memory is not loaded: that takes a tokenizer, see `loading.remembering`.

@@ -140,7 +140,7 @@ def _row(name: str, races: Sequence[Race]) -> list[str]:
     steps = sum(lane.stats.steps for lane in fast)
     seconds = sum(lane.stats.decode_s for lane in fast)
     plain_seconds = sum(lane.stats.decode_s for lane in plain)
-    emitted = sum(sum(lane.stats.accepted) for lane in fast)
+    emitted = sum(lane.stats.accepted_tokens for lane in fast)
     distinct = sum(lane.distinct_4grams for lane in fast) / len(fast)
     return [
         name,

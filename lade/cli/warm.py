@@ -97,7 +97,7 @@ class Harvest:
 
 def _rate(runs: list[Stats]) -> float:
     steps = sum(run.steps for run in runs)
-    return sum(sum(run.accepted) for run in runs) / steps if steps else 0.0
+    return sum(run.accepted_tokens for run in runs) / steps if steps else 0.0
 
 
 def warm(

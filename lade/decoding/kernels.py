@@ -12,13 +12,18 @@ slot is taken: its lowest bits tell the number of the order, from 1 on.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable
+from functools import cache
+from time import perf_counter
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numba
 import numpy as np
 import numpy.typing as npt
+
+logger = logging.getLogger(__name__)
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
@@ -135,15 +140,30 @@ def _compiled(*types: object) -> Callable[[FunctionT], FunctionT]:
     """Compile at once, for arguments of these types."""
 
     def decorate(function: FunctionT) -> FunctionT:
+        start = perf_counter()
         try:
             compiled = numba.njit(types, cache=True)(function)
         except RuntimeError as problem:
             if "cannot cache" not in str(problem):
                 raise
             compiled = numba.njit(types)(function)  # there is no folder to keep it in
+        _log_compilation(compiled, perf_counter() - start)
         return cast(FunctionT, compiled)
 
     return decorate
+
+
+def _log_compilation(compiled: Any, seconds: float) -> None:
+    """Log that a function was compiled, unless its machine code was kept from before."""
+    stats = getattr(compiled, "stats", None)  # none where numba is switched off
+    if stats is not None and not stats.cache_hits:
+        _log_first_compilation()
+        logger.debug("compiled %s in %.1f s", compiled.__name__, seconds)
+
+
+@cache
+def _log_first_compilation() -> None:
+    logger.info("compiling the inner loops, once on this machine: some seconds")
 
 
 # ------------------------------------------------------------------------------------------------------------- tables

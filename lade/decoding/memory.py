@@ -71,6 +71,10 @@ class Memory:
         with self._writing:
             return self._taken + int(kernels.count_missing(self._old, self._young))
 
+    def __repr__(self) -> str:
+        used = self._young.nbytes + self._old.nbytes
+        return f"Memory({len(self):,} contexts, {used / 2**20:.1f} of {self.max_bytes / 2**20:.1f} MiB)"
+
     @property
     def tables(self) -> tuple[Ints, Ints]:
         """The one that is written, and the one before; see `kernels`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -16,14 +17,12 @@ from transformers import (
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from lade.config import LookaheadConfig
+from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
 from lade.model.lending import can_lend, why_unfit
 from lade.model.positions import LEARNED_POSITIONS
 from lade.model.runner import EagerRunner
 from lade.model.slots import padding_counts_from
-
-Lookahead = LookaheadConfig | str | None
 
 REMEDY = 'leave it out, use plain model.generate, or lookahead="auto", which falls back to it'
 KNOWN_MODEL_KWARGS = frozenset(
@@ -127,21 +126,33 @@ def _refuse_cache(generation_config: GenerationConfig, model_kwargs: dict[str, A
 def with_stop_strings(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
     """The same arguments with `stop_strings` as a criterion, since transformers hands a callable no tokenizer for them.
 
-    Raises:
-        UnsupportedArgumentError: they come from a generation_config, where they cannot be taken out for one call.
+    They may come from a generation_config as well. Without a tokenizer they stay, for transformers to ask for one.
     """
-    tokenizer, strings = arguments.get("tokenizer"), arguments.get("stop_strings")
-    if arguments.get("token_healing"):
+    if _setting(model, arguments, "token_healing"):
         refuse("token_healing=True", "transformers does not hand on the tokenizer that it needs")
-    for config in (arguments.get("generation_config"), model.generation_config):
-        if getattr(config, "stop_strings", None) is not None:
-            refuse("stop_strings in a generation_config", "give them as arguments: stop_strings=..., tokenizer=...")
+    tokenizer, strings = arguments.get("tokenizer"), _setting(model, arguments, "stop_strings")
     if tokenizer is None or strings is None:
         return arguments
+    changed = dict(arguments)
     criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
-    criteria.append(StopStringCriteria(tokenizer, strings))
-    rest = {name: value for name, value in arguments.items() if name != "stop_strings"}
-    return {**rest, "stopping_criteria": criteria}
+    if not any(type(each) is StopStringCriteria for each in criteria):  # else transformers takes the user's own alone
+        criteria.append(StopStringCriteria(tokenizer, strings))
+    changed["stopping_criteria"] = criteria
+    given = arguments.get("generation_config")
+    if getattr(given, "stop_strings", None) is not None:
+        changed["generation_config"] = copy.deepcopy(given)
+        changed["generation_config"].stop_strings = None
+    if "stop_strings" in arguments or model.generation_config.stop_strings is not None:
+        changed["stop_strings"] = None  # an argument goes before what the model's generation_config says
+    return changed
+
+
+def _setting(model: PreTrainedModel, arguments: dict[str, Any], name: str) -> Any:
+    """What a field of the final generation_config will be: an argument, None included, else what a config says."""
+    if name in arguments:
+        return arguments[name]
+    given = getattr(arguments.get("generation_config"), name, None)
+    return getattr(model.generation_config, name, None) if given is None else given
 
 
 def _mode_arguments(mode: GenerationMode, config: GenerationConfig) -> str:

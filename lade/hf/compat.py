@@ -14,6 +14,7 @@ Source of the names: github.com/hao-ai-lab/LookaheadDecoding, lade/utils.py.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import warnings
 from collections import deque
@@ -29,6 +30,8 @@ from lade.config import LookaheadConfig
 from lade.errors import ConfigError, FallbackWarning, UnsupportedError
 from lade.hf.session import Session
 from lade.stats import Stats
+
+logger = logging.getLogger(__name__)
 
 LOGGED_GENERATIONS = 65_536
 """Entries of the log, those of the last generations: a program that runs for weeks must not fill its memory."""
@@ -178,6 +181,7 @@ def _augmented(original: Callable[..., Any]) -> Callable[..., Any]:
                 **model_kwargs,
             )
         except UnsupportedError as problem:
+            logger.info("decoding plainly: %s", problem.reason)
             warnings.warn(f"decoding plainly: {problem.reason}", FallbackWarning, stacklevel=2)
             return original(*prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
         output = session.run()

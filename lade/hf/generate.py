@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateOutput
 
-from lade.config import LookaheadConfig
-from lade.errors import FallbackWarning, UnsupportedArgumentError, UnsupportedError
-from lade.hf.arguments import REMEDY, Lookahead, check_prompt, resolve, with_stop_strings
+from lade.config import Lookahead, LookaheadConfig
+from lade.errors import FallbackWarning, InputError, UnsupportedArgumentError, UnsupportedError
+from lade.hf.arguments import REMEDY, check_prompt, resolve, with_stop_strings
 from lade.hf.beams import BeamSession, argument_of, num_beams, refuse_slow_beams, refuse_streamed_beams
+from lade.hf.original import original_generate
 from lade.hf.plain import EVERY_PASS, decoding_method, lengths_of, metered, plain_steps
-from lade.hf.session import Output, Session, ids_of
+from lade.hf.session import Session, ids_of
 from lade.model.packed_linear import refuse_autocast
 from lade.model.support import supports, unwrap
 from lade.stats import Stats, Step
+
+Generated = torch.Tensor | GenerateOutput
+"""Ids `[B, L + new]`, or the output object of `return_dict_in_generate=True`."""
+
+logger = logging.getLogger(__name__)
 
 ENDS = ("eos_token_id", "pad_token_id")
 PROMPTS = ("inputs", "input_ids", "inputs_embeds")
@@ -47,8 +55,12 @@ def decode(
     lookahead: Lookahead = "auto",
     stats: Stats | None = None,
     **model_kwargs: Any,
-) -> Output:
+) -> Generated:
     """The callable for `custom_generate=`; transformers prepares its arguments and returns what it returns.
+
+    To a callable transformers passes neither `streamer=` nor the `tokenizer=` of `stop_strings=`: it raises for stop
+    strings, and never ends the streamer, of which nothing can be seen from here. `lade.enable`, `lade.generate`, and
+    for a streamer `lade.decoder`, serve them.
 
     >>> model.generate(**inputs, custom_generate=lade.decode, lookahead=lade.LookaheadConfig(15, 5, 15))
 
@@ -73,7 +85,7 @@ def decode(
     return _decode(*arguments, lookahead=lookahead, stats=stats, streamer=None, **model_kwargs)
 
 
-def decoder(*, streamer: BaseStreamer | None = None) -> Callable[..., Output]:
+def decoder(*, streamer: BaseStreamer | None = None) -> Callable[..., Generated]:
     """A `decode` that knows the streamer, which transformers does not pass to a callable.
 
     Give the streamer here and not to `model.generate` as well: it gets the prompt, every token, and `end()`.
@@ -94,7 +106,7 @@ def _decode(
     streamer: BaseStreamer | None = None,
     progress: _Progress | None = None,
     **model_kwargs: Any,
-) -> Output:
+) -> Generated:
     config, may_fall_back = resolve(lookahead)
     refuse_autocast(model)
     prepared = (model, input_ids, logits_processor, stopping_criteria, generation_config)
@@ -109,23 +121,61 @@ def _decode(
         except UnsupportedError as problem:
             if not may_fall_back:
                 raise
-            _warn(problem)
+            _fall_back(problem, stats)
         else:
             if progress is not None:
                 progress.started = True
-            result: Output = session.run()
+            result: Generated = session.run()
             return result
     if streamer is not None:
         streamer.put(input_ids.cpu())
         model_kwargs["streamer"] = streamer
     with metered(model, stats) as rows:
-        output: Output = decoding_method(model, generation_config)(*prepared, **model_kwargs)
+        output: Generated = decoding_method(model, generation_config)(*prepared, **model_kwargs)
         if beams > 1:
             rows.extend([EVERY_PASS] * (input_ids.shape[0] // beams))
         else:
             ends, padding = generation_config.eos_token_id, generation_config.pad_token_id
             rows.extend(lengths_of(output, input_ids.shape[1], ids_of(ends), padding))
     return output
+
+
+@overload
+def generate(
+    model: Any,
+    inputs: torch.Tensor | None = None,
+    *,
+    return_dict_in_generate: Literal[True],
+    lookahead: Lookahead = "auto",
+    stats: Stats | None = None,
+    streamer: BaseStreamer | None = None,
+    **generate_arguments: Any,
+) -> GenerateOutput: ...
+
+
+@overload
+def generate(
+    model: Any,
+    inputs: torch.Tensor | None = None,
+    *,
+    return_dict_in_generate: Literal[False],
+    lookahead: Lookahead = "auto",
+    stats: Stats | None = None,
+    streamer: BaseStreamer | None = None,
+    **generate_arguments: Any,
+) -> torch.Tensor: ...
+
+
+@overload
+def generate(
+    model: Any,
+    inputs: torch.Tensor | None = None,
+    *,
+    lookahead: Lookahead = "auto",
+    stats: Stats | None = None,
+    streamer: BaseStreamer | None = None,
+    **generate_arguments: Any,
+) -> Generated: ...  # a generation_config decides
 
 
 def generate(
@@ -136,7 +186,7 @@ def generate(
     stats: Stats | None = None,
     streamer: BaseStreamer | None = None,
     **generate_arguments: Any,
-) -> Output:
+) -> Generated:
     """`model.generate` with lookahead decoding: same arguments, same tokens, fewer forward passes.
 
     >>> stats = lade.Stats()
@@ -175,17 +225,16 @@ def generate(
             check_request(model, generate_arguments)
             method = functools.partial(_decode, streamer=streamer, progress=progress)
             handed_on = with_stop_strings(unwrap(model), generate_arguments)
-            output: Output = model.generate(custom_generate=method, lookahead=config, stats=stats, **handed_on)
+            output: Generated = model.generate(custom_generate=method, lookahead=config, stats=stats, **handed_on)
             return output
         except UnsupportedError as problem:
             if progress.started or not may_fall_back:
                 raise
-            _warn(problem)
-    with metered(model, stats) as rows:
-        output = model.generate(streamer=streamer, **generate_arguments)
-        prompts = generate_arguments.get("inputs", generate_arguments.get("input_ids"))
-        if isinstance(prompts, torch.Tensor) and not unwrap(model).config.is_encoder_decoder:
-            rows.extend(_plain_lengths(unwrap(model), generate_arguments, prompts, output))
+            _fall_back(problem, stats)
+    with metered(model, stats) as rows, original_generate(model) as plain_generate:
+        output = plain_generate(streamer=streamer, **generate_arguments)
+        if stats is not None:
+            rows.extend(_plain_lengths(unwrap(model), generate_arguments, output))
     return output
 
 
@@ -220,7 +269,7 @@ def stream(
         except UnsupportedError as problem:
             if not may_fall_back:
                 raise
-            _warn(problem)
+            _fall_back(problem, stats)
     return plain_steps(model, stats, **generate_arguments)
 
 
@@ -230,13 +279,28 @@ def check_request(model: Any, arguments: dict[str, Any]) -> None:
     for name in ASSISTANTS:
         if arguments.get(name) is not None:
             raise UnsupportedArgumentError(f"{name} asks for another way of decoding beside lookahead", REMEDY)
-    ids = arguments.get("inputs", arguments.get("input_ids"))
-    if isinstance(ids, torch.Tensor) and arguments.get("inputs_embeds") is None:
+    if arguments.get("synced_gpus"):
+        raise UnsupportedArgumentError("synced_gpus=True has all ranks make as many passes as the slowest one", REMEDY)
+    if arguments.get("cache_implementation") == "paged":
+        raise UnsupportedArgumentError("cache_implementation='paged' asks for continuous batching", REMEDY)
+    name = "inputs" if "inputs" in arguments else "input_ids"
+    ids = arguments.get(name)
+    if ids is not None and not isinstance(ids, torch.Tensor):
+        raise InputError(
+            f"{name} is of type {type(ids).__name__}: give token ids as int64 [batch, length], such as those of "
+            'tokenizer(text, return_tensors="pt")'
+        )
+    if ids is not None and arguments.get("inputs_embeds") is None:
         check_prompt(unwrap(model), ids)
 
 
-def _plain_lengths(model: Any, arguments: dict[str, Any], prompts: torch.Tensor, output: Any) -> list[int]:
-    """How many tokens plain decoding gave each row, beams of a prompt being one; `prompts` are `[B, L]`."""
+def _plain_lengths(model: Any, arguments: dict[str, Any], output: Any) -> list[int]:
+    """How many tokens plain decoding gave each row, beams of a prompt being one; none where that cannot be known."""
+    prompts = arguments.get("inputs", arguments.get("input_ids"))
+    if not isinstance(prompts, torch.Tensor) or not isinstance(getattr(output, "sequences", output), torch.Tensor):
+        return []
+    if model.config.is_encoder_decoder:
+        return []
     if num_beams(model, arguments) > 1:
         return [EVERY_PASS] * prompts.shape[0]
     ends, padding = (argument_of(model, arguments, name) for name in ENDS)
@@ -256,7 +320,11 @@ def _refuse_streamed_rows(model: Any, arguments: dict[str, Any]) -> None:
         raise UnsupportedArgumentError(f"a batch of {rows} rows cannot be streamed", "stream one at a time")
 
 
-def _warn(problem: UnsupportedError) -> None:
+def _fall_back(problem: UnsupportedError, stats: Stats | None) -> None:
+    """Report why plain decoding goes on: as a warning, in the log and in the figures."""
+    logger.info("decoding plainly: %s", problem.reason)
+    if stats is not None:
+        stats.fallback = problem.reason
     warnings.warn(f"decoding plainly: {problem.reason}", FallbackWarning, stacklevel=3)
 
 

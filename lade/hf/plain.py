@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from lade.errors import UnsupportedArgumentError
+from lade.hf.original import original_generate
 from lade.model.support import unwrap
 from lade.stats import Stats, Step
 
@@ -177,7 +178,8 @@ def plain_steps(model: Any, stats: Stats | None, **generate_arguments: Any) -> I
             with ExitStack() as stack, metered(model, stats), suppress(_Closed):
                 for autocast in casting:
                     stack.enter_context(autocast)
-                model.generate(streamer=channel, **generate_arguments)
+                generate = stack.enter_context(original_generate(model))
+                generate(streamer=channel, **generate_arguments)
         except BaseException as problem:  # noqa: BLE001 - handed over to the reader, who raises it
             channel.items.put(problem)
         channel.items.put(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -12,6 +13,8 @@ from lade.errors import CaptureWarning
 from lade.model.cache import TreeCache
 from lade.model.sizing import Sizing
 from lade.model.static_cache import StaticCache
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -77,6 +80,7 @@ class GraphCache:
         grown = TreeCache()
         static.move_to(grown)
         self._current = grown
+        logger.info("no memory for captured passes, these texts go on without: %s", reason)
         warnings.warn(
             f"there is no memory for passes that are captured, so these texts go on without, which is slower: {reason} "
             "(allow fewer rows or tokens, or let go of what other models keep: lade.release)",

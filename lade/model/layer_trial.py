@@ -13,6 +13,7 @@ The class of a layer does not tell: one class serves all of a library's schemes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterator
 from math import isqrt
 from typing import Any
@@ -24,6 +25,8 @@ from transformers import PreTrainedModel
 
 from lade.model.packed_linear import PackedLinear, short
 from lade.model.runner import input_device
+
+logger = logging.getLogger(__name__)
 
 ROWS, KEPT_ROWS = 16, 4
 """Rows of a trial, and those that are compared; the others are there for their influence."""
@@ -56,6 +59,7 @@ def why_inexact(model: PreTrainedModel) -> str:
         if known != state:
             reason = _reason(layer, model)
             _tried[layer] = (state, reason)
+            logger.debug("tried the layer %r (%s): %s", name, _kind(layer), reason or "it can be served")
         if reason:
             return f"its layer {name!r} ({_kind(layer)}) {reason}"
     return ""

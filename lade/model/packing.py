@@ -11,7 +11,9 @@ The kernels are oneDNN's, which PyTorch ships and `torch.compile` uses on the CP
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +23,8 @@ from transformers.pytorch_utils import Conv1D
 
 from lade.errors import UnsupportedModelError
 from lade.model.packed_linear import Guard, PackedLinear, same_bits, short, weight_of
+
+logger = logging.getLogger(__name__)
 
 MIN_WEIGHTS = 2**17
 """Layers with fewer weights are left alone: calling the packed kernel takes longer there than it saves."""
@@ -60,6 +64,7 @@ def pack(model: _Model, keep_original: bool = False, *, min_weights: int = MIN_W
         UnsupportedModelError: a layer, its device, its dtype or the model is of a kind that cannot be packed exactly,
             or this PyTorch has no kernel for it. The model is then as it was.
     """
+    start = perf_counter()
     layers = packable(model, min_weights=min_weights)
     places, shared, done = _places(model), _shared_weights(model), []
     try:
@@ -74,6 +79,7 @@ def pack(model: _Model, keep_original: bool = False, *, min_weights: int = MIN_W
         raise
     if layers and isinstance(model, PreTrainedModel):  # a container, such as nn.Sequential, would call a guard
         Guard.put_into(model)
+    logger.info("packed %d layers of %s in %.1f s", len(layers), type(model).__name__, perf_counter() - start)
     return model
 
 

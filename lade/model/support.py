@@ -61,6 +61,9 @@ class Support:
     def __str__(self) -> str:
         return f"{self.model}: " + (self.reason or "supported")
 
+    def __repr__(self) -> str:
+        return f"Support({self})"
+
     def require(self) -> MaskPlan:
         """The plan, or `UnsupportedModelError`."""
         if self.plan is None:

@@ -9,6 +9,7 @@ two threads may generate at once.
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
 import weakref
@@ -28,6 +29,8 @@ from lade.model.static_buffers import Buffers, Layers
 from lade.model.static_cache import StaticCache
 from lade.model.support import unwrap
 from lade.model.weights import parts_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -82,6 +85,7 @@ class Workspace:
         Raises:
             torch.OutOfMemoryError: it fails for lack of memory; next time there may be some.
         """
+        logger.debug("capturing a pass: %d rows, %d slots of each", buffers.rows, buffers.slots)
         entry = next(entry for entry in self._entries if entry.buffers is buffers)
         try:
             return entry.capture.record(call, fixed)
@@ -100,6 +104,7 @@ class Workspace:
         for entry in self._entries:
             entry.capture = Rerun()
         why = _first(problem)
+        logger.info("passes are not captured: %s: %s", type(why).__name__, why)
         warnings.warn(
             f"a pass of this model cannot be captured, and is slower without: {type(why).__name__}: "
             + (str(why).splitlines() or [""])[0],

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from lade.config import LookaheadConfig
+from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError, EngineClosedError, EngineFullError
-from lade.hf.arguments import Lookahead, resolve
+from lade.hf.arguments import resolve
 from lade.model.support import supports, unwrap
 from lade.serving.batch import Batch, Seat
 from lade.serving.capacity import Capacity
@@ -118,6 +118,9 @@ class Engine:
         self._finalizer.detach()
         self._desk.close()
 
+    def __repr__(self) -> str:
+        return f"Engine({type(unwrap(self._model)).__name__}, {self._desk.state})"
+
     def __enter__(self) -> Engine:
         return self
 
@@ -144,6 +147,13 @@ class Desk:
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="lade.Engine", daemon=True)
         self._thread.start()
+
+    @property
+    def state(self) -> str:
+        """How many requests are decoded and wait, or that it is closed. Never waits for the thread."""
+        if self._closed:
+            return "closed"
+        return f"{len(self._seats)} of {self._capacity.max_rows} rows, {len(self._waiting)} waiting"
 
     def take(self, request: Request, make: Callable[[Callable[[Handle], bool]], Handle]) -> Handle:
         """Let a request wait; `make` gets what cancels a handle, and returns the handle."""

@@ -42,6 +42,18 @@ class Handle:
         self._changed = threading.Condition()
         self._watchers: set[Callable[[], None]] = set()
 
+    def __repr__(self) -> str:
+        tokens = len(self.tokens)
+        return f"Handle({self._state()}, {tokens} token{'' if tokens == 1 else 's'})"
+
+    def _state(self) -> str:
+        if not self._future.done():
+            return "running" if self._steps else "waiting"
+        if self._future.cancelled():
+            return "cancelled"
+        problem = self._future.exception()
+        return "finished" if problem is None else f"failed: {problem!r}"
+
     @property
     def tokens(self) -> list[int]:
         """The new tokens so far."""

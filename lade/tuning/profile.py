@@ -5,6 +5,7 @@ A curve in use belongs to the model, as the answer of `lade.supports` does, and 
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from collections import Counter
@@ -27,6 +28,8 @@ from lade.tuning.batch_cost import bucket
 from lade.tuning.cost import StepCost
 from lade.tuning.measure import measure_step_cost
 from lade.version import __version__
+
+logger = logging.getLogger(__name__)
 
 WORTH_SAVING = 0.1
 """Relative change of a curve's worst size at which it is saved again."""
@@ -74,7 +77,11 @@ def step_cost_for(
     profiles = _in_use.setdefault(model, {})
     if name not in profiles:
         cost = store.load(key, folder)
-        if cost is None:
+        if cost is not None:
+            logger.debug(
+                "step cost of %s, batch of %d, loaded: %s", type(model).__name__, bucket(batch), _summary(cost)
+            )
+        else:
             cost = _measured(model, runner, bucket(batch))
             if cost is None:
                 assert isinstance(runner, GraphRunner)  # with others that is an error
@@ -152,12 +159,22 @@ def _measured(model: PreTrainedModel, runner: Runner[TreeCache], batch: int) -> 
 
     None where there is no memory for captured passes. Those of an eager runner then tell more than nothing.
     """
+    name = type(model).__name__
+    logger.info("measuring the step cost of %s, batch of %d, once on this machine: a second or two", name, batch)
     embeddings: Any = model.get_input_embeddings()
     devices = {parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"}
     try:
         with torch.random.fork_rng(devices=sorted(devices)):
-            return measure_step_cost(runner, vocabulary=embeddings.weight.shape[0], batch=batch)
+            cost = measure_step_cost(runner, vocabulary=embeddings.weight.shape[0], batch=batch)
     except torch.OutOfMemoryError:
         if not isinstance(runner, GraphRunner):
             raise
-    return None
+        logger.info("no memory to measure the captured passes of %s: those that are not captured are measured", name)
+        return None
+    logger.info("measured the step cost of %s, batch of %d: %s", name, batch, _summary(cost))
+    return cost
+
+
+def _summary(cost: StepCost) -> str:
+    """What passes of some sizes take, for the log."""
+    return ", ".join(f"{size} tokens {1e3 * cost.seconds(size):.2f} ms" for size in (1, 8, 32))

@@ -27,7 +27,7 @@ MAX_AGE_S = 30 * 24 * 3600.0
 """A curve is measured anew after so long: of drivers, kernels and power settings a key knows nothing, and passes only
 refresh the sizes they have."""
 
-_log = logging.getLogger("lade")
+logger = logging.getLogger(__name__)
 
 
 def default_folder() -> Path:
@@ -56,10 +56,10 @@ def load(key: Key, folder: Path | None = None, *, now: Callable[[], float] = tim
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as problem:  # ValueError: also what is no JSON and no UTF-8
-        _log.warning("step cost %s cannot be used and will be measured anew: %s", path, problem)
+        logger.warning("step cost %s cannot be used and will be measured anew: %s", path, problem)
         return None
     if abs(now() - cost.measured_at) > MAX_AGE_S:
-        _log.info("step cost %s is older than %.0f days and will be measured anew", path, MAX_AGE_S / 86400)
+        logger.info("step cost %s is older than %.0f days and will be measured anew", path, MAX_AGE_S / 86400)
         return None
     return cost
 
@@ -76,7 +76,9 @@ def save(key: Key, cost: StepCost, folder: Path | None = None) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, record)
     except OSError as problem:
-        _log.warning("step cost cannot be saved in %s, and the next process measures it anew: %s", path.parent, problem)
+        logger.warning(
+            "step cost cannot be saved in %s, and the next process measures it anew: %s", path.parent, problem
+        )
         return False
     return True
 

@@ -157,6 +157,17 @@ def test_packed_weights_are_for_this_librarys_methods():
     assert all(mismatch.near_tie for mismatch in results.mismatches)
 
 
+def test_the_references_of_an_enabled_model_are_plain():
+    toy = models()
+    expected = finished(prepared(["hf,plain"], toy=toy))
+    stats = lade.Stats()
+    lade.enable(toy.plain, stats=stats)
+    found = finished(prepared(["hf,plain"], toy=toy))
+    digests = [[sample.output_sha256 for sample in results.samples] for results in (expected, found)]
+    assert digests[0] == digests[1] and stats == lade.Stats()
+    assert all(fed == 1 for sample in found.of("hf") for fed in sample.step_tokens)
+
+
 def test_methods_take_turns_in_coming_first(monkeypatch):
     called = []
     for kind in (TransformersArm, OwnArm):

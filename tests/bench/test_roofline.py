@@ -1,7 +1,11 @@
 """Costs by hand, and methods of known acceptance on hardware of round numbers."""
 
+import json
 import math
+import re
 from dataclasses import replace
+from importlib import resources
+from pathlib import Path
 
 import pytest
 
@@ -137,11 +141,25 @@ def test_families_and_workloads_are_not_mixed():
 
 def test_what_ships_with_the_package():
     made = {each.name: (each.fed, each.tokens_per_step) for each in SHIPPED.acceptances}
-    assert made["adaptive cold, budget 24"] == (22.5, 2.059) and made["adaptive kept, budget 64"] == (63.2, 3.925)
+    assert made["adaptive cold, budget 24"] == (22.5, 2.064) and made["adaptive kept, budget 64"] == (63.2, 4.131)
     assert len(made) == 7 and "docs/measurements.md" in SHIPPED.source
-    own = [each.own_s for each in sorted(SHIPPED.acceptances, key=lambda each: each.fed)]
-    assert own == sorted(own) and own[0] == pytest.approx(0.6e-3) and own[-1] == pytest.approx(2.5e-3, rel=0.03)
+    own = {each.fed: each.own_s for each in sorted(SHIPPED.acceptances, key=lambda each: each.fed)}
+    assert list(own.values()) == sorted(own.values()) and SHIPPED.plain_own_s == pytest.approx(0.2e-3)
+    assert own[8.4] == pytest.approx((0.2 + 0.24 * 7.4 / 15) * 1e-3), "between 1 token and 16"
+    assert own[100.7] == pytest.approx((0.81 + 0.37 * 36.7 / 48) * 1e-3), "on beyond 64"
     assert len(best_sizes(ROUND, SHIPPED)) == 2
+
+
+def test_what_ships_is_what_the_measurements_say():
+    """The table of the adaptive method and the sentence on library time; a figure that changes there changes here."""
+    text = (Path(__file__).parents[2] / "docs" / "measurements.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| budget (\d+), (cold|kept) \| \*\*([\d.]+)\*\* \| ([\d.]+) \|", text, re.MULTILINE)
+    assert {f"adaptive {memory}, budget {budget}": (float(fed), float(made)) for budget, memory, made, fed in rows} == {
+        each.name: (each.fed, each.tokens_per_step) for each in SHIPPED.acceptances
+    }
+    (found,) = re.findall(r"([\d.]+) ms a plain step of ours, \*\*([\d.]+) at 16 tokens, ([\d.]+) at 64\*\*", text)
+    written = json.loads((resources.files("lade.bench") / "measured.json").read_text(encoding="utf-8"))
+    assert list(written["library_ms"].items()) == list(zip(("1", "16", "64"), map(float, found), strict=True))
 
 
 def sample(method, workload, step_tokens, accepted, *, own_s=0.0):

@@ -219,8 +219,7 @@ def test_a_bar_on_a_terminal(folder, prompts, out):
 
 def test_tenths():
     def run(steps, tokens):
-        stats = Stats(steps=steps, accepted=[tokens] * steps, new_tokens=1 + steps * tokens, generations=1)
-        return stats
+        return Stats(1, 1 + steps * tokens, steps, accepted_tokens=steps * tokens)
 
     runs = [run(10, 1), run(10, 2), *[run(1, 7) for _ in range(16)], run(5, 3), run(15, 5)]
     harvest = Harvest(runs)

@@ -1,6 +1,7 @@
 """The memory: rows under the ends of a text, averaged with what came before, bounded, and shared by threads."""
 
 import gc
+import re
 import threading
 import tracemalloc
 
@@ -296,3 +297,12 @@ def test_slots_taken_by_an_interrupted_call_are_counted(monkeypatch):
             memory.learn(tails_of(rng.integers(0, 4000, (50, LONGEST)).tolist()), random_rows(rng, 50))
     assert memory._taken == np.count_nonzero(memory.tables[0][:, 0]) > 100
     assert len(memory) == memory._taken
+
+
+def test_its_repr_says_how_much_is_in_it():
+    memory = Memory(max_bytes=64 * 2**20)
+    assert repr(memory) == "Memory(0 contexts, 0.0 of 64.0 MiB)"
+    learn(memory, [[token, token + 1] for token in range(3000)], [{7: 9}] * 3000)
+    found = re.fullmatch(r"Memory\(([\d,]+) contexts, ([\d.]+) of 64\.0 MiB\)", repr(memory))
+    assert found is not None and int(found[1].replace(",", "")) == len(memory) > 3000
+    assert float(found[2]) == round(sum(table.nbytes for table in memory.tables) / 2**20, 1) > 0.1

@@ -1,6 +1,7 @@
 """`lade.generate`, `lade.stream` and `custom_generate=lade.decode` against `model.generate`."""
 
 import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -104,6 +105,10 @@ def test_steps_name_their_sources_and_count_what_was_fed(model, ids, config, sou
     assert all(len(step.tokens) == len(step.sources) for step in steps)
     assert [step.fed for step in later] == stats.step_tokens
     assert [len(step.tokens) for step in later] == stats.accepted
+    drafted = sum(step.fed - 1 for step in later)
+    accepted = sum(source != "bonus" for step in later for source in step.sources)
+    assert stats.acceptance_rate == accepted / drafted > 0
+    assert stats.histogram == Counter(zip(stats.step_tokens, stats.accepted, strict=True))
     assert stats.decode_s == pytest.approx(sum(step.seconds for step in later))
     assert 0 < stats.forward_s < stats.decode_s
 
@@ -125,6 +130,7 @@ def test_plain_decoding_fills_stats_too(model, ids, lookahead):
         warnings.simplefilter("ignore", lade.FallbackWarning)
         lade.generate(model, input_ids=ids, max_new_tokens=10, stats=stats, lookahead=lookahead, **unserved)
     assert (stats.new_tokens, stats.generations, stats.steps) == (10, 1, 9)
+    assert (stats.fallback is None) == (lookahead is None) and stats.acceptance_rate == 0
     assert stats.accepted == stats.step_tokens == [1] * 9
     assert stats.prefill_s > 0 and 0 < stats.forward_s <= stats.decode_s
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from transformers import (
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
@@ -234,11 +235,19 @@ def test_stop_strings_end_rows_of_a_batch_where_they_come(
 
 def test_stop_strings_of_a_generation_config(llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     llama.generation_config.stop_strings = [tokenizer.decode(plain(llama, prompt(10))[0, 25:27])]
-    with pytest.raises(lade.UnsupportedArgumentError, match="stop_strings in a generation_config"):
-        lookahead(llama, prompt(10), tokenizer=tokenizer)
-    with pytest.warns(lade.FallbackWarning):
-        ours = lookahead(llama, prompt(10), "auto", tokenizer=tokenizer)
-    assert torch.equal(ours, plain(llama, prompt(10), tokenizer=tokenizer)) and ours.shape[1] <= 27
+    assert_same(llama, prompt(10), CONFIGS, tokenizer=tokenizer)
+    assert lookahead(llama, prompt(10), tokenizer=tokenizer).shape[1] <= 27
+    for call in (plain, lookahead):
+        with pytest.raises(ValueError, match="could not locate a tokenizer"):
+            call(llama, prompt(10))
+
+
+def test_token_healing_of_a_generation_config_is_refused(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    config = GenerationConfig(max_new_tokens=5, do_sample=False, token_healing=True)
+    with pytest.raises(lade.UnsupportedArgumentError, match="token_healing=True"):
+        lade.generate(llama, prompt(10), lookahead=PAPER, generation_config=config, tokenizer=tokenizer)
 
 
 def test_max_time_zero_stops_after_one_token(llama: PreTrainedModel) -> None:

@@ -255,3 +255,8 @@ def test_greedy_decoding_can_be_asked_for_against_the_checkpoint(way: str) -> No
     model.generation_config.update(do_sample=True, temperature=0.7)
     ours = WAYS[way](model, input_ids=prompt(10), lookahead=PAPER, max_new_tokens=20, do_sample=False)
     assert torch.equal(ours, plain(model, prompt(10), max_new_tokens=20))
+
+
+def test_what_supports_answers_is_readable() -> None:
+    assert repr(lade.supports(family("llama").build())) == "Support(LlamaForCausalLM: supported)"
+    assert repr(lade.supports("a text")) == "Support(str: it is not a transformers model with a language modeling head)"

@@ -52,6 +52,47 @@ def test_a_model_with_a_lora_adapter(name: str, targets: list[str]) -> None:
         assert torch.equal(lookahead(model, prompt(10)), bare)
 
 
+@pytest.mark.parametrize("before", [True, False], ids=["the base, then wrapped", "the wrapped one"])
+def test_an_enabled_model_with_a_lora_adapter(before: bool) -> None:
+    base = family("llama").build()
+    bare = plain(base, prompt(10), max_new_tokens=30)
+    stats = lade.Stats()
+    if before:
+        lade.enable(base, PAPER, stats=stats)
+    torch.manual_seed(1)
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj", "v_proj"], **LORA)).double().eval()
+    expected = (
+        plain(model, prompt(10), max_new_tokens=30)
+        if not before
+        else lookahead(model, prompt(10), None, max_new_tokens=30)
+    )
+    assert stats.generations == 0
+    if not before:
+        lade.enable(model, PAPER, stats=stats)
+    assert torch.equal(plain(model, prompt(10), max_new_tokens=30), expected) and not torch.equal(expected, bare)
+    assert stats.generations == 1 and stats.tokens_per_step > 1
+    with model.disable_adapter():
+        assert torch.equal(plain(model, prompt(10), max_new_tokens=30), bare)
+    assert stats.generations == 2
+    lade.disable(model)
+    assert torch.equal(plain(model, prompt(10), max_new_tokens=30), expected) and stats.generations == 2
+    assert "generate" not in {**vars(model), **vars(base)}
+
+
+def test_a_wrapper_and_its_base_both_enabled() -> None:
+    base, inner, outer = family("llama").build(), lade.Stats(), lade.Stats()
+    lade.enable(base, PAPER, stats=inner)
+    torch.manual_seed(1)
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj", "v_proj"], **LORA)).double().eval()
+    lade.enable(model, "auto", stats=outer)
+    expected = lookahead(model, prompt(10), None, max_new_tokens=20)
+    assert torch.equal(plain(model, prompt(10), max_new_tokens=20), expected)
+    assert (inner.generations, outer.generations) == (0, 1)
+    with pytest.warns(lade.FallbackWarning, match="use_cache=False"):
+        plain(model, prompt(10), max_new_tokens=20, use_cache=False)
+    assert (inner.generations, outer.generations) == (0, 2), "what the wrapper leaves to plain decoding is decoded so"
+
+
 def test_lora_dropout_counts_in_training_mode() -> None:
     model = get_peft_model(family("llama").build(), LoraConfig(target_modules=["q_proj"], **LORA)).train()
     assert "training mode" in lade.supports(model).reason
@@ -69,11 +110,18 @@ def test_an_adapter_that_puts_tokens_before_the_prompt_is_refused() -> None:
     ):
         with pytest.raises(lade.UnsupportedModelError, match="puts learned tokens before the prompt"):
             call(**arguments)
+    with pytest.raises(lade.UnsupportedModelError, match="puts learned tokens before the prompt"):
+        lade.enable(model, PAPER)
     assert lade.supports(model.get_base_model()), "without its adapter it is an ordinary model"
     expected = plain(model, prompt(10), max_new_tokens=20)
     with pytest.warns(lade.FallbackWarning):
         ours = lookahead(model, prompt(10), "auto", max_new_tokens=20)
     assert torch.equal(ours, expected)
+    for enabled in (model, model.get_base_model()):
+        lade.enable(enabled)
+        with pytest.warns(lade.FallbackWarning, match="puts learned tokens before the prompt"):
+            assert torch.equal(plain(model, prompt(10), max_new_tokens=20), expected)
+        lade.disable(model)
 
 
 def _dispatched(case: Family, folder: Path) -> Any:
@@ -114,6 +162,20 @@ def test_a_compiled_model(name: str) -> None:
     compiled = torch.compile(model, backend="eager")
     assert lade.supports(compiled)
     assert torch.equal(lookahead(compiled, prompt(10), PAPER, max_new_tokens=30), expected)
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["the compiled one", "the one inside"])
+def test_an_enabled_compiled_model(wrapped: bool) -> None:
+    model = family("llama").build()
+    expected = plain(model, prompt(10), max_new_tokens=30)
+    compiled = torch.compile(model, backend="eager")
+    stats = lade.Stats()
+    lade.enable(compiled if wrapped else model, PAPER, stats=stats)
+    for each in (compiled, model):
+        assert torch.equal(plain(each, prompt(10), max_new_tokens=30), expected)
+    assert stats.generations == 2 and stats.tokens_per_step > 1
+    lade.disable(compiled)
+    assert "generate" not in vars(model)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import functools
 import gc
 import random
+import re
 import threading
 import time
 import weakref
@@ -85,6 +86,21 @@ def test_the_seed_is_reported_and_gives_the_text_again(engine):
     assert new_tokens(largest, random_ids(5)) == alone(
         LLAMA, random_ids(5), 2**64 - 1, do_sample=True, max_new_tokens=9
     )
+
+
+def test_its_repr_says_how_many_requests_it_has():
+    gate = Gate()
+    with Engine(LLAMA, max_rows=2) as engine:
+        assert repr(engine) == "Engine(LlamaForCausalLM, 0 of 2 rows, 0 waiting)"
+        for seed in range(2):
+            engine.add(random_ids(5, seed), max_new_tokens=20, on_step=gate)
+        assert gate.reached.wait(SOON)
+        for seed in range(3):
+            engine.add(random_ids(5, seed), max_new_tokens=20)
+        total = [int(number) for number in re.findall(r"(\d+) of 2 rows, (\d+) waiting", repr(engine))[0]]
+        assert 1 <= total[0] <= 2 and sum(total) == 5
+        gate.opened.set()
+    assert repr(engine) == "Engine(LlamaForCausalLM, closed)"
 
 
 def test_torchs_generator_is_left_alone(engine):

@@ -211,3 +211,20 @@ def test_threads_and_coroutines_read_one_engine():
 
     with Engine(LLAMA) as engine:
         asyncio.run(main(engine))
+
+
+def test_its_repr_says_how_it_stands(handle):
+    assert repr(handle) == "Handle(waiting, 0 tokens)"
+    handle.tell(step(0, 5, 6), 0.0)
+    assert repr(handle) == "Handle(running, 2 tokens)"
+    handle.end("result")
+    assert repr(handle) == "Handle(finished, 2 tokens)"
+
+
+@pytest.mark.parametrize(
+    ("end", "state"), [(None, "cancelled"), (RuntimeError("no memory"), "failed: RuntimeError('no memory')")]
+)
+def test_its_repr_says_how_it_ended(handle, end, state):
+    handle.tell(step(0, 5), 0.0)
+    handle.end(end)
+    assert repr(handle) == f"Handle({state}, 1 token)"

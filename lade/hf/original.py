@@ -1,0 +1,34 @@
+"""`model.generate` without what `lade.enable` put in its place: for plain decoding, and for comparing with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from lade.model.support import unwrap
+
+_decoded_plainly: ContextVar[Any] = ContextVar("_decoded_plainly", default=None)
+"""The innermost model whose `generate` is not to be accelerated in this context."""
+
+
+@contextmanager
+def original_generate(model: Any) -> Iterator[Callable[..., Any]]:
+    """While it is entered, the `generate` that it yields decodes plainly, whether or not the model is enabled.
+
+    That holds for the models inside PEFT's and other wrappers as well, and for this thread alone.
+
+    >>> with original_generate(model) as generate:
+    ...     output = generate(**inputs)
+    """
+    token = _decoded_plainly.set(unwrap(model))
+    try:
+        yield model.generate
+    finally:
+        _decoded_plainly.reset(token)
+
+
+def is_decoded_plainly(model: Any) -> bool:
+    """Whether an `original_generate` of this model, or of a wrapper around it, is running."""
+    return _decoded_plainly.get() is unwrap(model)

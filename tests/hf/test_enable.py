@@ -1,0 +1,460 @@
+"""`lade.enable`: `model.generate` itself against the same model's before."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import inspect
+import pickle
+import warnings
+import weakref
+from threading import Thread
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessorList,
+    StopStringCriteria,
+    TextIteratorStreamer,
+    pipeline,
+)
+from transformers.generation.streamers import BaseStreamer
+
+import lade
+from lade import LookaheadConfig, Stats
+from lade.testing import toy_model
+
+PAPER = LookaheadConfig(4, 4, 4)
+IDS = torch.tensor([[1, 2, 1, 2, 1]])
+BATCH = torch.tensor([[1, 2, 1, 2, 1], [3, 4, 5, 6, 7], [9, 9, 9, 8, 8]])
+
+
+@pytest.fixture
+def model():
+    return toy_model()
+
+
+class Spelled:
+    """As much of a tokenizer as a streamer needs."""
+
+    def decode(self, ids, **kwargs):
+        return "".join(f"{int(i)} " for i in ids)
+
+
+class Listener(BaseStreamer):
+    def __init__(self):
+        self.received, self.ends = [], 0
+
+    def put(self, value):
+        self.received.append(value.tolist())
+
+    def end(self):
+        self.ends += 1
+
+
+def only_fallback(caught):
+    assert [each.category for each in caught] == [lade.FallbackWarning], [str(each.message) for each in caught]
+    return str(caught[0].message)
+
+
+# --- the same tokens in fewer passes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lookahead", ["auto", PAPER, LookaheadConfig(budget=12)], ids=["auto", "paper", "adaptive"])
+@pytest.mark.parametrize(
+    ("ids", "arguments"),
+    [
+        (IDS, {}),
+        (IDS, {"do_sample": True, "temperature": 0.8, "top_k": 10}),
+        (IDS, {"return_dict_in_generate": True, "output_scores": True}),
+        (IDS, {"generation_config": GenerationConfig(max_new_tokens=30, repetition_penalty=1.2, do_sample=False)}),
+        (BATCH, {"eos_token_id": [3, 17, 40], "pad_token_id": 0}),
+    ],
+    ids=["greedy", "sampled", "dict", "generation_config", "batch"],
+)
+def test_an_enabled_model_generates_the_same_in_fewer_passes(model, ids, arguments, lookahead):
+    arguments = {"max_new_tokens": 40, **arguments} if "generation_config" not in arguments else arguments
+    torch.manual_seed(3)
+    expected = model.generate(ids, **arguments)
+    stats = Stats()
+    assert lade.enable(model, lookahead, stats=stats) is model
+    torch.manual_seed(3)
+    ours = model.generate(ids, **arguments)
+    assert stats.generations == len(ids) and stats.fallback is None
+    assert stats.tokens_per_step > 1 or lookahead == "auto", "that goes by the clock"
+    if arguments.get("return_dict_in_generate"):
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours.scores, expected.scores, strict=True))
+        ours, expected = ours.sequences, expected.sequences
+    assert torch.equal(ours, expected)
+
+
+def test_beams_of_an_enabled_model(model):
+    expected = model.generate(IDS, max_new_tokens=30, num_beams=3)
+    stats = Stats()
+    lade.enable(model, stats=stats)
+    assert torch.equal(model.generate(IDS, max_new_tokens=30, num_beams=3), expected)
+    assert stats.tokens_per_step > 1
+
+
+def test_positional_arguments_are_those_of_generate(model):
+    config = GenerationConfig(max_new_tokens=25, do_sample=False)
+    seen = []
+
+    class Watch:
+        def __call__(self, input_ids, scores):
+            seen.append(input_ids.shape[1])
+            return scores
+
+    expected = model.generate(IDS, config, LogitsProcessorList([Watch()]))
+    plainly = list(seen)
+    seen.clear()
+    stats = Stats()
+    lade.enable(model, PAPER, stats=stats)
+    assert torch.equal(model.generate(IDS, config, LogitsProcessorList([Watch()])), expected)
+    assert seen == plainly and stats.generations == 1
+    with pytest.raises(TypeError, match="multiple values"):
+        model.generate(IDS, inputs=IDS)
+    assert inspect.signature(model.generate) == inspect.signature(toy_model().generate)
+
+
+def test_one_call_may_have_settings_of_its_own(model):
+    usual, own = Stats(), Stats()
+    lade.enable(model, stats=usual)
+    model.generate(IDS, max_new_tokens=20, lookahead=None, stats=own)
+    assert usual == Stats() and own.steps == 19
+    with pytest.raises(lade.ConfigError, match="lookahead='fast'"):
+        model.generate(IDS, max_new_tokens=20, lookahead="fast")
+
+
+# --- streamers and stop strings --------------------------------------------------------------------------------------
+
+
+def read(generate, streamer, **arguments):
+    """What comes out of a `TextIteratorStreamer` while another thread generates, and the error of that thread."""
+    problems = []
+
+    def work():
+        try:
+            generate(input_ids=IDS, max_new_tokens=30, streamer=streamer, **arguments)
+        except Exception as problem:
+            problems.append(problem)
+
+    thread = Thread(target=work)
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    return text, problems
+
+
+def test_a_text_iterator_streamer_ends_and_has_the_whole_text(model):
+    expected = model.generate(IDS, max_new_tokens=30)[0].tolist()
+    lade.enable(model)
+    text, problems = read(model.generate, TextIteratorStreamer(Spelled(), timeout=60))
+    assert [int(word) for word in text.split()] == expected and not problems
+
+
+def fails(input_ids, scores):
+    raise RuntimeError("processor")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"logits_processor": LogitsProcessorList([fails])}, "processor"),
+        ({"eos_token_id": "x"}, ""),
+        ({"attention_mask": torch.zeros(2, 3, 5)}, ""),
+        ({"num_beams": 2}, "cannot be streamed"),
+        ({"no_such_argument": 1}, "no_such_argument"),
+        ({"stop_strings": ["a"]}, "tokenizer"),
+    ],
+    ids=["while decoding", "while preparing", "a wrong mask", "beams", "an unknown argument", "no tokenizer"],
+)
+@pytest.mark.parametrize("lookahead", ["auto", PAPER, None], ids=["auto", "paper", "plain"])
+@pytest.mark.filterwarnings("ignore::lade.FallbackWarning")
+def test_a_text_iterator_streamer_ends_after_any_error(model, arguments, problem, lookahead):
+    lade.enable(model, lookahead)
+    _, problems = read(model.generate, TextIteratorStreamer(Spelled(), timeout=60), **arguments)
+    assert len(problems) == 1 and problem in str(problems[0])
+
+
+def test_a_streamer_is_ended_once_with_or_without_a_fallback(model):
+    expected = Listener()
+    model.generate(IDS, max_new_tokens=20, streamer=expected)
+    lade.enable(model)
+    for more, warned in (({}, 0), ({"use_cache": False}, 1), ({"custom_generate": deaf}, 1)):
+        listener = Listener()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.generate(IDS, max_new_tokens=20, streamer=listener, **more)
+        assert len(caught) == warned and listener.ends == 1
+        assert listener.received == (expected.received if more.get("custom_generate") is not deaf else [IDS.tolist()])
+
+
+def deaf(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+    """A user's way of decoding, to which transformers passes no streamer."""
+    return input_ids
+
+
+def test_stop_strings_as_arguments_and_in_configs(model, letters):
+    text = model.generate(IDS, max_new_tokens=20)[0, 5:].tolist()
+    early, late = (letters.decode(text[place : place + 2]) for place in (4, 12))
+    config = GenerationConfig(max_new_tokens=20, do_sample=False, stop_strings=late)
+    cases = [
+        {"stop_strings": [early], "max_new_tokens": 20},
+        {"generation_config": config},
+        {"generation_config": config, "stop_strings": early},
+        {"generation_config": config, "stop_strings": None},
+        {"stop_strings": [early], "max_new_tokens": 20, "stopping_criteria": [StopStringCriteria(letters, [late])]},
+    ]
+    lengths = set()
+    for of_model in (None, [early]):
+        model.generation_config.stop_strings = of_model
+        for case in [*cases, {"max_new_tokens": 20}]:
+            expected = model.generate(IDS, tokenizer=letters, **case)
+            stats = Stats()
+            lade.enable(model, PAPER, stats=stats)
+            assert torch.equal(model.generate(IDS, tokenizer=letters, **case), expected), (of_model, case)
+            assert stats.generations == 1 and stats.fallback is None
+            lade.disable(model)
+            lengths.add(expected.shape[1])
+    assert len(lengths) == 3, "early, late, and to the end"
+    assert config.stop_strings == late, "the user's config is as it was"
+
+
+def test_a_pipeline_streams_stops_and_answers_batches(model, letters):
+    pipe = pipeline("text-generation", model=model, tokenizer=letters)
+    prompts = ["ab ac ab ac ab", "ad ae af", "aj aj ai"]
+    arguments = {"max_new_tokens": 20, "do_sample": False, "return_full_text": False}
+    stop = pipe(prompts[0], **arguments)[0]["generated_text"][20:24]
+    calls = [
+        (prompts[0], {}),
+        (prompts[0], {"stop_sequence": stop}),
+        (prompts, {"batch_size": 3, "eos_token_id": 17}),
+        (prompts, {}),
+    ]
+    expected = [pipe(text, **arguments, **more) for text, more in calls]
+    stats = Stats()
+    lade.enable(model, PAPER, stats=stats)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lade.FallbackWarning)
+        assert [pipe(text, **arguments, **more) for text, more in calls] == expected
+    assert expected[1] != expected[0] and stats.generations == 1 + 1 + 3 + 3 and stats.tokens_per_step > 1
+    streamer = TextIteratorStreamer(letters, skip_prompt=True, timeout=60, skip_special_tokens=True)
+    thread = Thread(target=pipe, args=(prompts[0],), kwargs={"streamer": streamer, **arguments})
+    thread.start()
+    assert "".join(streamer) == expected[0][0]["generated_text"]
+    thread.join()
+
+
+# --- what is not served ----------------------------------------------------------------------------------------------
+
+
+def greedy(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+    """A user's way of decoding: the same token again."""
+    return torch.cat([input_ids, input_ids[:, -1:]], dim=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"custom_generate": greedy}, "custom_generate asks for another way of decoding"),
+        ({"assistant_model": toy_model()}, "assistant_model asks for another way of decoding"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens asks for another way"),
+        ({"use_cache": False}, "use_cache=False"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_asks_for_another_way_is_left_to_it_with_one_warning(model, arguments, reason):
+    expected = model.generate(IDS, max_new_tokens=12, **arguments)
+    stats = Stats()
+    lade.enable(model, stats=stats)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert torch.equal(model.generate(IDS, max_new_tokens=12, **arguments), expected)
+    assert reason in only_fallback(caught) and reason in stats.fallback
+    lade.enable(model, PAPER)
+    with pytest.raises(lade.UnsupportedArgumentError, match=reason):
+        model.generate(IDS, max_new_tokens=12, **arguments)
+
+
+def test_ranks_that_go_on_together_are_left_to_it(model):
+    for lookahead, problem in (
+        (PAPER, "synced_gpus=True has all ranks make as many passes"),
+        ("auto", "process group"),
+    ):
+        lade.enable(model, lookahead)
+        with warnings.catch_warnings(), pytest.raises(ValueError, match=problem):
+            warnings.simplefilter("ignore", lade.FallbackWarning)
+            model.generate(IDS, max_new_tokens=5, synced_gpus=True)
+
+
+def test_continuous_batching_is_left_to_it(model, monkeypatch):
+    """It begins and ends within `generate`, without a look at `custom_generate`."""
+    monkeypatch.setattr(type(model), "generate_batch", lambda self, **kwargs: pytest.fail("it was begun"))
+    lade.enable(model, PAPER)
+    with pytest.raises(lade.UnsupportedArgumentError, match="cache_implementation='paged'"):
+        model.generate(IDS, max_new_tokens=5, cache_implementation="paged")
+
+
+def test_the_warning_is_shown_once_however_often_it_is_called(model):
+    lade.enable(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            model.generate(IDS, max_new_tokens=3, use_cache=False)
+    assert "use_cache=False" in only_fallback(caught)
+
+
+def test_what_a_users_way_of_decoding_returns_comes_back_as_it_is(model):
+    lade.enable(model, stats=Stats())
+    with pytest.warns(lade.FallbackWarning):
+        assert model.generate(IDS, max_new_tokens=3, custom_generate=lambda *args, **kwargs: 42) == 42
+
+
+def test_a_model_in_training_falls_back_and_an_explicit_config_is_refused_at_once():
+    model = toy_model("gpt2").train()
+    with pytest.raises(lade.UnsupportedModelError, match="training mode"):
+        lade.enable(model, PAPER)
+    assert "generate" not in vars(model)
+    lade.enable(model)
+    with pytest.warns(lade.FallbackWarning, match="training mode"):
+        model.generate(IDS, max_new_tokens=3, pad_token_id=0)
+
+
+@pytest.mark.parametrize("thing", [object(), torch.nn.Linear(2, 2), "model"])
+def test_what_has_no_generate_is_refused(thing):
+    with pytest.raises(lade.UnsupportedModelError, match="has no generate"):
+        lade.enable(thing)
+
+
+def test_a_wrong_lookahead_is_refused_at_once(model):
+    with pytest.raises(lade.ConfigError, match="lookahead='fast'"):
+        lade.enable(model, "fast")
+    assert "generate" not in vars(model)
+
+
+def test_a_text_in_place_of_ids_is_refused_in_words(model):
+    for call in (functools.partial(lade.generate, model), lade.enable(model).generate):
+        with pytest.raises(lade.InputError, match="inputs is of type str: give token ids"):
+            call("Once upon a time", max_new_tokens=3)
+        with pytest.raises(lade.InputError, match="input_ids is of type list"):
+            call(input_ids=[1, 2, 3], max_new_tokens=3)
+
+
+# --- on and off ------------------------------------------------------------------------------------------------------
+
+
+def test_enabling_again_replaces_the_settings_and_disabling_restores_the_model(model):
+    before, first, second = dict(vars(model)), Stats(), Stats()
+    lade.enable(model, stats=first)
+    lade.enable(model, PAPER, stats=second)
+    model.generate(IDS, max_new_tokens=20)
+    assert first == Stats() and second.generations == 1
+    assert lade.disable(model) is model
+    assert vars(model) == before
+    model.generate(IDS, max_new_tokens=20)
+    assert second.generations == 1
+
+
+def test_disabling_what_is_not_enabled_changes_nothing(model):
+    before = dict(vars(model))
+    lade.disable(model)
+    assert vars(model) == before
+    assert lade.disable("model") == "model"
+
+
+def test_plain_decoding_of_an_enabled_model_is_plain(model):
+    stats, plainly = Stats(), Stats()
+    lade.enable(model, PAPER, stats=stats)
+    lade.generate(model, IDS, max_new_tokens=20, lookahead=None, stats=plainly)
+    steps = list(lade.stream(model, IDS, max_new_tokens=20, lookahead=None))
+    assert plainly.steps == 19 and all(step.fed == 1 for step in steps[1:]) and stats == Stats()
+
+
+def test_the_other_ways_of_an_enabled_model_are_what_they_were(model):
+    expected = model.generate(IDS, max_new_tokens=20)
+    stats, own = Stats(), Stats()
+    lade.enable(model, LookaheadConfig(budget=3), stats=stats)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for call in (
+            functools.partial(lade.generate, model),
+            functools.partial(model.generate, custom_generate=lade.decode),
+            functools.partial(model.generate, custom_generate=lade.decoder()),
+        ):
+            assert torch.equal(call(input_ids=IDS, max_new_tokens=20, lookahead=PAPER, stats=own), expected)
+        steps = lade.stream(model, IDS, max_new_tokens=20, lookahead=PAPER, stats=own)
+        assert [token for step in steps for token in step.tokens] == expected[0, 5:].tolist()
+        with lade.Engine(model) as engine:
+            assert torch.equal(engine.add(IDS, max_new_tokens=20, lookahead=PAPER).result(), expected)
+    assert stats == Stats() and own.generations == 4
+
+
+def test_a_generate_of_the_models_own_is_called_and_comes_back(model):
+    """As a tracer puts there; transformers does the same for checkpoints with a `custom_generate` folder."""
+    expected, calls = model.generate(IDS, max_new_tokens=20), []
+
+    def traced(*args, **kwargs):
+        calls.append(kwargs)
+        return type(model).generate(model, *args, **kwargs)
+
+    model.generate = traced
+    stats = Stats()
+    for _ in range(2):
+        lade.enable(model, PAPER, stats=stats)
+    assert torch.equal(model.generate(IDS, max_new_tokens=20), expected)
+    assert len(calls) == 1 and stats.generations == 1 and stats.tokens_per_step > 1
+    lade.disable(model)
+    assert model.generate is traced and not [name for name in vars(model) if "lade" in name]
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_deep_copy_is_enabled_and_generates_with_its_own_weights(model):
+    stats = Stats()
+    lade.enable(model, LookaheadConfig(budget=12, memory=lade.Memory()), stats=stats)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.lm_head.weight.copy_(other.lm_head.weight.roll(1, dims=0))
+    lade.disable(model)
+    expected = type(other).generate(other, IDS, max_new_tokens=30)
+    assert not torch.equal(expected, model.generate(IDS, max_new_tokens=30))
+    assert torch.equal(other.generate(IDS, max_new_tokens=30), expected)
+    assert stats.generations == 1 and stats.tokens_per_step > 1
+    lade.disable(other)
+    assert "generate" not in vars(other)
+
+
+def test_a_pickled_model_comes_back_as_it_was_before(model):
+    expected = model.generate(IDS, max_new_tokens=20)
+    stats = Stats()
+    lade.enable(model, LookaheadConfig(memory=lade.Memory()), stats=stats)
+    written = pickle.dumps(model)
+    assert b"lade" not in written, "its reader would need this library"
+    other = pickle.loads(written)
+    assert torch.equal(other.generate(IDS, max_new_tokens=20), expected) and stats == Stats()
+    lade.enable(other, PAPER, stats=stats)
+    assert torch.equal(other.generate(IDS, max_new_tokens=20), expected) and stats.tokens_per_step > 1
+
+
+def test_a_saved_model_knows_nothing_of_it(model, tmp_path):
+    model.save_pretrained(tmp_path / "before")
+    lade.enable(model)
+    model.save_pretrained(tmp_path / "enabled")
+    written = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in sorted(tmp_path.iterdir())]
+    assert written[0] == written[1] and list(model.state_dict()) == list(toy_model().state_dict())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "enabled")
+    assert torch.equal(loaded.generate(IDS, max_new_tokens=20), model.generate(IDS, max_new_tokens=20))
+
+
+def test_an_enabled_model_can_be_forgotten():
+    model = toy_model()
+    lade.enable(model).generate(IDS, max_new_tokens=3)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None

@@ -1,0 +1,77 @@
+"""What a run reports of itself: sums that stay right however long it is, and the share of drafts that were accepted."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from lade.stats import KEPT_STEPS, Stats, Step
+
+
+def step(fed, sources, index=1, seconds=0.5):
+    return Step(index, list(range(len(sources))), sources, fed, seconds)
+
+
+def ran(sizes):
+    """Stats of one generation whose steps fed and emitted so many tokens, the last of them a bonus token each."""
+    stats = Stats()
+    stats.add(step(9, ["prefill"], index=0))
+    for index, (fed, emitted) in enumerate(sizes, start=1):
+        stats.add(step(fed, ["memory"] * (emitted - 1) + ["bonus"], index), forward_s=0.25)
+    return stats
+
+
+def test_totals_and_the_histogram_are_of_all_steps_and_the_lists_of_the_last_65536():
+    draw = random.Random(0)
+    sizes = [(draw.randint(4, 9), draw.randint(1, 3)) for _ in range(KEPT_STEPS + 1000)]
+    stats = ran(sizes)
+    assert KEPT_STEPS == 65_536 and stats.steps == len(sizes)
+    assert list(zip(stats.step_tokens, stats.accepted, strict=True)) == sizes[1000:]
+    assert stats.fed_tokens == sum(fed for fed, _ in sizes) != sum(stats.step_tokens)
+    assert stats.accepted_tokens == sum(emitted for _, emitted in sizes) == stats.new_tokens - stats.generations
+    assert stats.tokens_per_step == stats.accepted_tokens / len(sizes) != sum(stats.accepted) / len(sizes)
+    assert stats.histogram == Counter(sizes)
+
+
+def test_drafts_are_what_was_fed_beside_the_root_and_accepted_where_they_were_emitted():
+    stats = Stats()
+    stats.add(step(9, ["prefill"], index=0))
+    assert stats.acceptance_rate == 0.0, "nothing was drafted"
+    stats.add(step(5, ["window", "pool", "bonus"]))
+    stats.add(step(5, ["memory", "memory"]))  # a stop rule cut the text after a draft: there is no bonus token
+    stats.add(step(1, ["bonus"]))
+    assert (stats.draft_tokens, stats.accepted_draft_tokens) == (8, 4)
+    assert stats.acceptance_rate == 0.5
+
+
+def test_beams_have_no_drafts_of_their_own():
+    stats = Stats()
+    stats.add(step(12, ["beam", "beam"]))
+    assert (stats.draft_tokens, stats.acceptance_rate, stats.tokens_per_step) == (0, 0.0, 2.0)
+
+
+def test_merged_figures_are_those_of_one_run_after_the_other():
+    sizes = [(4, 2), (6, 1), (4, 2), (1, 1)]
+    both = ran(sizes)
+    for each in (step(9, ["prefill"], index=0), step(4, ["pool", "bonus"])):
+        both.add(each, forward_s=0.25)
+    first, second = ran(sizes), ran([(4, 2)])
+    second.fallback = "a reason"
+    first.merge(second)
+    assert first.fallback == "a reason"
+    first.merge(Stats())
+    assert first.fallback == "a reason", "the last one, not the last run's"
+    both.fallback = first.fallback
+    assert first == both and second == Stats(**{**vars(ran([(4, 2)])), "fallback": "a reason"})
+
+
+def test_merging_keeps_the_lists_short_too(monkeypatch):
+    monkeypatch.setattr("lade.stats.KEPT_STEPS", 3)
+    stats = ran([(4, 2), (5, 1)])
+    stats.merge(ran([(6, 3), (7, 1)]))
+    assert (stats.step_tokens, stats.accepted) == ([5, 6, 7], [1, 3, 1])
+    assert stats.tokens_per_step == pytest.approx(7 / 4) and sum(stats.histogram.values()) == 4
+
+
+def test_a_repr_has_no_list_of_all_steps():
+    assert len(repr(ran([(4, 2)] * 1000))) < 400
