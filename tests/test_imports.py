@@ -16,7 +16,7 @@ LAYERS = [
     "model",
     "tuning",
     "hf testing",
-    "serving",
+    "serving recipe",
     "demo",
     "bench",
     "cli",

@@ -1,0 +1,40 @@
+"""`lade export-recipe`: the folder with which transformers' own `generate` decodes with lookahead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lade.cli import options
+from lade.cli.terminal import terminal
+
+EXAMPLE = (
+    "Example:  [bold]lade export-recipe ./recipe[/bold], and in Python "
+    '[bold]model.generate(**inputs, custom_generate="./recipe", trust_remote_code=True)[/bold]'
+)
+
+
+def export_recipe(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it; made if it is not there.")],
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Write custom_generate/ into a folder of other files, such as a model's; none of those is touched.",
+        ),
+    ] = False,
+    no_color: options.NoColor = False,
+    debug: options.Debug = False,
+) -> None:
+    """Write the recipe for generate(custom_generate=DIR), for whatever calls transformers' generate.
+
+    Pipelines, agents and evaluations pass it on. The folder can be uploaded to a hub as it is.
+    """
+    with terminal(debug=debug, no_color=no_color) as term:
+        from lade.recipe.export import export_recipe as export
+
+        for file in export(folder, force=force):
+            term.say(f"wrote {file}", "dim")
+        term.say(f"use it:  model.generate(..., custom_generate={str(folder)!r}, trust_remote_code=True)")
