@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from accelerating import Way, by_enabling, by_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 
+import lade
 from lade.demo.embedded import model_path, prompts
 from lade.recipe.export import recipe_path
 
@@ -51,3 +53,13 @@ def tokenizer(folder: str) -> Any:
 @pytest.fixture
 def text() -> str:
     return prompts()[0]
+
+
+ENABLE = pytest.mark.skipif(not hasattr(lade, "enable"), reason="there is no lade.enable yet")
+
+
+@pytest.fixture(params=[by_recipe, pytest.param(by_enabling, marks=ENABLE)])
+def way(request: pytest.FixtureRequest) -> Way:
+    """How a framework's calls of `generate` are accelerated."""
+    way: Way = request.param
+    return way
