@@ -6,9 +6,11 @@ KERNEL := .venv-kernel
 KERNEL_TESTS := tests/model/test_tree_kernel.py tests/parity/test_attention_families.py
 QUANTISED := .venv-quantised
 QUANTISED_TESTS := tests/parity/test_quantised_libraries.py
+FRAMEWORKS := .venv-frameworks
+FRAMEWORKS_TESTS := tests/recipe
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-fast test-slow test-gpu test-oldest test-kernel test-quantised lint figures docs wheel clean
+.PHONY: help demo test test-fast test-slow test-gpu test-oldest test-kernel test-quantised test-frameworks lint figures docs wheel clean
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -31,6 +33,13 @@ $(KERNEL)/.installed: $(VENV)/.installed
 
 $(QUANTISED)/.installed: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(QUANTISED) 'torchao>=0.18' 'bitsandbytes>=0.50'
+	@touch $@
+
+$(FRAMEWORKS)/.installed: pyproject.toml constraints.txt constraints-frameworks.txt
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-frameworks.txt \
+		-e '.[dev]' langchain-huggingface lm-eval outlines smolagents 'transformers[serving]'
 	@touch $@
 
 demo: $(VENV)/.installed ## watch the embedded model write Python, plain and with lookahead
@@ -57,6 +66,9 @@ test-kernel: $(KERNEL)/.installed ## the attention kernel without a GPU: interpr
 test-quantised: $(QUANTISED)/.installed ## models quantised by torchao and bitsandbytes (50 MB are fetched)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(QUANTISED) $(BIN)/python -m pytest -n 2 $(QUANTISED_TESTS)
 
+test-frameworks: $(FRAMEWORKS)/.installed ## the recipe in LangChain, smolagents, lm-eval, Outlines and transformers serve (300 MB are fetched)
+	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest -n 2 $(FRAMEWORKS_TESTS)
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -74,4 +86,4 @@ wheel: $(VENV)/.installed ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(KERNEL) $(QUANTISED) build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(KERNEL) $(QUANTISED) $(FRAMEWORKS) build dist *.egg-info

@@ -33,8 +33,16 @@ def export_recipe(
     Pipelines, agents and evaluations pass it on. The folder can be uploaded to a hub as it is.
     """
     with terminal(debug=debug, no_color=no_color) as term:
+        from lade.recipe.export import CARD
         from lade.recipe.export import export_recipe as export
 
-        for file in export(folder, force=force):
+        written = export(folder, force=force)
+        for file in written:
             term.say(f"wrote {file}", "dim")
-        term.say(f"use it:  model.generate(..., custom_generate={str(folder)!r}, trust_remote_code=True)")
+        of_its_own = folder / CARD in written
+        use = (
+            "model.generate(..., custom_generate={!r}"
+            if of_its_own
+            else "model = AutoModelForCausalLM.from_pretrained({!r}"
+        )
+        term.say(f"use it:  {use.format(str(folder))}, trust_remote_code=True)")

@@ -60,7 +60,8 @@ def test_force_adds_it_to_a_model_and_touches_nothing_else(lade: Callable[..., A
     (tmp_path / "custom_generate").mkdir()
     for name, text in {**own, CODE[0]: "another recipe\n"}.items():
         (tmp_path / name).write_text(text)
-    assert lade("export-recipe", tmp_path, "--force").exit_code == 0
+    result = lade("export-recipe", tmp_path, "--force")
+    assert result.exit_code == 0 and f"from_pretrained('{tmp_path}', trust_remote_code=True)" in result.stderr
     assert files(tmp_path) == {**{name: files(recipe_path())[name] for name in CODE}, **own}
 
 
