@@ -39,10 +39,6 @@ def export_recipe(
         written = export(folder, force=force)
         for file in written:
             term.say(f"wrote {file}", "dim")
-        of_its_own = folder / CARD in written
-        use = (
-            "model.generate(..., custom_generate={!r}"
-            if of_its_own
-            else "model = AutoModelForCausalLM.from_pretrained({!r}"
-        )
-        term.say(f"use it:  {use.format(str(folder))}, trust_remote_code=True)")
+        beside_a_model = folder / CARD not in written
+        call = "AutoModelForCausalLM.from_pretrained(" if beside_a_model else "model.generate(..., custom_generate="
+        term.say(f"use it:  {call}{str(folder)!r}, trust_remote_code=True)")
