@@ -7,9 +7,11 @@ KERNEL_TESTS := tests/model/test_tree_kernel.py tests/parity/test_attention_fami
 QUANTISED := .venv-quantised
 QUANTISED_TESTS := tests/parity/test_quantised_libraries.py
 DOCS := .venv-docs
+FRAMEWORKS := .venv-frameworks
+FRAMEWORKS_TESTS := tests/recipe
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-fast test-slow test-gpu test-oldest test-kernel test-quantised lint figures docs traces wheel clean
+.PHONY: help demo test test-fast test-slow test-gpu test-oldest test-kernel test-quantised test-frameworks lint figures docs traces wheel clean
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -39,6 +41,13 @@ $(DOCS)/.installed: constraints-docs.txt
 	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-docs.txt zensical 'mkdocstrings[python]'
 	@touch $@
 
+$(FRAMEWORKS)/.installed: pyproject.toml constraints.txt constraints-frameworks.txt
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-frameworks.txt \
+		-e '.[dev]' langchain-huggingface lm-eval outlines smolagents 'transformers[serving]'
+	@touch $@
+
 demo: $(VENV)/.installed ## watch the embedded model write Python, plain and with lookahead
 	$(BIN)/lade demo
 
@@ -63,6 +72,9 @@ test-kernel: $(KERNEL)/.installed ## the attention kernel without a GPU: interpr
 test-quantised: $(QUANTISED)/.installed ## models quantised by torchao and bitsandbytes (50 MB are fetched)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(QUANTISED) $(BIN)/python -m pytest -n 2 $(QUANTISED_TESTS)
 
+test-frameworks: $(FRAMEWORKS)/.installed ## the recipe in LangChain, smolagents, lm-eval, Outlines and transformers serve (300 MB are fetched)
+	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest -n 2 $(FRAMEWORKS_TESTS)
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -82,4 +94,4 @@ wheel: $(VENV)/.installed ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(KERNEL) $(QUANTISED) $(DOCS) build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(KERNEL) $(QUANTISED) $(FRAMEWORKS) $(DOCS) build dist *.egg-info

@@ -17,7 +17,7 @@ LAYERS = [
     "model",
     "tuning",
     "hf testing",
-    "serving",
+    "serving recipe",
     "demo",
     "bench",
     "cli",

@@ -35,4 +35,8 @@ def test_the_wheel_installs_and_generates_from_an_empty_folder(tmp_path):
     ]
     run = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, check=True)
     assert json.loads(run.stdout)["new_tokens"] == 9
+    recipe = [sys.executable, "-m", "lade", "export-recipe", str(tmp_path / "recipe")]
+    subprocess.run(recipe, cwd=empty, env=environment, capture_output=True, check=True)
+    written = {str(file.relative_to(tmp_path / "recipe")) for file in (tmp_path / "recipe").rglob("*.*")}
+    assert written == {"README.md", "custom_generate/generate.py", "custom_generate/requirements.txt"}
     assert list(empty.iterdir()) == []

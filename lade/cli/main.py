@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lade.cli import bench, chat, demo, generate, info, plan, tune, warm
+from lade.cli import bench, chat, demo, export_recipe, generate, info, plan, tune, warm
 from lade.version import __version__
 
 app = typer.Typer(
@@ -42,6 +42,7 @@ app.command("tune", epilog=tune.EXAMPLE)(tune.tune)
 app.command("warm", epilog=warm.EXAMPLE)(warm.warm)
 app.add_typer(bench.app, name="bench")
 app.command("plan", epilog=plan.EXAMPLE)(plan.plan)
+app.command("export-recipe", epilog=export_recipe.EXAMPLE)(export_recipe.export_recipe)
 app.command("demo", epilog=demo.EXAMPLE)(demo.demo)
 
 

@@ -1,0 +1,44 @@
+"""`lade export-recipe`: the folder with which transformers' own `generate` decodes with lookahead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lade.cli import options
+from lade.cli.terminal import terminal
+
+EXAMPLE = (
+    "Example:  [bold]lade export-recipe ./recipe[/bold], and in Python "
+    '[bold]model.generate(**inputs, custom_generate="./recipe", trust_remote_code=True)[/bold]'
+)
+
+
+def export_recipe(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it; made if it is not there.")],
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Write custom_generate/ into a folder of other files, such as a model's; none of those is touched.",
+        ),
+    ] = False,
+    no_color: options.NoColor = False,
+    debug: options.Debug = False,
+) -> None:
+    """Write the recipe for generate(custom_generate=DIR), for whatever calls transformers' generate.
+
+    Pipelines, agents and evaluations pass it on. The folder can be uploaded to a hub as it is.
+    """
+    with terminal(debug=debug, no_color=no_color) as term:
+        from lade.recipe.export import CARD
+        from lade.recipe.export import export_recipe as export
+
+        written = export(folder, force=force)
+        for file in written:
+            term.say(f"wrote {file}", "dim")
+        beside_a_model = folder / CARD not in written
+        call = "AutoModelForCausalLM.from_pretrained(" if beside_a_model else "model.generate(..., custom_generate="
+        term.say(f"use it:  {call}{str(folder)!r}, trust_remote_code=True)")

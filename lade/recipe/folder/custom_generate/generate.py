@@ -1,0 +1,14 @@
+"""Lookahead decoding: fewer forward passes, the same tokens. Written by `lade export-recipe`."""
+
+from typing import Any
+
+INSTALL = 'pip install --upgrade "lookahead-decoding>=0.1"'
+
+
+def generate(*args: Any, model: Any, **kwargs: Any) -> Any:
+    """`model.generate` with lookahead decoding; also takes `lookahead` and `stats`, as `lade.generate` does."""
+    try:  # transformers would ask for the package by the name it is imported by, and that is another one
+        from lade.recipe.generate import generate as decode
+    except ImportError as problem:
+        raise ImportError(f"this recipe needs lookahead-decoding 0.1 or later ({problem}): run  {INSTALL}") from problem
+    return decode(model, *args, **kwargs)

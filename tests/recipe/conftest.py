@@ -1,0 +1,65 @@
+"""What the tests of the recipe share: a folder for transformers' copies of it, a model, a text."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerating import Way, by_enabling, by_recipe
+from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
+
+import lade
+from lade.demo.embedded import model_path, prompts
+from lade.recipe.export import recipe_path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def modules_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """transformers copies a recipe before it runs it, but not into the user's cache folder here."""
+    folder = tmp_path_factory.mktemp("modules")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(folder))
+        patch.setattr(sys, "path", list(sys.path))
+        yield folder
+
+
+@pytest.fixture
+def recipe() -> dict[str, Any]:
+    """The arguments that make a `generate` use the recipe."""
+    return {"custom_generate": str(recipe_path()), "trust_remote_code": True}
+
+
+@pytest.fixture(scope="session")
+def folder() -> str:
+    """The embedded model, as frameworks want it: by name."""
+    return str(model_path())
+
+
+@pytest.fixture(scope="session")
+def model(folder: str) -> Any:
+    """The embedded model in float32, where texts are equal."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(folder: str) -> Any:
+    return AutoTokenizer.from_pretrained(folder, padding_side="left")
+
+
+@pytest.fixture
+def text() -> str:
+    return prompts()[0]
+
+
+ENABLE = pytest.mark.skipif(not hasattr(lade, "enable"), reason="there is no lade.enable yet")
+
+
+@pytest.fixture(params=[by_recipe, pytest.param(by_enabling, marks=ENABLE)])
+def way(request: pytest.FixtureRequest) -> Way:
+    """How a framework's calls of `generate` are accelerated."""
+    way: Way = request.param
+    return way

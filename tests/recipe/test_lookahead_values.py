@@ -1,0 +1,67 @@
+"""`lookahead=` where only text or JSON arrives."""
+
+import re
+
+import pytest
+
+from lade import ConfigError, LookaheadConfig, Memory
+from lade.recipe.lookahead import lookahead_from
+
+PAPER = LookaheadConfig(7, 5, 9)
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [
+        ("auto", "auto"),
+        (" Auto ", "auto"),
+        ("none", None),
+        ("None", None),
+        (None, None),
+        (PAPER, PAPER),
+        ("window=7,ngram=5,guesses=9", PAPER),
+        ("window=7;ngram=5;guesses=9", PAPER),
+        ("window=7 ngram=5; guesses=9", PAPER),
+        ('{"window": 7, "ngram": 5, "guesses": 9}', PAPER),
+        ({"window": 7, "ngram": 5, "guesses": 9}, PAPER),
+        ("window=7,ngram=5,guesses=9,prompt_ngrams=False", LookaheadConfig(7, 5, 9, prompt_ngrams=False)),
+        ("budget=32;seed=3", LookaheadConfig(budget=32, seed=3)),
+        ("budget=none", LookaheadConfig()),
+        ({}, LookaheadConfig()),
+        ("{}", LookaheadConfig()),
+    ],
+)
+def test_a_value_is_read(value: object, meant: object) -> None:
+    assert lookahead_from(value) == meant
+
+
+def test_a_mapping_may_hold_a_memory() -> None:
+    memory = Memory()
+    config = lookahead_from({"memory": memory})
+    assert isinstance(config, LookaheadConfig) and config.memory is memory
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("", "lookahead='' is not valid: give \"auto\""),
+        ("fast", "lookahead='fast' is not valid: give \"auto\""),
+        ("window", "lookahead='window' is not valid: give \"auto\""),
+        ("window=", "lookahead='window=' is not valid: give \"auto\""),
+        ("=7", "lookahead='=7' is not valid: give \"auto\""),
+        ('{"window": 7', 'lookahead=\'{"window": 7\' is not valid: give "auto"'),
+        (True, 'lookahead=True is not valid: give "auto"'),
+        (7, 'lookahead=7 is not valid: give "auto"'),
+        ([7, 5, 7], 'lookahead=[7, 5, 7] is not valid: give "auto"'),
+        ("windows=7", "there is no field 'windows', but window, ngram, guesses"),
+        ({7: 7}, "there is no field 7, but window, ngram, guesses"),
+        ("window=seven", "window='seven' is not valid: give a whole number >= 0"),
+        ("window=7.5", "window=7.5 is not valid: give a whole number >= 0"),
+        ("window=true", "window=True is not valid: give a whole number >= 0"),
+        ("ngram=1", "ngram=1 is not valid: give a whole number >= 2"),
+        ("window=15;budget=3", "budget=3 is not valid: it belongs to the adaptive method"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_remedy(value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        lookahead_from(value)

@@ -1,0 +1,182 @@
+"""`model.generate(custom_generate=FOLDER, trust_remote_code=True)`: plain's tokens in fewer passes."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPTNeoConfig, GPTNeoForCausalLM, LogitsProcessorList, TextIteratorStreamer
+from transformers.generation.streamers import BaseStreamer
+
+import lade
+from lade.testing import toy_model
+
+PROMPT = torch.tensor([[5, 9, 2, 7, 5, 9, 2]])
+PADDED = {
+    "input_ids": torch.tensor([[0, 0, 5, 9, 2], [3, 8, 3, 8, 3]]),
+    "attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]),
+    "pad_token_id": 0,
+}
+GREEDY = {"do_sample": False, "max_new_tokens": 40}
+FIXED = "window=7;ngram=5;guesses=7"  # "auto" may find plain steps the best, on a busy machine
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 12, "max_new_tokens": 40}
+
+
+@pytest.fixture(scope="module")
+def toy() -> Any:
+    return toy_model("llama")
+
+
+def seeded(model: Any, **arguments: Any) -> Any:
+    torch.manual_seed(7)
+    return model.generate(**arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"input_ids": PROMPT, **GREEDY},
+        {"inputs": PROMPT, **GREEDY},
+        {"input_ids": PROMPT, **SAMPLED},
+        {"input_ids": PROMPT, **GREEDY, "num_beams": 3},
+        {"input_ids": PROMPT, **SAMPLED, "num_return_sequences": 2},
+        {**PADDED, **GREEDY},
+        {**PADDED, **SAMPLED},
+        {"input_ids": PROMPT, **GREEDY, "repetition_penalty": 1.1, "suppress_tokens": [4, 6]},
+        {"input_ids": PROMPT, **GREEDY, "eos_token_id": [19, 41]},
+    ],
+    ids=["greedy", "inputs", "sampled", "beams", "several", "batch", "sampled batch", "processors", "end"],
+)
+def test_the_tokens_are_those_of_plain_generate(toy: Any, recipe: dict[str, Any], arguments: dict[str, Any]) -> None:
+    stats = lade.Stats()
+    expected = seeded(toy, **arguments)
+    state = torch.get_rng_state()
+    assert torch.equal(seeded(toy, **arguments, **recipe), expected)
+    assert torch.equal(seeded(toy, **arguments, **recipe, lookahead=FIXED, stats=stats), expected)
+    assert torch.equal(torch.get_rng_state(), state), "the generator is left in another state"
+    assert stats.steps < sum(stats.accepted), "nothing was accelerated"
+
+
+def test_an_output_object_has_plains_scores(toy: Any, recipe: dict[str, Any]) -> None:
+    arguments = {"input_ids": PROMPT, **GREEDY, "return_dict_in_generate": True, "output_scores": True}
+    expected, ours = toy.generate(**arguments), toy.generate(**arguments, **recipe)
+    assert torch.equal(ours.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(ours.scores), torch.stack(expected.scores))
+
+
+class Tape(BaseStreamer):
+    """What a streamer is given."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ends = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+def test_a_streamer_gets_prompt_tokens_and_end(toy: Any, recipe: dict[str, Any]) -> None:
+    plain, ours = Tape(), Tape()
+    toy.generate(PROMPT, **GREEDY, streamer=plain)
+    toy.generate(PROMPT, **GREEDY, streamer=ours, **recipe)
+    assert ours.tokens == plain.tokens and ours.ends == plain.ends == 1
+
+
+def test_an_iterating_streamer_comes_to_an_end(model: Any, tokenizer: Any, text: str, recipe: dict[str, Any]) -> None:
+    inputs = tokenizer(text, return_tensors="pt")
+    expected = tokenizer.decode(model.generate(**inputs, **GREEDY)[0, inputs["input_ids"].shape[1] :])
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    thread = threading.Thread(target=model.generate, kwargs={**inputs, **GREEDY, **recipe, "streamer": streamer})
+    thread.start()
+    assert "".join(streamer) == expected
+    thread.join()
+
+
+def test_stop_strings_stop_at_plains_token(model: Any, tokenizer: Any, text: str, recipe: dict[str, Any]) -> None:
+    arguments = {**tokenizer(text, return_tensors="pt"), "do_sample": False, "max_new_tokens": 80}
+    arguments |= {"stop_strings": ["using", "never said"], "tokenizer": tokenizer}
+    expected = model.generate(**arguments)
+    stats = lade.Stats()
+    assert torch.equal(model.generate(**arguments, **recipe, lookahead=FIXED, stats=stats), expected)
+    assert stats.new_tokens < 80 and stats.tokens_per_step > 1
+
+
+def test_processors_and_criteria_of_ones_own_see_what_plain_shows(toy: Any, recipe: dict[str, Any]) -> None:
+    def watched(seen: list[list[int]]) -> dict[str, Any]:
+        def processor(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            seen.append(input_ids[0].tolist())
+            return scores
+
+        def criterion(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            seen.append(input_ids[0].tolist())
+            return torch.tensor([input_ids.shape[1] == 30])
+
+        return {"logits_processor": LogitsProcessorList([processor]), "stopping_criteria": [criterion]}
+
+    plain: list[list[int]] = []
+    ours: list[list[int]] = []
+    expected = toy.generate(PROMPT, **GREEDY, **watched(plain))
+    assert torch.equal(toy.generate(PROMPT, **GREEDY, **watched(ours), **recipe), expected)
+    assert ours == plain and expected.shape[1] == 30
+
+
+# What may be said of `lookahead`
+
+
+@pytest.mark.parametrize(
+    "lookahead",
+    [
+        lade.LookaheadConfig(3, 4, 5),
+        {"window": 3, "ngram": 4, "guesses": 5},
+        "window=3;ngram=4;guesses=5",
+        '{"window": 3, "ngram": 4, "guesses": 5}',
+    ],
+    ids=["config", "dictionary", "text", "json"],
+)
+def test_lookahead_arrives_however_it_is_written(toy: Any, recipe: dict[str, Any], lookahead: Any) -> None:
+    expected, stats, same = toy.generate(PROMPT, **GREEDY), lade.Stats(), lade.Stats()
+    lade.generate(toy, PROMPT, **GREEDY, lookahead=lade.LookaheadConfig(3, 4, 5), stats=same)
+    assert torch.equal(toy.generate(PROMPT, **GREEDY, **recipe, lookahead=lookahead, stats=stats), expected)
+    assert stats.step_tokens == same.step_tokens and max(same.step_tokens) > 1
+
+
+@pytest.mark.parametrize("lookahead", [None, "none"])
+def test_without_lookahead_it_is_plain_generate(toy: Any, recipe: dict[str, Any], lookahead: Any) -> None:
+    stats = lade.Stats()
+    ours = toy.generate(PROMPT, **GREEDY, **recipe, lookahead=lookahead, stats=stats)
+    assert torch.equal(ours, toy.generate(PROMPT, **GREEDY))
+    assert stats.steps == 39 and stats.tokens_per_step == 1
+
+
+# What cannot be served
+
+
+def test_a_model_that_cannot_be_served_is_decoded_plainly(recipe: dict[str, Any]) -> None:
+    sizes = {"vocab_size": 48, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64}
+    local = [[["global", "local"], 1]]
+    neo = GPTNeoForCausalLM(GPTNeoConfig(**sizes, attention_types=local, bos_token_id=None, eos_token_id=None)).eval()
+    expected = neo.generate(PROMPT, **GREEDY)
+    with pytest.warns(lade.FallbackWarning, match="local attention"):
+        assert torch.equal(neo.generate(PROMPT, **GREEDY, **recipe), expected)
+    with pytest.raises(lade.UnsupportedModelError, match="local attention"):
+        neo.generate(PROMPT, **GREEDY, **recipe, lookahead="budget=16")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"input_ids": torch.tensor([[]], dtype=torch.long)}, "input_ids is empty"),
+        ({"input_ids": torch.tensor([[99]])}, "99"),
+        ({"input_ids": PROMPT, "lookahead": "fast"}, "lookahead='fast' is not valid"),
+        ({"input_ids": PROMPT, "num_beams": 2, "streamer": Tape()}, "beam"),
+        ({"input_ids": PROMPT, "frobnicate": 1}, "frobnicate"),
+    ],
+)
+def test_errors_are_those_of_the_package(toy: Any, recipe: dict[str, Any], arguments: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        toy.generate(**arguments, **recipe)
