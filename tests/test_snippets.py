@@ -2,6 +2,7 @@
 
 import logging
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
 from lade.demo.embedded import model_path
+from lade.recipe.export import export_recipe
 
 ROOT = Path(__file__).parent.parent
 HUB_ID = "Qwen/Qwen3-0.6B"
@@ -33,9 +35,13 @@ def names():
 
 @pytest.fixture
 def undone(monkeypatch, tmp_path):
-    """What the pages change for the process is as it was afterwards."""
+    """In a folder that has the files the pages name; what they change for the process is as it was afterwards."""
     monkeypatch.setenv("USE_LADE", "0")
     monkeypatch.chdir(tmp_path)
+    export_recipe(tmp_path / "recipe")
+    results = tmp_path / "bench-results" / "embedded"
+    results.mkdir(parents=True)
+    shutil.copy(ROOT / "benchmarks" / "embedded-code" / "results.json", results)
     level, handlers = logging.getLogger("lade").level, list(logging.getLogger().handlers)
     yield
     lade.restore_all()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from lade.hf.generate import Generated
 from lade.hf.generate import generate as lookahead_generate
-from lade.hf.session import Output
 from lade.recipe.lookahead import lookahead_from
 
 
@@ -32,7 +32,7 @@ class OwnGenerate:
         return self._model
 
 
-def generate(model: Any, *args: Any, **kwargs: Any) -> Output:
+def generate(model: Any, *args: Any, **kwargs: Any) -> Generated:
     """Decode as `lade.generate` does, called as a recipe is: with the arguments of `model.generate`, unprepared.
 
     Args:
@@ -52,7 +52,8 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Output:
     if arguments.get("custom_generate") is not None:
         return own.generate(**arguments)  # type: ignore[no-any-return]
     lookahead = lookahead_from(arguments.pop("lookahead", "auto"))
-    return lookahead_generate(own, lookahead=lookahead, **arguments)
+    output: Generated = lookahead_generate(own, lookahead=lookahead, **arguments)
+    return output
 
 
 def _named(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

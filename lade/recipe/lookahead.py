@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from lade.config import LookaheadConfig
+from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError
 
 FIELDS = tuple(field.name for field in fields(LookaheadConfig))
@@ -18,7 +18,7 @@ REMEDY = (
 )
 
 
-def lookahead_from(value: Any) -> LookaheadConfig | str | None:
+def lookahead_from(value: Any) -> Lookahead:
     """Read a value of `lookahead=`.
 
     Args:
