@@ -8,7 +8,7 @@ QUANTISED := .venv-quantised
 QUANTISED_TESTS := tests/parity/test_quantised_libraries.py
 DOCS := .venv-docs
 FRAMEWORKS := .venv-frameworks
-FRAMEWORKS_TESTS := tests/recipe
+FRAMEWORKS_TESTS := tests/recipe tests/test_snippets.py
 BIN := $(VENV)/bin
 
 .PHONY: help demo test test-fast test-slow test-gpu test-oldest test-kernel test-quantised test-frameworks lint figures docs traces wheel clean
