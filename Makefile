@@ -33,7 +33,7 @@ $(QUANTISED)/.installed: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(QUANTISED) 'torchao>=0.18' 'bitsandbytes>=0.50'
 	@touch $@
 
-demo: $(VENV)/.installed ## watch the embedded model write Python, plain and with lookahead
+demo: $(VENV)/.installed ## watch the embedded model write Python: plain, adaptive, and with its memory kept
 	$(BIN)/lade demo
 
 test: lint test-fast ## lint, types and the default tests: what CI runs
