@@ -41,7 +41,7 @@ app.command("info", epilog=info.EXAMPLE)(info.info)
 app.command("tune", epilog=tune.EXAMPLE)(tune.tune)
 app.command("warm", epilog=warm.EXAMPLE)(warm.warm)
 app.add_typer(bench.app, name="bench")
-app.command("plan", epilog=plan.EXAMPLE)(plan.plan)
+app.command("plan", epilog=plan.EXAMPLE, hidden=True)(plan.moved)
 app.command("demo", epilog=demo.EXAMPLE)(demo.demo)
 
 
