@@ -48,7 +48,7 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt constraints-frameworks.
 		-e '.[dev]' langchain-huggingface lm-eval outlines smolagents 'transformers[serving]'
 	@touch $@
 
-demo: $(VENV)/.installed ## watch the embedded model write Python, plain and with lookahead
+demo: $(VENV)/.installed ## watch the embedded model write Python: plain, adaptive, and with its memory kept
 	$(BIN)/lade demo
 
 test: lint test-fast ## lint, types and the default tests: what CI runs

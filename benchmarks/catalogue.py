@@ -45,7 +45,15 @@ class Benchmark:
             out: folder for the results.
         """
         subject = ["--model", stories, "--workload", prompts] if self.model == "stories" else []
-        return [*shlex.split(self.command), *subject, *shlex.split(self.options), "--out", str(out), "--resume"]
+        return [
+            *shlex.split(self.command),
+            *subject,
+            *shlex.split(self.options),
+            "--out",
+            str(out),
+            "--figures",
+            "--resume",
+        ]
 
 
 def _inflated(params: int, dtype: Literal["bfloat16", "float32"], limits: str, minutes: float) -> list[Benchmark]:

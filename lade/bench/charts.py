@@ -75,49 +75,39 @@ def _bars_label(summary: Summary) -> str:
     return f"Bars: speed-up over {summary.reference}, median over answers. Over all: {speeds}."
 
 
-def trade(points: Sequence[Point], lines: Sequence[tuple[int, Curve]]) -> Markup:
-    """Tokens per step against tokens fed per step, with the lines above which a method gains.
-
-    Args:
-        points: methods.
-        lines: step curves, with their numbers in the picture of all step curves, so that colours agree.
-    """
-    return both(lambda width: _trade(points, lines, width), 480)
+def trade(points: Sequence[Point]) -> Markup:
+    """Tokens per step against tokens fed per step, each with the tokens per step at which it breaks even."""
+    return both(lambda width: _trade(points, width), 480)
 
 
-def _trade(points: Sequence[Point], lines: Sequence[tuple[int, Curve]], width: float) -> Drawing:
-    said = ", ".join(f"{each.name} gains {each.gained:.2f} for {each.fed:.1f} fed" for each in points)
-    drawing = Drawing(width, 320, f"Tokens per step against tokens fed per step: {said}.")
+def _trade(points: Sequence[Point], width: float) -> Drawing:
+    drawing = Drawing(width, 320, _trade_label(points))
+    highest = max([2.0, *(each.gained for each in points), *(each.even or 0.0 for each in points)])
     x = Scale(1, max([2.0, *(each.fed for each in points)]) * 1.5, 34, width - 8, logarithmic=True)
-    y = Scale(0.8, max([2.0, *(each.gained for each in points)]) * 1.12, 272, 8)
+    y = Scale(0.8, highest * 1.12, 272, 8)
     _axes(drawing, x, y, "tokens fed per step", "tokens per step")
     taken = [(x.start, y(1) - 2, x.end, y(1) + 2), *(around(x(each.fed), y(each.gained), 7) for each in points)]
-    for number, curve in lines:
-        steps = _curve_points(curve, x, y)
-        if len(lines) == 1:
-            end = x.end if steps[-1][0] == x.end or curve.relative(curve.sizes[-1]) > y.last else steps[-1][0]
-            drawing.path([*steps, (end, steps[-1][1]), (end, y.start), (x.start, y.start)], "below", close=True)
-        drawing.path(steps, f"line line-{number}")
-        taken += [around(*step, 4) for step in steps]
     for each in points:
-        title = f"{each.name}: {each.gained:.2f} tokens per step for {each.fed:.1f} fed"
-        _mark(drawing, x(each.fed), y(each.gained), each.kind, title)
+        if each.even is not None:
+            left, level = x(each.fed), y(each.even)
+            drawing.line(left, level, left, y(each.gained), f"reach {each.kind}")
+            drawing.line(left - 9, level, left + 9, level, "due")
+            taken.append((left - 9, min(level, y(each.gained)) - 2, left + 9, max(level, y(each.gained)) + 2))
+    for each in points:
+        _mark(drawing, x(each.fed), y(each.gained), each.kind, _trade_title(each))
         name = fitted(each.name, 0.7 * width)
         spot = place(name, x(each.fed), y(each.gained), _LABEL, taken, (30, 0, width, y.start))
         drawing.text(x(each.fed) + spot.dx, y(each.gained) + spot.dy, name, "name", spot.anchor)
     return drawing
 
 
-def _curve_points(curve: Curve, x: Scale, y: Scale) -> list[tuple[float, float]]:
-    """Many short pieces: what is straight between sizes is bent on a logarithmic axis. It ends at the top."""
-    pieces = 96
-    found = []
-    for piece in range(pieces + 1):
-        size = x.first * (x.last / x.first) ** (piece / pieces)
-        if size > curve.sizes[-1] or curve.relative(size) > y.last:
-            break
-        found.append((x(size), y(curve.relative(size))))
-    return found
+def _trade_title(each: Point) -> str:
+    due = "" if each.even is None else f", {each.even:.2f} break even"
+    return f"{each.name}: {each.gained:.2f} tokens per step for {each.fed:.1f} fed{due}"
+
+
+def _trade_label(points: Sequence[Point]) -> str:
+    return f"Tokens per step against tokens fed per step. {'; '.join(map(_trade_title, points))}."
 
 
 def _mark(drawing: Drawing, x: float, y: float, kind: str, title: str) -> None:

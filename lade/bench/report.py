@@ -12,15 +12,15 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from lade.bench import charts
+from lade.bench import charts, glossary
 from lade.bench.acceptance import SOURCES, acceptance
 from lade.bench.answers import Answer, answers
 from lade.bench.curve import curves_of
 from lade.bench.lanes import Lane, Show, shows_of
 from lade.bench.results import Results
 from lade.bench.summary import Summary, summarise
-from lade.bench.table import COLUMNS, named
-from lade.bench.trade import break_even, points_of
+from lade.bench.table import COLUMNS, Column, named
+from lade.bench.trade import timed_points
 from lade.bench.words import (
     LOSS,
     closing,
@@ -47,6 +47,9 @@ MOST_PLACES = 10
 
 SPEEDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)
 """Of a replay, by the speed at which it ran."""
+
+FIRST = ("method", "text", "speed-up", "tok/s", "S", "cost")
+"""Columns that are always shown, by their headings; a switch shows the others after them."""
 
 _WATCHABLE_S = 14.0
 
@@ -88,7 +91,7 @@ def page(results: Results) -> str:
 
 def _context(results: Results, summary: Summary) -> dict[str, Any]:
     every, shows = answers(results), _fastest_first(shows_of(results, summary.base), summary)[:MOST_SHOWS]
-    points = points_of(results, summary)
+    points = timed_points(summary)
     return {
         "style": _asset("style.css"),
         "script": _asset("page.js"),
@@ -97,14 +100,18 @@ def _context(results: Results, summary: Summary) -> dict[str, Any]:
         "findings": findings(results, summary),
         "lines": {"model": model_line(results), "machine": machine_line(results), "manner": manner(results)},
         "command": shlex.join(results.command),
-        "columns": [(named(column.head, summary), named(column.meaning, summary)) for column in COLUMNS],
+        "columns": [_heading(column, summary) for column in _columns()],
+        "first": len(FIRST),
+        "words": glossary.columns(summary),
+        "terms": glossary.terms(summary),
+        "kinds": glossary.methods(results),
         "blocks": [_block(summary, place) for place in range(len(summary.blocks))],
         "closing": closing(summary),
         "bars": charts.speed_bars(summary) if results.samples else None,
         "curves": curves_of(results),
         "step_curves": charts.step_curves(curves_of(results)) if curves_of(results) else None,
-        "trade": charts.trade(points, break_even(results)) if points else None,
-        "break_even": break_even(results),
+        "trade": charts.trade(points) if points else None,
+        "due": any(point.even is not None for point in points),
         "panels": _panels(results),
         "sources": _sources(results, shows),
         "shows": shows,
@@ -124,10 +131,21 @@ def _asset(name: str) -> Markup:
     return Markup((files("lade.bench") / "report_template" / name).read_text(encoding="utf-8"))
 
 
+def _columns() -> list[Column]:
+    """In the order of the report."""
+    first = [column for head in FIRST for column in COLUMNS if column.head == head]
+    return [*first, *(column for column in COLUMNS if column not in first)]
+
+
+def _heading(column: Column, summary: Summary) -> tuple[str, str]:
+    """The heading, and in short what it stands for."""
+    return named(column.head, summary), named(column.meaning, summary)
+
+
 def _block(summary: Summary, place: int) -> dict[str, Any]:
     block = summary.blocks[place]
     rows = [
-        {"row": row, "cells": [column.cell(row, summary) for column in COLUMNS], "fault": row.mismatches > 0}
+        {"row": row, "cells": [column.cell(row, summary) for column in _columns()], "fault": row.mismatches > 0}
         for row in block.rows
     ]
     return {"name": workload_name(block), "answers": block.answers, "rows": rows}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lade.cli import compare, options, scaling
+from lade.cli import compare, options, plan, scaling
 from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
-from lade.errors import ConfigError, InputError
+from lade.errors import ConfigError, InputError, MissingExtraError
 
 if TYPE_CHECKING:
     from lade.bench.results import Method, Settings
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example:  [bold]lade bench --model gpt2 --workload HumanEval.jsonl.gz --limit 20[/bold]"
 FOLDER = Path("bench-results")
+
+_WHAT = "What to run"
 
 app = typer.Typer(invoke_without_command=True, rich_markup_mode="rich", subcommand_metavar="[COMMAND]")
 
@@ -31,6 +34,7 @@ class Plan:
         methods, workloads, settings: what to run.
         out: folder for everything.
         resume: go on with what is in it.
+        figures: whether to draw SVG and PNG files.
         dtype, device, pack, inflate, threads: how to load.
         json: whether the end is told as JSON.
         allow_near_ties: whether they leave the exit code 0.
@@ -43,6 +47,7 @@ class Plan:
     settings: Settings
     out: Path
     resume: bool
+    figures: bool
     dtype: str
     device: str
     pack: bool | None
@@ -57,6 +62,22 @@ class Plan:
         return name_of(self.model)
 
 
+def _what(*names: str, metavar: str | None = None, help: str) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=_WHAT)
+
+
+def _answers(*names: str, metavar: str | None = None, help: str) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="Answers")
+
+
+def _results(*names: str, metavar: str | None = None, help: str) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="Results")
+
+
+def _model(*names: str, metavar: str | None = None, help: str) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="Model")
+
+
 @app.callback(epilog=EXAMPLE)
 def bench(
     context: typer.Context,
@@ -67,67 +88,74 @@ def bench(
             "--workload",
             "-w",
             metavar="FILE",
-            help="Prompts: a file of Spec-Bench, MT-Bench, HumanEval, MBPP, GSM8K or ClassEval, or JSON lines with the "
-            "key prompt. May be given several times. Not given: builtin, functions of Python's library to continue.",
+            rich_help_panel=_WHAT,
+            help="Prompts: Spec-Bench, MT-Bench, HumanEval, MBPP, GSM8K, ClassEval, or JSON lines with the key prompt. "
+            "May be given again. Default: builtin, Python to continue.",
         ),
     ] = None,
     *,
     format: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Format of the files. Not given: recognised by their keys.")
+        str | None, _what("--format", metavar="NAME", help="Format of the files. Default: seen by their keys.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(metavar="P", help="Only the first P prompts of each workload.")] = None,
+    limit: Annotated[int | None, _what("--limit", metavar="P", help="Only the first P prompts of each file.")] = None,
     methods: Annotated[
         list[str] | None,
-        typer.Option(
+        _what(
+            "--methods",
             metavar="M,M,...",
-            help="Of hf, hf-prompt-lookup, hf-assisted, plain, jacobi[=K], lookahead[=W,N,G], adaptive[=B] and "
-            "adaptive-warm[=B]. Not given: all but hf-assisted.",
+            help="Of hf, hf-prompt-lookup, hf-assisted, plain, jacobi[=K], lookahead[=W,N,G], adaptive[=B], "
+            "adaptive-warm[=B]. Default: all but hf-assisted.",
         ),
     ] = None,
     draft: Annotated[
-        str | None, typer.Option(metavar="FOLDER_OR_HUB_ID", help="The model that hf-assisted drafts with.")
+        str | None,
+        _what("--draft", metavar="MODEL", help="Folder or hub id of the model that hf-assisted drafts with."),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for results. Not given: bench-results/MODEL.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on where it was left; a run that is complete is only reported anew.")
-    ] = False,
-    max_new_tokens: options.MaxNewTokens = 128,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Write on behind the end of a text.")] = False,
+    max_new_tokens: Annotated[
+        int, _answers("--max-new-tokens", "-n", metavar="N", help="Tokens to generate at most.")
+    ] = 128,
+    ignore_eos: Annotated[bool, _answers("--ignore-eos", help="Write on after the end of a text.")] = False,
     temperature: Annotated[
-        float | None, typer.Option(metavar="T", help="Draw tokens at this temperature. Not given: decode greedily.")
+        float | None, _answers("--temperature", metavar="T", help="Draw tokens at this temperature. Default: greedy.")
     ] = None,
-    top_k: Annotated[int | None, typer.Option(metavar="K", help="Draw only among the K likeliest.")] = None,
+    top_k: Annotated[int | None, _answers("--top-k", metavar="K", help="Draw only among the K likeliest.")] = None,
     top_p: Annotated[
-        float | None, typer.Option(metavar="P", help="Draw only among the likeliest that add up to P.")
+        float | None, _answers("--top-p", metavar="P", help="Draw only among the likeliest that add up to P.")
     ] = None,
     seeds: Annotated[
-        str, typer.Option(metavar="S,S,...", help="Of torch's generator; one answer to each prompt for each.")
+        str, _answers("--seeds", metavar="S,S,...", help="One answer to each prompt for each seed.")
     ] = "0",
-    repeats: Annotated[int, typer.Option(metavar="R", help="How often each answer is timed.")] = 1,
+    repeats: Annotated[int, _answers("--repeats", metavar="R", help="How often each answer is timed.")] = 1,
+    out: Annotated[
+        Path | None, _results("--out", metavar="DIR", help="Folder for them. Default: bench-results/MODEL.")
+    ] = None,
+    resume: Annotated[
+        bool, _results("--resume", help="Go on where it was left; a run that is complete is only reported again.")
+    ] = False,
+    figures: Annotated[
+        bool, _results("--figures", help="Draw figures too, SVG and PNG, for light and dark pages.")
+    ] = False,
+    allow_near_ties: Annotated[
+        bool, _results("--allow-near-ties", help="Exit code 0 though texts differ, if rounding explains it.")
+    ] = False,
     inflate: Annotated[
         float | None,
-        typer.Option(
-            metavar="PARAMS", help="Grow the model to so many parameters, such as 500e6: same text, its cost."
+        _model(
+            "--inflate", metavar="PARAMS", help="Grow it to so many parameters, such as 500e6: same text, its cost."
         ),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(metavar="N", help="CPU threads. Not given: as torch has it (the embedded model: 1).")
+        int | None, _model("--threads", metavar="N", help="CPU threads. Default: torch's (the embedded model: 1).")
     ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     pack: Annotated[
         bool | None,
-        typer.Option(
+        _model(
             "--pack/--no-pack",
-            help="Prepacked weights for this library's methods; hf and its like run on a second, plain copy. "
-            "Not given: on the CPU where it pays.",
+            help="Prepacked weights for this library's methods; hf runs on a plain copy. Default: on the CPU.",
         ),
     ] = None,
-    allow_near_ties: Annotated[
-        bool, typer.Option("--allow-near-ties", help="Exit code 0 though texts differ, if rounding explains all of it.")
-    ] = False,
     json: options.Json = False,
     no_color: options.NoColor = False,
     debug: options.Debug = False,
@@ -136,7 +164,7 @@ def bench(
 
     Without options: the embedded model on built-in prompts, offline, in a minute or two.
 
-    DIR gets results.json, from which --resume goes on after Ctrl-C, report.html, and figures.
+    DIR gets results.json, from which --resume goes on after Ctrl-C, and report.html; figures with --figures.
 
     Exit code 1: a method's output differs from the first's. 2: bad input. 130: interrupted.
     """
@@ -147,7 +175,7 @@ def bench(
         options.check_max_new_tokens(max_new_tokens)
         options.check_ranges({"temperature": temperature, "top_k": top_k, "top_p": top_p})
         out = out or FOLDER / (name_of(model).split("/")[-1] + ("" if inflate is None else f"-{inflate / 1e6:.0f}M"))
-        _check(out, resume, threads)
+        _check(out, resume, threads, figures)
         from lade.bench.results import Settings
 
         settings = Settings(
@@ -168,6 +196,7 @@ def bench(
                 settings=settings,
                 out=out,
                 resume=resume,
+                figures=figures,
                 dtype=dtype,
                 device=device,
                 pack=pack,
@@ -182,6 +211,7 @@ def bench(
 
 app.command("compare", epilog=compare.EXAMPLE)(compare.compare)
 app.command("scaling", epilog=scaling.EXAMPLE)(scaling.scaling)
+app.command("plan", epilog=plan.EXAMPLE)(plan.plan)
 
 
 def run(plan: Plan, term: Terminal) -> None:
@@ -249,8 +279,10 @@ def _seeds(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _check(out: Path, resume: bool, threads: int | None) -> None:
+def _check(out: Path, resume: bool, threads: int | None, figures: bool) -> None:
     """Find out before the work begins what would end it."""
+    if figures and find_spec("matplotlib") is None:
+        raise MissingExtraError("matplotlib", "bench")
     if threads is not None and threads < 1:
         raise ConfigError("threads", threads, "give a whole number >= 1")
     from lade.bench.benchmark import check_folder

@@ -11,7 +11,7 @@ from lade.bench.benchmark import RESULTS
 from lade.bench.results import Mismatch, Results
 from lade.cli.bench import Plan
 from lade.cli.terminal import Terminal
-from lade.errors import InputError, MissingExtraError
+from lade.errors import InputError
 from lade.lines import differences
 
 EXIT_MISMATCH = 1
@@ -55,7 +55,7 @@ def complete_results(plan: Plan) -> Results | None:
 
 
 def report(results: Results, plan: Plan, tokenizer: Any, term: Terminal) -> None:
-    """Tell it, and draw report and figures.
+    """Tell it, and write the report, and figures if they are wanted.
 
     Args:
         results: complete or not.
@@ -65,7 +65,7 @@ def report(results: Results, plan: Plan, tokenizer: Any, term: Terminal) -> None
     """
     for mismatch in results.mismatches:
         term.say(Text(described(mismatch, tokenizer), "yellow" if mismatch.near_tie else "bold red"))
-    files = _draw(results, plan, term) if results.samples else []
+    files = _draw(results, plan) if results.samples else []
     if plan.json:
         from lade.bench.summary import summarise
 
@@ -111,15 +111,11 @@ def _token(token: int | None, score: float | None, tokenizer: Any) -> str:
     return f"{piece}(id {token}{'' if score is None else f', score {score:.6g}'})"
 
 
-def _draw(results: Results, plan: Plan, term: Terminal) -> list[str]:
+def _draw(results: Results, plan: Plan) -> list[str]:
     """Names of the files written."""
     from lade.bench.figures import save_figures
     from lade.bench.report import write_report
 
     write_report(results, plan.out / REPORT)
-    files = [*_ALWAYS]
-    try:
-        files += [str(file.relative_to(plan.out)) for file in save_figures(results, plan.out)]
-    except MissingExtraError as problem:
-        term.say(f"no figures: {problem}", "yellow")
-    return files
+    figures = save_figures(results, plan.out) if plan.figures else []
+    return [*_ALWAYS, *(str(file.relative_to(plan.out)) for file in figures)]

@@ -1,14 +1,17 @@
-"""`lade demo`: watch plain and lookahead decoding write the same text, the likeliest or a sampled one."""
+"""`lade demo`: watch plain decoding and the adaptive method write the same texts, then with its memory kept."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
 from lade.cli import options
 from lade.cli.prompts import check_text
+from lade.cli.rounds import Round, adaptive_rounds, fixed_rounds, learn
 from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
 from lade.config import LookaheadConfig
 from lade.errors import ConfigError
@@ -16,19 +19,33 @@ from lade.errors import ConfigError
 if TYPE_CHECKING:
     from lade.cli.loading import Subject
     from lade.cli.race import Race
+    from lade.decoding.memory import Memory
 
 EXAMPLE = 'Example:  [bold]lade demo --prompt "class Stack:" --max-new-tokens 200[/bold]'
 EXIT_DIFFERENT = 1
 _WARMUP_TOKENS = 8
-_SLOW_MOTION = 20.0  # the embedded model writes several hundred tokens a second
+_REPLAY_S = 4.0  # the embedded model writes several hundred tokens a second, which nobody can follow
+_AGAIN = 3.0  # what would not be at least so many times slower is slow enough to be followed
 
 
 @dataclass(frozen=True)
 class _Show:
-    """How a race is shown: as "live" panels, so many times slower than it ran, as "text", or at the end as "json"."""
+    """How a race is shown.
+
+    Attributes:
+        style: "live" panels, "text", or "json" at the end.
+        slow_motion: how many times slower than it ran live panels show it again; 1: not again; None: as it suits.
+    """
 
     style: str
-    slow_motion: float
+    slow_motion: float | None
+
+    def slower(self, seconds: float) -> float:
+        """How many times slower to show a race again that ran so long; 1: not again."""
+        if self.slow_motion is not None:
+            return self.slow_motion
+        suiting = _REPLAY_S / seconds if seconds else 1.0
+        return suiting if suiting >= _AGAIN else 1.0
 
 
 def demo(
@@ -36,9 +53,11 @@ def demo(
     prompts: Annotated[int, typer.Option(metavar="N", help="How many of the built-in prompts.")] = 3,
     max_new_tokens: options.MaxNewTokens = 120,
     *,
-    do_sample: Annotated[bool, typer.Option("--do-sample", help="Sample in all rounds, not only in the last.")] = False,
-    temperature: Annotated[float, typer.Option(metavar="T", help="Of sampled rounds.")] = 0.7,
-    seed: Annotated[int, typer.Option(metavar="S", help="Of sampled rounds; both sides draw with it.")] = 0,
+    do_sample: Annotated[
+        bool, typer.Option("--do-sample", help="Draw tokens at random: the same ones on both sides.")
+    ] = False,
+    temperature: Annotated[float, typer.Option(metavar="T", help="With --do-sample.")] = 0.7,
+    seed: Annotated[int, typer.Option(metavar="S", help="With --do-sample; both sides draw with it.")] = 0,
     window: options.Window = None,
     ngram: options.Ngram = None,
     guesses: options.Guesses = None,
@@ -48,14 +67,19 @@ def demo(
     pack: options.Pack = None,
     slow_motion: Annotated[
         float | None,
-        typer.Option(metavar="X", help="Show it X times slower than it ran [the embedded model: 20, others: 1]."),
+        typer.Option(metavar="X", help="Replay it X times slower; 1: do not. Not given: so that it takes 4 seconds."),
     ] = None,
     plain_text: Annotated[bool, typer.Option("--plain-text", help="Paragraphs instead of moving panels.")] = False,
     json: options.Json = False,
     no_color: options.NoColor = False,
     debug: options.Debug = False,
 ) -> None:
-    """Plain and lookahead decoding side by side: the same text, fewer passes, less time."""
+    """Plain decoding and the adaptive method side by side: the same text, fewer passes, less time.
+
+    Then the same texts with a memory that has learned from others. Each round is shown as it runs, and replayed.
+
+    Exit code 1: a text differs.
+    """
     with terminal(debug=debug, no_color=no_color) as term:
         sampled = options.Choices(do_sample=True, temperature=temperature, seed=seed).settled()
         options.check_max_new_tokens(max_new_tokens)
@@ -65,29 +89,22 @@ def demo(
             raise ConfigError("prompts", prompts, "give a whole number >= 1")
         if prompt is not None:
             check_text(prompt, "the prompt")
+        sizes = options.lookahead_of(None, window, ngram, guesses)
         from lade.cli.decoding import check_served
         from lade.cli.loading import load
+        from lade.decoding.memory import Memory
 
         subject = load(model, dtype=dtype, device=device, term=term, pack=pack)
-        config = _sizes(window, ngram, guesses, on_cpu=subject.model.device.type == "cpu")
-        check_served(subject, config, sampled)
+        memory = Memory()
+        rounds = _rounds(_texts(prompt, prompts), sampled if do_sample else options.GREEDY, _sizes(sizes), memory)
+        check_served(subject, rounds[0].config, rounds[0].choices)
         style = "json" if json else "text" if plain_text or not term.interactive else "live"
-        show = _Show(style, slow_motion or (_SLOW_MOTION if model is None else 1.0))
-        rounds = _rounds(_texts(prompt, prompts), sampled, all_sampled=do_sample)
-        races = _run(subject, rounds, config, max_new_tokens, term, show)
-        _conclude(races, term, json=json, packed=subject.packed)
+        Demo(subject, rounds, memory, max_new_tokens, term, _Show(style, slow_motion)).run()
 
 
-def _sizes(window: int | None, ngram: int | None, guesses: int | None, *, on_cpu: bool) -> LookaheadConfig:
-    """What was asked for; else sizes that save time with so small a model.
-
-    On a CPU a wide pass costs it more than it brings (docs/lab-log.md).
-    """
-    if on_cpu and window is ngram is guesses is None:
-        return LookaheadConfig(window=0, ngram=5, guesses=3)
-    config = options.lookahead_of("lookahead", window, ngram, guesses)
-    assert isinstance(config, LookaheadConfig)
-    return config
+def _sizes(lookahead: LookaheadConfig | str | None) -> LookaheadConfig | None:
+    """Those given on the command line, if any."""
+    return lookahead if isinstance(lookahead, LookaheadConfig) else None
 
 
 def _texts(prompt: str | None, count: int) -> list[str]:
@@ -96,64 +113,110 @@ def _texts(prompt: str | None, count: int) -> list[str]:
     return [prompt] if prompt is not None else embedded.prompts()[:count]
 
 
-def _rounds(texts: list[str], sampled: options.Choices, *, all_sampled: bool) -> list[tuple[str, options.Choices]]:
-    """What is shown: every text greedily and the first one sampled too, or every text sampled."""
-    if all_sampled:
-        return [(text, sampled) for text in texts]
-    return [*((text, options.GREEDY) for text in texts), (texts[0], sampled)]
+def _rounds(texts: list[str], choices: options.Choices, sizes: LookaheadConfig | None, memory: Memory) -> list[Round]:
+    """The adaptive method without and with a memory kept; or the paper's, if sizes were given."""
+    if sizes is None:
+        return adaptive_rounds(texts, choices, memory)
+    return fixed_rounds(texts, choices, sizes, "lookahead")
 
 
-def _run(
-    subject: Subject,
-    rounds: list[tuple[str, options.Choices]],
-    config: LookaheadConfig,
-    max_new_tokens: int,
-    term: Terminal,
-    show: _Show,
-) -> list[Race]:
-    from lade.cli.race import Race
-    from lade.cli.views import manner
+class Demo:
+    """Runs the rounds, shows each, and says at the end what they came to.
 
-    encoded = [subject.encode(text) for text, _ in rounds]
-    Race(subject, encoded[0], config, _WARMUP_TOKENS).run(draw=lambda: None)
-    races: list[Race] = []
-    for (text, choices), ids in zip(rounds, encoded, strict=True):
-        room = subject.room(ids, max_new_tokens, within=True)
-        race = Race(subject, ids, config, room, choices)
+    Args:
+        subject: what generates.
+        rounds: at least one.
+        memory: of those that keep one.
+        max_new_tokens: of each text.
+        term: is written to.
+        show: how.
+    """
+
+    def __init__(
+        self, subject: Subject, rounds: list[Round], memory: Memory, max_new_tokens: int, term: Terminal, show: _Show
+    ) -> None:
+        self._subject, self._rounds, self._memory = subject, rounds, memory
+        self._max_new_tokens, self._term, self._show = max_new_tokens, term, show
+        self._races: list[Race] = []
+        self._learned: int | None = None
+
+    def run(self) -> None:
+        """All of it.
+
+        Raises:
+            typer.Exit: a text differs, or Ctrl-C was pressed.
+        """
+        encoded = [self._subject.encode(each.text) for each in self._rounds]
         try:
-            _show(race, f"round {len(races) + 1} of {len(rounds)} · {manner(choices)}", text, term, show)
+            self._race(self._rounds[0], encoded[0], _WARMUP_TOKENS).run(draw=lambda: None)
+            for each, ids in zip(self._rounds, encoded, strict=True):
+                if each.keeps_memory and self._learned is None:
+                    self._learn()
+                self._run(each, self._race(each, ids, self._max_new_tokens))
         except KeyboardInterrupt:
-            if races and show.style != "json":
-                _conclude(races, term, json=False)
-            term.say("interrupted", "yellow")
+            if self._races and self._show.style != "json":
+                self._conclude()
+            self._term.say("interrupted", "yellow")
             raise typer.Exit(EXIT_INTERRUPTED) from None
-        races.append(race)
-    return races
+        self._conclude()
 
+    def _race(self, each: Round, ids: list[int], max_new_tokens: int) -> Race:
+        from lade.cli.race import Race
 
-def _show(race: Race, title: str, text: str, term: Terminal, show: _Show) -> None:
-    from lade.cli.views import LiveView, describe
+        room = self._subject.room(ids, max_new_tokens, within=True)
+        return Race(self._subject, ids, each.config, room, each.choices, each.name)
 
-    if show.style == "live":
-        with LiveView(term, title, text, race, show.slow_motion) as view:
-            race.run(view.draw)
-        return
-    race.run(draw=lambda: None)
-    if show.style == "text":
-        describe(term, title, text, race)
+    def _learn(self) -> None:
+        from rich.status import Status
 
+        shown = [each.text for each in self._rounds]
+        said = "the memory learns from other texts"
+        with Status(said, console=self._term.err) if self._term.err.is_terminal else nullcontext():
+            self._learned = learn(self._subject, self._memory, shown, self._max_new_tokens)
 
-def _conclude(races: list[Race], term: Terminal, *, json: bool, packed: bool = False) -> None:
-    from lade.cli.views import footnote, summary, verdict
+    def _run(self, each: Round, race: Race) -> None:
+        from lade.cli.views import LiveView, describe, manner
 
-    if json:
-        same = all(race.same for race in races)
-        term.write_json({"races": [race.as_dict() for race in races], "same_tokens": same, "packed": packed})
-    else:
-        term.out.print(summary(races))
-        if term.interactive:
-            term.out.print(footnote())
-    different = [race for race in races if not race.same]
-    if different:
-        term.fail(f"{verdict(different[0])}; with --dtype float32 they must be equal: please report this")
-        raise typer.Exit(EXIT_DIFFERENT)
+        title = f"{len(self._races) + 1} of {len(self._rounds)} · {each.name} · {manner(each.choices)}"
+        if self._show.style == "live":
+            with LiveView(self._term, title, each.text, race) as view:
+                race.run(view.draw)
+                self._races.append(race)
+                slower = self._show.slower(race.seconds)
+                if slower > 1:
+                    view.replay(slower)
+            return
+        race.run(draw=lambda: None)
+        self._races.append(race)
+        if self._show.style == "text":
+            describe(self._term, title, each.text, race)
+
+    def _conclude(self) -> None:
+        from lade.cli.views import conclusion, footnote, summary, verdict
+
+        races, term = self._races, self._term
+        different = [race for race in races if not race.same]
+        if self._show.style == "json":
+            term.write_json(self._as_dict())
+        else:
+            term.out.print(summary(races))
+            if term.interactive:
+                term.out.print(footnote())
+            if not different:
+                term.out.print(Text(conclusion(races, self._learned or 0), "bold"))
+        if different:
+            term.fail(f"{verdict(different[0])}; with --dtype float32 they must be equal: please report this")
+            raise typer.Exit(EXIT_DIFFERENT)
+
+    def _as_dict(self) -> dict[str, Any]:
+        """What `--json` says."""
+        from lade.cli.views import total_speedup
+
+        groups = {each.name: [race for race in self._races if race.name == each.name] for each in self._rounds}
+        return {
+            "races": [race.as_dict() for race in self._races],
+            "speedups": {name: total_speedup(group) for name, group in groups.items()},
+            "memory_texts": self._learned or 0,
+            "same_tokens": all(race.same for race in self._races),
+            "packed": self._subject.packed,
+        }

@@ -158,7 +158,8 @@ def load(name: str | None, *, dtype: str, device: str, term: Terminal, pack: boo
         _pack(model, term, wanted=bool(pack))
     if name is None:
         torch.set_num_threads(1)  # so small a model gains nothing from two, which on a busy machine wait for each other
-    wishes = {name: getattr(model.generation_config, name, None) for name in (*SAMPLING_FIELDS, *BEAM_FIELDS)}
+    fields = ("do_sample", *SAMPLING_FIELDS, *BEAM_FIELDS)
+    wishes = {name: getattr(model.generation_config, name, None) for name in fields}
     model.generation_config = _greedy(model.generation_config)
     return Subject(shown, model, tokenizer, {name: wish for name, wish in wishes.items() if wish is not None})
 

@@ -41,8 +41,8 @@ app.command("info", epilog=info.EXAMPLE)(info.info)
 app.command("tune", epilog=tune.EXAMPLE)(tune.tune)
 app.command("warm", epilog=warm.EXAMPLE)(warm.warm)
 app.add_typer(bench.app, name="bench")
-app.command("plan", epilog=plan.EXAMPLE)(plan.plan)
 app.command("export-recipe", epilog=export_recipe.EXAMPLE)(export_recipe.export_recipe)
+app.command("plan", epilog=plan.EXAMPLE, hidden=True)(plan.moved)
 app.command("demo", epilog=demo.EXAMPLE)(demo.demo)
 
 

@@ -1,7 +1,8 @@
-"""`lade plan`: what to expect on hardware one does not have yet, with every assumption printed."""
+"""`lade bench plan`: what to expect on hardware one does not have yet, with every assumption printed."""
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -21,53 +22,74 @@ if TYPE_CHECKING:
     from lade.bench.forecast import Measured, Prediction
     from lade.bench.roofline import Roofline
 
-EXAMPLE = "Example:  [bold]lade plan --params 7B --device h100-sxm --results results.json --out plan.svg[/bold]"
+EXAMPLE = "Example:  [bold]lade bench plan --params 7B --device h100-sxm --results results.json --out plan.svg[/bold]"
+MOVED = "lade plan is now lade bench plan; the old name will go in a later version"
 
 _FORMATS = (".svg", ".png", ".pdf")
 _SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
+def _model(*names: str, metavar: str, help: str) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="Model")
+
+
+def _hardware(*names: str, metavar: str, help: str) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="Hardware")
+
+
 def plan(
-    params: Annotated[str, typer.Option(metavar="P", help="Parameters, such as 7e9 or 7B.")],
+    params: Annotated[str, _model("--params", metavar="P", help="Parameters, such as 7e9 or 7B.")],
     dtype: Annotated[
-        str, typer.Option(metavar="NAME", help="Of the weights: bf16, fp16, fp32, fp8, int8, int4.")
+        str, _model("--dtype", metavar="NAME", help="Of the weights: bf16, fp16, fp32, fp8, int8, int4.")
     ] = "bf16",
     bandwidth: Annotated[
-        str | None, typer.Option(metavar="B", help="Peak bytes per second of the memory, such as 3.35e12 or 3.35TB/s.")
+        str | None, _hardware("--bandwidth", metavar="B", help="Peak bytes per second, such as 3.35e12 or 3.35TB/s.")
     ] = None,
     flops: Annotated[
-        str | None, typer.Option(metavar="F", help="Peak operations per second in this dtype, dense: 990e12 or 990T.")
+        str | None,
+        _hardware("--flops", metavar="F", help="Peak operations per second, dense, in this dtype: 990e12 or 990T."),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Peaks from its datasheet: a100-80gb, h100-pcie, h100-sxm, h200, l4, l40s."),
+        _hardware(
+            "--device",
+            metavar="NAME",
+            help="Peaks from a datasheet: a100-80gb, h100-pcie, h100-sxm, h200, l4, l40s.",
+        ),
     ] = None,
     results: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="results.json of lade bench, for acceptance on your text with your model."),
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel="Results",
+            help="results.json of lade bench: acceptance on your text with your model.",
+        ),
     ] = None,
     *,
-    layers: Annotated[int | None, typer.Option(metavar="L", help="With --cached: layers of the model.")] = None,
+    layers: Annotated[int | None, _model("--layers", metavar="L", help="With --cached: layers of the model.")] = None,
     kv_heads: Annotated[
-        int | None, typer.Option(metavar="H", help="With --cached: heads with keys and values.")
+        int | None, _model("--kv-heads", metavar="H", help="With --cached: heads with keys and values.")
     ] = None,
-    head_dim: Annotated[int | None, typer.Option(metavar="D", help="With --cached: size of a head.")] = None,
-    cached: Annotated[int, typer.Option(metavar="P", help="Tokens in the cache, which every pass reads.")] = 0,
+    head_dim: Annotated[int | None, _model("--head-dim", metavar="D", help="With --cached: size of a head.")] = None,
+    cached: Annotated[int, _model("--cached", metavar="P", help="Tokens in the cache, which every pass reads.")] = 0,
     overhead: Annotated[
-        float, typer.Option(metavar="S", help="Seconds of each pass that overlap with nothing: kernel launches, ...")
+        float, _hardware("--overhead", metavar="S", help="Seconds of a pass that overlap with nothing: launches, ...")
     ] = 0.0,
     bandwidth_share: Annotated[
-        float | None, typer.Option(metavar="X", help="Of the peak bandwidth, what passes reach. Default 0.8.")
+        float | None, _hardware("--bandwidth-share", metavar="X", help="Of the peak, what passes reach. Default 0.8.")
     ] = None,
     flops_share: Annotated[
-        float | None, typer.Option(metavar="X", help="Of the peak operations, what passes reach. Default 0.6.")
+        float | None, _hardware("--flops-share", metavar="X", help="Of the peak, what passes reach. Default 0.6.")
     ] = None,
     library_time: Annotated[
         float | None,
-        typer.Option(metavar="S", help="Seconds that this library takes for a step. Not given: as measured elsewhere."),
+        _hardware("--library-time", metavar="S", help="Seconds of this library in a step. Default: as measured."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw cost and acceptance to this .svg, .png or .pdf file.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", rich_help_panel="Results", help="Draw cost and acceptance to a .svg, .png or .pdf file."
+        ),
     ] = None,
     json: options.Json = False,
     no_color: options.NoColor = False,
@@ -84,6 +106,13 @@ def plan(
             flops_share,
         )  # fmt: skip
         _run(wish, results, library_time, out, term, json=json)
+
+
+@functools.wraps(plan)
+def moved(**values: Any) -> None:
+    """Stands in for the command under its old name."""
+    typer.secho(f"warning: {MOVED}", err=True, fg=typer.colors.YELLOW)
+    plan(**values)
 
 
 def _run(
@@ -173,12 +202,13 @@ def _print(
     term: Terminal,
 ) -> None:
     from lade.bench.roofline import FREE
+    from lade.bench.words import count
 
     plain_s = roofline.seconds(1) + measured.plain_own_s
     term.out.print(Text(f"A pass of {wish.params} parameters in {roofline.dtype}{_on(wish)}", "bold"))
     term.out.print(_curve(roofline))
     term.out.print(
-        f"{roofline.free} tokens for the price of one (up to {FREE:g} times its time); "
+        f"{count(roofline.free, 'token')} for the price of one (up to {FREE:g} times its time); "
         f"computing takes longer than reading from {max(1.0, roofline.ridge):.0f} tokens on\n"
     )
     term.out.print(Text(f"Decoding, against {1 / plain_s:.1f} tokens a second with plain decoding", "bold"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from time import perf_counter
 from typing import Any
 
@@ -32,17 +33,32 @@ class Lane:
         self.token_ids: list[int] = []
         self.pieces: list[tuple[str, str]] = []  # text, style
         self.stats = Stats()
+        self._steps: list[Step] = []
         self._palette, self._detokenizer = Palette(), Detokenizer(subject.tokenizer, prompt)
 
     def take(self, step: Step) -> None:
         """Append a step."""
         self.token_ids += step.tokens
         self.stats.add(step)
+        self._steps.append(step)
         self.pieces.append((self._detokenizer.push(step.tokens), self._palette.style(len(step.tokens))))
 
     def finish(self) -> None:
         """Append what the detokenizer held back."""
         self.pieces.append((self._detokenizer.flush(), ""))
+
+    def at(self, seconds: float) -> Lane:
+        """The lane as it stood when it had decoded for so long; at 0.0 the prompt's own pass is over."""
+        past, done = copy(self), 0.0
+        past.token_ids, past.pieces, past.stats = [], [], Stats()
+        for step, piece in zip(self._steps, self.pieces, strict=False):
+            done += step.seconds if step.index else 0.0
+            if done > seconds:
+                return past
+            past.token_ids += step.tokens
+            past.stats.add(step)
+            past.pieces.append(piece)
+        return self
 
     @property
     def text(self) -> str:
@@ -64,9 +80,10 @@ class Race:
     Args:
         subject: what generates.
         prompt: ids.
-        config: sizes of the lookahead lane.
+        config: of the other lane.
         max_new_tokens: at least 1.
         choices: settled ones, without beams. Each lane draws from a generator of its own with their seed.
+        name: of the method beside plain decoding.
     """
 
     def __init__(
@@ -76,8 +93,9 @@ class Race:
         config: LookaheadConfig,
         max_new_tokens: int,
         choices: Choices = GREEDY,
+        name: str = "lookahead",
     ) -> None:
-        self.choices = choices
+        self.choices, self.name = choices, name
         self.plain, self.lookahead = Lane(subject, prompt), Lane(subject, prompt)
         self._model, self._config = subject.model, config
         ids = torch.tensor([prompt], device=subject.model.device)
@@ -110,6 +128,15 @@ class Race:
             lane.finish()
         draw()
 
+    def at(self, seconds: float) -> tuple[Lane, Lane]:
+        """Both lanes as they stood when either clock had run for so long."""
+        return self.plain.at(seconds), self.lookahead.at(seconds)
+
+    @property
+    def seconds(self) -> float:
+        """Until the slower lane was done, without prefill."""
+        return max(self.plain.stats.decode_s, self.lookahead.stats.decode_s)
+
     @property
     def same(self) -> bool:
         """Whether both lanes wrote the same tokens."""
@@ -125,6 +152,7 @@ class Race:
         """Figures and tokens of both lanes."""
         lanes = {"plain": self.plain, "lookahead": self.lookahead}
         return {
+            "method": self.name,
             **{name: _lane_dict(lane) for name, lane in lanes.items()},
             "do_sample": self.choices.do_sample,
             "temperature": self.choices.temperature,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,39 +28,54 @@ if TYPE_CHECKING:
 EXAMPLE = "Example:  [bold]lade bench scaling --model gpt2 --workload HumanEval.jsonl.gz --limit 20 --out law[/bold]"
 EXIT_DIFFERENT = 1
 
+_WHAT = "What to run"
 _LINE_EVERY_S = 30.0  # where there is no terminal to draw a bar on
+
+
+def _what(*names: str, metavar: str | None = None, help: str) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=_WHAT)
+
+
+def _results(*names: str, metavar: str | None = None, help: str) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="Results")
 
 
 def scaling(
     model: options.Model = None,
     workload: Annotated[
         str,
-        typer.Option(
-            "--workload", "-w", metavar="FILE", help="Prompts, as for lade bench. Not given: the built-in ones."
-        ),
+        typer.Option("--workload", "-w", metavar="FILE", rich_help_panel=_WHAT, help="Prompts, as for lade bench."),
     ] = "builtin",
-    out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder for scaling.json and the figures, made if need be.")
-    ] = Path("scaling"),
+    out: Annotated[Path, _results("--out", metavar="DIR", help="Folder for scaling.json, made if need be.")] = Path(
+        "scaling"
+    ),
     windows: Annotated[
-        str, typer.Option(metavar="W,W,...", help="Columns of the window, and as many guesses.")
+        str, _what("--windows", metavar="W,W,...", help="Columns of the window, and as many guesses.")
     ] = "1,2,3,5,7,10,15,20,30,40,60",
-    ngrams: Annotated[str, typer.Option(metavar="N,N,...", help="Lengths of the n-grams.")] = "3,4,5,6,7",
+    ngrams: Annotated[str, _what("--ngrams", metavar="N,N,...", help="Lengths of the n-grams.")] = "3,4,5,6,7",
     *,
     format: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Format of the file. Not given: recognised by its keys.")
+        str | None, _what("--format", metavar="NAME", help="Format of the file. Default: seen by its keys.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(metavar="P", help="Only the first P prompts.")] = None,
-    max_new_tokens: options.MaxNewTokens = 128,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Write on behind the end of a text.")] = False,
+    limit: Annotated[int | None, _what("--limit", metavar="P", help="Only the first P prompts.")] = None,
+    max_new_tokens: Annotated[
+        int, _what("--max-new-tokens", "-n", metavar="N", help="Tokens to generate at most.")
+    ] = 128,
+    ignore_eos: Annotated[bool, _what("--ignore-eos", help="Write on after the end of a text.")] = False,
     prompt_ngrams: Annotated[
-        bool, typer.Option("--prompt-ngrams/--no-prompt-ngrams", help="Guess n-grams of prompt and text too.")
+        bool, _what("--prompt-ngrams/--no-prompt-ngrams", help="Guess n-grams of prompt and text too.")
     ] = True,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the sizes that DIR lacks; with none, only report anew.")
+        bool, _results("--resume", help="Go on with the sizes that DIR lacks; with none, only report again.")
+    ] = False,
+    figures: Annotated[
+        bool, _results("--figures", help="Draw figures too, SVG and PNG, for light and dark pages.")
     ] = False,
     threads: Annotated[
-        int | None, typer.Option(metavar="N", help="CPU threads. Not given: as torch has it (the embedded model: 1).")
+        int | None,
+        typer.Option(
+            metavar="N", rich_help_panel="Model", help="CPU threads. Default: torch's (the embedded model: 1)."
+        ),
     ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
@@ -77,7 +93,7 @@ def scaling(
     """
     with terminal(debug=debug, no_color=no_color) as term:
         sizes = numbers("windows", windows, least=1), numbers("ngrams", ngrams, least=2)
-        _check(threads, max_new_tokens, out, resume=resume)
+        _check(threads, max_new_tokens, out, resume=resume, figures=figures)
         from lade.bench import workloads
         from lade.bench.results import Settings
 
@@ -91,7 +107,7 @@ def scaling(
 
             torch.set_num_threads(threads)
         terms: dict[str, Any] = {"settings": settings, "prompt_ngrams": prompt_ngrams, "folder": out, "resume": resume}
-        _run(_study(subject, source, *sizes, **terms), out, term, json=json)
+        _run(_study(subject, source, *sizes, **terms), out, term, figures=figures, json=json)
 
 
 def numbers(name: str, text: str, least: int) -> list[int]:
@@ -120,7 +136,7 @@ def _study(subject: Subject, source: Workload, windows: list[int], ngrams: list[
     return Study(subject.model, subject.tokenizer, source, windows, ngrams, record=record, command=command, **terms)
 
 
-def _run(study: Study, out: Path, term: Terminal, *, json: bool) -> None:
+def _run(study: Study, out: Path, term: Terminal, *, figures: bool, json: bool) -> None:
     found = study.scaling
     term.say(
         f"{found.model.name}, {found.model.dtype}: {found.workload.prompts} prompts of {found.workload.name}, at most "
@@ -134,9 +150,9 @@ def _run(study: Study, out: Path, term: Terminal, *, json: bool) -> None:
         _watch(study, term)
     except KeyboardInterrupt:
         interrupted = True
-    figures = _figures(found, out, term)
+    files = _figures(found, out) if figures else []
     if json:
-        term.write_json({**summary(found), "out": str(out), "figures": figures, "interrupted": interrupted})
+        term.write_json({**summary(found), "out": str(out), "figures": files, "interrupted": interrupted})
     else:
         _print(found, term)
     for each in found.wrong:
@@ -171,17 +187,13 @@ def _watch(study: Study, term: Terminal) -> None:
                 said = now
 
 
-def _figures(found: Scaling, out: Path, term: Terminal) -> list[str]:
+def _figures(found: Scaling, out: Path) -> list[str]:
     """Draw what can be drawn; the files' names."""
     if not found.points:
         return []
     from lade.bench.scaling_figure import save_figures
 
-    try:
-        return [str(file) for file in save_figures(found, out)]
-    except MissingExtraError as problem:
-        term.say(f"no figures: {problem}", "yellow")
-        return []
+    return [str(file) for file in save_figures(found, out)]
 
 
 def summary(found: Scaling) -> dict[str, Any]:
@@ -249,8 +261,10 @@ def _expectations(found: Scaling) -> Table:
     return table
 
 
-def _check(threads: int | None, max_new_tokens: int, out: Path, *, resume: bool) -> None:
+def _check(threads: int | None, max_new_tokens: int, out: Path, *, resume: bool, figures: bool) -> None:
     """Find out before a model is loaded what would end the work."""
+    if figures and find_spec("matplotlib") is None:
+        raise MissingExtraError("matplotlib", "bench")
     if threads is not None and threads < 1:
         raise ConfigError("threads", threads, "give a whole number >= 1")
     if max_new_tokens < 2:

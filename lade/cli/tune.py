@@ -27,6 +27,7 @@ EXAMPLE = "Example:  [bold]lade tune --model gpt2 --cached 64,1024 --out cost.sv
 FREE = 1.2
 """A pass of several tokens is called free if it takes at most so many times as long as a pass of one."""
 
+_WHAT = "What to measure"
 _FORMATS = (".svg", ".png", ".pdf")
 _BAR_WIDTH = 32
 _ROUNDS = 10_000  # time ends it, not their number
@@ -88,15 +89,24 @@ class Sweep:
 def tune(
     model: options.Model = None,
     cached: Annotated[
-        str, typer.Option(metavar="P,P,...", help="Tokens in the cache while measuring; one table for each.")
+        str,
+        typer.Option(
+            metavar="P,P,...", rich_help_panel=_WHAT, help="Tokens in the cache meanwhile; a table for each length."
+        ),
     ] = "256",
-    seconds: Annotated[float, typer.Option(metavar="S", help="How long to measure, all lengths together.")] = 20.0,
+    seconds: Annotated[
+        float, typer.Option(metavar="S", rich_help_panel=_WHAT, help="How long to measure, all lengths together.")
+    ] = 20.0,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the curves to this .svg, .png or .pdf file.")
+        Path | None,
+        typer.Option(metavar="FILE", rich_help_panel="Results", help="Draw the curves to a .svg, .png or .pdf file."),
     ] = None,
     *,
     threads: Annotated[
-        int | None, typer.Option(metavar="N", help="CPU threads. Not given: as torch has it (the embedded model: 1).")
+        int | None,
+        typer.Option(
+            metavar="N", rich_help_panel="Model", help="CPU threads. Default: torch's (the embedded model: 1)."
+        ),
     ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
@@ -108,6 +118,7 @@ def tune(
     """Measure what a step costs by the number of tokens it feeds, and save it for every later generation.
 
     The first generation with a model measures this by itself, in about a second; here it is done with more care.
+
     Ctrl-C keeps what was measured so far.
     """
     with terminal(debug=debug, no_color=no_color) as term:
@@ -131,6 +142,7 @@ def _run(
 ) -> None:
     import torch
 
+    from lade.bench.words import count
     from lade.cli.interrupt import Interrupt
     from lade.model.choice import runner_for
     from lade.model.support import supports, unwrap
@@ -149,7 +161,7 @@ def _run(
         term.write_json({**facts, **found})
     else:
         for sweep in sweeps:
-            price = f"{sweep.free} tokens for the price of one (up to {FREE:g} times its time)"
+            price = f"{count(sweep.free, 'token')} for the price of one (up to {FREE:g} times its time)"
             term.out.print(Text(f"{sweep.cached} cached tokens: {price}", "bold"))
             term.out.print(_table(sweep))
     if out is not None:

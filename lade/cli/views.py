@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from time import perf_counter, sleep
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -14,11 +15,12 @@ from rich.text import Text
 from lade.cli.options import Choices
 from lade.cli.painter import legend
 from lade.cli.race import Lane, Race
+from lade.cli.rounds import KEPT
 from lade.cli.terminal import Terminal
 
 _FRAME_S = 0.08
 _NOTE = """
-per pass: tokens, of lookahead · seconds: decoding after prefill, each on its own clock, without drawing
+per pass: tokens, of the method · seconds: decoding after prefill, each on its own clock, without drawing
 4-grams: share of distinct ones in the output; a text that repeats itself is easy to guess"""
 _SMALLEST_HEIGHT, _LARGEST_HEIGHT = 6, 30
 
@@ -37,52 +39,68 @@ class Tail:
 
 
 class LiveView:
-    """Draws a race as two panels, a few times a second.
+    """Draws a race as two panels, a few times a second: while it is run, and again in slow motion.
 
     Args:
         term: where.
         title: of the picture.
         prompt: shown before each text.
         race: what is drawn.
-        slow_motion: how many times slower than it ran, for models too fast to watch; no clock counts the waiting.
     """
 
-    def __init__(self, term: Terminal, title: str, prompt: str, race: Race, slow_motion: float = 1.0) -> None:
-        self._prompt, self._race, self._slow_motion = prompt, race, slow_motion
-        self._title = title if slow_motion == 1 else f"{title} · shown {slow_motion:g} times slower than it ran"
+    def __init__(self, term: Terminal, title: str, prompt: str, race: Race) -> None:
+        self._title, self._prompt, self._race = title, prompt, race
         self._height = max(_SMALLEST_HEIGHT, min(_LARGEST_HEIGHT, term.out.height - 10))
         self._live = Live(console=term.out, auto_refresh=False, vertical_overflow="crop")
         self._drawn = 0.0
 
     def __enter__(self) -> LiveView:
         self._live.start()
-        self._begun = perf_counter()
         return self
 
     def __exit__(self, *problem: object) -> None:
-        self._live.update(self._picture(), refresh=True)
+        self._live.update(self._picture(*self._lanes, self._end()), refresh=True)
         self._live.stop()
 
+    @property
+    def _lanes(self) -> tuple[Lane, Lane]:
+        return self._race.plain, self._race.lookahead
+
     def draw(self) -> None:
-        """Draw, unless that was done just now; in slow motion wait until the picture is due."""
-        ran = max(lane.stats.decode_s for lane in (self._race.plain, self._race.lookahead))
-        if self._slow_motion > 1:
-            sleep(max(0.0, self._slow_motion * ran - (perf_counter() - self._begun)))
+        """Draw what there is, unless that was done just now."""
         if perf_counter() - self._drawn >= _FRAME_S:
-            self._live.update(self._picture(), refresh=True)
+            self._live.update(self._picture(*self._lanes, "as it runs"), refresh=True)
             self._drawn = perf_counter()
 
-    def _picture(self) -> Group:
+    def replay(self, slower: float) -> None:
+        """Show a race that is over once more.
+
+        Args:
+            slower: how many times slower than it ran.
+        """
+        start = perf_counter()
+        while (seconds := (perf_counter() - start) / slower) < self._race.seconds:
+            said = f"the same, {slower:.3g} times slower"
+            self._live.update(self._picture(*self._race.at(seconds), said), refresh=True)
+            sleep(_FRAME_S)
+
+    def _end(self) -> str:
+        speed = "" if self._race.speedup is None else f", {self._race.speedup:.2f} times as fast"
+        return verdict(self._race) + speed
+
+    def _picture(self, plain: Lane, fast: Lane, said: str) -> Group:
         grid = Table.grid(expand=True)
         grid.add_column(ratio=1)
         grid.add_column(ratio=1)
-        grid.add_row(self._panel("plain", self._race.plain), self._panel("lookahead", self._race.lookahead))
-        return Group(Text(self._title, "bold"), grid)
+        grid.add_row(self._panel("plain", plain, "white"), self._panel(self._race.name, fast, "green"))
+        return Group(Text.assemble((self._title, "bold"), (f" · {said}", "bold yellow"), overflow="ellipsis"), grid)
 
-    def _panel(self, name: str, lane: Lane) -> Panel:
+    def _panel(self, name: str, lane: Lane, border: str) -> Panel:
         text = Text.assemble((self._prompt, "dim"), *lane.pieces)
-        content = Group(Tail(text, self._height), Text(figures(lane), "yellow"))
-        return Panel(content, title=f"[bold]{name}[/bold]", border_style="green" if name == "lookahead" else "white")
+        stats = lane.stats
+        counts = f"{stats.new_tokens} tokens, {stats.steps} passes: {stats.tokens_per_step:.2f} each"
+        figures = Text(f"{counts}\n{stats.decode_s:.2f} s", "yellow", no_wrap=True, overflow="ellipsis")
+        return Panel(Group(Tail(text, self._height), figures), title=f"[bold]{name}[/bold]", border_style=border)
 
 
 def figures(lane: Lane) -> str:
@@ -90,17 +108,17 @@ def figures(lane: Lane) -> str:
     stats = lane.stats
     return (
         f"{stats.new_tokens} tokens · {stats.steps} passes · {stats.tokens_per_step:.2f} a pass · "
-        f"{stats.decode_s:.2f} s · 4-grams {lane.distinct_4grams:.0%} distinct"
+        f"{stats.decode_s:.2f} s · 4-grams {lane.distinct_4grams:.0%}"
     )
 
 
 def describe(term: Terminal, title: str, prompt: str, race: Race) -> None:
     """The same as plain text."""
     term.write(f"=== {title}\n{prompt}{race.lookahead.text}\n\n")
-    for name, lane in (("plain", race.plain), ("lookahead", race.lookahead)):
-        term.write(f"{name:>9}: {figures(lane)}\n")
+    for name, lane in (("plain", race.plain), (race.name, race.lookahead)):
+        term.write(f"{name:>11}: {figures(lane)}\n")
     if race.speedup is not None:
-        term.write(f"{'':>9}  {verdict(race)}, {race.speedup:.2f} times as fast\n\n")
+        term.write(f"{'':>11}  {verdict(race)}, {race.speedup:.2f} times as fast\n\n")
 
 
 def manner(choices: Choices) -> str:
@@ -119,24 +137,47 @@ def verdict(race: Race) -> str:
 
 
 def summary(races: Sequence[Race]) -> Table:
-    """One row a round, and one for all."""
+    """One row a round, and one for all rounds of a method."""
     sampled = next((manner(race.choices) for race in races if race.choices.do_sample), None)
-    table = Table(title="plain / lookahead", title_style="bold", show_edge=False, pad_edge=False)  # fits 80 columns
+    table = Table(title="plain / method", title_style="bold", show_edge=False, pad_edge=False)  # fits 80 columns
     table.caption = f"*: {sampled}" if sampled else None
-    for column in ("#", "text", "tokens", "passes", "per pass", "seconds", "speed-up", "4-grams"):
-        table.add_column(column, justify="left" if column in ("#", "text") else "right", no_wrap=True)
-    for number, race in enumerate(races, start=1):
-        name = f"{number}*" if race.choices.do_sample else str(number)
-        table.add_row(*_row(name, [race]), style="" if race.same else "bold red")
-    if len(races) > 1:
-        table.add_section()
-        table.add_row(*_row("all", races), style="bold")
+    for column in ("round", "text", "passes", "per pass", "seconds", "speed-up", "4-grams"):
+        table.add_column(column, justify="left" if column in ("round", "text") else "right", no_wrap=True)
+    number = 0
+    for name, group in groupby(races, key=lambda race: race.name):
+        own = list(group)
+        for race in own:
+            number += 1
+            mark = "*" if race.choices.do_sample else ""
+            table.add_row(*_row(f"{number}{mark}", [race]), style="" if race.same else "bold red")
+        table.add_row(*_row(name, own), style="bold", end_section=True)
     return table
+
+
+def total_speedup(races: Sequence[Race]) -> float | None:
+    """Seconds of plain decoding by those of the method, all rounds together."""
+    seconds = sum(race.lookahead.stats.decode_s for race in races)
+    return sum(race.plain.stats.decode_s for race in races) / seconds if seconds else None
+
+
+def conclusion(races: Sequence[Race], learned: int) -> str:
+    """In words: that the texts are equal, and what each method brought.
+
+    Args:
+        races: all of them.
+        learned: texts that the memory was made from before its first round.
+    """
+    tokens = sum(len(race.plain.token_ids) for race in races)
+    lines = [f"All {tokens} tokens are those of transformers' own model.generate."]
+    for name, group in groupby(races, key=lambda race: race.name):
+        speed = total_speedup(list(group))
+        source = f" (it had learned from {learned} other texts)" if name == KEPT else ""
+        lines += [f"{name}: {speed:.2f} times as fast{source}"] if speed is not None else []
+    return "\n".join(lines)
 
 
 def _row(name: str, races: Sequence[Race]) -> list[str]:
     plain, fast = [race.plain for race in races], [race.lookahead for race in races]
-
     steps = sum(lane.stats.steps for lane in fast)
     seconds = sum(lane.stats.decode_s for lane in fast)
     plain_seconds = sum(lane.stats.decode_s for lane in plain)
@@ -145,7 +186,6 @@ def _row(name: str, races: Sequence[Race]) -> list[str]:
     return [
         name,
         "same" if all(race.same for race in races) else "DIFFER",
-        str(sum(lane.stats.new_tokens for lane in fast)),
         f"{sum(lane.stats.steps for lane in plain)} / {steps}",
         f"{emitted / steps:.2f}" if steps else "-",
         f"{plain_seconds:.2f} / {seconds:.2f}",

@@ -198,7 +198,7 @@ def test_the_commands_are_valid(scripts, tmp_path):
             assert parse_all(told["methods"] or ["hf"], sampling=sampling)
             seeds = [int(seed) for seed in told["seeds"].split(",")]
             check_settings(Settings(told["max_new_tokens"], temperature=told["temperature"], seeds=seeds))
-        assert "--resume" in words and words[words.index("--out") + 1] == str(tmp_path)
+        assert {"--resume", "--figures"} <= set(words) and words[words.index("--out") + 1] == str(tmp_path)
         assert ("prompts.jsonl" in words) == (benchmark.model == "stories")
     names = [benchmark.name for benchmark in scripts.catalogue.BENCHMARKS]
     assert len(set(names)) == len(names)

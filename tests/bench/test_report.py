@@ -9,8 +9,12 @@ from html.parser import HTMLParser
 import pytest
 from made_results import METHODS, made_results, replay_of
 
-from lade.bench.report import MOST_ANSWERS, page, write_report
+from lade.bench import glossary
+from lade.bench.methods import KINDS
+from lade.bench.report import FIRST, MOST_ANSWERS, page, write_report
 from lade.bench.results import Method
+from lade.bench.summary import summarise
+from lade.bench.table import COLUMNS, named
 
 RESULTS = made_results(prompts=3)
 EVIL = "<script>alert('&')</script>"
@@ -128,6 +132,68 @@ def test_texts_of_others_are_escaped():
     pieces = "".join(data for _, data in parsed.texts)
     assert EVIL + " tail" in pieces  # the text of the replay, as it was
     assert json.loads(data_of(html, "summary"))["command"] == ["lade", EVIL]
+
+
+def test_six_columns_are_shown_and_a_switch_that_needs_no_script_shows_the_others(text):
+    heads = re.findall(r"<thead><tr>\n(.*?)</tr>", text, re.DOTALL)[0]
+    names = re.findall(r'<th scope="col"(?: class="(\w+)")?[^>]*>(.*?)</th>', heads)
+    assert len(FIRST) == 6 and [name for kind, name in names if not kind] == list(FIRST)
+    assert [kind for kind, _ in names] == [""] * 6 + ["more"] * (len(COLUMNS) - 6)
+    rows = re.findall(r'<tr class="">\n(.*?)</tr>', text, re.DOTALL)
+    assert rows and all(len(re.findall(r'<td class="more', row)) == len(COLUMNS) - 6 for row in rows)
+    assert "#all-columns:not(:checked) ~ * .more { display: none; }" in text
+    (switch,) = Page(text).all("input", id="all-columns")
+    assert switch["type"] == "checkbox" and "checked" not in switch
+    assert f"All {len(COLUMNS)} columns" in Page(text).text
+
+
+def test_every_column_and_every_kind_of_method_is_explained(text):
+    summary, shown = summarise(RESULTS), " ".join(Page(text).text.split())
+    words = glossary.columns(summary)
+    assert set(words) == {named(column.head, summary) for column in COLUMNS}
+    assert glossary.KINDS.keys() == KINDS.keys()
+    for sentence in [*words.values(), *(glossary.KINDS[method.kind] for method in METHODS)]:
+        assert "{" not in sentence and len(sentence) > 30 and sentence in shown
+    for word in ("compression ratio", "fed", "acceptance", "break-even", "spread"):
+        assert re.search(rf"<dt>{word}</dt>", text)
+
+
+def test_words_come_with_the_figures_of_the_run():
+    entries = {entry.word: entry for entry in glossary.terms(summarise(RESULTS))}
+    row = summarise(RESULTS).overall.row("adaptive")
+    guesses, accepted = row.fed_per_step - 1, row.tokens_per_step - 1
+    examples = {word: next(each for each in entry.examples if each.startswith("adaptive:"))
+                for word, entry in entries.items() if entry.examples}  # fmt: skip
+    assert (
+        f"of {guesses:.1f} guesses a step, {accepted:.2f} were accepted ({accepted / guesses:.0%})"
+        in examples["acceptance"]
+    )
+    assert examples["fed"].startswith(f"adaptive: {row.fed_per_step:.1f} tokens a step")
+    cost = row.step_s / summarise(RESULTS).overall.row("plain").step_s
+    assert (
+        f"so {cost:.2f} tokens per step break even; it brought {row.tokens_per_step:.2f}, a gain."
+        in examples["break-even"]
+    )
+    low, high = row.speedup.each.low, row.speedup.each.high
+    assert f"the middle half of {row.samples} answers from {low:.2f} to {high:.2f}" in examples["spread"]
+    assert any(each.endswith("a loss.") for each in entries["break-even"].examples)
+
+
+def test_break_evens_come_from_the_steps_of_the_run_and_not_from_passes_timed_apart(text):
+    """With steps twice as long, twice as many tokens break even, whatever single passes took."""
+    slow = [
+        replace(each, decode_s=2 * each.decode_s) if each.method == "adaptive" else each for each in RESULTS.samples
+    ]
+    for results, factor in ((RESULTS, 1.0), (replace(RESULTS, samples=slow), 2.0)):
+        due = summarise(RESULTS).overall.row("adaptive").step_cost * factor
+        (label,) = {
+            attrs["aria-label"]
+            for attrs in Page(page(results)).all("svg", role="img")
+            if "break even" in attrs["aria-label"]
+        }
+        assert re.search(rf"adaptive: \S+ tokens per step for \S+ fed, {due:.2f} break even", label)
+    alone = [each for each in RESULTS.samples if each.method in ("adaptive", "adaptive-warm")]
+    assert "nothing to break even with" in page(replace(RESULTS, samples=alone))
 
 
 def data_of(html, name):

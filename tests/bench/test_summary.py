@@ -12,7 +12,7 @@ from lade.bench.lanes import shows_of
 from lade.bench.results import Method, Mismatch, Replay, Sample, StepCurve, Workload
 from lade.bench.speed import Spread
 from lade.bench.summary import summarise
-from lade.bench.trade import break_even, points_of
+from lade.bench.trade import break_even, points_of, timed_points
 from lade.bench.words import closing, findings
 
 HF, PLAIN, FAST = Method("hf", "hf"), Method("plain", "plain", packed=True), Method("fast", "adaptive", packed=True)
@@ -232,6 +232,18 @@ def test_methods_are_placed_above_or_below_what_they_cost():
     assert {point.name: point.kind for point in points_of(dear, summarise(dear))}["fast"] == "loss"
     assert [(number, curve.packed) for number, curve in break_even(dear)] == [(0, True)]
     assert [(number, curve.cached) for number, curve in break_even(made_results(prompts=1))] == [(0, 64), (2, 64)]
+
+
+def test_a_method_breaks_even_where_its_own_steps_bring_as_much_as_they_take():
+    row = summarise(small()).overall.row("fast")
+    points = {point.name: point for point in timed_points(summarise(small(step_curves=[])))}
+    assert set(points) == {"hf, plain", "fast"} and points["hf, plain"].even is None
+    assert points["fast"].even == pytest.approx(row.step_cost, abs=0.005) and points["fast"].kind == "gain"
+    slow = [replace(each, decode_s=9 * each.decode_s) if each.method == "fast" else each for each in small().samples]
+    (lost,) = (point for point in timed_points(summarise(small(samples=slow))) if point.name == "fast")
+    assert lost.even == pytest.approx(9 * row.step_cost, abs=0.05) and lost.kind == "loss"
+    (alone,) = timed_points(summarise(small(samples=[each for each in small().samples if each.method == "fast"])))
+    assert (alone.even, alone.kind) == (None, "even")
 
 
 def test_acceptance_is_the_share_of_steps_by_place_and_source():

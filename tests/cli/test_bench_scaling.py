@@ -8,6 +8,7 @@ from test_cli_errors import fails
 
 from lade.bench import scaling_figure, study
 from lade.bench.scaling import NAME, Scaling
+from lade.cli import scaling as module
 
 NEW = 12
 TEXTS = ["say it again, say it", "one two three"]
@@ -69,7 +70,7 @@ def test_the_table_has_sizes_lines_and_the_formula(scaling, out, folder):
 
 
 def test_json(scaling, out):
-    found = json.loads(scaling("--json").stdout)
+    found = json.loads(scaling("--json", "--figures").stdout)
     points = {(each["window"], each["ngram"]): each for each in found["points"]}
     assert set(points) == {(1, 3), (3, 3), (1, 4), (3, 4)} and points[3, 4]["guesses"] == 3
     assert points[3, 4]["tokens_per_step"] == Scaling.load(out / NAME).of(4)[1].tokens_per_step
@@ -114,13 +115,13 @@ def test_a_wrong_output_is_exit_code_1(scaling, monkeypatch):
     assert "lookahead 3,3,3: prompt" in result.stderr and "differs from plain decoding at token 2" in result.stderr
 
 
-def test_without_matplotlib_there_is_all_but_figures(scaling, out, monkeypatch):
-    monkeypatch.undo()  # the figures' stand-in
-    monkeypatch.setattr(scaling_figure, "find_spec", lambda name: None)
+def test_figures_are_drawn_only_if_asked_for_and_without_matplotlib_that_is_refused_at_once(scaling, out, monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    fails(scaling("--figures"), 'matplotlib is not installed: run pip install "lookahead-decoding[bench]"')
+    assert not out.exists()
     result = scaling("--json")
     assert result.exit_code == 0 and json.loads(result.stdout)["figures"] == []
-    assert 'no figures: matplotlib is not installed: run  pip install "lookahead-decoding[bench]"' in result.stderr
-    assert Scaling.load(out / NAME).complete
+    assert [file.name for file in out.iterdir()] == [NAME]
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ def subject():
 
 def turn(conversation, subject, text, method="auto", new=15):
     """One turn; returns the prompt, the answer, and how many tokens its first pass fed."""
-    prompt = conversation.ask(text)
-    steps = []
+    asked = conversation.ask(text)
+    prompt, steps = asked.prompt, []
     with terminal() as term:
         answer = decode(
             subject,
@@ -35,7 +35,7 @@ def turn(conversation, subject, text, method="auto", new=15):
             on_step=steps.append,
             cache=conversation.cache,
         )
-    conversation.answered(text, prompt, answer)
+    conversation.answered(asked, answer)
     return prompt, answer, steps[0].fed
 
 
@@ -77,7 +77,7 @@ def test_a_turn_that_changes_what_was_said_drops_just_that_from_the_cache(subjec
     chatting = subject(templated)
     conversation = Conversation(chatting)
     first, _, _ = turn(conversation, chatting, "one")
-    conversation._messages[-1]["content"] = "@"
+    conversation._turns[-1]["content"] = "@"
     second, answer, fed = turn(conversation, chatting, "two")
     assert fed == len(second) - len(first)
     assert answer.token_ids == fresh(chatting, second)
@@ -87,16 +87,15 @@ def test_the_same_prompt_again_feeds_its_last_token(subject, folder):
     chatting = subject(folder)
     conversation = Conversation(chatting)
     prompt, _, _ = turn(conversation, chatting, "abc")
-    conversation._ids = list(prompt)  # as if there had been no answer
-    conversation._crop(prompt)
+    assert conversation.retry().prompt == prompt
     assert conversation.cached == len(prompt) - 1
 
 
 def test_after_a_torn_pass_the_cache_is_a_new_one(subject, folder):
     chatting = subject(folder)
     conversation = Conversation(chatting)
-    prompt, answer, _ = turn(conversation, chatting, "abc")
-    conversation.answered("abc", prompt, Generation(token_ids=answer.token_ids, torn=True))
+    _, answer, _ = turn(conversation, chatting, "abc")
+    conversation.answered(conversation.retry(), Generation(token_ids=answer.token_ids, torn=True))
     assert conversation.cached == 0
     prompt, answer, fed = turn(conversation, chatting, "more")
     assert fed == len(prompt) and answer.token_ids == fresh(chatting, prompt)
@@ -123,8 +122,8 @@ def test_a_session_in_a_pipe(lade, templated, subject):
     answers.append(answers[0])
     assert result.stdout == "".join(chatting.tokenizer.decode(ids) + "\n" for ids in answers)
     assert "there is no /what" in result.stderr
-    assert "0 turns" in result.stderr and "2 turns" in result.stderr
-    assert "/reset   forget" in result.stderr
+    assert "0 turns, 0 tokens" in result.stderr and "2 turns, " in result.stderr
+    assert "/reset          forget" in result.stderr
     assert "20 tokens in 2 + " in result.stderr
     assert "no chat template" not in result.stderr
 
@@ -147,7 +146,7 @@ def test_a_full_context_is_said_and_reset_helps(lade, folder):
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert [len(line) for line in lines] == [20, 40]
-    assert "is full: /reset" in result.stderr
+    assert "is full; /reset" in result.stderr
     assert "error: with this turn" in result.stderr
 
 

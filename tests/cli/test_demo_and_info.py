@@ -1,13 +1,12 @@
 import json
 import signal
-from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 from rich.text import Text
 
-from lade.cli import views
+from lade.cli import rounds, views
 from lade.cli.loading import load
 from lade.cli.noise import Noise
 from lade.cli.options import Choices
@@ -15,17 +14,29 @@ from lade.cli.race import Race
 from lade.cli.terminal import Terminal, terminal
 from lade.cli.views import LiveView, Tail, summary, verdict
 from lade.config import LookaheadConfig
+from lade.decoding.memory import Memory
 from lade.stats import distinct_ngrams
 
 PROMPT = "say it again, say it"
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """The memory of the last rounds learns from a text or two only."""
+    monkeypatch.setattr(rounds, "_LEARNING_S", 0.05)
+
+
 @pytest.fixture
-def race(folder):
+def loaded(folder):
+    with terminal() as term:
+        return load(str(folder), dtype="auto", device="cpu", term=term)
+
+
+@pytest.fixture
+def race(loaded):
     def make(new=30, **choices):
-        with terminal() as term:
-            subject = load(str(folder), dtype="auto", device="cpu", term=term)
-        return Race(subject, subject.encode(PROMPT), LookaheadConfig(), new, Choices(**choices).settled())
+        config = LookaheadConfig(budget=8)  # what the method chooses by itself depends on the clock
+        return Race(loaded, loaded.encode(PROMPT), config, new, Choices(**choices).settled())
 
     return make
 
@@ -71,10 +82,10 @@ def test_a_difference_is_said_loudly(lade, folder, monkeypatch):
             self.token_ids[-1] = 999
 
     monkeypatch.setattr(Lane, "take", take)
-    result = lade("demo", "-m", folder, "-p", PROMPT, "-n", 20)
+    result = lade("demo", "-m", folder, "-p", PROMPT, "-n", 20, "--window", 4)
     assert result.exit_code == 1
     assert "THE TEXTS DIFFER from token" in result.stdout and "THE TEXTS DIFFER" in result.stderr
-    assert "│ DIFFER │" in result.stdout
+    assert "│ DIFFER │" in result.stdout and "tokens are those of" not in result.stdout
 
 
 def test_demo_in_a_pipe(lade, folder, plain, tokenizer):
@@ -82,20 +93,55 @@ def test_demo_in_a_pipe(lade, folder, plain, tokenizer):
     assert result.exit_code == 0, result.output
     assert "\x1b" not in result.stdout
     assert PROMPT + tokenizer.decode(plain(tokenizer(PROMPT)["input_ids"], 20)) in result.stdout
-    assert "same text" in result.stdout and "20 tokens · 19 passes" in result.stdout
+    assert result.stdout.count("=== ") == 2 and result.stdout.count("same text") == 2
+    assert "=== 1 of 2 · adaptive · greedy" in result.stdout and "=== 2 of 2 · memory kept · greedy" in result.stdout
+    assert "20 tokens · 19 passes" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_the_sentences_at_the_end_are_those_of_the_table(lade, folder):
+    lines = lade("demo", "-m", folder, "-p", PROMPT, "-n", 20).stdout.splitlines()
+    *_, equal, first, second = lines
+    assert equal == "All 40 tokens are those of transformers' own model.generate."
+    rows = [[cell.strip() for cell in line.split("│")] for line in lines if "│" in line]
+    (cold, kept) = (next(row for row in rows if row[0] == name)[5] for name in ("adaptive", "memory kept"))
+    assert first == f"adaptive: {cold} times as fast"
+    assert second.startswith(f"memory kept: {kept} times as fast (it had learned from ")
 
 
 def test_demo_json(lade, folder, plain, tokenizer):
     result = lade("demo", "-m", folder, "-p", PROMPT, "-n", 20, "--json", "--window", 3, "--ngram", 3)
-    race, sampled = json.loads(result.stdout)["races"]
+    found = json.loads(result.stdout)
+    (race,) = found["races"]
     expected = plain(tokenizer(PROMPT)["input_ids"], 20)
     assert race["plain"]["token_ids"] == race["lookahead"]["token_ids"] == expected
     assert (race["do_sample"], race["temperature"], race["seed"]) == (False, None, None)
-    assert (sampled["do_sample"], sampled["temperature"], sampled["seed"]) == (True, 0.7, 0)
-    assert race["same_tokens"] is True
+    assert race["same_tokens"] is True and race["method"] == "lookahead" and found["memory_texts"] == 0
     assert race["speedup"] == pytest.approx(race["plain"]["decode_s"] / race["lookahead"]["decode_s"])
+    assert found["speedups"] == {"lookahead": race["speedup"]}
     assert race["plain"]["distinct_4grams"] == distinct_ngrams(expected)
+
+
+def test_the_adaptive_method_is_shown_and_then_with_a_memory_of_other_texts(lade, folder, plain, tokenizer):
+    found = json.loads(lade("demo", "-m", folder, "-p", PROMPT, "-n", 40, "--json").stdout)
+    cold, kept = found["races"]
+    assert (cold["method"], kept["method"]) == ("adaptive", "memory kept") == tuple(found["speedups"])
+    expected = plain(tokenizer(PROMPT)["input_ids"], 40)
+    assert cold["lookahead"]["token_ids"] == kept["lookahead"]["token_ids"] == expected
+    assert found["memory_texts"] > 0 and found["same_tokens"] is True
+
+
+def test_a_memory_learns_from_other_texts_than_those_shown(loaded, monkeypatch):
+    from lade.demo import embedded
+    from lade.hf import generate
+
+    shown, read = embedded.prompts()[:3], []
+    subject, memory = loaded, Memory()
+    monkeypatch.setattr(generate, "stream", lambda model, **arguments: read.append(arguments) or iter([]))
+    learned = rounds.learn(subject, memory, shown, 8)
+    texts = [subject.tokenizer.decode(arguments["input_ids"][0]) for arguments in read]
+    assert learned == len(texts) == len(set(texts)) > 10 and not set(shown) & set(texts)
+    assert all(arguments["lookahead"].memory is memory for arguments in read)
 
 
 def sample(model, tokenizer, seed, temperature, new=20):
@@ -131,14 +177,14 @@ def test_noise_kept_aside_goes_on_where_it_was():
     assert torch.equal(torch.get_rng_state(), outside)
 
 
-def test_the_demo_samples_all_rounds_or_the_last(lade, folder, model, tokenizer):
-    arguments = ["demo", "-m", folder, "-p", PROMPT, "-n", 20, "--temperature", 1.5, "--seed", 4]
-    (race,) = json.loads(lade(*arguments, "--do-sample", "--json").stdout)["races"]
-    assert race["plain"]["token_ids"] == race["lookahead"]["token_ids"] == sample(model, tokenizer, 4, 1.5)
-    assert race["plain"]["token_ids"] == json.loads(lade(*arguments, "--json").stdout)["races"][1]["plain"]["token_ids"]
+def test_the_demo_samples_if_asked(lade, folder, model, tokenizer):
+    arguments = ["demo", "-m", folder, "-p", PROMPT, "-n", 20, "--do-sample", "--temperature", 1.5, "--seed", 4]
+    for race in json.loads(lade(*arguments, "--json").stdout)["races"]:
+        assert race["plain"]["token_ids"] == race["lookahead"]["token_ids"] == sample(model, tokenizer, 4, 1.5)
+        assert (race["do_sample"], race["temperature"], race["seed"]) == (True, 1.5, 4)
     shown = lade(*arguments).stdout
-    assert "=== round 1 of 2 · greedy" in shown and "=== round 2 of 2 · sampled, temperature 1.5, seed 4" in shown
-    assert "\n2*  │ same" in shown and "*: sampled, temperature 1.5, seed 4" in shown
+    assert "=== 2 of 2 · memory kept · sampled, temperature 1.5, seed 4" in shown
+    assert "\n2*          │ same" in shown and "*: sampled, temperature 1.5, seed 4" in shown
     assert lade("demo", "--temperature", -1).exit_code == 2
 
 
@@ -163,8 +209,9 @@ def test_the_live_view_shows_both_lanes_in_colour(race):
             run.run(view.draw)
         term.out.print(summary([run, run]))
     text = term.out.export_text(clear=False)
-    assert "plain" in text and "lookahead" in text and "12 tokens · 11 passes" in text
-    assert "all" in text and "24" in text
+    assert "plain" in text and "lookahead" in text and "12 tokens, 11 passes: 1.00 each" in text
+    assert "as it runs" in text and f"same text, {run.speedup:.2f} times as fast" in text
+    assert "22 / " in text, "the passes of both rounds together"
 
 
 def test_a_tail_is_the_end_of_a_text():
@@ -204,15 +251,39 @@ def test_info_without_a_model_shows_the_embedded_one(lade):
     assert (facts["model"], facts["supported"], facts["dtype"]) == ("embedded", True, "float32")
 
 
-def test_slow_motion_waits_until_a_picture_is_due(monkeypatch):
-    """At 0.2 s of decoding a picture shown ten times slower is due after two seconds."""
-    waited = []
-    monkeypatch.setattr(views, "sleep", waited.append)
-    monkeypatch.setattr(views, "perf_counter", lambda: 5.0)
-    plain, lookahead = (SimpleNamespace(stats=SimpleNamespace(decode_s=seconds)) for seconds in (0.2, 0.1))
-    for slow_motion, expected in ((10.0, [2.0]), (1.0, [])):
-        waited.clear()
-        view = views.LiveView(Terminal(), "title", "", SimpleNamespace(plain=plain, lookahead=lookahead), slow_motion)
-        view._begun = view._drawn = 5.0
-        view.draw()
-        assert waited == pytest.approx(expected)
+def test_a_race_can_be_seen_as_it_stood_at_any_time(race):
+    run = race(20)
+    run.run(draw=lambda: None)
+    for lane, now in zip((run.plain, run.lookahead), run.at(0.0), strict=True):
+        assert now.token_ids == lane.token_ids[:1] and (now.stats.steps, now.stats.decode_s) == (0, 0.0)
+    middle = run.plain.stats.decode_s / 2
+    plain, fast = run.at(middle)
+    assert 1 < len(plain.token_ids) < 20 and plain.stats.decode_s <= middle
+    assert run.plain.text.startswith(plain.text) and len(plain.text) < len(run.plain.text)
+    assert fast.token_ids == run.lookahead.token_ids[: len(fast.token_ids)]
+    assert run.at(run.seconds) == (run.plain, run.lookahead)
+
+
+def test_a_replay_takes_so_many_times_longer(race, monkeypatch):
+    run, now, seen = race(20), [0.0], []
+    run.run(draw=lambda: None)
+    monkeypatch.setattr(views, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(views, "sleep", lambda seconds: now.__setitem__(0, now[0] + run.seconds))
+    monkeypatch.setattr(run, "at", lambda seconds: seen.append(seconds) or (run.plain, run.lookahead))
+    with terminal() as term, LiveView(term, "title", PROMPT, run) as view:
+        view.replay(4.0)
+    assert seen == pytest.approx([run.seconds * share for share in (0, 0.25, 0.5, 0.75)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seconds", "slower"),
+    [([], 0.2, 20.0), ([], 2.0, None), (["--slow-motion", 7], 0.2, 7.0), (["--slow-motion", 1], 0.2, None)],
+)
+def test_what_is_too_fast_to_follow_is_replayed(lade, folder, monkeypatch, arguments, seconds, slower):
+    replayed = []
+    monkeypatch.setattr(Race, "seconds", seconds)
+    monkeypatch.setattr(LiveView, "replay", lambda self, slower: replayed.append(slower))
+    monkeypatch.setattr(Terminal, "interactive", True)
+    result = lade("demo", "-m", folder, "-p", PROMPT, "-n", 8, "--window", 2, *arguments)
+    assert result.exit_code == 0, result.output
+    assert replayed == ([] if slower is None else pytest.approx([slower]))

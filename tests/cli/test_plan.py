@@ -1,4 +1,4 @@
-"""`lade plan`: nothing is run, so its figures can be computed by hand."""
+"""`lade bench plan`: nothing is run, so its figures can be computed by hand."""
 
 import json
 import math
@@ -17,7 +17,7 @@ PEAKS = ("--bandwidth", "3.35e12", "--flops", "990e12")
 
 @pytest.fixture
 def plan(lade):
-    return lambda *arguments: lade("plan", *arguments)
+    return lambda *arguments: lade("bench", "plan", *arguments)
 
 
 @pytest.fixture
@@ -193,4 +193,16 @@ def test_help_has_an_example_and_all_devices(plan):
     from lade.bench.roofline import DEVICES
 
     out = " ".join(plan("--help").stdout.replace("│", " ").split())
-    assert "lade plan --params 7B" in out and all(name in out for name in DEVICES)
+    assert "lade bench plan --params 7B" in out and all(name in out for name in DEVICES)
+
+
+def test_the_old_name_works_and_says_the_new_one(lade, plan):
+    arguments = ("--params", "7B", *PEAKS)
+    old, new = lade("plan", *arguments), plan(*arguments)
+    assert old.exit_code == 0 and old.stdout == new.stdout
+    assert (
+        old.stderr
+        == "warning: lade plan is now lade bench plan; the old name will go in a later version\n" + new.stderr
+    )
+    assert "bench plan" not in new.stderr
+    assert "Estimate speeds" in lade("bench", "--help").stdout and "Estimate speeds" not in lade("--help").stdout

@@ -1,5 +1,6 @@
 """What only shows in a process of its own: imports, pipes, signals, terminals."""
 
+import json
 import os
 import pty
 import signal
@@ -79,11 +80,11 @@ def test_ctrl_c_in_a_pipe(environment, folder):
     assert "tokens in 1 + " in errors.decode().splitlines()[-1]
 
 
-def on_a_terminal(arguments, environment, keys=()):
+def on_a_terminal(arguments, environment, keys=(), program=LADE):
     """Output and exit code of a process on a pseudo terminal; `keys`: (what to wait for, what to type then)."""
     child, terminal = pty.fork()
     if child == 0:
-        os.execve(sys.executable, [*LADE, *map(str, arguments)], environment)
+        os.execve(sys.executable, [*program, *map(str, arguments)], environment)
     output, waiting, seen = b"", list(keys), 0
     while True:
         try:
@@ -143,22 +144,29 @@ def test_no_color_means_no_colour_on_a_terminal(folder, monkeypatch, flags, vari
     assert "20 tokens in" in output
 
 
-def test_a_chat_on_a_terminal(environment, templated):
+def test_a_chat_on_a_terminal(environment, templated, tmp_path):
+    saved = tmp_path / "c.json"
     keys = [
-        (b"you> ", b"hello\n"),
+        (b"you> ", b"helo\x02l\n"),  # Ctrl-B goes back one character
         (b"tokens in", b""),
         (b"you> ", b"\x03"),
+        (b"you> ", b"/save %s\n" % os.fsencode(saved)),
         (b"you> ", b"/stats\n"),
         (b"you> ", b"\x04"),
     ]
-    output, code = on_a_terminal(["chat", "-m", templated, "-n", 10], environment, keys)
+    environment = {**environment, "XDG_STATE_HOME": str(tmp_path / "state")}
+    output, code = on_a_terminal(["chat", "-m", templated, "-n", 10, "--no-history"], environment, keys)
     assert code == 0, output
     assert "/quit or Ctrl-D ends the chat" in output
-    assert "1 turns" in output and "Traceback" not in output
+    assert "1 turn, " in output and "Traceback" not in output
+    assert json.loads(saved.read_text())["messages"][0] == {"role": "user", "content": "hello"}
+    assert not (tmp_path / "state").exists()
 
 
 def test_a_demo_on_a_terminal(environment, folder):
-    output, code = on_a_terminal(["demo", "-m", folder, "-p", "say it again, say it", "-n", 30], environment)
+    arguments = ["demo", "-m", folder, "-p", "say it again, say it", "-n", 30, "--window", 4, "--slow-motion", 2]
+    output, code = on_a_terminal(arguments, environment)
     assert code == 0, output
     assert "plain" in output and "lookahead" in output and "speed-up" in output
+    assert "as it runs" in output and "2 times slower" in output and "same text, " in output
     assert "\x1b[1;36m" in output

@@ -1,0 +1,303 @@
+"""What one can say in a chat besides turns, and how a chat chooses tokens."""
+
+import json
+import shutil
+import signal
+
+import pytest
+import torch
+from test_cli_errors import fails
+from transformers import LlamaForCausalLM
+
+from lade.errors import UnsupportedArgumentError
+
+NEW = 12
+TURNS = ("tell me a story", "and then?", "more")
+SAMPLED = {"do_sample": True, "temperature": 2.5, "top_k": 6, "top_p": 0.9}
+WITH_SYSTEM = [{"role": "system", "content": "be brief"}]
+
+
+@pytest.fixture
+def sampling(templated, tmp_path, edited):
+    """A checkpoint that asks for sampling."""
+    return edited(templated, tmp_path / "sampling", generation_config=SAMPLED)
+
+
+@pytest.fixture
+def chat(lade, templated):
+    """Run a chat of these lines; a result whose `answers` are the lines of standard output."""
+
+    def run(*lines, path=templated, arguments=(), code=0):
+        result = lade("chat", "-m", path, "-n", NEW, *arguments, stdin="".join(line + "\n" for line in lines))
+        assert result.exit_code == code, result.output
+        assert "Traceback" not in result.stderr
+        result.answers = result.stdout.split("\n")[:-1]
+        return result
+
+    return run
+
+
+@pytest.fixture
+def plainly(templated, tokenizer):
+    """Answers of plain `model.generate` to the whole conversation, templated again for each turn."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(templated)
+    model = LlamaForCausalLM.from_pretrained(templated)
+
+    def run(turns, seed=None, before=(), **arguments):
+        messages, answers = list(before), []
+        for number, turn in enumerate(turns):
+            messages.append({"role": "user", "content": turn})
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+            if seed is not None:
+                torch.manual_seed(seed + number)
+            output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, **arguments)
+            answers.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
+            messages.append({"role": "assistant", "content": answers[-1].strip()})
+        return answers
+
+    return run
+
+
+@pytest.mark.parametrize("method", ["auto", "plain", "lookahead"])
+def test_a_chat_says_what_plain_generate_says_to_the_whole_conversation(chat, plainly, sampling, method):
+    arguments = ["--method", method]
+    assert chat(*TURNS, arguments=arguments).answers == plainly(TURNS)
+    sampled = chat(*TURNS, path=sampling, arguments=[*arguments, "--seed", 5]).answers
+    assert sampled == plainly(TURNS, seed=5, **SAMPLED) != plainly(TURNS)
+    assert chat(*TURNS, path=sampling, arguments=[*arguments, "--greedy"]).answers == plainly(TURNS)
+
+
+def test_how_tokens_are_chosen_is_said_first(chat, sampling):
+    def said(path, *arguments):
+        return chat(path=path, arguments=arguments).stderr.splitlines()[1]
+
+    limits = "temperature 2.5, top_k 6, top_p 0.9"
+    assert said(sampling) == f"samples as the checkpoint asks: {limits} · --greedy: not"
+    assert said(sampling, "--temperature", 1, "--top-k", 0) == (
+        "samples as the checkpoint asks: temperature 1, top_k 0, top_p 0.9 · --greedy: not"
+    )
+    assert said(sampling, "--do-sample") == f"samples as --do-sample asks: {limits}"
+    assert said(sampling, "--greedy") == "takes the likeliest tokens as --greedy asks; the checkpoint would sample"
+
+
+def test_a_checkpoint_that_asks_for_nothing_is_greedy(chat, templated):
+    lines = chat(path=templated).stderr.splitlines()
+    assert lines[1] == "takes the likeliest tokens, as the checkpoint asks for no sampling · --do-sample: samples"
+
+
+def test_greedy_and_sampling_options_contradict_each_other(lade, sampling):
+    fails(lade("chat", "-m", sampling, "--greedy", "--do-sample"), "greedy=True", "--do-sample")
+    for option, value in (("--temperature", 1.0), ("--seed", 3), ("--min-p", 0.1)):
+        fails(lade("chat", "-m", sampling, "--greedy", option, value), f"{option[2:]}={value}", "--greedy")
+
+
+def test_a_checkpoint_out_of_range_is_said_before_the_first_turn(lade, templated, tmp_path, edited):
+    copy = edited(templated, tmp_path / "m", generation_config={"do_sample": True, "temperature": 0.0})
+    fails(lade("chat", "-m", copy), "generation_config", "--temperature")
+    assert lade("chat", "-m", copy, "--greedy", stdin="").exit_code == 0
+
+
+def test_a_system_prompt_holds_from_the_next_turn_on_and_can_be_taken_back(chat, plainly):
+    result = chat("/system be brief", *TURNS[:2], "/reset", TURNS[0], "/system", "/reset", TURNS[0], "/system")
+    with_it = plainly(TURNS[:2], before=WITH_SYSTEM)
+    assert result.answers == [*with_it, with_it[0], plainly(TURNS[:1])[0]]
+    assert with_it[0] != plainly(TURNS[:1])[0]
+    assert "the system prompt is gone" in result.stderr and "there is no system prompt" in result.stderr
+    assert chat(TURNS[0], arguments=["--system", "be brief"]).answers == with_it[:1]
+
+
+def test_amid_a_conversation_it_changes_all_of_it(chat, plainly):
+    first, *_ = plainly(TURNS[:1])
+    said = [{"role": "user", "content": TURNS[0]}, {"role": "assistant", "content": first.strip()}]
+    assert chat(TURNS[0], "/system be brief", TURNS[1]).answers == [
+        first, *plainly(TURNS[1:2], before=[*WITH_SYSTEM, *said]),
+    ]  # fmt: skip
+
+
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}|{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for m in messages if m['role'] != 'system' %}" + TEMPLATE[26:], "leaves system prompts out"),
+        (
+            "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system!') }}{% endif %}" + TEMPLATE,
+            "No system!",
+        ),
+        (None, "no chat template"),
+    ],
+)
+def test_a_system_prompt_that_the_model_would_not_see_is_refused(
+    lade, chat, plainly, folder, tmp_path, template, words
+):
+    path = tmp_path / "m"
+    shutil.copytree(folder, path)
+    if template:
+        (path / "chat_template.jinja").write_text(template)
+    result = chat("/system be brief", TURNS[0], path=path)
+    assert words in result.stderr and len(result.answers) == 1
+    assert result.answers == chat(TURNS[0], path=path).answers
+    fails(lade("chat", "-m", path, "--system", "be brief"), words)
+
+
+@pytest.mark.parametrize("kind", ["templated", "folder"])
+def test_retry_answers_again_in_place_of_the_answer(chat, request, kind):
+    path = request.getfixturevalue(kind)
+    once = chat(*TURNS, path=path).answers
+    again = chat(TURNS[0], "/retry", TURNS[1], "/retry", "/retry", TURNS[2], path=path)
+    assert again.answers == [once[0], once[0], once[1], once[1], once[1], once[2]]
+
+
+def test_retry_draws_with_the_next_seed(chat, plainly, sampling):
+    result = chat(TURNS[0], "/retry", path=sampling, arguments=["--seed", 7])
+    assert result.answers == [plainly(TURNS[:1], seed=seed, **SAMPLED)[0] for seed in (7, 8)]
+    assert result.answers[0] != result.answers[1]
+    assert "nothing was said yet" in chat("/retry").stderr
+
+
+@pytest.mark.parametrize("kind", ["templated", "folder"])
+def test_a_conversation_goes_on_from_a_file(chat, request, kind, tmp_path):
+    path, file = request.getfixturevalue(kind), tmp_path / "it is here.json"
+    system = ["/system be brief"] if kind == "templated" else []
+    whole = chat(*system, *TURNS, path=path).answers
+    saving = chat(*system, *TURNS[:2], f"/save {file}", path=path)
+    assert "2 turns, " in saving.stderr
+    record = json.loads(file.read_text())
+    assert record["model"] == str(path) and [each["content"] for each in record["messages"]][-4::2] == list(TURNS[:2])
+    result = chat("something else", f"/load {file}", TURNS[2], "/retry", f"/save {file}", path=path)
+    assert result.answers[1:] == [whole[2], whole[2]]
+    assert "going on after 2 turns, " in result.stderr
+    assert len(json.loads(file.read_text())["messages"]) == len(record["messages"]) + 2
+    assert chat(f"/load {file}", "/retry", path=path).answers == [whole[2]]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot be read"),
+        ("{", "no JSON"),
+        ("[" * 100_000, "no JSON"),
+        ("[]", '"messages"'),
+        ('{"messages": 3}', '"messages"'),
+        ('{"messages": [3]}', "message 1 is none of the role user"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "message 1 is none of the role user"),
+        ('{"messages": [{"role": "user", "content": null}]}', "message 1 has no text"),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "message 1 is not Unicode"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "no answer"),
+        (json.dumps({"messages": [{"role": role, "content": "x" * 300} for role in ("user", "assistant")]}), "512"),
+    ],
+)
+def test_what_cannot_be_loaded_changes_nothing(chat, tmp_path, text, words):
+    file = tmp_path / "c.json"
+    if text is not None:
+        file.write_text(text)
+    result = chat(TURNS[0], f"/load {file}", TURNS[1])
+    assert words in result.stderr
+    assert result.answers == chat(*TURNS[:2]).answers
+
+
+def test_what_cannot_be_saved(chat, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    result = chat(f"/save {tmp_path / 'c.json'}", TURNS[0], "/save", f"/save {tmp_path / 'notes.txt'}",
+                  f"/save {tmp_path / 'no' / 'c.json'}", f"/save {tmp_path}")  # fmt: skip
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    for line, words in zip(
+        lines, ("nothing was said", "/save FILE", "holds no conv", "No such", "holds no"), strict=True
+    ):
+        assert words in line
+    assert (tmp_path / "notes.txt").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_answer_that_was_cut_is_marked(chat, templated, tmp_path, edited, plainly, tokenizer):
+    assert chat(TURNS[0]).stderr.count(f"[cut after {NEW} tokens; --max-new-tokens allows more]") == 1
+    (answer,) = plainly(TURNS[:1])
+    last = tokenizer(answer)["input_ids"][-1]
+    place = tokenizer(answer)["input_ids"].index(last)
+    ending = edited(templated, tmp_path / "m", generation_config={"eos_token_id": last})
+    for new in (place + 1, NEW):
+        result = chat(TURNS[0], path=ending, arguments=["-n", new])
+        assert result.answers == [answer[: place + 1]] and "[cut" not in result.stderr
+    stopped = chat(TURNS[0], arguments=["--stop", answer[-3:]])
+    assert stopped.answers == [answer] and "[cut" not in stopped.stderr
+
+
+def test_text_of_several_lines_is_one_turn(chat, plainly):
+    result = chat('"""/what', "is", '  this"""', "one \\", "two")
+    assert result.answers == plainly(["/what\nis\n  this", "one \ntwo"])
+
+
+def test_commands_take_what_they_take(chat):
+    result = chat("/reset now", "/quit later", "/etc", "/load", "/exit")
+    lines = [line for line in result.stderr.splitlines() if line.startswith(("error", "there"))]
+    assert lines == [
+        "error: /reset takes nothing after it: give /reset",
+        "error: /quit takes nothing after it: give /quit",
+        "there is no /etc: /help lists the commands",
+        "error: /load needs the name of a file: give /load FILE",
+    ]
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_ctrl_c_ends_an_answer_whenever_it_is_pressed(chat, plainly, monkeypatch, times):
+    """Once: between two steps. Twice: amid a forward pass. Three times: also while the answer is taken up."""
+    from lade.cli import decoding
+    from lade.cli.conversation import Conversation
+
+    original, answered, pressed = decoding.stream, Conversation.answered, []
+
+    def stream(*args, **kwargs):
+        for step in original(*args, **kwargs):
+            if step.index == 3 and not pressed:
+                pressed.append(step)
+                for _ in range(min(times, 2)):
+                    signal.raise_signal(signal.SIGINT)
+            yield step
+
+    def interrupted(self, turn, answer):
+        if times == 3 and len(pressed) == 1:
+            pressed.append(turn)
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+        answered(self, turn, answer)
+
+    monkeypatch.setattr(decoding, "stream", stream)
+    monkeypatch.setattr(Conversation, "answered", interrupted)
+    result = chat(TURNS[0], "/reset", *TURNS)
+    assert "interrupted" in result.stderr and len(result.answers) == 4
+    assert len(result.answers[0]) < NEW and result.answers[1:] == plainly(TURNS)
+
+
+def test_ctrl_c_that_comes_after_the_last_step_changes_nothing(chat, plainly, monkeypatch):
+    from lade.cli.conversation import Conversation
+
+    answered = Conversation.answered
+
+    def interrupted(self, turn, answer):
+        signal.raise_signal(signal.SIGINT)
+        answered(self, turn, answer)
+
+    monkeypatch.setattr(Conversation, "answered", interrupted)
+    result = chat(*TURNS)
+    assert result.answers == plainly(TURNS) and "interrupted" not in result.stderr
+
+
+def test_an_error_ends_an_answer_and_not_the_chat(chat, plainly, monkeypatch):
+    from lade.cli import decoding
+
+    original, calls = decoding.stream, []
+
+    def stream(*args, **kwargs):
+        calls.append(kwargs)
+        for step in original(*args, **kwargs):
+            if step.index == 3 and len(calls) == 2:
+                raise UnsupportedArgumentError("no such thing", "leave it out")
+            yield step
+
+    monkeypatch.setattr(decoding, "stream", stream)
+    result = chat(TURNS[0], "lost", *TURNS[1:])
+    assert "error: no such thing" in result.stderr
+    answers = plainly(TURNS)
+    assert result.answers[:1] + result.answers[2:] == answers and len(result.answers[1]) < NEW
