@@ -46,7 +46,8 @@ class Recipe:
         """What was asked for, as far as the object that `--json` prints does not say it."""
         said = self.choices.as_dict()
         unsaid = {name: value for name, value in asdict(self.choices).items() if name not in said}
-        return {"method": _method(self.config), "max_new_tokens": self.max_new_tokens, **unsaid}
+        method = _method(self.config)
+        return {"method": method, "max_new_tokens": self.max_new_tokens, **unsaid, **self.subject.variant}
 
     @property
     def config(self) -> LookaheadConfig | None:

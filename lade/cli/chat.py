@@ -27,24 +27,21 @@ Ctrl-C stops an answer; what was said so far stays in the conversation."""
 
 @options.grouped
 def chat(
-    model: options.Model = None,
+    *,
     max_new_tokens: options.MaxNewTokens = 256,
+    choices: options.Choices,
     method: options.Method = None,
     window: options.Window = None,
     ngram: options.Ngram = None,
     guesses: options.Guesses = None,
     budget: options.Budget = None,
     memory: options.MemoryFile = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    *,
+    loading: options.Loading,
     pack: options.Pack = None,
-    choices: options.Choices,
-    no_color: options.NoColor = False,
-    debug: options.Debug = False,
+    output: options.Output,
 ) -> None:
     """Talk to a model. It keeps the conversation and its KV cache; /help lists what else one can say."""
-    with terminal(debug=debug, no_color=no_color) as term:
+    with terminal(output) as term:
         lookahead = options.lookahead_of(method, window, ngram, guesses, budget=budget, memory=memory)
         choices = choices.settled()
         if choices.num_beams > 1:
@@ -53,7 +50,7 @@ def chat(
         from lade.cli.decoding import check_served
         from lade.cli.loading import load, remembering
 
-        subject = load(model, dtype=dtype, device=device, term=term, pack=pack)
+        subject = load(loading, term=term, pack=pack)
         lookahead = remembering(subject, lookahead, memory)
         check_served(subject, lookahead, choices)
         Chat(subject, lookahead, choices, max_new_tokens, term).run()

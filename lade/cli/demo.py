@@ -31,6 +31,7 @@ class _Show:
     slow_motion: float
 
 
+@options.grouped
 def demo(
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="A text of your own.")] = None,
     prompts: Annotated[int, typer.Option(metavar="N", help="How many of the built-in prompts.")] = 3,
@@ -42,9 +43,7 @@ def demo(
     window: options.Window = None,
     ngram: options.Ngram = None,
     guesses: options.Guesses = None,
-    model: options.Model = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
+    loading: options.Loading,
     pack: options.Pack = None,
     slow_motion: Annotated[
         float | None,
@@ -52,11 +51,10 @@ def demo(
     ] = None,
     plain_text: Annotated[bool, typer.Option("--plain-text", help="Paragraphs instead of moving panels.")] = False,
     json: options.Json = False,
-    no_color: options.NoColor = False,
-    debug: options.Debug = False,
+    output: options.Output,
 ) -> None:
     """Plain and lookahead decoding side by side: the same text, fewer passes, less time."""
-    with terminal(debug=debug, no_color=no_color) as term:
+    with terminal(output) as term:
         sampled = options.Choices(do_sample=True, temperature=temperature, seed=seed).settled()
         options.check_max_new_tokens(max_new_tokens)
         if slow_motion is not None and slow_motion < 1:
@@ -68,11 +66,11 @@ def demo(
         from lade.cli.decoding import check_served
         from lade.cli.loading import load
 
-        subject = load(model, dtype=dtype, device=device, term=term, pack=pack)
+        subject = load(loading, term=term, pack=pack)
         config = _sizes(window, ngram, guesses, on_cpu=subject.model.device.type == "cpu")
         check_served(subject, config, sampled)
         style = "json" if json else "text" if plain_text or not term.interactive else "live"
-        show = _Show(style, slow_motion or (_SLOW_MOTION if model is None else 1.0))
+        show = _Show(style, slow_motion or (_SLOW_MOTION if loading.model is None else 1.0))
         rounds = _rounds(_texts(prompt, prompts), sampled, all_sampled=do_sample)
         races = _run(subject, rounds, config, max_new_tokens, term, show)
         _conclude(races, term, json=json, packed=subject.packed)

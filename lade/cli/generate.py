@@ -31,10 +31,8 @@ def generate(
         Path | None,
         typer.Option(metavar="FILE", help="One prompt; if it ends in .jsonl, one a line under the key prompt."),
     ] = None,
-    model: options.Model = None,
-    max_new_tokens: options.MaxNewTokens = 128,
-    method: options.Method = None,
     *,
+    max_new_tokens: options.MaxNewTokens = 128,
     batch_size: Annotated[
         int | None,
         typer.Option(metavar="B", help="Decode the prompts of a .jsonl file B at a time; each gives a line of JSON."),
@@ -46,18 +44,17 @@ def generate(
     resume: Annotated[
         bool, typer.Option("--resume", help="With --out: go on behind the lines that are there already.")
     ] = False,
+    choices: options.Choices,
+    method: options.Method = None,
     window: options.Window = None,
     ngram: options.Ngram = None,
     guesses: options.Guesses = None,
     budget: options.Budget = None,
     memory: options.MemoryFile = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
+    loading: options.Loading,
     pack: options.Pack = None,
-    choices: options.Choices,
     json: options.Json = False,
-    no_color: options.NoColor = False,
-    debug: options.Debug = False,
+    output: options.Output,
 ) -> None:
     """Continue a prompt, greedily unless --do-sample. On a terminal, tokens that came in one step have one colour.
 
@@ -65,7 +62,7 @@ def generate(
 
     --out keeps them whatever ends the run, --resume goes on behind them. Exit code 1: a prompt failed.
     """
-    with terminal(debug=debug, no_color=no_color) as term:
+    with terminal(output) as term:
         lookahead = options.lookahead_of(method, window, ngram, guesses, budget=budget, memory=memory)
         options.check_max_new_tokens(max_new_tokens)
         batch = batch_of(source, prompt, prompt_file, batch_size, out, resume=resume)
@@ -75,7 +72,7 @@ def generate(
         prompts = [] if batch else read_prompts(source, prompt, prompt_file)
         from lade.cli.loading import load, remembering
 
-        subject = load(model, dtype=dtype, device=device, term=term, pack=pack)
+        subject = load(loading, term=term, pack=pack)
         lookahead = remembering(subject, lookahead, memory)
         if batch:
             from lade.cli.batch_answers import Recipe

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
+from lade.cli import grouping, model_options, output_options
 from lade.cli.prompts import check_text
 from lade.config import LookaheadConfig
 from lade.errors import ConfigError, InputError
+
+grouped = grouping.grouped
+Loading = model_options.Loading
+Output = output_options.Output
 
 METHODS = ("plain", "lookahead", "adaptive", "auto")
 
@@ -33,21 +36,6 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_beams": (lambda value: value >= 1, "give a whole number >= 1"),
 }
 
-Model = Annotated[
-    str | None,
-    typer.Option("--model", "-m", metavar="FOLDER_OR_HUB_ID", help="Model to load. Not given: the embedded one."),
-]
-Dtype = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="float32, bfloat16, float16, float64, or auto: as in the checkpoint (the embedded model: float32).",
-    ),
-]
-Device = Annotated[
-    str,
-    typer.Option(metavar="NAME", help="cpu, cuda, cuda:1, mps, ..., or auto: CUDA if it is there, else the CPU."),
-]
 Pack = Annotated[
     bool | None,
     typer.Option(
@@ -75,8 +63,6 @@ MemoryFile = Annotated[
 ]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", metavar="N", help="Tokens to generate at most.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks, warnings and transformers' own messages.")]
-NoColor = Annotated[bool, typer.Option("--no-color", help="No colours. NO_COLOR in the environment does it too.")]
 
 
 def lookahead_of(
@@ -232,28 +218,6 @@ def check_ranges(values: Mapping[str, Any], origin: str = "") -> None:
         value = values.get(name)
         if value is not None and not fits(value):
             raise ConfigError(_spelt(name), value, f"{origin}; {remedy} with --{_spelt(name)}" if origin else remedy)
-
-
-def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Make options of the fields of `Choices`, which the command takes as its keyword argument `choices`."""
-    names = {field.name: field.default for field in fields(Choices)}
-    hints = get_type_hints(Choices, include_extras=True)
-    group = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
-        for name, default in names.items()
-    ]
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "choices"]
-
-    @functools.wraps(command)
-    def run(**values: Any) -> None:
-        chosen = {name: values.pop(name) for name in names}
-        command(**values, choices=Choices(**chosen))
-
-    place = next((i for i, p in enumerate(own) if p.kind is inspect.Parameter.KEYWORD_ONLY), len(own))
-    run.__dict__["__signature__"] = inspect.Signature([*own[:place], *group, *own[place:]])
-    run.__annotations__ = {p.name: p.annotation for p in [*own, *group]}
-    del run.__dict__["__wrapped__"]
-    return run
 
 
 def _spelt(name: str) -> str:

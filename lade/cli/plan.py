@@ -27,6 +27,7 @@ _FORMATS = (".svg", ".png", ".pdf")
 _SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
+@options.grouped
 def plan(
     params: Annotated[str, typer.Option(metavar="P", help="Parameters, such as 7e9 or 7B.")],
     dtype: Annotated[
@@ -70,14 +71,13 @@ def plan(
         Path | None, typer.Option(metavar="FILE", help="Draw cost and acceptance to this .svg, .png or .pdf file.")
     ] = None,
     json: options.Json = False,
-    no_color: options.NoColor = False,
-    debug: options.Debug = False,
+    output: options.Output,
 ) -> None:
     """Estimate speeds on hardware you do not have yet: a roofline's cost of a step, times tokens per step measured.
 
     Nothing is run. All assumptions are printed; the largest is that your text is as predictable as the one measured.
     """
-    with terminal(debug=debug, no_color=no_color) as term:
+    with terminal(output) as term:
         _check(library_time, out)
         wish = Wish(
             params, dtype, bandwidth, flops, device, layers, kv_heads, head_dim, cached, overhead, bandwidth_share,

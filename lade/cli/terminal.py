@@ -15,10 +15,13 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
+from lade.cli.output_options import Output
 from lade.errors import FallbackWarning, LadeError
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+ASIDE = "dim"
+SAYS_ALL = Output()
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tab and newline
 
 
@@ -26,15 +29,14 @@ class Terminal:
     """Standard output for results, standard error for everything said about them.
 
     Args:
-        debug: show tracebacks, all warnings and what transformers logs.
-        no_color: no colours, whatever the terminal can show.
+        output: what is to be said besides results.
     """
 
-    def __init__(self, *, debug: bool = False, no_color: bool = False) -> None:
-        colors: dict[str, Any] = {"no_color": True} if no_color else {}  # else rich decides, NO_COLOR included
+    def __init__(self, output: Output = SAYS_ALL) -> None:
+        colors: dict[str, Any] = {"no_color": True} if output.no_color else {}  # else rich decides, NO_COLOR included
         self.out = Console(highlight=False, **colors)
         self.err = Console(highlight=False, stderr=True, **colors)
-        self.debug = debug
+        self.debug, self.quiet = output.debug, output.quiet
         self.fallbacks: list[str] = []
         self.closing = ExitStack()
 
@@ -42,6 +44,11 @@ class Terminal:
     def interactive(self) -> bool:
         """Whether results go to a terminal."""
         return self.out.is_terminal
+
+    @property
+    def animated(self) -> bool:
+        """Whether to show progress: on a terminal, unless --quiet."""
+        return self.err.is_terminal and not self.quiet
 
     def write(self, text: str, style: str = "") -> None:
         """Write a piece of generated text: coloured and without control codes on a terminal, as it is in a pipe."""
@@ -57,7 +64,9 @@ class Terminal:
         self.write(json.dumps(value) + "\n")
 
     def say(self, text: str | Text, style: str = "") -> None:
-        """One line to standard error."""
+        """One line to standard error; what is dim is said in passing, which --quiet silences."""
+        if self.quiet and style == ASIDE:
+            return
         self.err.print(Text(text, style) if isinstance(text, str) else text, soft_wrap=True)
 
     def fail(self, problem: BaseException | str) -> None:
@@ -84,17 +93,17 @@ class Terminal:
 
 
 @contextmanager
-def terminal(*, debug: bool = False, no_color: bool = False) -> Iterator[Terminal]:
+def terminal(output: Output = SAYS_ALL) -> Iterator[Terminal]:
     """A terminal for one command; bad input leaves it as one line on standard error and exit code 2."""
-    term = Terminal(debug=debug, no_color=no_color)
+    term = Terminal(output)
     try:
         with term.closing, warnings.catch_warnings():
-            warnings.simplefilter("default" if debug else "ignore")
+            warnings.simplefilter("default" if term.debug else "ignore")
             warnings.simplefilter("always", FallbackWarning)
             warnings.showwarning = term.show_warning
             yield term
     except LadeError as problem:
-        if debug:
+        if term.debug:
             term.say(traceback.format_exc())
         term.fail(problem)
         raise typer.Exit(EXIT_BAD_INPUT) from None

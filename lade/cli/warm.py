@@ -100,6 +100,7 @@ def _rate(runs: list[Stats]) -> float:
     return sum(sum(run.accepted) for run in runs) / steps if steps else 0.0
 
 
+@options.grouped
 def warm(
     prompts: Annotated[
         list[Path],
@@ -109,34 +110,31 @@ def warm(
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="The memory; if it is there, it is gone on with.")],
-    model: options.Model = None,
-    max_new_tokens: options.MaxNewTokens = 200,
     *,
+    max_new_tokens: options.MaxNewTokens = 200,
     max_mib: Annotated[
         int | None,
         typer.Option(metavar="M", help="Largest size of the memory in RAM. Not given: as it was, or 128."),
     ] = None,
     limit: Annotated[int | None, typer.Option(metavar="P", help="Only the first P prompts.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew, whatever the file has.")] = False,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
+    loading: options.Loading,
     pack: options.Pack = None,
     json: options.Json = False,
-    no_color: options.NoColor = False,
-    debug: options.Debug = False,
+    output: options.Output,
 ) -> None:
     """Have a model answer prompts, and keep what it would have said in a memory: texts alike are then written faster.
 
     For --memory of lade generate and lade chat, and for lade.Memory.load. It is saved now and then, and after Ctrl-C.
     """
-    with terminal(debug=debug, no_color=no_color) as term:
+    with terminal(output) as term:
         options.check_max_new_tokens(max_new_tokens)
         _check(out, max_mib, limit)
         max_bytes = None if max_mib is None else max_mib * _MIB
         job = Job(_read(prompts)[:limit], max_new_tokens, out, max_bytes, fresh)
         from lade.cli.loading import load
 
-        subject = load(model, dtype=dtype, device=device, term=term, pack=pack)
+        subject = load(loading, term=term, pack=pack)
         _run(subject, job, term, json=json)
 
 
@@ -177,7 +175,7 @@ def _fill(memory: Memory, subject: Subject, job: Job, term: Terminal) -> Harvest
     harvest, saved_at = Harvest(), perf_counter()
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     with Interrupt() as interrupt:  # for what lies between two generations; they have one of their own
-        with Progress(*columns, console=term.err, transient=True, disable=not term.err.is_terminal) as progress:
+        with Progress(*columns, console=term.err, transient=True, disable=not term.animated) as progress:
             task = progress.add_task("prompts", total=len(job.prompts))
             for done in _answered(memory, subject, job, term, harvest):
                 progress.update(task, completed=done, description=f"prompts · {harvest.rate:.2f} tokens a step")

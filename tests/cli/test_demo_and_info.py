@@ -9,6 +9,7 @@ from rich.text import Text
 
 from lade.cli import views
 from lade.cli.loading import load
+from lade.cli.model_options import Loading
 from lade.cli.noise import Noise
 from lade.cli.options import Choices
 from lade.cli.race import Race
@@ -24,7 +25,7 @@ PROMPT = "say it again, say it"
 def race(folder):
     def make(new=30, **choices):
         with terminal() as term:
-            subject = load(str(folder), dtype="auto", device="cpu", term=term)
+            subject = load(Loading(str(folder), device="cpu"), term=term)
         return Race(subject, subject.encode(PROMPT), LookaheadConfig(), new, Choices(**choices).settled())
 
     return make
