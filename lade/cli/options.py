@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lade.cli import grouping, model_options, output_options
+from lade.cli import grouping, model_options, output_options, template_options
 from lade.cli.prompts import check_text
 from lade.config import LookaheadConfig
 from lade.errors import ConfigError, InputError
@@ -19,6 +19,7 @@ from lade.errors import ConfigError, InputError
 grouped = grouping.grouped
 Loading = model_options.Loading
 Output = output_options.Output
+Template = template_options.Template
 
 METHODS = ("plain", "lookahead", "adaptive", "auto")
 

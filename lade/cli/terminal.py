@@ -65,9 +65,8 @@ class Terminal:
 
     def say(self, text: str | Text, style: str = "") -> None:
         """One line to standard error; what is dim is said in passing, which --quiet silences."""
-        if self.quiet and style == ASIDE:
-            return
-        self.err.print(Text(text, style) if isinstance(text, str) else text, soft_wrap=True)
+        if not (self.quiet and style == ASIDE):
+            self.err.print(Text(text, style) if isinstance(text, str) else text, soft_wrap=True)
 
     def fail(self, problem: BaseException | str) -> None:
         """The one line of an error."""
