@@ -220,6 +220,7 @@ def decode(
     }
     if choices.seed is not None:
         torch.manual_seed(choices.seed)
+    term.working("reading the prompt" if choices.num_beams == 1 else "searching with beams")
     (_steps if choices.num_beams == 1 else _beams)(subject, arguments, run, on_step)
     run.finish_reason = "interrupted" if run.interrupted else finish_reason(subject, run, room)
     if len(term.fallbacks) == fallbacks:

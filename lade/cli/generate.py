@@ -112,7 +112,7 @@ def _run(recipe: Recipe, prompts: list[Prompt], term: Terminal, *, json: bool) -
 
 def _as_json(recipe: Recipe, decode: Callable[..., Generation], term: Terminal) -> Generation:
     """Decode one prompt and write an object; `decode` wants its `on_step` only."""
-    run = decode(on_step=lambda step: None)
+    run = decode(on_step=lambda step: term.working("decoding"))
     term.write_json({**run.as_dict(recipe.subject), "packed": recipe.subject.packed})
     return run
 

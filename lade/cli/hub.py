@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +30,13 @@ class Source:
         shown: what the user calls it.
         name: a folder or a hub id.
         local: whether to keep off the network.
+        download: whether its weights are still to be fetched.
     """
 
     shown: str
     name: str
     local: bool
+    download: bool = False
 
 
 def find(loading: Loading) -> Source:
@@ -58,22 +61,35 @@ def find(loading: Loading) -> Source:
         raise InputError(f"model {name!r} is a file: give the folder it lies in")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
         raise InputError(f"model folder {name!r} does not exist: check the path, or give a hub id such as org/name")
-    if loading.local_files_only and not _cached(name, loading):
-        raise InputError(f"model {name!r} has not been downloaded yet: leave out --local-files-only")
-    return Source(name, name, local=loading.local_files_only or _only_cached(name, loading))
+    if loading.local_files_only:
+        if _cached("config.json", loading) is None:
+            raise InputError(f"model {name!r} has not been downloaded yet: leave out --local-files-only")
+        return Source(name, name, local=True)
+    commit = _commit(name, loading)
+    return Source(name, name, local=commit is None, download=commit is not None and not _has_weights(loading, commit))
 
 
-def _cached(name: str, loading: Loading) -> bool:
-    """Whether there is a copy, as far as its configuration tells."""
-    found = try_to_load_from_cache(name, "config.json", cache_dir=loading.cache_dir, revision=loading.revision)
-    return isinstance(found, str)
+def _cached(file: str, loading: Loading, commit: str | None = None) -> Path | None:
+    """The copy of a file of the model, if there is one."""
+    revision = commit or loading.revision
+    found = try_to_load_from_cache(loading.name, file, cache_dir=loading.cache_dir, revision=revision)
+    return Path(found) if isinstance(found, str) else None
 
 
-def _only_cached(name: str, loading: Loading) -> bool:
-    """Ask the hub once, without the retries of a download; where it cannot be reached, a cached copy will do."""
+def _has_weights(loading: Loading, commit: str) -> bool:
+    """Whether all weights of a commit are there."""
+    index = _cached("model.safetensors.index.json", loading, commit)
+    files = ["model.safetensors"]
+    if index is not None:
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    return all(_cached(file, loading, commit) is not None for file in files)
+
+
+def _commit(name: str, loading: Loading) -> str | None:
+    """Ask the hub once, without the retries of a download; None where only a cached copy can be had."""
     revision = loading.revision
     try:
-        HfApi(token=loading.token).model_info(name, revision=revision, timeout=_TIMEOUT_S)
+        commit: str = HfApi(token=loading.token).model_info(name, revision=revision, timeout=_TIMEOUT_S).sha or ""
     except GatedRepoError as problem:  # a kind of RepositoryNotFoundError
         raise InputError(gated(name)) from problem
     except RevisionNotFoundError as problem:
@@ -82,13 +98,13 @@ def _only_cached(name: str, loading: Loading) -> bool:
     except (RepositoryNotFoundError, HFValidationError) as problem:
         raise InputError(f"model {name!r} is neither a folder here nor a model on the hub: check the name") from problem
     except Exception as problem:
-        if _cached(name, loading):
-            return True
+        if _cached("config.json", loading) is not None:
+            return None
         raise InputError(
             f"model {name!r} is no folder here, and the hub cannot be reached ({one_line(problem, 120)}): "
             "check the network, or give a folder"
         ) from problem
-    return False
+    return commit
 
 
 def gated(name: str) -> str:

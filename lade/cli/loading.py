@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -141,11 +141,14 @@ def load(loading: Loading, *, term: Terminal, pack: bool | None = False) -> Subj
     if not term.debug:
         term.closing.enter_context(_quiet())
     target = None if loading.device_map is not None else _device(loading.device)
+    term.working(f"looking for {loading.name}")
     source = find(loading)
-    tokenizer = _load_tokenizer(source, loading)
-    model = _load_model(source, loading, target)
-    if loading.adapter is not None:
-        _adapt(model, loading, source)
+    with _downloading(term) if source.download and term.animated else nullcontext():
+        term.working(f"loading {source.shown}")
+        tokenizer = _load_tokenizer(source, loading)
+        model = _load_model(source, loading, target)
+        if loading.adapter is not None:
+            _adapt(model, loading, source)
     if pack or (pack is None and loading.model is not None and model.device.type == "cpu"):
         _pack(model, term, wanted=bool(pack))
     if loading.model is None:
@@ -172,6 +175,7 @@ def remembering(
 
 def _pack(model: Any, term: Terminal, *, wanted: bool) -> None:
     """Nobody has asked for packing where it is not `wanted`, so nobody is told why there is none."""
+    term.working("packing the weights")
     try:
         packing.pack(model)
     except UnsupportedModelError as problem:
@@ -314,6 +318,19 @@ def _greedy(config: GenerationConfig) -> GenerationConfig:
     """A checkpoint's generation_config, its stop tokens and penalties kept, made greedy without a word of warning."""
     kept = {key: value for key, value in config.to_dict().items() if key not in _DECIDED_BY_THE_SHELL}
     return GenerationConfig.from_dict({**kept, "do_sample": False, "num_beams": 1})
+
+
+@contextmanager
+def _downloading(term: Terminal) -> Iterator[None]:
+    """The hub's bars show how far a download is, and transformers' how far loading; no line of ours among them."""
+    logging: Any = _logging  # untyped
+    term.pausing(True)
+    logging.enable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.disable_progress_bar()
+        term.pausing(False)
 
 
 @contextmanager

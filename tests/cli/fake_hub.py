@@ -64,6 +64,9 @@ class FakeHub:
             revision, _, file = rest.partition("/")
             self._send_file(request, name, revision, file, body=body)
 
+    def commit(self, name: str, revision: str) -> str:
+        return self._folder(name, revision)[1]
+
     def _folder(self, name: str, revision: str) -> tuple[Path | None, str]:
         """The folder of a revision, which may be a commit, and its commit."""
         for known, folder in self.repositories.get(name, {}).items():

@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 import typer.main
-from fake_hub import FakeHub
-from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from test_cli_errors import fails
 from transformers import LlamaForCausalLM, dynamic_module_utils
@@ -189,18 +186,6 @@ def test_adapters_that_do_not_fit(generate, adapter, tmp_path, monkeypatch):
 
 
 # The hub
-
-
-@pytest.fixture
-def hub(folder, templated, monkeypatch):
-    """Two revisions of one model, the second with a chat template."""
-    made = FakeHub({"some/model": {"main": folder, "v2": templated}})
-    with made.running():
-        monkeypatch.setattr(constants, "ENDPOINT", made.url)
-        template = made.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)  # it would know another hub
-        yield made
 
 
 def info(lade, tmp_path, *arguments):
