@@ -28,7 +28,7 @@ _PANEL = "Many prompts"
 @options.grouped
 def generate(
     text: Annotated[
-        str | None, typer.Argument(metavar="[PROMPT]", help="The prompt. Not given, or -: standard input.")
+        str | None, typer.Argument(metavar="PROMPT", help="The prompt. Not given, or -: standard input.")
     ] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt, too.")] = None,
     *,
@@ -47,7 +47,7 @@ def generate(
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Go on after the lines that --out has already.", rich_help_panel=_PANEL),
+        typer.Option("--resume", metavar="", help="Go on after the lines in --out.", rich_help_panel=_PANEL),
     ] = False,
     choices: options.Choices,
     method: options.Method = None,
@@ -65,8 +65,9 @@ def generate(
 
     Decodes greedily unless --do-sample. On a terminal, tokens that came in one step have one colour.
 
-    With --batch-size the answers are the same, as lines of JSON in the order of the prompts. --out keeps them whatever
-    ends the run, --resume goes on after them. Exit code 1: a prompt failed.
+    With --batch-size the answers are the same, as lines of JSON in the order of the prompts.
+
+    --out keeps them whatever ends the run, --resume goes on after them. Exit code 1: a prompt failed.
     """
     with terminal(output) as term:
         lookahead = options.lookahead_of(method, window, ngram, guesses, budget=budget, memory=memory)

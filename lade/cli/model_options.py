@@ -14,13 +14,16 @@ from lade.errors import ConfigError
 PANEL = "Model"
 EMBEDDED = "embedded"
 ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+DEVICES = ("auto", "cpu", "cuda", "mps")
 QUANTIZATIONS = ("bnb-4bit", "bnb-8bit", "quanto-int4", "quanto-int8", "torchao-float8", "torchao-int8")
 """Names of `quantization.SCHEMES`, which cannot be imported without torch."""
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", *ALIASES)
 
 
-def _option(*names: str, metavar: str | None = None, envvar: str | None = None, help: str) -> Any:
-    return typer.Option(*names, metavar=metavar, envvar=envvar, help=help, rich_help_panel=PANEL)
+def _option(*names: str, metavar: str, envvar: str | None = None, words: tuple[str, ...] = (), help: str) -> Any:
+    """An option of this panel; a shell completes it with these words."""
+    offered: Any = {"autocompletion": lambda: list(words)} if words else {}
+    return typer.Option(*names, metavar=metavar, envvar=envvar, help=help, rich_help_panel=PANEL, **offered)
 
 
 @dataclass(frozen=True)
@@ -44,49 +47,44 @@ class Loading:
 
     model: Annotated[
         str | None,
-        _option(
-            "--model", "-m", metavar="MODEL", envvar="LADE_MODEL", help="Folder or hub id. Not given: the embedded one."
-        ),
+        _option("--model", "-m", metavar="MODEL", envvar="LADE_MODEL", help="Folder or hub id. Default: embedded."),
     ] = None
     revision: Annotated[str | None, _option(metavar="REV", help="Branch, tag or commit on the hub.")] = None
     adapter: Annotated[str | None, _option(metavar="PEFT", help="PEFT adapter: folder or hub id.")] = None
     dtype: Annotated[
         str,
         _option(
-            metavar="NAME",
-            envvar="LADE_DTYPE",
-            help="bf16, fp16, fp32, fp64, or auto: the checkpoint's (of the embedded model: fp32).",
+            metavar="NAME", envvar="LADE_DTYPE", words=DTYPES, help="bf16, fp16, fp32, fp64, or auto: the checkpoint's."
         ),
     ] = "auto"
     device: Annotated[
         str,
         _option(
-            metavar="NAME", envvar="LADE_DEVICE", help="cpu, cuda, cuda:1, mps, ..., or auto: the best that is there."
+            metavar="NAME", envvar="LADE_DEVICE", words=DEVICES, help="cpu, cuda, cuda:1, mps, ..., or auto: the best."
         ),
     ] = "auto"
     device_map: Annotated[
-        str | None,
-        _option(metavar="MAP", envvar="LADE_DEVICE_MAP", help="Instead of --device: auto, balanced, ..., or JSON."),
+        str | None, _option(metavar="MAP", envvar="LADE_DEVICE_MAP", help="Over several: auto, balanced, ..., or JSON.")
     ] = None
     quantization: Annotated[
         str | None,
-        _option(metavar="NAME", envvar="LADE_QUANTIZATION", help=f"Quantise: {', '.join(QUANTIZATIONS)}."),
+        _option(metavar="NAME", envvar="LADE_QUANTIZATION", words=QUANTIZATIONS, help=f"{', '.join(QUANTIZATIONS)}."),
     ] = None
     attn_implementation: Annotated[
         str | None,
-        _option(metavar="NAME", envvar="LADE_ATTN_IMPLEMENTATION", help="sdpa, eager, ... Not given: the model's."),
+        _option(metavar="NAME", words=("sdpa", "eager"), help="sdpa, eager, ... Default: the model's."),
     ] = None
     trust_remote_code: Annotated[
-        bool, _option("--trust-remote-code", help="Run the code that the checkpoint brings along.")
+        bool, _option("--trust-remote-code", metavar="", help="Run code that the checkpoint brings along.")
     ] = False
     token: Annotated[
-        str | None, _option(metavar="TOKEN", help="For the hub. Not given: HF_TOKEN, or of hf auth login.")
+        str | None, _option(metavar="TOKEN", help="For the hub. Default: HF_TOKEN, or hf auth login's.")
     ] = field(default=None, repr=False)
     cache_dir: Annotated[
-        Path | None, _option(metavar="DIR", envvar="LADE_CACHE_DIR", help="For downloads. Not given: the hub's own.")
+        Path | None, _option(metavar="DIR", envvar="LADE_CACHE_DIR", help="For downloads. Default: the hub's own.")
     ] = None
     local_files_only: Annotated[
-        bool, _option("--local-files-only", envvar="LADE_LOCAL_FILES_ONLY", help="Download nothing.")
+        bool, _option("--local-files-only", metavar="", envvar="LADE_LOCAL_FILES_ONLY", help="Download nothing.")
     ] = False
 
     def check(self) -> None:

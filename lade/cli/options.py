@@ -23,7 +23,7 @@ Template = template_options.Template
 
 METHODS = ("plain", "lookahead", "adaptive", "auto")
 
-_PANEL = "Choosing tokens"
+_PANEL, _SPEED = "Choosing tokens", "Speed"
 _DRAWN_SEEDS = 2**32  # a drawn seed is short enough to be typed, and exact in every JSON reader
 _SEEDS = 2**63
 _ONLY_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
@@ -37,33 +37,44 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_beams": (lambda value: value >= 1, "give a whole number >= 1"),
 }
 
+
+def _speed(*names: str, metavar: str, help: str) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=_SPEED)
+
+
 Pack = Annotated[
     bool | None,
     typer.Option(
         "--pack/--no-pack",
-        help="Prepack the linear layers, for faster passes on the CPU. Not given: where it can be done and pays.",
+        metavar="",
+        rich_help_panel=_SPEED,
+        help="Prepack the linear layers for the CPU, mostly faster. Default: where it can be done.",
     ),
 ]
 Method = Annotated[
     str | None,
     typer.Option(
-        metavar="|".join(METHODS),
-        help="auto, the default: adaptive, or plain decoding with a warning where a model cannot be served. "
-        "lookahead: the paper's method, of a fixed size.",
+        metavar="NAME",
+        autocompletion=lambda: list(METHODS),
+        rich_help_panel=_SPEED,
+        help="plain, adaptive, lookahead (the paper's), or auto: adaptive if it can be served, else plain.",
     ),
 ]
-Window = Annotated[int | None, typer.Option(metavar="W", help="Columns of the lookahead window. Implies lookahead.")]
-Ngram = Annotated[int | None, typer.Option(metavar="N", help="Length of the n-grams. Implies lookahead.")]
-Guesses = Annotated[int | None, typer.Option(metavar="G", help="Guesses verified in a step. Implies lookahead.")]
-Budget = Annotated[
-    int | None, typer.Option(metavar="B", help="Tokens fed in a step, one of them sure. Implies adaptive.")
-]
+Window = Annotated[int | None, _speed(metavar="W", help="Columns of the window. Implies lookahead.")]
+Ngram = Annotated[int | None, _speed(metavar="N", help="Length of the n-grams. Implies lookahead.")]
+Guesses = Annotated[int | None, _speed(metavar="G", help="Guesses verified in a step. Implies lookahead.")]
+Budget = Annotated[int | None, _speed(metavar="B", help="Tokens fed in a step. Implies adaptive.")]
 MemoryFile = Annotated[
     Path | None,
-    typer.Option("--memory", metavar="FILE", help="What lade warm has learned from other texts. Implies adaptive."),
+    _speed("--memory", metavar="FILE", help="What lade warm has learned. Implies adaptive."),
 ]
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", metavar="N", help="Tokens to generate at most.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+MaxNewTokens = Annotated[
+    int,
+    typer.Option("--max-new-tokens", "-n", metavar="N", help="Tokens to generate at most."),
+]
+Json = Annotated[
+    bool, typer.Option("--json", metavar="", rich_help_panel=output_options.PANEL, help="JSON instead of text.")
+]
 
 
 def lookahead_of(
@@ -139,36 +150,29 @@ class Choices:
     """
 
     do_sample: Annotated[
-        bool, _option("--do-sample", help="Draw tokens at random instead of taking the most likely one each time.")
+        bool, _option("--do-sample", metavar="", help="Draw tokens instead of taking the likeliest one each time.")
     ] = False
-    temperature: Annotated[
-        float | None, _option(metavar="T", help="With --do-sample: > 0; below 1 likely tokens get likelier.")
-    ] = None
-    top_k: Annotated[
-        int | None, _option(metavar="K", help="With --do-sample: only among the K likeliest; 0: no limit.")
-    ] = None
+    temperature: Annotated[float | None, _option(metavar="T", help="With --do-sample: below 1 is less random.")] = None
+    top_k: Annotated[int | None, _option(metavar="K", help="With --do-sample: among the K likeliest; 0: all.")] = None
     top_p: Annotated[
-        float | None, _option(metavar="P", help="With --do-sample: only among the likeliest that add up to P.")
+        float | None, _option(metavar="P", help="With --do-sample: among the likeliest that add up to P.")
     ] = None
     min_p: Annotated[
-        float | None, _option(metavar="P", help="With --do-sample: only those at least P times as likely as the best.")
+        float | None, _option(metavar="P", help="With --do-sample: those at least P times as likely as the best.")
     ] = None
     seed: Annotated[
         int | None,
         _option(
             metavar="S",
-            help="With --do-sample: set before each prompt of a file; in a chat, the first answer has S, "
-            "the second S+1, ... Not given: drawn, and reported.",
+            help="With --do-sample: for each prompt S, in a chat S, S+1, ... Default: drawn, and reported.",
         ),
     ] = None
     repetition_penalty: Annotated[
-        float | None, _option(metavar="R", help="Above 1, tokens that the text has already get less likely.")
+        float | None, _option(metavar="R", help="Above 1: what the text has already gets less likely.")
     ] = None
-    num_beams: Annotated[
-        int, _option(metavar="B", help="Beam search with so many beams; the text is shown when it is complete.")
-    ] = 1
+    num_beams: Annotated[int, _option(metavar="B", help="Beam search; its text is shown when complete.")] = 1
     stop: Annotated[
-        list[str] | None, _option("--stop", metavar="TEXT", help="End behind this text. May be given several times.")
+        list[str] | None, _option("--stop", metavar="TEXT", help="End after this text. May be given several times.")
     ] = None
 
     def settled(self, seed: int | None = None) -> Choices:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 PANEL = "Output"
+
+
+def _flag(*names: str, envvar: str | None = None, help: str) -> Any:
+    return typer.Option(*names, metavar="", envvar=envvar, help=help, rich_help_panel=PANEL)
 
 
 @dataclass(frozen=True)
@@ -22,14 +26,10 @@ class Output:
 
     quiet: Annotated[
         bool,
-        typer.Option(
-            "--quiet", "-q", envvar="LADE_QUIET", help="Only results, warnings, errors.", rich_help_panel=PANEL
-        ),
+        _flag("--quiet", "-q", envvar="LADE_QUIET", help="Only results, warnings and errors."),
     ] = False
-    no_color: Annotated[
-        bool, typer.Option("--no-color", help="No colours. So does the variable NO_COLOR.", rich_help_panel=PANEL)
-    ] = False
+    no_color: Annotated[bool, _flag("--no-color", help="No colours; so does the variable NO_COLOR.")] = False
     debug: Annotated[
         bool,
-        typer.Option("--debug", help="Show tracebacks, warnings, transformers' messages.", rich_help_panel=PANEL),
+        _flag("--debug", help="Show tracebacks, warnings, logs, transformers' messages."),
     ] = False

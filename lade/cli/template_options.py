@@ -40,7 +40,7 @@ class Template:
     )
     system: Annotated[str | None, _option(metavar="TEXT", help="System message.")] = None
     chat_template_kwargs: Annotated[
-        str | None, _option(metavar="JSON", help='For the template: {"enable_thinking": false}, ...')
+        str | None, _option(metavar="JSON", help='For it: {"enable_thinking": false}, ...')
     ] = None
 
     def check(self) -> None:
