@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lade.cli.batch_file import AnswerFile
-from lade.cli.prompts import check_sources, numbered_prompts
+from lade.cli.prompts import Prompt, check_sources, numbered_prompts
 from lade.errors import ConfigError, InputError
 
 
@@ -16,13 +16,13 @@ class Batch:
 
     Attributes:
         source: the file they are from.
-        prompts: texts by the numbers of their lines in it.
+        prompts: by the numbers of their lines in it.
         size: how many are decoded at a time.
         file: what the lines go to; None: standard output.
     """
 
     source: Path
-    prompts: dict[int, str]
+    prompts: dict[int, Prompt]
     size: int
     file: AnswerFile | None
 
@@ -37,7 +37,7 @@ class Batch:
 
 
 def batch_of(
-    source: str | None,
+    text: str | None,
     prompt: str | None,
     prompt_file: Path | None,
     size: int | None,
@@ -48,7 +48,7 @@ def batch_of(
     """What the options ask for; None where that is no batch.
 
     Args:
-        source: see `read_prompts`.
+        text: see `read_prompts`.
         prompt: likewise.
         prompt_file: likewise.
         size: how many to decode at a time.
@@ -63,7 +63,7 @@ def batch_of(
         return None
     if size < 1:
         raise ConfigError("batch-size", size, "give a whole number >= 1")
-    check_sources(source, prompt, prompt_file)
+    check_sources(text, prompt, prompt_file)
     if prompt_file is None or prompt_file.suffix != ".jsonl":
         raise ConfigError("batch-size", size, "it is for many prompts: give --prompt-file FILE.jsonl, one a line")
     if resume and out is None:

@@ -14,9 +14,18 @@ import torch
 from lade import Engine, Handle, Memory
 from lade.cli.batch import Batch
 from lade.cli.batch_file import Entry
-from lade.cli.decoding import Generation, check_served, config_dict, generate_arguments, warn_of_length
+from lade.cli.decoding import (
+    Generation,
+    check_served,
+    config_dict,
+    finish_reason,
+    generate_arguments,
+    warn_of_length,
+)
+from lade.cli.encoder import Encoder
 from lade.cli.loading import Subject
 from lade.cli.options import Choices
+from lade.cli.prompts import Prompt
 from lade.cli.terminal import Terminal, one_line
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import InputError
@@ -31,12 +40,14 @@ class Recipe:
 
     Attributes:
         subject: what generates.
+        encode: makes ids of a prompt.
         lookahead: as in `lade.generate`.
         choices: settled ones.
         max_new_tokens: of each.
     """
 
     subject: Subject
+    encode: Encoder
     lookahead: Lookahead
     choices: Choices
     max_new_tokens: int
@@ -46,7 +57,8 @@ class Recipe:
         """What was asked for, as far as the object that `--json` prints does not say it."""
         said = self.choices.as_dict()
         unsaid = {name: value for name, value in asdict(self.choices).items() if name not in said}
-        return {"method": _method(self.config), "max_new_tokens": self.max_new_tokens, **unsaid}
+        asked = {"method": _method(self.config), "max_new_tokens": self.max_new_tokens, **unsaid}
+        return {**asked, **self.subject.variant, **self.encode.settings}
 
     @property
     def config(self) -> LookaheadConfig | None:
@@ -80,7 +92,7 @@ class Answers:
     def __init__(self, batch: Batch, recipe: Recipe, term: Terminal) -> None:
         self._batch, self._recipe, self._term = batch, recipe, term
         subject = recipe.subject
-        self._ids = {line: _encoded(subject, text, batch.place(line)) for line, text in batch.prompts.items()}
+        self._ids = {line: _encoded(recipe.encode, each, batch.place(line)) for line, each in batch.prompts.items()}
         check_served(subject, recipe.lookahead, recipe.choices)
         warn_of_length(subject, max(map(len, self._ids.values())), recipe.max_new_tokens, term)
         self._lookahead = _remembering(recipe.config)
@@ -114,7 +126,7 @@ class Answers:
 
     def entry(self, line: int, handle: Handle) -> Entry:
         """The line of a request that is done; one that failed is said at once, and has the error in its line."""
-        recipe, named = self._recipe, {"line": line, "prompt": self._batch.prompts[line]}
+        recipe, named = self._recipe, {"line": line, **self._batch.prompts[line].as_dict()}
         try:
             output: Any = handle.result()
         except Exception as problem:  # noqa: BLE001 - whatever ended this one, the others go on
@@ -122,8 +134,10 @@ class Answers:
             reason = f"{type(problem).__name__}: {one_line(problem)}"
             self._term.say(f"failed: {self._batch.place(line)}: {reason}", "yellow")
             return {**named, "error": reason, **recipe.terms}
-        tokens = output[0, len(self._ids[line]) :].tolist()
-        run = Generation(tokens, handle.stats, recipe.config, recipe.choices)
+        ids = self._ids[line]
+        tokens = output[0, len(ids) :].tolist()
+        run = Generation(tokens, ids, handle.stats, recipe.config, recipe.choices)
+        run.finish_reason = finish_reason(recipe.subject, run, recipe.subject.room(ids, recipe.max_new_tokens))
         self.new_tokens += len(tokens)
         self._steps += run.stats.steps
         self._accepted += run.stats.accepted_tokens
@@ -173,8 +187,8 @@ def _method(config: LookaheadConfig | None) -> str:
     return "adaptive" if config.adaptive else "lookahead"
 
 
-def _encoded(subject: Subject, text: str, place: str) -> list[int]:
+def _encoded(encode: Encoder, prompt: Prompt, place: str) -> list[int]:
     try:
-        return subject.encode(text)
+        return encode(prompt)
     except InputError as problem:
         raise InputError(f"{place}: {problem}") from problem

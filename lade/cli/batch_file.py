@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from lade.cli.prompts import Prompt
 from lade.errors import ConfigError, InputError
 from lade.files import write_whole
 from lade.lines import require_same, whole_lines
@@ -26,7 +27,7 @@ class AnswerFile:
 
     Args:
         path: of the file.
-        prompts: texts by the numbers of their lines in the prompt file.
+        prompts: by the numbers of their lines in the prompt file.
         resume: whether to go on with what is there.
 
     Attributes:
@@ -37,7 +38,7 @@ class AnswerFile:
         InputError: there are lines, and they are not to be gone on with, or are not of these prompts.
     """
 
-    def __init__(self, path: Path, prompts: Mapping[int, str], *, resume: bool) -> None:
+    def __init__(self, path: Path, prompts: Mapping[int, Prompt], *, resume: bool) -> None:
         check_place(path)
         self.path, self.kept = path, list[Entry]()
         raw = path.read_bytes() if path.exists() else b""
@@ -46,7 +47,7 @@ class AnswerFile:
         self.kept, self._whole = whole_lines(raw, path)
         if len(self.kept) > len(prompts):
             raise InputError(f"{str(path)!r} has {len(self.kept)} lines for {len(prompts)} prompts: {REMEDY}")
-        wanted = [{"line": line, "prompt": text} for line, text in prompts.items()]
+        wanted = [{"line": line, **prompt.as_dict()} for line, prompt in prompts.items()]
         for number, (entry, here) in enumerate(zip(self.kept, wanted, strict=False), start=1):
             require_same({name: entry.get(name) for name in here}, here, self._place(number))
         self._check_torn(raw[self._whole :], next(islice(wanted, len(self.kept), None), {}))

@@ -134,7 +134,7 @@ class BatchRun:
 
     def _progress(self) -> Progress:
         """A bar, where no lines of JSON would run into it."""
-        shown = self._term.err.is_terminal and not (self._batch.file is None and self._term.interactive)
+        shown = self._term.animated and not (self._batch.file is None and self._term.interactive)
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("prompts · time left"), TimeRemainingColumn())
         progress = Progress(*columns, console=self._term.err, transient=True, disable=not shown)
         progress.add_task("prompts", total=self.total, completed=self.answered)

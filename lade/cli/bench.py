@@ -30,17 +30,18 @@ class Plan:
     """What is asked for, checked as far as that can be done without a model.
 
     Attributes:
-        model, draft: as on the command line.
+        loading: the model, and how to load it.
+        draft: as on the command line.
         methods, workloads, settings: what to run.
         out: folder for everything.
         resume: go on with what is in it.
         figures: whether to draw SVG and PNG files.
-        dtype, device, pack, inflate, threads: how to load.
+        pack, inflate, threads: what becomes of it.
         json: whether the end is told as JSON.
         allow_near_ties: whether they leave the exit code 0.
     """
 
-    model: str | None
+    loading: options.Loading
     draft: str | None
     methods: list[Method]
     workloads: list[Workload]
@@ -48,8 +49,6 @@ class Plan:
     out: Path
     resume: bool
     figures: bool
-    dtype: str
-    device: str
     pack: bool | None
     inflate: float | None
     threads: int | None
@@ -59,7 +58,7 @@ class Plan:
     @property
     def name(self) -> str:
         """Of the model, for the record."""
-        return name_of(self.model)
+        return self.loading.label
 
 
 def _what(*names: str, metavar: str | None = None, help: str) -> Any:
@@ -79,9 +78,9 @@ def _model(*names: str, metavar: str | None = None, help: str) -> Any:
 
 
 @app.callback(epilog=EXAMPLE)
+@options.grouped
 def bench(
     context: typer.Context,
-    model: options.Model = None,
     workload: Annotated[
         list[str] | None,
         typer.Option(
@@ -147,8 +146,7 @@ def bench(
     threads: Annotated[
         int | None, _model("--threads", metavar="N", help="CPU threads. Default: torch's (the embedded model: 1).")
     ] = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
+    loading: options.Loading,
     pack: Annotated[
         bool | None,
         _model(
@@ -157,8 +155,7 @@ def bench(
         ),
     ] = None,
     json: options.Json = False,
-    no_color: options.NoColor = False,
-    debug: options.Debug = False,
+    output: options.Output,
 ) -> None:
     """Run ways to decode side by side on the same prompts; outputs are compared first, then speeds are reported.
 
@@ -171,10 +168,10 @@ def bench(
     if context.invoked_subcommand is not None:
         _refuse_options(context)
         return
-    with terminal(debug=debug, no_color=no_color) as term:
+    with terminal(output) as term:
         options.check_max_new_tokens(max_new_tokens)
         options.check_ranges({"temperature": temperature, "top_k": top_k, "top_p": top_p})
-        out = out or FOLDER / (name_of(model).split("/")[-1] + ("" if inflate is None else f"-{inflate / 1e6:.0f}M"))
+        out = out or FOLDER / (loading.name.split("/")[-1] + ("" if inflate is None else f"-{inflate / 1e6:.0f}M"))
         _check(out, resume, threads, figures)
         from lade.bench.results import Settings
 
@@ -189,7 +186,7 @@ def bench(
         )
         run(
             Plan(
-                model=model,
+                loading=loading,
                 draft=draft,
                 methods=_methods(methods, settings, draft),
                 workloads=_workloads(workload, format, limit),
@@ -197,8 +194,6 @@ def bench(
                 out=out,
                 resume=resume,
                 figures=figures,
-                dtype=dtype,
-                device=device,
                 pack=pack,
                 inflate=inflate,
                 threads=threads,
@@ -239,14 +234,6 @@ def run(plan: Plan, term: Terminal) -> None:
     code = exit_code(results, allow_near_ties=plan.allow_near_ties)
     if code:
         raise typer.Exit(code)
-
-
-def name_of(model: str | None) -> str:
-    """What a model is called: a hub id as it is, of a folder the last part."""
-    if model is None:
-        return "embedded"
-    folder = Path(model).expanduser()
-    return folder.resolve().name if folder.is_dir() else model
 
 
 def _refuse_options(context: typer.Context) -> None:

@@ -12,7 +12,7 @@ from lade.bench.inflate import inflate
 from lade.bench.methods import TRANSFORMERS
 from lade.bench.results import Model
 from lade.cli import loading
-from lade.cli.bench import Plan, name_of
+from lade.cli.bench import Plan
 from lade.cli.terminal import Terminal
 from lade.decoding.memory_file import fingerprint_of
 from lade.errors import InputError, UnsupportedModelError
@@ -22,14 +22,14 @@ from lade.model import packing
 def load_models(plan: Plan, term: Terminal) -> tuple[Models, Any]:
     """The model, packed and unpacked, the draft, and the tokenizer."""
     threads = torch.get_num_threads()
-    subject = loading.load(plan.model, dtype=plan.dtype, device=plan.device, term=term)
+    subject = loading.load(plan.loading, term=term)
     model, own_parameters = subject.model, subject.model.num_parameters()
     if plan.inflate is not None:
         model = inflate(model, plan.inflate)
         torch.set_num_threads(threads)  # one thread is for the embedded model at its own size
     draft = None
     if plan.draft is not None:
-        draft = loading.load(plan.draft, dtype=plan.dtype, device=plan.device, term=term)
+        draft = loading.load(plan.loading.of(plan.draft), term=term)
         if fingerprint_of(draft.tokenizer) != fingerprint_of(subject.tokenizer):
             raise InputError(f"draft {plan.draft!r} has another tokenizer than {plan.name!r}: give one of its family")
     if plan.threads is not None:
@@ -40,14 +40,14 @@ def load_models(plan: Plan, term: Terminal) -> tuple[Models, Any]:
         parameters=model.num_parameters(),
         dtype=subject.dtype,
         inflated_from=None if plan.inflate is None else own_parameters,
-        draft=None if plan.draft is None else name_of(plan.draft),
+        draft=None if plan.draft is None else plan.loading.of(plan.draft).label,
     )
     return Models(record, model, _packed(model, plan, term), None if draft is None else draft.model), subject.tokenizer
 
 
 def _packed(model: Any, plan: Plan, term: Terminal) -> Any:
     """A packed copy where that is wanted, or can be done and pays; else None."""
-    may_pay = model.device.type == "cpu" and (plan.model is not None or plan.inflate is not None)
+    may_pay = model.device.type == "cpu" and (plan.loading.model is not None or plan.inflate is not None)
     ours = any(method.kind not in TRANSFORMERS for method in plan.methods)
     if not (plan.pack or (plan.pack is None and may_pay and ours)):
         return None

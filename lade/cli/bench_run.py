@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from time import perf_counter
 from typing import Any
 
@@ -13,6 +12,7 @@ from lade.bench.benchmark import prepare
 from lade.bench.experiment import Experiment
 from lade.bench.results import Results
 from lade.cli.bench import Plan
+from lade.cli.model_options import command_line
 from lade.cli.terminal import Terminal
 
 LINE_EVERY_S = 30.0
@@ -29,7 +29,7 @@ def carry_out(plan: Plan, models: Models, tokenizer: Any, term: Terminal) -> Res
         plan.settings,
         folder=plan.out,
         resume=plan.resume,
-        command=["lade", *sys.argv[1:]],
+        command=command_line(),
     )
     _announce(experiment, term)
     try:
@@ -73,7 +73,7 @@ def _announce(experiment: Experiment, term: Terminal) -> None:
 def _watch(experiment: Experiment, term: Terminal) -> None:
     """Show how far it is: with a bar on a terminal, with a line now and then elsewhere."""
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("prompts · time left"), TimeRemainingColumn())
-    bar, begun, start, said = term.err.is_terminal, experiment.done, perf_counter(), perf_counter()
+    bar, begun, start, said = term.animated, experiment.done, perf_counter(), perf_counter()
     total = len(experiment.jobs)
     with Progress(*columns, console=term.err, transient=True, disable=not bar) as progress:
         task = progress.add_task("prompts", total=total, completed=begun)

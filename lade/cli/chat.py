@@ -39,19 +39,17 @@ _PANEL = "Conversation"
 
 @options.grouped
 def chat(
-    model: options.Model = None,
+    *,
     max_new_tokens: options.MaxNewTokens = 256,
+    choices: options.Choices,
     method: options.Method = None,
     window: options.Window = None,
     ngram: options.Ngram = None,
     guesses: options.Guesses = None,
     budget: options.Budget = None,
     memory: options.MemoryFile = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    *,
+    loading: options.Loading,
     pack: options.Pack = None,
-    choices: options.Choices,
     greedy: Annotated[
         bool,
         typer.Option(
@@ -68,14 +66,13 @@ def chat(
         bool,
         typer.Option("--no-history", rich_help_panel=_PANEL, help="Do not read or write the file of lines typed."),
     ] = False,
-    no_color: options.NoColor = False,
-    debug: options.Debug = False,
+    output: options.Output,
 ) -> None:
     """Talk to a model. It keeps the conversation and its KV cache; /help lists what else one can say.
 
     Tokens are chosen as the checkpoint's generation_config asks, which the first lines say.
     """
-    with terminal(debug=debug, no_color=no_color) as term:
+    with terminal(output) as term:
         lookahead = options.lookahead_of(method, window, ngram, guesses, budget=budget, memory=memory)
         chat_choices.check(choices, greedy=greedy)
         options.check_max_new_tokens(max_new_tokens)
@@ -84,7 +81,7 @@ def chat(
         from lade.cli.decoding import check_served
         from lade.cli.loading import load, remembering
 
-        subject = load(model, dtype=dtype, device=device, term=term, pack=pack)
+        subject = load(loading, term=term, pack=pack)
         lookahead = remembering(subject, lookahead, memory)
         settled = chat_choices.chosen(choices, subject, greedy=greedy)
         check_served(subject, lookahead, settled)

@@ -25,6 +25,7 @@ _SHOWN = {"faster": ("faster", "green"), "slower": ("slower", "red"), "no differ
 _CLOCKS = ("decoding", "call")
 
 
+@options.grouped
 def compare(
     before: Annotated[Path, typer.Argument(metavar="A.json", help="results.json of the run before.")],
     after: Annotated[Path, typer.Argument(metavar="B.json", help="results.json of the run after.")],
@@ -46,8 +47,7 @@ def compare(
         bool, typer.Option("--force", help="Compare runs of different models or settings all the same.")
     ] = False,
     json: options.Json = False,
-    no_color: options.NoColor = False,
-    debug: options.Debug = False,
+    output: options.Output,
 ) -> None:
     """Tell what got faster or slower from one benchmark run to another, and what is mere noise.
 
@@ -55,7 +55,7 @@ def compare(
 
     Exit code 1: a method got slower, beyond noise and by more than the tolerance. 0: none did. 2: bad input.
     """
-    with terminal(debug=debug, no_color=no_color) as term:
+    with terminal(output) as term:
         share = tolerance_of(tolerance)
         if clock not in _CLOCKS:
             raise ConfigError("clock", clock, f"give one of {', '.join(_CLOCKS)}")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import StoppingCriteriaList, StopStringCriteria
 
+from lade.cli.detokenizer import Detokenizer
 from lade.cli.interrupt import Interrupt
 from lade.cli.loading import BEAM_FIELDS, SAMPLING_FIELDS, Subject
 from lade.cli.options import GREEDY, Choices, check_ranges
@@ -27,19 +28,24 @@ class Generation:
 
     Attributes:
         token_ids: the new tokens.
+        prompt: the ids before them.
         stats: figures of these tokens.
         config: the sizes it ran with; None where it decoded plainly.
         choices: how its tokens were chosen.
         interrupted: whether Ctrl-C ended it.
         torn: whether that happened inside a forward pass, so that the cache is not to be used again.
+        finish_reason: "stop": the model or a stop text ended it; "length": it was cut off, by the number of tokens or
+            by the end of the context; "interrupted".
     """
 
     token_ids: list[int] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     config: LookaheadConfig | None = None
     choices: Choices = GREEDY
     interrupted: bool = False
     torn: bool = False
+    finish_reason: str = "stop"
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -56,7 +62,7 @@ class Generation:
         """The object that `--json` prints."""
         stats = self.stats
         return {
-            "text": subject.tokenizer.decode(self.token_ids, skip_special_tokens=True),
+            "text": Detokenizer(subject.tokenizer, self.prompt).whole(self.token_ids),
             "token_ids": self.token_ids,
             "new_tokens": stats.new_tokens,
             "steps": stats.steps,
@@ -70,6 +76,7 @@ class Generation:
             "config": config_dict(self.config),
             **self.choices.as_dict(),
             "interrupted": self.interrupted,
+            "finish_reason": self.finish_reason,
         }
 
     def summary(self) -> str:
@@ -147,6 +154,26 @@ def generate_arguments(subject: Subject, choices: Choices) -> dict[str, Any]:
     return {name: value for name, value in told.items() if value is not None}
 
 
+def finish_reason(subject: Subject, run: Generation, room: int) -> str:
+    """Why a generation ended that nobody interrupted; see `Generation`.
+
+    Args:
+        subject: what generated.
+        run: its tokens, its prompt, and its stop texts.
+        room: the number of tokens that it might have.
+    """
+    if len(run.token_ids) < room:
+        return "stop"  # nothing else ends it before
+    end = subject.model.generation_config.eos_token_id
+    if run.token_ids[-1] in (end if isinstance(end, list) else [end]):
+        return "stop"
+    if not run.choices.stop:
+        return "length"
+    text = torch.tensor([run.prompt + run.token_ids])
+    stopped = StopStringCriteria(subject.tokenizer, run.choices.stop)(text, None)
+    return "stop" if stopped.all() else "length"
+
+
 def decode(
     subject: Subject,
     prompt: list[int],
@@ -170,19 +197,21 @@ def decode(
         choices: settled ones; their seed becomes that of torch's generator.
         cache: a `TreeCache` that may hold a part of the prompt; it is left holding all tokens but the last.
     """
-    run, fallbacks = Generation(choices=choices), len(term.fallbacks)
-    ids = torch.tensor([prompt], device=subject.model.device)
+    run, fallbacks = Generation(prompt=prompt, choices=choices), len(term.fallbacks)
+    ids, room = torch.tensor([prompt], device=subject.model.device), subject.room(prompt, max_new_tokens)
     arguments = {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
-        "max_new_tokens": subject.room(prompt, max_new_tokens),
+        "max_new_tokens": room,
         "lookahead": lookahead,
         **({} if cache is None else {"past_key_values": cache}),
         **generate_arguments(subject, choices),
     }
     if choices.seed is not None:
         torch.manual_seed(choices.seed)
+    term.working("reading the prompt" if choices.num_beams == 1 else "searching with beams")
     (_steps if choices.num_beams == 1 else _beams)(subject, arguments, run, on_step)
+    run.finish_reason = "interrupted" if run.interrupted else finish_reason(subject, run, room)
     if len(term.fallbacks) == fallbacks:
         run.config = resolve(lookahead)[0]
     return run

@@ -48,6 +48,7 @@ class _Show:
         return suiting if suiting >= _AGAIN else 1.0
 
 
+@options.grouped
 def demo(
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="A text of your own.")] = None,
     prompts: Annotated[int, typer.Option(metavar="N", help="How many of the built-in prompts.")] = 3,
@@ -61,9 +62,7 @@ def demo(
     window: options.Window = None,
     ngram: options.Ngram = None,
     guesses: options.Guesses = None,
-    model: options.Model = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
+    loading: options.Loading,
     pack: options.Pack = None,
     slow_motion: Annotated[
         float | None,
@@ -71,8 +70,7 @@ def demo(
     ] = None,
     plain_text: Annotated[bool, typer.Option("--plain-text", help="Paragraphs instead of moving panels.")] = False,
     json: options.Json = False,
-    no_color: options.NoColor = False,
-    debug: options.Debug = False,
+    output: options.Output,
 ) -> None:
     """Plain decoding and the adaptive method side by side: the same text, fewer passes, less time.
 
@@ -80,7 +78,7 @@ def demo(
 
     Exit code 1: a text differs.
     """
-    with terminal(debug=debug, no_color=no_color) as term:
+    with terminal(output) as term:
         sampled = options.Choices(do_sample=True, temperature=temperature, seed=seed).settled()
         options.check_max_new_tokens(max_new_tokens)
         if slow_motion is not None and slow_motion < 1:
@@ -94,7 +92,7 @@ def demo(
         from lade.cli.loading import load
         from lade.decoding.memory import Memory
 
-        subject = load(model, dtype=dtype, device=device, term=term, pack=pack)
+        subject = load(loading, term=term, pack=pack)
         memory = Memory()
         rounds = _rounds(_texts(prompt, prompts), sampled if do_sample else options.GREEDY, _sizes(sizes), memory)
         check_served(subject, rounds[0].config, rounds[0].choices)

@@ -18,12 +18,17 @@ class Detokenizer:
 
     Args:
         tokenizer: a transformers tokenizer.
-        context: ids that stand before the first one pushed; a text that starts the line has no space before it.
+        context: ids that stand before the first one pushed: after them, a word may have a space before it that it would
+            not have at the beginning of a text.
     """
 
     def __init__(self, tokenizer: Any, context: Iterable[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._ids = list(context)[-_TAIL_TOKENS:]
+        before, size = list(context), _TAIL_TOKENS
+        self._ids = before[-size:]
+        while not self._decode() and size < len(before):  # special tokens only, which have no text to go on with
+            size *= 2
+            self._ids = before[-size:]
         self._shown = self._decode()  # what of the window's text was handed out
 
     def push(self, tokens: Iterable[int]) -> str:
@@ -45,6 +50,10 @@ class Detokenizer:
         piece = text[len(self._shown) :]
         self._ids, self._shown = [], ""
         return piece
+
+    def whole(self, tokens: Iterable[int]) -> str:
+        """The text of these tokens, complete or not."""
+        return self.push(tokens) + self.flush()
 
     def _shorten(self, held: str) -> None:
         """Drop the first ids of the window, at a place where the rest is decoded to what it was before."""

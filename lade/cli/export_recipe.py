@@ -16,6 +16,7 @@ EXAMPLE = (
 )
 
 
+@options.grouped
 def export_recipe(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it; made if it is not there.")],
     force: Annotated[
@@ -25,14 +26,14 @@ def export_recipe(
             help="Write custom_generate/ into a folder of other files, such as a model's; none of those is touched.",
         ),
     ] = False,
-    no_color: options.NoColor = False,
-    debug: options.Debug = False,
+    *,
+    output: options.Output,
 ) -> None:
     """Write the recipe for generate(custom_generate=DIR), for whatever calls transformers' generate.
 
     Pipelines, agents and evaluations pass it on. The folder can be uploaded to a hub as it is.
     """
-    with terminal(debug=debug, no_color=no_color) as term:
+    with terminal(output) as term:
         from lade.recipe.export import CARD
         from lade.recipe.export import export_recipe as export
 

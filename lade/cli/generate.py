@@ -12,123 +12,137 @@ import typer
 from lade.cli import options
 from lade.cli.batch import batch_of
 from lade.cli.prompts import read_prompts
-from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
+from lade.cli.terminal import ASIDE, EXIT_INTERRUPTED, Terminal, terminal
 from lade.errors import ConfigError
 
 if TYPE_CHECKING:
+    from lade.cli.batch_answers import Recipe
     from lade.cli.decoding import Generation
-    from lade.cli.loading import Subject
-    from lade.config import Lookahead
+    from lade.cli.prompts import Prompt
 
-EXAMPLE = 'Example:  [bold]lade generate --prompt "def mean(values):" --max-new-tokens 100[/bold]'
+EXAMPLE = 'Example:  [bold]lade generate "def mean(values):" --max-new-tokens 100[/bold]'
 _LONGEST_ECHO = 2000
+_PANEL = "Many prompts"
 
 
 @options.grouped
 def generate(
-    source: Annotated[str | None, typer.Argument(metavar="[-]", help="-: read the prompt from standard input.")] = None,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The text to continue.")] = None,
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="One prompt; if it ends in .jsonl, one a line under the key prompt."),
+    text: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="The prompt. Not given, or -: standard input.")
     ] = None,
-    model: options.Model = None,
-    max_new_tokens: options.MaxNewTokens = 128,
-    method: options.Method = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt, too.")] = None,
     *,
+    prompt_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="One prompt, or of .jsonl one a line: prompt or messages.")
+    ] = None,
+    max_new_tokens: options.MaxNewTokens = 128,
+    template: options.Template,
     batch_size: Annotated[
         int | None,
-        typer.Option(metavar="B", help="Decode the prompts of a .jsonl file B at a time; each gives a line of JSON."),
+        typer.Option(metavar="B", help="Decode B prompts of a .jsonl file at a time.", rich_help_panel=_PANEL),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="With --batch-size: file for the lines. Not given: standard output."),
+        typer.Option(metavar="FILE", help="File for the answers, as JSON lines.", rich_help_panel=_PANEL),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="With --out: go on behind the lines that are there already.")
+        bool,
+        typer.Option("--resume", metavar="", help="Go on after the lines in --out.", rich_help_panel=_PANEL),
     ] = False,
+    choices: options.Choices,
+    method: options.Method = None,
     window: options.Window = None,
     ngram: options.Ngram = None,
     guesses: options.Guesses = None,
     budget: options.Budget = None,
     memory: options.MemoryFile = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
+    loading: options.Loading,
     pack: options.Pack = None,
-    choices: options.Choices,
     json: options.Json = False,
-    no_color: options.NoColor = False,
-    debug: options.Debug = False,
+    output: options.Output,
 ) -> None:
-    """Continue a prompt, greedily unless --do-sample. On a terminal, tokens that came in one step have one colour.
+    """Answer a prompt, or continue it: a model with a chat template answers, unless --raw.
+
+    Decodes greedily unless --do-sample. On a terminal, tokens that came in one step have one colour.
 
     With --batch-size the answers are the same, as lines of JSON in the order of the prompts.
 
-    --out keeps them whatever ends the run, --resume goes on behind them. Exit code 1: a prompt failed.
+    --out keeps them whatever ends the run, --resume goes on after them. Exit code 1: a prompt failed.
     """
-    with terminal(debug=debug, no_color=no_color) as term:
+    with terminal(output) as term:
         lookahead = options.lookahead_of(method, window, ngram, guesses, budget=budget, memory=memory)
         options.check_max_new_tokens(max_new_tokens)
-        batch = batch_of(source, prompt, prompt_file, batch_size, out, resume=resume)
+        template.check()
+        batch = batch_of(text, prompt, prompt_file, batch_size, out, resume=resume)
         choices = choices.settled(batch.seed if batch else None)
         if batch and choices.num_beams > 1:
             raise ConfigError("num-beams", choices.num_beams, "a beam search is for one prompt: leave out --batch-size")
-        prompts = [] if batch else read_prompts(source, prompt, prompt_file)
+        prompts = [] if batch else read_prompts(text, prompt, prompt_file)
+        from lade.cli.batch_answers import Recipe
+        from lade.cli.encoder import Encoder
         from lade.cli.loading import load, remembering
 
-        subject = load(model, dtype=dtype, device=device, term=term, pack=pack)
+        subject = load(loading, term=term, pack=pack)
         lookahead = remembering(subject, lookahead, memory)
+        recipe = Recipe(subject, Encoder(subject, template), lookahead, choices, max_new_tokens)
         if batch:
-            from lade.cli.batch_answers import Recipe
             from lade.cli.batch_run import carry_out
 
-            carry_out(batch, Recipe(subject, lookahead, choices, max_new_tokens), term, quiet=json)
+            carry_out(batch, recipe, term, quiet=json)
         else:
-            _run(subject, prompts, lookahead, choices, max_new_tokens, term, json=json)
+            _run(recipe, prompts, term, json=json)
 
 
-def _run(
-    subject: Subject,
-    prompts: list[str],
-    lookahead: Lookahead,
-    choices: options.Choices,
-    max_new_tokens: int,
-    term: Terminal,
-    *,
-    json: bool,
-) -> None:
+def _run(recipe: Recipe, prompts: list[Prompt], term: Terminal, *, json: bool) -> None:
     from lade.cli.decoding import check_served, decode, warn_of_length
 
-    encoded = [subject.encode(text) for text in prompts]  # all are checked before the first one is decoded
+    subject, lookahead, choices = recipe.subject, recipe.lookahead, recipe.choices
+    encoded = [recipe.encode(prompt) for prompt in prompts]  # all are checked before the first one is decoded
     check_served(subject, lookahead, choices)
-    warn_of_length(subject, max(map(len, encoded)), max_new_tokens, term)
-    begin = partial(decode, subject, lookahead=lookahead, choices=choices, max_new_tokens=max_new_tokens, term=term)
-    for number, (text, ids) in enumerate(zip(prompts, encoded, strict=True)):
+    warn_of_length(subject, max(map(len, encoded)), recipe.max_new_tokens, term)
+    wanted = recipe.max_new_tokens
+    begin = partial(decode, subject, lookahead=lookahead, choices=choices, max_new_tokens=wanted, term=term)
+    for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
         if number and not json:
             term.write("\n")
-        run = _one(subject, text, ids, partial(begin, ids), term, json=json)
+        one = partial(begin, ids)
+        run = _as_json(recipe, one, term) if json else _as_text(recipe, prompt, ids, one, term)
         if run.interrupted:
             raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _one(
-    subject: Subject, text: str, ids: list[int], decode: Callable[..., Generation], term: Terminal, *, json: bool
+def _as_json(recipe: Recipe, decode: Callable[..., Generation], term: Terminal) -> Generation:
+    """Decode one prompt and write an object; `decode` wants its `on_step` only."""
+    run = decode(on_step=lambda step: term.working("decoding"))
+    term.write_json({**run.as_dict(recipe.subject), "packed": recipe.subject.packed})
+    return run
+
+
+def _as_text(
+    recipe: Recipe, prompt: Prompt, ids: list[int], decode: Callable[..., Generation], term: Terminal
 ) -> Generation:
-    """Decode one prompt and write what came of it; `decode` wants its `on_step` only."""
+    """Decode one prompt and write the text as it comes; `decode` wants its `on_step` only."""
     from lade.cli.painter import Painter, legend
 
-    if json:
-        run = decode(on_step=lambda step: None)
-        term.write_json({**run.as_dict(subject), "packed": subject.packed})
-        return run
     if term.interactive:
-        term.write(text if len(text) <= _LONGEST_ECHO else "..." + text[-_LONGEST_ECHO:], "dim")
-    painter = Painter(subject, term, context=ids if term.interactive else ())
+        shown = prompt.text if len(prompt.text) <= _LONGEST_ECHO else "..." + prompt.text[-_LONGEST_ECHO:]
+        term.write(shown + ("\n" if recipe.encode.templated else ""), "dim")
+    painter = Painter(recipe.subject, term, context=ids)
     run = decode(on_step=painter)
-    painter.finish()
+    painter.finish(_mark(recipe, ids, run) if term.interactive else "")
     if term.interactive and run.config and run.choices.num_beams == 1:
-        term.say(legend())
+        term.say(legend(), ASIDE)
     if run.interrupted:
         term.say("interrupted", "yellow")
-    term.say(run.summary(), "dim")
+    term.say(run.summary(), ASIDE)
     return run
+
+
+def _mark(recipe: Recipe, ids: list[int], run: Generation) -> str:
+    """What stands after a text that was cut off."""
+    if run.finish_reason != "length":
+        return ""
+    subject, wanted = recipe.subject, recipe.max_new_tokens
+    full = subject.room(ids, wanted) < wanted
+    why = f"the context of {subject.context} tokens is full" if full else f"--max-new-tokens {wanted}"
+    return f" [cut off: {why}]"

@@ -17,19 +17,18 @@ if TYPE_CHECKING:
 EXAMPLE = "Example:  [bold]lade info --model gpt2[/bold]"
 
 
+@options.grouped
 def info(
-    model: options.Model = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
+    *,
+    loading: options.Loading,
     json: options.Json = False,
-    no_color: options.NoColor = False,
-    debug: options.Debug = False,
+    output: options.Output,
 ) -> None:
     """Whether lookahead decoding can serve a model exactly, and why not; its sizes, and versions."""
-    with terminal(debug=debug, no_color=no_color) as term:
+    with terminal(output) as term:
         from lade.cli.loading import load
 
-        facts = _facts(load(model, dtype=dtype, device=device, term=term))
+        facts = _facts(load(loading, term=term))
         if json:
             term.write_json(facts)
             return

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as _logging
 
+from lade.cli.hub import Source, find, gated
+from lade.cli.model_options import Loading
+from lade.cli.quantization import quantization_config
 from lade.cli.terminal import Terminal, one_line
 from lade.config import Lookahead, LookaheadConfig
 from lade.decoding.memory import Memory
@@ -22,9 +25,6 @@ from lade.errors import ConfigError, InputError, UnsupportedModelError
 from lade.model import packing
 from lade.model.positions import LEARNED_POSITIONS
 
-EMBEDDED = "embedded"
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-_HUB_TIMEOUT_S = 5.0
 _SILENT = 50  # logging.CRITICAL
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 BEAM_FIELDS = ("early_stopping", "length_penalty")
@@ -67,12 +67,14 @@ class Subject:
         model: a transformers causal language model; its generation_config decodes greedily.
         tokenizer: its tokenizer.
         wishes: what its checkpoint's generation_config says of sampling and beams, and `model` no longer knows.
+        variant: how it was loaded, as far as that changes its texts; see `Loading.variant`.
     """
 
     name: str
     model: Any
     tokenizer: Any
     wishes: Mapping[str, Any] = field(default_factory=dict)
+    variant: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def dtype(self) -> str:
@@ -124,44 +126,38 @@ class Subject:
             )
 
 
-def load(name: str | None, *, dtype: str, device: str, term: Terminal, pack: bool | None = False) -> Subject:
+def load(loading: Loading, *, term: Terminal, pack: bool | None = False) -> Subject:
     """Load a model for the shell; the embedded one runs on one CPU thread.
 
     Args:
-        name: folder or hub id; None for the embedded model.
-        dtype: one of `DTYPES`.
-        device: "auto", or any name torch knows.
+        loading: which model, and how.
         term: says whether transformers may talk.
         pack: prepack the linear layers for the CPU; None: if that can be done, the embedded model excepted.
 
     Raises:
         ConfigError, InputError, UnsupportedModelError: the one line that the user is to read.
     """
+    loading.check()
     if not term.debug:
         term.closing.enter_context(_quiet())
-    torch_dtype = _dtype(dtype, embedded=name is None)
-    target = _device(device)
-    source, only_local = _source(name)
-    shown = EMBEDDED if name is None else name
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=only_local, trust_remote_code=False)
-    except Exception as problem:
-        raise InputError(_explain(shown, "its tokenizer cannot be loaded", problem)) from problem
-    if not len(tokenizer):
-        raise InputError(f"model {shown!r}: its tokenizer has no vocabulary; put the model's tokenizer.json beside it")
-    model = _load_model(shown, source, only_local, torch_dtype)
-    try:
-        model = model.to(target)
-    except Exception as problem:
-        raise InputError(f"model {shown!r} does not fit on device {device!r}: {one_line(problem)}") from problem
-    if pack or (pack is None and name is not None and target.type == "cpu"):
+    target = None if loading.device_map is not None else _device(loading.device)
+    term.working(f"looking for {loading.name}")
+    source = find(loading)
+    with _downloading(term) if source.download and term.animated else nullcontext():
+        term.working(f"loading {source.shown}")
+        tokenizer = _load_tokenizer(source, loading)
+        model = _load_model(source, loading, target)
+        if loading.adapter is not None:
+            _adapt(model, loading, source)
+    if pack or (pack is None and loading.model is not None and model.device.type == "cpu"):
         _pack(model, term, wanted=bool(pack))
-    if name is None:
+    if loading.model is None:
         torch.set_num_threads(1)  # so small a model gains nothing from two, which on a busy machine wait for each other
     fields = ("do_sample", *SAMPLING_FIELDS, *BEAM_FIELDS)
     wishes = {name: getattr(model.generation_config, name, None) for name in fields}
     model.generation_config = _greedy(model.generation_config)
-    return Subject(shown, model, tokenizer, {name: wish for name, wish in wishes.items() if wish is not None})
+    kept = {name: wish for name, wish in wishes.items() if wish is not None}
+    return Subject(source.shown, model, tokenizer, kept, loading.variant)
 
 
 def remembering(subject: Subject, lookahead: Lookahead, memory: Path | None) -> Lookahead:
@@ -178,6 +174,7 @@ def remembering(subject: Subject, lookahead: Lookahead, memory: Path | None) -> 
 
 def _pack(model: Any, term: Terminal, *, wanted: bool) -> None:
     """Nobody has asked for packing where it is not `wanted`, so nobody is told why there is none."""
+    term.working("packing the weights")
     try:
         packing.pack(model)
     except UnsupportedModelError as problem:
@@ -187,74 +184,111 @@ def _pack(model: Any, term: Terminal, *, wanted: bool) -> None:
             term.say(f"not packed: {problem}", "dim")
 
 
-def _load_model(shown: str, source: str, only_local: bool, dtype: torch.dtype | str) -> Any:
+def _load_tokenizer(source: Source, loading: Loading) -> Any:
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, local_files_only=only_local, trust_remote_code=False, output_loading_info=True
+        tokenizer = AutoTokenizer.from_pretrained(
+            source.name, local_files_only=source.local, trust_remote_code=loading.trust_remote_code, **loading.hub
         )
     except Exception as problem:
-        raise InputError(_explain(shown, "it cannot be loaded", problem)) from problem
+        raise InputError(_explain(source, "its tokenizer cannot be loaded", problem)) from problem
+    if not len(tokenizer):
+        remedy = "put the model's tokenizer.json beside it"
+        raise InputError(f"model {source.shown!r}: its tokenizer has no vocabulary; {remedy}")
+    return tokenizer
+
+
+def _load_model(source: Source, loading: Loading, target: torch.device | None) -> Any:
+    """The model on its device, or spread over several; `target` is None where a map says where."""
+    arguments = _arguments(loading, target)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source.name, local_files_only=source.local, output_loading_info=True, **arguments, **loading.hub
+        )
+    except Exception as problem:
+        raise _blamed(problem, loading) or InputError(_explain(source, "it cannot be loaded", problem)) from problem
     model, found = loaded
     missing = sorted(found["missing_keys"])
     if missing:
         raise InputError(
-            f"model {shown!r} lacks {len(missing)} of the weights of a {type(model).__name__} (first {missing[0]}): "
-            "give a complete checkpoint of a causal language model"
+            f"model {source.shown!r} lacks {len(missing)} of the weights of a {type(model).__name__} (first "
+            f"{missing[0]}): give a complete checkpoint of a causal language model"
         )
-    return model
-
-
-def _source(name: str | None) -> tuple[str, bool]:
-    """What to hand to `from_pretrained`, and whether to keep off the network."""
-    if name is None:
-        from lade.demo.embedded import model_path
-
-        return str(model_path()), True
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
-            raise InputError(f"model folder {name!r} has no config.json: give a folder that save_pretrained wrote")
-        return str(folder), True
-    if folder.exists():
-        raise InputError(f"model {name!r} is a file: give the folder it lies in")
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
-        raise InputError(f"model folder {name!r} does not exist: check the path, or give a hub id such as org/name")
-    return name, _only_cached(name)
-
-
-def _only_cached(name: str) -> bool:
-    """Ask the hub once, without the retries of a download; where it cannot be reached, a cached copy will do."""
+    if "device_map" in arguments:
+        return model
     try:
-        HfApi().model_info(name, timeout=_HUB_TIMEOUT_S)
-    except (RepositoryNotFoundError, HFValidationError) as problem:
-        raise InputError(f"model {name!r} is neither a folder here nor a model on the hub: check the name") from problem
-    except GatedRepoError as problem:
-        raise InputError(
-            f"model {name!r} is gated on the hub: accept its terms there, then log in with hf auth login"
-        ) from problem
+        return model.to(target)
     except Exception as problem:
-        if isinstance(try_to_load_from_cache(name, "config.json"), str):
-            return True
         raise InputError(
-            f"model {name!r} is no folder here, and the hub cannot be reached ({one_line(problem, 120)}): "
-            "check the network, or give a folder"
+            f"model {source.shown!r} does not fit on device {loading.device!r}: {one_line(problem)}"
         ) from problem
-    return False
 
 
-def _dtype(name: str, *, embedded: bool) -> torch.dtype | str:
-    if name not in DTYPES:
-        raise ConfigError("dtype", name, f"give one of {', '.join(DTYPES)}")
-    if name == "auto":
+def _arguments(loading: Loading, target: torch.device | None) -> dict[str, Any]:
+    """What `from_pretrained` is given besides where from."""
+    arguments: dict[str, Any] = {"dtype": _dtype(loading), "trust_remote_code": loading.trust_remote_code}
+    if loading.attn_implementation is not None:
+        arguments["attn_implementation"] = loading.attn_implementation
+    if loading.device_map is not None:
+        arguments["device_map"] = _device_map(loading.device_map)
+    if loading.quantization is not None:
+        arguments["quantization_config"] = quantization_config(loading.quantization)
+        arguments.setdefault("device_map", {"": target})  # quantised weights are not to be moved afterwards
+    return arguments
+
+
+def _device_map(text: str) -> Any:
+    """What stands for it in `from_pretrained`: a word, or an object that was written as JSON."""
+    if find_spec("accelerate") is None:
+        raise ConfigError("device-map", text, "it takes accelerate: run  pip install accelerate")
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as problem:
+        raise ConfigError("device-map", one_line(text, 60), f"it is no JSON ({one_line(problem, 120)})") from problem
+
+
+def _blamed(problem: Exception, loading: Loading) -> ConfigError | None:
+    """An error of `from_pretrained` as one of the option that it is about."""
+    reason, name = one_line(problem, 200), loading.attn_implementation
+    if name is not None and ("attn_implementation" in reason or name in reason):
+        return ConfigError("attn-implementation", name, f"{reason}; give sdpa or eager, or leave it out")
+    if loading.device_map is not None and "device" in reason:
+        return ConfigError("device-map", loading.device_map, f"{reason}; give auto, or leave it out")
+    if loading.quantization is not None:
+        return ConfigError("quantization", loading.quantization, f"the model cannot be loaded with it: {reason}")
+    return None
+
+
+def _adapt(model: Any, loading: Loading, source: Source) -> None:
+    """Put a PEFT adapter into a model; its weights stay apart, so that it computes what PEFT does."""
+    adapter = loading.adapter
+    if find_spec("peft") is None:
+        raise ConfigError("adapter", adapter, "it takes PEFT: run  pip install peft")
+    hub = {name: value for name, value in loading.hub.items() if name != "revision"}  # which is the model's
+    remedy = "give an adapter's folder, and the --model that it was made for"
+    try:
+        found = model.load_adapter(adapter, local_files_only=loading.local_files_only, adapter_kwargs=hub)
+    except Exception as problem:
+        reason = f"it cannot be put into {source.shown!r} ({one_line(problem, 240)})"
+        raise ConfigError("adapter", adapter, f"{reason}: {remedy}") from problem
+    wrong = sorted([*found.missing_keys, *found.unexpected_keys])
+    if wrong:
+        reason = f"its weights are not those of an adapter for {source.shown!r} (first {wrong[0]})"
+        raise ConfigError("adapter", adapter, f"{reason}: {remedy}")
+
+
+def _dtype(loading: Loading) -> torch.dtype | str:
+    if loading.dtype == "auto":
         # The embedded weights are stored in bfloat16 to be small; where near ties do not round apart, texts are equal.
-        return torch.float32 if embedded else "auto"
-    dtype: torch.dtype = getattr(torch, name)
+        return torch.float32 if loading.model is None else "auto"
+    dtype: torch.dtype = getattr(torch, loading.torch_dtype)
     return dtype
 
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
         torch.empty(1, device=device).cpu()
@@ -264,21 +298,38 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _explain(name: str, what: str, problem: Exception) -> str:
+def _explain(source: Source, what: str, problem: Exception) -> str:
     """One line for what transformers or safetensors raised."""
     reason = str(problem)
     if "Unrecognized configuration class" in reason:
         found = re.search(r"(\w+)Config'?>", reason)
         kind = f"a {found[1]} model" if found else "something else"
-        return f"model {name!r} is {kind}, not a causal language model: give a decoder-only checkpoint"
+        return f"model {source.shown!r} is {kind}, not a causal language model: give a decoder-only checkpoint"
+    if "access a gated repo" in reason:
+        return gated(source.shown)
+    if "trust_remote_code" in reason:
+        return f"model {source.shown!r} runs Python code of its own: read that first, then add --trust-remote-code"
     first = one_line(reason.split("\n", 1)[0] or type(problem).__name__, 240).rstrip(".:")
-    return f"model {name!r}: {what} ({first}); check that its files are complete"
+    return f"model {source.shown!r}: {what} ({first}); check that its files are complete"
 
 
 def _greedy(config: GenerationConfig) -> GenerationConfig:
     """A checkpoint's generation_config, its stop tokens and penalties kept, made greedy without a word of warning."""
     kept = {key: value for key, value in config.to_dict().items() if key not in _DECIDED_BY_THE_SHELL}
     return GenerationConfig.from_dict({**kept, "do_sample": False, "num_beams": 1})
+
+
+@contextmanager
+def _downloading(term: Terminal) -> Iterator[None]:
+    """The hub's bars show how far a download is, and transformers' how far loading; no line of ours among them."""
+    logging: Any = _logging  # untyped
+    term.pausing(True)
+    logging.enable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.disable_progress_bar()
+        term.pausing(False)
 
 
 @contextmanager

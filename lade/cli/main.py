@@ -13,7 +13,6 @@ from lade.version import __version__
 app = typer.Typer(
     name="lade",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
+from lade.cli import grouping, model_options, output_options, template_options
 from lade.cli.prompts import check_text
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError, InputError
 
+grouped = grouping.grouped
+Loading = model_options.Loading
+Output = output_options.Output
+Template = template_options.Template
+
 METHODS = ("plain", "lookahead", "adaptive", "auto")
 
-_PANEL = "Choosing tokens"
+_PANEL, _SPEED = "Choosing tokens", "Speed"
 _DRAWN_SEEDS = 2**32  # a drawn seed is short enough to be typed, and exact in every JSON reader
 _SEEDS = 2**63
 _ONLY_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
@@ -33,50 +37,44 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_beams": (lambda value: value >= 1, "give a whole number >= 1"),
 }
 
-Model = Annotated[
-    str | None,
-    typer.Option("--model", "-m", metavar="FOLDER_OR_HUB_ID", help="Model to load. Not given: the embedded one."),
-]
-Dtype = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="float32, bfloat16, float16, float64, or auto: as in the checkpoint (the embedded model: float32).",
-    ),
-]
-Device = Annotated[
-    str,
-    typer.Option(metavar="NAME", help="cpu, cuda, cuda:1, mps, ..., or auto: CUDA if it is there, else the CPU."),
-]
+
+def _speed(*names: str, metavar: str, help: str) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=_SPEED)
+
+
 Pack = Annotated[
     bool | None,
     typer.Option(
         "--pack/--no-pack",
-        help="Prepack the linear layers, for faster passes on the CPU. Not given: where it can be done and pays.",
+        metavar="",
+        rich_help_panel=_SPEED,
+        help="Prepack the linear layers for the CPU, mostly faster. Default: where it can be done.",
     ),
 ]
 Method = Annotated[
     str | None,
     typer.Option(
-        metavar="|".join(METHODS),
-        help="auto, the default: adaptive, or plain decoding with a warning where a model cannot be served. "
-        "lookahead: the paper's method, of a fixed size.",
+        metavar="NAME",
+        autocompletion=lambda: list(METHODS),
+        rich_help_panel=_SPEED,
+        help="plain, adaptive, lookahead (the paper's), or auto: adaptive if it can be served, else plain.",
     ),
 ]
-Window = Annotated[int | None, typer.Option(metavar="W", help="Columns of the lookahead window. Implies lookahead.")]
-Ngram = Annotated[int | None, typer.Option(metavar="N", help="Length of the n-grams. Implies lookahead.")]
-Guesses = Annotated[int | None, typer.Option(metavar="G", help="Guesses verified in a step. Implies lookahead.")]
-Budget = Annotated[
-    int | None, typer.Option(metavar="B", help="Tokens fed in a step, one of them sure. Implies adaptive.")
-]
+Window = Annotated[int | None, _speed(metavar="W", help="Columns of the window. Implies lookahead.")]
+Ngram = Annotated[int | None, _speed(metavar="N", help="Length of the n-grams. Implies lookahead.")]
+Guesses = Annotated[int | None, _speed(metavar="G", help="Guesses verified in a step. Implies lookahead.")]
+Budget = Annotated[int | None, _speed(metavar="B", help="Tokens fed in a step. Implies adaptive.")]
 MemoryFile = Annotated[
     Path | None,
-    typer.Option("--memory", metavar="FILE", help="What lade warm has learned from other texts. Implies adaptive."),
+    _speed("--memory", metavar="FILE", help="What lade warm has learned. Implies adaptive."),
 ]
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", metavar="N", help="Tokens to generate at most.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks, warnings and transformers' own messages.")]
-NoColor = Annotated[bool, typer.Option("--no-color", help="No colours. NO_COLOR in the environment does it too.")]
+MaxNewTokens = Annotated[
+    int,
+    typer.Option("--max-new-tokens", "-n", metavar="N", help="Tokens to generate at most."),
+]
+Json = Annotated[
+    bool, typer.Option("--json", metavar="", rich_help_panel=output_options.PANEL, help="JSON instead of text.")
+]
 
 
 def lookahead_of(
@@ -152,36 +150,29 @@ class Choices:
     """
 
     do_sample: Annotated[
-        bool, _option("--do-sample", help="Draw tokens at random instead of taking the most likely one each time.")
+        bool, _option("--do-sample", metavar="", help="Draw tokens instead of taking the likeliest one each time.")
     ] = False
-    temperature: Annotated[
-        float | None, _option(metavar="T", help="With --do-sample: > 0; below 1 likely tokens get likelier.")
-    ] = None
-    top_k: Annotated[
-        int | None, _option(metavar="K", help="With --do-sample: only among the K likeliest; 0: no limit.")
-    ] = None
+    temperature: Annotated[float | None, _option(metavar="T", help="With --do-sample: below 1 is less random.")] = None
+    top_k: Annotated[int | None, _option(metavar="K", help="With --do-sample: among the K likeliest; 0: all.")] = None
     top_p: Annotated[
-        float | None, _option(metavar="P", help="With --do-sample: only among the likeliest that add up to P.")
+        float | None, _option(metavar="P", help="With --do-sample: among the likeliest that add up to P.")
     ] = None
     min_p: Annotated[
-        float | None, _option(metavar="P", help="With --do-sample: only those at least P times as likely as the best.")
+        float | None, _option(metavar="P", help="With --do-sample: those at least P times as likely as the best.")
     ] = None
     seed: Annotated[
         int | None,
         _option(
             metavar="S",
-            help="With --do-sample: set before each prompt of a file; in a chat, the first answer has S, "
-            "the second S+1, ... Not given: drawn, and reported.",
+            help="With --do-sample: for each prompt S, in a chat S, S+1, ... Default: drawn, and reported.",
         ),
     ] = None
     repetition_penalty: Annotated[
-        float | None, _option(metavar="R", help="Above 1, tokens that the text has already get less likely.")
+        float | None, _option(metavar="R", help="Above 1: what the text has already gets less likely.")
     ] = None
-    num_beams: Annotated[
-        int, _option(metavar="B", help="Beam search with so many beams; the text is shown when it is complete.")
-    ] = 1
+    num_beams: Annotated[int, _option(metavar="B", help="Beam search; its text is shown when complete.")] = 1
     stop: Annotated[
-        list[str] | None, _option("--stop", metavar="TEXT", help="End behind this text. May be given several times.")
+        list[str] | None, _option("--stop", metavar="TEXT", help="End after this text. May be given several times.")
     ] = None
 
     def settled(self, seed: int | None = None) -> Choices:
@@ -232,28 +223,6 @@ def check_ranges(values: Mapping[str, Any], origin: str = "") -> None:
         value = values.get(name)
         if value is not None and not fits(value):
             raise ConfigError(_spelt(name), value, f"{origin}; {remedy} with --{_spelt(name)}" if origin else remedy)
-
-
-def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Make options of the fields of `Choices`, which the command takes as its keyword argument `choices`."""
-    names = {field.name: field.default for field in fields(Choices)}
-    hints = get_type_hints(Choices, include_extras=True)
-    group = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
-        for name, default in names.items()
-    ]
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "choices"]
-
-    @functools.wraps(command)
-    def run(**values: Any) -> None:
-        chosen = {name: values.pop(name) for name in names}
-        command(**values, choices=Choices(**chosen))
-
-    place = next((i for i, p in enumerate(own) if p.kind is inspect.Parameter.KEYWORD_ONLY), len(own))
-    run.__dict__["__signature__"] = inspect.Signature([*own[:place], *group, *own[place:]])
-    run.__annotations__ = {p.name: p.annotation for p in [*own, *group]}
-    del run.__dict__["__wrapped__"]
-    return run
 
 
 def _spelt(name: str) -> str:

@@ -34,7 +34,7 @@ class Painter:
     Args:
         subject: has the tokenizer.
         term: is written to.
-        context: ids of a text that was written just before on the same line.
+        context: ids of the prompt that the text continues.
     """
 
     def __init__(self, subject: Subject, term: Terminal, context: Iterable[int] = ()) -> None:
@@ -46,9 +46,11 @@ class Painter:
         style = self._palette.style(len(step.tokens))
         self._write(self._detokenizer.push(step.tokens), style)
 
-    def finish(self) -> None:
-        """Write what was held back, and end the line."""
-        self._write(self._detokenizer.flush() + "\n", "")
+    def finish(self, mark: str = "") -> None:
+        """Write what was held back, and end the line, with a mark that is not of the text."""
+        self._write(self._detokenizer.flush(), "")
+        self._write(mark, "dim")
+        self._write("\n", "")
 
     def _write(self, text: str, style: str) -> None:
         if text:

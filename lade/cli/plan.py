@@ -37,6 +37,7 @@ def _hardware(*names: str, metavar: str, help: str) -> Any:
     return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="Hardware")
 
 
+@options.grouped
 def plan(
     params: Annotated[str, _model("--params", metavar="P", help="Parameters, such as 7e9 or 7B.")],
     dtype: Annotated[
@@ -92,14 +93,13 @@ def plan(
         ),
     ] = None,
     json: options.Json = False,
-    no_color: options.NoColor = False,
-    debug: options.Debug = False,
+    output: options.Output,
 ) -> None:
     """Estimate speeds on hardware you do not have yet: a roofline's cost of a step, times tokens per step measured.
 
     Nothing is run. All assumptions are printed; the largest is that your text is as predictable as the one measured.
     """
-    with terminal(debug=debug, no_color=no_color) as term:
+    with terminal(output) as term:
         _check(library_time, out)
         wish = Wish(
             params, dtype, bandwidth, flops, device, layers, kv_heads, head_dim, cached, overhead, bandwidth_share,

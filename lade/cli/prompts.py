@@ -1,38 +1,61 @@
-"""Reading prompts from the command line, a file, or standard input."""
+"""Prompts from the command line, a file, or standard input: texts, or the messages of a conversation."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lade.errors import InputError
 
+Messages = list[dict[str, Any]]
+ONE_A_LINE = 'give one {"prompt": "..."} or {"messages": [...]} a line'
 
-def read_prompts(source: str | None, prompt: str | None, prompt_file: Path | None) -> list[str]:
-    """The prompts that the options name, none of them empty.
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is to be continued or answered.
+
+    Attributes:
+        text: of a prompt; of a conversation, its last message.
+        messages: a conversation as chat templates take it; None for a text.
+    """
+
+    text: str
+    messages: Messages | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As a line of a file of prompts has it."""
+        return {"prompt": self.text} if self.messages is None else {"messages": self.messages}
+
+
+def read_prompts(text: str | None, prompt: str | None, prompt_file: Path | None) -> list[Prompt]:
+    """The prompts that the options name, none of them empty; nothing named: standard input, unless it is a terminal.
 
     Args:
-        source: the positional argument; "-" is standard input, of which one newline at the end is taken off.
-        prompt: the text itself.
-        prompt_file: `.jsonl`: one prompt a line under the key `prompt`; anything else: one prompt, exactly as it is.
+        text: the positional argument: a prompt; "-" is standard input, of which one newline at the end is taken off.
+        prompt: `--prompt`.
+        prompt_file: `.jsonl`: one prompt a line under the key `prompt`, or one conversation under the key `messages`;
+            anything else: one prompt, exactly as it is.
 
     Raises:
-        InputError: not exactly one of them is given, or it cannot be read.
+        InputError: more than one of them is given, or none and nothing is piped in, or it cannot be read.
     """
-    check_sources(source, prompt, prompt_file)
+    check_sources(text, prompt, prompt_file)
     if prompt_file is not None:
-        prompts = _from_file(prompt_file)
-    elif prompt is not None:
-        prompts = [prompt]
-    else:
-        prompts = [_utf8(sys.stdin.buffer.read(), "standard input").removesuffix("\n")]
-    for number, text in enumerate(prompts, start=1):
-        check_text(text, f"prompt {number}" if len(prompts) > 1 else "the prompt")
-    return prompts
+        return _from_file(prompt_file)
+    given = text if prompt is None else prompt
+    if given is None or given == text == "-":
+        given = _utf8(sys.stdin.buffer.read(), "standard input").removesuffix("\n")
+        if not given:
+            raise InputError("standard input is empty: give a prompt there, as an argument, or as --prompt-file FILE")
+    check_text(given, "the prompt")
+    return [Prompt(given)]
 
 
-def numbered_prompts(path: Path) -> dict[int, str]:
+def numbered_prompts(path: Path) -> dict[int, Prompt]:
     """The prompts of a `.jsonl` file by the numbers of their lines, from 1; empty lines are passed over.
 
     Raises:
@@ -41,19 +64,16 @@ def numbered_prompts(path: Path) -> dict[int, str]:
     lines = enumerate(_read(path).split("\n"), start=1)
     prompts = {number: _from_line(line, f"{str(path)!r} line {number}") for number, line in lines if line.strip()}
     if not prompts:
-        raise InputError(f'prompt file {str(path)!r} has no lines: give one {{"prompt": "..."}} a line')
+        raise InputError(f"prompt file {str(path)!r} has no lines: {ONE_A_LINE}")
     return prompts
 
 
-def check_sources(source: str | None, prompt: str | None, prompt_file: Path | None) -> None:
-    """Raise `InputError` unless exactly one prompt, or file of prompts, is named; see `read_prompts`."""
-    if sum(given is not None for given in (source, prompt, prompt_file)) != 1:
+def check_sources(text: str | None, prompt: str | None, prompt_file: Path | None) -> None:
+    """Raise `InputError` if several prompts are named, or none and there is only a keyboard; see `read_prompts`."""
+    given = sum(each is not None for each in (text, prompt, prompt_file))
+    if given > 1 or (not given and sys.stdin.isatty()):
         raise InputError(
-            "exactly one prompt is wanted: give --prompt TEXT, --prompt-file FILE, or - for standard input"
-        )
-    if source not in (None, "-"):
-        raise InputError(
-            f"unexpected argument {source!r}: give the prompt as --prompt {source!r}, or - for standard input"
+            "exactly one prompt is wanted: give it as an argument, as --prompt-file FILE, or through a pipe"
         )
 
 
@@ -67,8 +87,12 @@ def check_text(text: str, name: str) -> None:
         raise InputError(f"{name} is not UTF-8 at character {problem.start}: save or type it as UTF-8") from problem
 
 
-def _from_file(path: Path) -> list[str]:
-    return list(numbered_prompts(path).values()) if path.suffix == ".jsonl" else [_read(path)]
+def _from_file(path: Path) -> list[Prompt]:
+    if path.suffix == ".jsonl":
+        return list(numbered_prompts(path).values())
+    text = _read(path)
+    check_text(text, "the prompt")
+    return [Prompt(text)]
 
 
 def _read(path: Path) -> str:
@@ -80,16 +104,33 @@ def _read(path: Path) -> str:
     return _utf8(raw, f"prompt file {str(path)!r}")
 
 
-def _from_line(line: str, place: str) -> str:
+def _from_line(line: str, place: str) -> Prompt:
     try:
         entry = json.loads(line)
-    except ValueError as problem:
-        raise InputError(f'{place} is no JSON ({problem}): give one {{"prompt": "..."}} a line') from problem
-    if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
-        raise InputError(f'{place} has no text under "prompt": give one {{"prompt": "..."}} a line')
-    text: str = entry["prompt"]
+    except (ValueError, RecursionError) as problem:
+        raise InputError(f"{place} is no JSON ({problem}): {ONE_A_LINE}") from problem
+    if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
+        raise InputError(f'{place} has no text under "prompt", and no list under "messages": {ONE_A_LINE}')
+    if "messages" in entry:
+        return _conversation(entry["messages"], place)
+    text = entry["prompt"]
+    if not isinstance(text, str):
+        raise InputError(f'{place} has no text under "prompt": {ONE_A_LINE}')
     check_text(text, f"{place}: the prompt")
-    return text
+    return Prompt(text)
+
+
+def _conversation(messages: Any, place: str) -> Prompt:
+    """What stands in messages beside role and content is for the chat template to understand."""
+    remedy = 'give objects such as {"role": "user", "content": "..."}'
+    if not isinstance(messages, list) or not messages:
+        raise InputError(f'{place} has no list of messages under "messages": {remedy}')
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise InputError(f"{place}: message {number} has no role or no content: {remedy}")
+    check_text(json.dumps(messages, ensure_ascii=False), f"{place}: the conversation")
+    last = messages[-1]["content"]
+    return Prompt(last if isinstance(last, str) else json.dumps(last, ensure_ascii=False), messages)
 
 
 def _utf8(raw: bytes, name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
@@ -15,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lade.cli import options
+from lade.cli.model_options import command_line
 from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
 from lade.errors import ConfigError, MissingExtraError
 
@@ -40,8 +40,8 @@ def _results(*names: str, metavar: str | None = None, help: str) -> Any:
     return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="Results")
 
 
+@options.grouped
 def scaling(
-    model: options.Model = None,
     workload: Annotated[
         str,
         typer.Option("--workload", "-w", metavar="FILE", rich_help_panel=_WHAT, help="Prompts, as for lade bench."),
@@ -77,11 +77,9 @@ def scaling(
             metavar="N", rich_help_panel="Model", help="CPU threads. Default: torch's (the embedded model: 1)."
         ),
     ] = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
+    loading: options.Loading,
     json: options.Json = False,
-    no_color: options.NoColor = False,
-    debug: options.Debug = False,
+    output: options.Output,
 ) -> None:
     """Measure how tokens per step grow with the tokens fed, for the paper's method at many sizes, and fit its law.
 
@@ -91,7 +89,7 @@ def scaling(
 
     Exit code 1: an output differs from plain decoding's. 2: bad input. 130: interrupted.
     """
-    with terminal(debug=debug, no_color=no_color) as term:
+    with terminal(output) as term:
         sizes = numbers("windows", windows, least=1), numbers("ngrams", ngrams, least=2)
         _check(threads, max_new_tokens, out, resume=resume, figures=figures)
         from lade.bench import workloads
@@ -101,13 +99,13 @@ def scaling(
         settings = Settings(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
         from lade.cli.loading import load
 
-        subject = load(model, dtype=dtype, device=device, term=term)
+        subject = load(loading, term=term)
         if threads is not None:
             import torch
 
             torch.set_num_threads(threads)
         terms: dict[str, Any] = {"settings": settings, "prompt_ngrams": prompt_ngrams, "folder": out, "resume": resume}
-        _run(_study(subject, source, *sizes, **terms), out, term, figures=figures, json=json)
+        _run(_study(subject, loading.label, source, *sizes, **terms), out, term, figures=figures, json=json)
 
 
 def numbers(name: str, text: str, least: int) -> list[int]:
@@ -122,17 +120,17 @@ def numbers(name: str, text: str, least: int) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _study(subject: Subject, source: Workload, windows: list[int], ngrams: list[int], **terms: Any) -> Study:
+def _study(subject: Subject, name: str, source: Workload, windows: list[int], ngrams: list[int], **terms: Any) -> Study:
     from lade.bench.results import Model
     from lade.bench.study import Study
 
     record = Model(
-        name=Path(subject.name).name if Path(subject.name).is_dir() else subject.name,
+        name=name,
         kind=subject.model.config.model_type,
         parameters=subject.model.num_parameters(),
         dtype=subject.dtype,
     )
-    command = ["lade", *sys.argv[1:]]
+    command = command_line()
     return Study(subject.model, subject.tokenizer, source, windows, ngrams, record=record, command=command, **terms)
 
 
@@ -174,7 +172,7 @@ def _watch(study: Study, term: Terminal) -> None:
     """Show how far it is: with a bar on a terminal, with a line now and then elsewhere."""
     from lade.cli.bench_run import duration
 
-    bar, start, said = term.err.is_terminal, perf_counter(), perf_counter()
+    bar, start, said = term.animated, perf_counter(), perf_counter()
     columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description} · time left"), TimeRemainingColumn())
     with Progress(*columns, console=term.err, transient=True, disable=not bar) as progress:
         task = progress.add_task("sizes", total=1.0)

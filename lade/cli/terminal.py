@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -15,10 +16,14 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
+from lade.cli.output_options import Output
+from lade.cli.status import LogHandler, Status, YieldingConsole
 from lade.errors import FallbackWarning, LadeError
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+ASIDE = "dim"
+SAYS_ALL = Output()
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tab and newline
 
 
@@ -26,15 +31,16 @@ class Terminal:
     """Standard output for results, standard error for everything said about them.
 
     Args:
-        debug: show tracebacks, all warnings and what transformers logs.
-        no_color: no colours, whatever the terminal can show.
+        output: what is to be said besides results.
     """
 
-    def __init__(self, *, debug: bool = False, no_color: bool = False) -> None:
-        colors: dict[str, Any] = {"no_color": True} if no_color else {}  # else rich decides, NO_COLOR included
-        self.out = Console(highlight=False, **colors)
-        self.err = Console(highlight=False, stderr=True, **colors)
-        self.debug = debug
+    def __init__(self, output: Output = SAYS_ALL) -> None:
+        colors: dict[str, Any] = {"no_color": True} if output.no_color else {}  # else rich decides, NO_COLOR included
+        self.debug, self.quiet = output.debug, output.quiet
+        own = Console(highlight=False, stderr=True, **colors)
+        self._status = Status(own, shown=own.is_interactive and not (self.quiet or self.debug))
+        self.out: Console = YieldingConsole(self._status, highlight=False, **colors)
+        self.err: Console = YieldingConsole(self._status, highlight=False, stderr=True, **colors)
         self.fallbacks: list[str] = []
         self.closing = ExitStack()
 
@@ -43,12 +49,30 @@ class Terminal:
         """Whether results go to a terminal."""
         return self.out.is_terminal
 
+    @property
+    def animated(self) -> bool:
+        """Whether to show progress: on a terminal, unless --quiet."""
+        return self.err.is_interactive and not self.quiet
+
+    def working(self, text: str) -> None:
+        """Show what is going on until there is something else to see; nothing off a terminal, or with --debug."""
+        self._status.show(text)
+
+    def resting(self) -> None:
+        """Show that no more."""
+        self._status.hide()
+
+    def pausing(self, paused: bool) -> None:
+        """Show nothing of the kind while others write to the terminal, such as the hub's bars."""
+        self._status.hold(paused)
+
     def write(self, text: str, style: str = "") -> None:
         """Write a piece of generated text: coloured and without control codes on a terminal, as it is in a pipe."""
         if self.interactive:
             segment = Segment(text.translate(_CONTROLS), Style.parse(style))
             self.out.print(Segments([segment]), end="", soft_wrap=True)
         else:
+            self.resting()  # on standard error, which may be the terminal still
             self.out.file.write(text)
         self.out.file.flush()
 
@@ -57,8 +81,9 @@ class Terminal:
         self.write(json.dumps(value) + "\n")
 
     def say(self, text: str | Text, style: str = "") -> None:
-        """One line to standard error."""
-        self.err.print(Text(text, style) if isinstance(text, str) else text, soft_wrap=True)
+        """One line to standard error; what is dim is said in passing, which --quiet silences."""
+        if not (self.quiet and style == ASIDE):
+            self.err.print(Text(text, style) if isinstance(text, str) else text, soft_wrap=True)
 
     def fail(self, problem: BaseException | str) -> None:
         """The one line of an error."""
@@ -84,23 +109,39 @@ class Terminal:
 
 
 @contextmanager
-def terminal(*, debug: bool = False, no_color: bool = False) -> Iterator[Terminal]:
+def terminal(output: Output = SAYS_ALL) -> Iterator[Terminal]:
     """A terminal for one command; bad input leaves it as one line on standard error and exit code 2."""
-    term = Terminal(debug=debug, no_color=no_color)
+    term = Terminal(output)
+    term.working("starting")
     try:
-        with term.closing, warnings.catch_warnings():
-            warnings.simplefilter("default" if debug else "ignore")
+        with term.closing, _logging(term), warnings.catch_warnings():
+            term.closing.callback(term.resting)
+            warnings.simplefilter("default" if term.debug else "ignore")
             warnings.simplefilter("always", FallbackWarning)
             warnings.showwarning = term.show_warning
             yield term
     except LadeError as problem:
-        if debug:
+        if term.debug:
             term.say(traceback.format_exc())
         term.fail(problem)
         raise typer.Exit(EXIT_BAD_INPUT) from None
     except KeyboardInterrupt:
         term.say("interrupted", "yellow")
         raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+@contextmanager
+def _logging(term: Terminal) -> Iterator[None]:
+    """What the library logs is shown while a command runs."""
+    logger, handler = logging.getLogger("lade"), LogHandler(term)
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG if term.debug else logging.INFO if term.animated else logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
 
 
 def one_line(problem: BaseException | str, limit: int = 500) -> str:

@@ -86,8 +86,8 @@ class Sweep:
         return {"cached": self.cached, "free_tokens": self.free, "sizes": points}
 
 
+@options.grouped
 def tune(
-    model: options.Model = None,
     cached: Annotated[
         str,
         typer.Option(
@@ -108,12 +108,10 @@ def tune(
             metavar="N", rich_help_panel="Model", help="CPU threads. Default: torch's (the embedded model: 1)."
         ),
     ] = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
+    loading: options.Loading,
     pack: options.Pack = None,
     json: options.Json = False,
-    no_color: options.NoColor = False,
-    debug: options.Debug = False,
+    output: options.Output,
 ) -> None:
     """Measure what a step costs by the number of tokens it feeds, and save it for every later generation.
 
@@ -121,12 +119,12 @@ def tune(
 
     Ctrl-C keeps what was measured so far.
     """
-    with terminal(debug=debug, no_color=no_color) as term:
+    with terminal(output) as term:
         lengths = _lengths(cached)
         _check(seconds, threads, out)
         from lade.cli.loading import load
 
-        subject = load(model, dtype=dtype, device=device, term=term, pack=pack)
+        subject = load(loading, term=term, pack=pack)
         _run(subject, lengths, seconds, threads, out, term, json=json)
 
 
@@ -178,7 +176,7 @@ def _measure(
     """One sweep a length, up to the one in which Ctrl-C was pressed: that has its single token at least."""
     sweeps: list[Sweep] = []
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=term.err, transient=True, disable=not term.err.is_terminal) as progress:
+    with Progress(*columns, console=term.err, transient=True, disable=not term.animated) as progress:
         for length in lengths:
             if not (sweeps and interrupt.requested):
                 sweeps.append(_sweep(runner, length, seconds / len(lengths), interrupt, progress))

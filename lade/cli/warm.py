@@ -16,11 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from lade.cli import options
-from lade.cli.prompts import read_prompts
+from lade.cli.prompts import Prompt, read_prompts
 from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
 from lade.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
+    from lade.cli.encoder import Encoder
     from lade.cli.loading import Subject
     from lade.decoding.memory import Memory
     from lade.stats import Stats
@@ -37,14 +38,14 @@ class Job:
     """What is to be done.
 
     Attributes:
-        prompts: texts with names for them.
+        prompts: with names for them.
         max_new_tokens: of each.
         out: the memory's file.
         max_bytes: of the memory; None: as it was saved, or the default.
         fresh: whether not to go on with what is in the file.
     """
 
-    prompts: list[tuple[str, str]]
+    prompts: list[tuple[str, Prompt]]
     max_new_tokens: int
     out: Path
     max_bytes: int | None
@@ -100,47 +101,48 @@ def _rate(runs: list[Stats]) -> float:
     return sum(run.accepted_tokens for run in runs) / steps if steps else 0.0
 
 
+@options.grouped
 def warm(
     prompts: Annotated[
         list[Path],
         typer.Option(
             metavar="FILE",
-            help="One prompt; if it ends in .jsonl, one a line under the key prompt. May be given several times.",
+            help="One prompt, or of .jsonl one a line: prompt or messages. May be given several times.",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="The memory; if it is there, it is gone on with.")],
-    model: options.Model = None,
-    max_new_tokens: options.MaxNewTokens = 200,
     *,
+    max_new_tokens: options.MaxNewTokens = 200,
     max_mib: Annotated[
         int | None,
         typer.Option(metavar="M", help="Largest size of the memory in RAM. Not given: as it was, or 128."),
     ] = None,
     limit: Annotated[int | None, typer.Option(metavar="P", help="Only the first P prompts.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew, whatever the file has.")] = False,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
+    template: options.Template,
+    loading: options.Loading,
     pack: options.Pack = None,
     json: options.Json = False,
-    no_color: options.NoColor = False,
-    debug: options.Debug = False,
+    output: options.Output,
 ) -> None:
     """Have a model answer prompts, and keep what it would have said in a memory: texts alike are then written faster.
 
     For --memory of lade generate and lade chat, and for lade.Memory.load. It is saved now and then, and after Ctrl-C.
     """
-    with terminal(debug=debug, no_color=no_color) as term:
+    with terminal(output) as term:
         options.check_max_new_tokens(max_new_tokens)
+        template.check()
         _check(out, max_mib, limit)
         max_bytes = None if max_mib is None else max_mib * _MIB
         job = Job(_read(prompts)[:limit], max_new_tokens, out, max_bytes, fresh)
+        from lade.cli.encoder import Encoder
         from lade.cli.loading import load
 
-        subject = load(model, dtype=dtype, device=device, term=term, pack=pack)
-        _run(subject, job, term, json=json)
+        subject = load(loading, term=term, pack=pack)
+        _run(Encoder(subject, template), subject, job, term, json=json)
 
 
-def _run(subject: Subject, job: Job, term: Terminal, *, json: bool) -> None:
+def _run(encode: Encoder, subject: Subject, job: Job, term: Terminal, *, json: bool) -> None:
     from lade.cli.decoding import check_served
     from lade.config import LookaheadConfig
 
@@ -149,7 +151,7 @@ def _run(subject: Subject, job: Job, term: Terminal, *, json: bool) -> None:
     if goes_on:
         term.say(f"going on with the {len(memory)} contexts of {str(job.out)!r}; --fresh begins anew", "dim")
     start = perf_counter()
-    harvest = _fill(memory, subject, job, term)
+    harvest = _fill(memory, encode, subject, job, term)
     if json:
         facts = {"model": subject.name, "dtype": subject.dtype, "packed": subject.packed, "continued": goes_on}
         term.write_json({**facts, **_figures(harvest, memory, job.out, perf_counter() - start)})
@@ -170,16 +172,16 @@ def _memory(subject: Subject, job: Job) -> Memory:
     return Memory(DEFAULT_BYTES if job.max_bytes is None else job.max_bytes)
 
 
-def _fill(memory: Memory, subject: Subject, job: Job, term: Terminal) -> Harvest:
+def _fill(memory: Memory, encode: Encoder, subject: Subject, job: Job, term: Terminal) -> Harvest:
     """Answer the prompts, and save: every minute, and at the end, Ctrl-C or not."""
     from lade.cli.interrupt import Interrupt
 
     harvest, saved_at = Harvest(), perf_counter()
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     with Interrupt() as interrupt:  # for what lies between two generations; they have one of their own
-        with Progress(*columns, console=term.err, transient=True, disable=not term.err.is_terminal) as progress:
+        with Progress(*columns, console=term.err, transient=True, disable=not term.animated) as progress:
             task = progress.add_task("prompts", total=len(job.prompts))
-            for done in _answered(memory, subject, job, term, harvest):
+            for done in _answered(memory, encode, subject, job, term, harvest):
                 progress.update(task, completed=done, description=f"prompts · {harvest.rate:.2f} tokens a step")
                 if perf_counter() - saved_at > SAVE_EVERY_S:
                     memory.save(job.out, subject.tokenizer)
@@ -193,15 +195,17 @@ def _fill(memory: Memory, subject: Subject, job: Job, term: Terminal) -> Harvest
     return harvest
 
 
-def _answered(memory: Memory, subject: Subject, job: Job, term: Terminal, harvest: Harvest) -> Iterator[int]:
+def _answered(
+    memory: Memory, encode: Encoder, subject: Subject, job: Job, term: Terminal, harvest: Harvest
+) -> Iterator[int]:
     """Answer one prompt after the other; yields how many are done."""
     from lade.cli.decoding import decode
     from lade.config import LookaheadConfig
 
     config = LookaheadConfig(memory=memory)
-    for number, (name, text) in enumerate(job.prompts, start=1):
+    for number, (name, prompt) in enumerate(job.prompts, start=1):
         try:
-            ids = subject.encode(text)
+            ids = encode(prompt)
         except InputError as problem:
             term.say(f"skipped: {name}: {problem}", "yellow")
             harvest.skipped.append((name, str(problem)))
@@ -254,13 +258,13 @@ def _size(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
 
 
-def _read(files: list[Path]) -> list[tuple[str, str]]:
+def _read(files: list[Path]) -> list[tuple[str, Prompt]]:
     """All prompts with names for them: file, and number if it has several."""
     found = []
     for file in files:
-        texts = read_prompts(None, None, file)
-        several = len(texts) > 1
-        found += [(f"{file}{f' prompt {i}' if several else ''}", text) for i, text in enumerate(texts, start=1)]
+        own = read_prompts(None, None, file)
+        several = len(own) > 1
+        found += [(f"{file}{f' prompt {i}' if several else ''}", prompt) for i, prompt in enumerate(own, start=1)]
     return found
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from fake_hub import FakeHub
+from huggingface_hub import constants
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPTNeoConfig, GPTNeoForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -114,6 +117,18 @@ def plain(model: LlamaForCausalLM) -> Callable[[list[int], int], list[int]]:
         return output[0, len(ids) :].tolist()
 
     return run
+
+
+@pytest.fixture
+def hub(folder: Path, templated: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """Two revisions of one model, the second with a chat template."""
+    made = FakeHub({"some/model": {"main": folder, "v2": templated}})
+    with made.running():
+        monkeypatch.setattr(constants, "ENDPOINT", made.url)
+        template = made.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)  # it would know another hub
+        yield made
 
 
 @pytest.fixture

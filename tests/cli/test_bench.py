@@ -18,7 +18,7 @@ from lade.bench.arms import OwnArm
 from lade.bench.results import Results
 from lade.bench.workloads import load
 from lade.cli import bench as module
-from lade.cli import bench_report, bench_run, loading
+from lade.cli import bench_report, bench_run, hub, loading
 from lade.cli.bench_run import duration
 from lade.cli.main import app
 
@@ -112,7 +112,7 @@ def test_all_of_it(bench, out, folder, drawn):
 def test_without_options_it_runs_offline_on_the_embedded_model(lade, tmp_path, monkeypatch):
     """With few tokens and prompts, which are options too."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loading.HfApi, "model_info", None)
+    monkeypatch.setattr(hub.HfApi, "model_info", None)
     result = lade("bench", "--limit", 1, "-n", 6)
     assert result.exit_code == 0, result.output
     results = Results.load(tmp_path / "bench-results" / "embedded" / "results.json")
@@ -209,7 +209,7 @@ def test_inflated(bench, out, folder):
     results = Results.load(out / "results.json")
     assert abs(results.model.parameters - 300e3) < 0.03 * 300e3
     assert results.model.inflated_from < 100e3
-    assert module.name_of(str(folder)) == results.model.name
+    assert results.model.name == folder.name
 
 
 def test_threads(bench, out):

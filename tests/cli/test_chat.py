@@ -6,6 +6,7 @@ import torch
 from lade.cli.conversation import Conversation
 from lade.cli.decoding import Generation, decode
 from lade.cli.loading import load
+from lade.cli.model_options import Loading
 from lade.cli.terminal import terminal
 from lade.errors import InputError
 
@@ -16,7 +17,7 @@ CONTEXT = 512  # of the model in conftest.py
 def subject():
     def make(path):
         with terminal() as term:
-            return load(str(path), dtype="auto", device="cpu", term=term)
+            return load(Loading(str(path), device="cpu"), term=term)
 
     return make
 

@@ -9,6 +9,7 @@ from test_cli_errors import fails
 from transformers import StoppingCriteria
 
 from lade.cli.loading import load
+from lade.cli.model_options import Loading
 from lade.cli.options import Choices
 from lade.cli.terminal import terminal
 from lade.errors import ConfigError
@@ -51,7 +52,7 @@ def served(folder, tokenizer):
 
     def ask(**arguments):
         with terminal() as term:
-            model = load(str(folder), dtype="auto", device="cpu", term=term).model
+            model = load(Loading(str(folder), device="cpu"), term=term).model
         try:
             generate(model, torch.tensor([[5]]), lookahead=LookaheadConfig(), max_new_tokens=1, **arguments)
         except UnsupportedArgumentError:

@@ -1,8 +1,13 @@
 import json
 import shutil
+import sys
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
+
+from lade.cli.prompts import read_prompts
+from lade.errors import InputError
 
 CONTEXT = 512  # of the model in conftest.py
 
@@ -39,17 +44,23 @@ def generate(lade, folder):
         (["--device", "abacus"], ["'abacus'", "cpu"]),
         (["--device", "cuda:99"], ["'cuda:99'", "cpu"]),
         (["-"], ["exactly one prompt"]),
+        (["hello"], ["exactly one prompt"]),
     ],
 )
 def test_options_out_of_range(generate, arguments, words):
     fails(generate(*arguments), *words)
 
 
-def test_prompts_that_are_none(generate, tmp_path):
+def test_prompts_that_are_none(generate, monkeypatch):
     fails(generate(prompt=""), "empty")
-    fails(generate(prompt=None), "exactly one prompt", "--prompt-file")
-    fails(generate("hello", prompt=None), "'hello'", "--prompt")
-    fails(generate("-", prompt=None, stdin=""), "empty")
+    for dash in ([], ["-"]):
+        for stdin in ("", "\n"):
+            fails(generate(*dash, prompt=None, stdin=stdin), "standard input is empty", "--prompt-file")
+    fails(generate("", prompt=None), "empty")
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    with pytest.raises(InputError, match=r"exactly one prompt .* --prompt-file FILE, or through a pipe"):
+        read_prompts(None, None, None)
+    monkeypatch.undo()
     fails(generate("-", prompt=None, stdin=b"caf\xe9 au lait"), "standard input", "not UTF-8", "byte 3")
     fails(generate(prompt="caf\udce9"), "not UTF-8")
     fails(generate(prompt="x" * CONTEXT), CONTEXT, "shorten")

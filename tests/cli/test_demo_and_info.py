@@ -8,6 +8,7 @@ from rich.text import Text
 
 from lade.cli import rounds, views
 from lade.cli.loading import load
+from lade.cli.model_options import Loading
 from lade.cli.noise import Noise
 from lade.cli.options import Choices
 from lade.cli.race import Race
@@ -29,7 +30,7 @@ def quick(monkeypatch):
 @pytest.fixture
 def loaded(folder):
     with terminal() as term:
-        return load(str(folder), dtype="auto", device="cpu", term=term)
+        return load(Loading(str(folder), device="cpu"), term=term)
 
 
 @pytest.fixture

@@ -390,7 +390,7 @@ def failing(monkeypatch):
     begin = Answers.begin
 
     def beginning(self, engine, line):
-        state["text"] = self._batch.prompts[line]
+        state["text"] = self._batch.prompts[line].text
         return begin(self, engine, line)
 
     monkeypatch.setattr(Engine, "add", adding)
@@ -529,7 +529,7 @@ def test_a_model_that_cannot_be_served_in_a_batch(generate, unsupported, out, me
         (["--prompt-file", "prompts.txt", "--batch-size", 2], ["batch-size=2", ".jsonl"]),
         (["-p", "x", "--batch-size", 2], ["batch-size=2", "--prompt-file FILE.jsonl"]),
         (["-", "--batch-size", 2], ["batch-size=2", "--prompt-file FILE.jsonl"]),
-        (["--batch-size", 2], ["exactly one prompt"]),
+        (["--batch-size", 2], ["batch-size=2", "--prompt-file FILE.jsonl"]),
         (["--prompt-file", "none.jsonl", "--batch-size", 2], ["none.jsonl", "cannot be read"]),
     ],
 )

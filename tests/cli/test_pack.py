@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 
 from lade.cli.loading import load
+from lade.cli.model_options import Loading
 from lade.cli.terminal import terminal
 from lade.model import packing
 
@@ -24,7 +25,7 @@ def small_layers_count(monkeypatch):
 
 def loaded(name, **options):
     with terminal() as term:
-        return load(name, dtype=options.pop("dtype", "float32"), device="cpu", term=term, **options)
+        return load(Loading(name, dtype=options.pop("dtype", "float32"), device="cpu"), term=term, **options)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

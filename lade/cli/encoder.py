@@ -1,0 +1,72 @@
+"""Prompts as token ids: through the model's chat template where it has one, and as they are where it has none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lade.cli.loading import Subject
+from lade.cli.prompts import Messages, Prompt
+from lade.cli.template_options import Template
+from lade.cli.terminal import one_line
+from lade.errors import ConfigError, InputError
+
+
+class Encoder:
+    """Encodes the prompts of a command.
+
+    Args:
+        subject: has the tokenizer.
+        template: checked options.
+
+    Attributes:
+        templated: whether texts are put into a chat template.
+
+    Raises:
+        ConfigError: something was asked of a template that the model has not.
+    """
+
+    def __init__(self, subject: Subject, template: Template) -> None:
+        self._subject, self._template = subject, template
+        self.templated = not template.raw and bool(getattr(subject.tokenizer, "chat_template", None))
+        for name, value in template.given.items():
+            if not self.templated:
+                raise ConfigError(name, value, f"{subject.name!r} has no chat template: leave it out")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What makes its prompts other ones than the texts as they are; for records."""
+        return {"chat_template": True, **self._template.given} if self.templated else {}
+
+    def __call__(self, prompt: Prompt) -> list[int]:
+        """Ids of a prompt, special tokens included.
+
+        Raises:
+            InputError: the model cannot continue it, or its template does not take it.
+        """
+        if not self.templated:
+            if prompt.messages is not None:
+                why = "--raw was given" if self._template.raw else f"{self._subject.name!r} has no chat template"
+                raise InputError(f'messages need a chat template, and {why}: give a text under "prompt"')
+            return self._subject.encode(prompt.text)
+        ids = self._templated(prompt.messages or [{"role": "user", "content": prompt.text}])
+        self._subject.check(ids)
+        return ids
+
+    def _templated(self, messages: Messages) -> list[int]:
+        system = self._template.system
+        if system is not None:
+            if messages[0]["role"] == "system":
+                raise InputError("the conversation has a system message of its own: leave out --system")
+            messages = [{"role": "system", "content": system}, *messages]
+        goes_on = messages[-1]["role"] == "assistant"  # then its last message is continued, not answered
+        kind = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
+        try:
+            ids: list[int] = self._subject.tokenizer.apply_chat_template(
+                messages, **{**kind, **self._template.arguments}, tokenize=True, return_dict=False
+            )
+        except Exception as problem:
+            reason = one_line(problem, 240)
+            raise InputError(
+                f"the chat template of {self._subject.name!r} refuses the prompt ({reason}): mend it, or add --raw"
+            ) from problem
+        return ids

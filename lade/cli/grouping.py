@@ -1,0 +1,51 @@
+"""Options in groups: a command takes a dataclass as one parameter, and each of its fields is an option of its own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any, get_type_hints
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Make options of the fields of every parameter of a command that is annotated with a dataclass.
+
+    The fields take the parameter's place, so the help lists options in the order of the signature. A parameter that is
+    a group needs no default: its fields have theirs.
+
+    Args:
+        command: whose annotations are those that typer wants, or dataclasses whose fields have such ones.
+    """
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    groups: dict[str, Any] = {each.name: each.annotation for each in own if is_dataclass(each.annotation)}
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        for name, kind in groups.items():
+            values[name] = kind(**{each.name: values.pop(each.name) for each in fields(kind)})
+        command(**values)
+
+    parameters = []
+    for each in own:
+        parameters += _options_of(each.annotation) if each.name in groups else [_by_keyword(each)]
+    run.__dict__["__signature__"] = inspect.Signature(parameters)
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    del run.__dict__["__wrapped__"]  # else typer would look at the command's own signature
+    return run
+
+
+def _options_of(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in fields(group)
+    ]
+
+
+def _by_keyword(parameter: inspect.Parameter) -> inspect.Parameter:
+    """Typer calls by keywords anyhow, and so parameters with and without a default may stand in any order."""
+    return parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)

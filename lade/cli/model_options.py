@@ -1,0 +1,143 @@
+"""Options about which model is loaded, from where, and how."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lade.errors import ConfigError
+
+PANEL = "Model"
+EMBEDDED = "embedded"
+ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+DEVICES = ("auto", "cpu", "cuda", "mps")
+QUANTIZATIONS = ("bnb-4bit", "bnb-8bit", "quanto-int4", "quanto-int8", "torchao-float8", "torchao-int8")
+"""Names of `quantization.SCHEMES`, which cannot be imported without torch."""
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", *ALIASES)
+
+
+def _option(*names: str, metavar: str, envvar: str | None = None, words: tuple[str, ...] = (), help: str) -> Any:
+    """An option of this panel; a shell completes it with these words."""
+    offered: Any = {"autocompletion": lambda: list(words)} if words else {}
+    return typer.Option(*names, metavar=metavar, envvar=envvar, help=help, rich_help_panel=PANEL, **offered)
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Which model to load, and how; see `loading.load`.
+
+    Attributes:
+        model: a folder or a hub id; None for the embedded model.
+        revision: branch, tag or commit on the hub; None for its main branch.
+        adapter: folder or hub id of a PEFT adapter to put into the model.
+        dtype: one of `DTYPES`.
+        device: "auto", or any name torch knows.
+        device_map: as of `from_pretrained`, a word or JSON; None: all of the model goes to `device`.
+        quantization: name of a scheme, see `quantization.SCHEMES`; None: as the checkpoint is.
+        attn_implementation: as of `from_pretrained`; None: transformers' choice.
+        trust_remote_code: run the Python code that a checkpoint brings along.
+        token: for the hub; None: as `hf auth login` left it, or HF_TOKEN.
+        cache_dir: folder for downloads; None: the hub's own.
+        local_files_only: download nothing.
+    """
+
+    model: Annotated[
+        str | None,
+        _option("--model", "-m", metavar="MODEL", envvar="LADE_MODEL", help="Folder or hub id. Default: embedded."),
+    ] = None
+    revision: Annotated[str | None, _option(metavar="REV", help="Branch, tag or commit on the hub.")] = None
+    adapter: Annotated[str | None, _option(metavar="PEFT", help="PEFT adapter: folder or hub id.")] = None
+    dtype: Annotated[
+        str,
+        _option(
+            metavar="NAME", envvar="LADE_DTYPE", words=DTYPES, help="bf16, fp16, fp32, fp64, or auto: the checkpoint's."
+        ),
+    ] = "auto"
+    device: Annotated[
+        str,
+        _option(
+            metavar="NAME", envvar="LADE_DEVICE", words=DEVICES, help="cpu, cuda, cuda:1, mps, ..., or auto: the best."
+        ),
+    ] = "auto"
+    device_map: Annotated[
+        str | None, _option(metavar="MAP", envvar="LADE_DEVICE_MAP", help="Over several: auto, balanced, ..., or JSON.")
+    ] = None
+    quantization: Annotated[
+        str | None,
+        _option(metavar="NAME", envvar="LADE_QUANTIZATION", words=QUANTIZATIONS, help=f"{', '.join(QUANTIZATIONS)}."),
+    ] = None
+    attn_implementation: Annotated[
+        str | None,
+        _option(metavar="NAME", words=("sdpa", "eager"), help="sdpa, eager, ... Default: the model's."),
+    ] = None
+    trust_remote_code: Annotated[
+        bool, _option("--trust-remote-code", metavar="", help="Run code that the checkpoint brings along.")
+    ] = False
+    token: Annotated[
+        str | None, _option(metavar="TOKEN", help="For the hub. Default: HF_TOKEN, or hf auth login's.")
+    ] = field(default=None, repr=False)
+    cache_dir: Annotated[
+        Path | None, _option(metavar="DIR", envvar="LADE_CACHE_DIR", help="For downloads. Default: the hub's own.")
+    ] = None
+    local_files_only: Annotated[
+        bool, _option("--local-files-only", metavar="", envvar="LADE_LOCAL_FILES_ONLY", help="Download nothing.")
+    ] = False
+
+    def check(self) -> None:
+        """Raise `ConfigError` for what is wrong whatever the model."""
+        if self.dtype not in DTYPES:
+            raise ConfigError("dtype", self.dtype, f"give one of {', '.join(DTYPES)}")
+        if self.model is None and self.revision is not None:
+            raise ConfigError("revision", self.revision, "the embedded model has none: add --model, or leave it out")
+        if self.device_map is not None and self.device != "auto":
+            raise ConfigError("device-map", self.device_map, f"leave it out, or --device {self.device}")
+
+    @property
+    def torch_dtype(self) -> str:
+        """The dtype as torch calls it, or "auto"."""
+        return ALIASES.get(self.dtype, self.dtype)
+
+    @property
+    def hub(self) -> dict[str, Any]:
+        """Arguments of every `from_pretrained` that say where from; only what was asked for."""
+        given = {"revision": self.revision, "token": self.token, "cache_dir": self.cache_dir}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def variant(self) -> dict[str, str]:
+        """What makes it decode other texts than the model of that name by itself; only what was asked for."""
+        names = ("revision", "adapter", "quantization", "attn_implementation")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    @property
+    def name(self) -> str:
+        """What the model is called: a hub id as it is, of a folder the last part."""
+        if self.model is None:
+            return EMBEDDED
+        folder = Path(self.model).expanduser()
+        return folder.resolve().name if folder.is_dir() else self.model
+
+    @property
+    def label(self) -> str:
+        """The name for a record, with the variant."""
+        variant = ", ".join(f"{name} {value}" for name, value in self.variant.items())
+        return f"{self.name} ({variant})" if variant else self.name
+
+    def of(self, model: str) -> Loading:
+        """The same for another model, such as one that drafts: it has neither this revision nor this adapter."""
+        return replace(self, model=model, revision=None, adapter=None)
+
+
+def command_line() -> list[str]:
+    """What this process was called with, for a record that others may read: without the token."""
+    words = ["lade", *sys.argv[1:]]
+    for place, word in enumerate(words):
+        if word.startswith("--token="):
+            words[place] = "--token=..."
+        elif word == "--token" and place + 1 < len(words):
+            words[place + 1] = "..."
+    return words

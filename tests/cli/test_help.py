@@ -1,0 +1,100 @@
+"""Help that can be read at 80 columns, and completion in the shell."""
+
+import re
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from lade.cli.main import app
+from lade.cli.model_options import DEVICES, DTYPES, QUANTIZATIONS
+from lade.cli.options import METHODS
+
+PANELS = {
+    "Arguments": ["PROMPT"],
+    "Options": ["--prompt", "--prompt-file", "--max-new-tokens", "--help"],
+    "Chat template": ["--raw", "--system", "--chat-template-kwargs"],
+    "Many prompts": ["--batch-size", "--out", "--resume"],
+    "Choosing tokens": [
+        "--do-sample", "--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--repetition-penalty",
+        "--num-beams", "--stop",
+    ],
+    "Speed": ["--method", "--window", "--ngram", "--guesses", "--budget", "--memory", "--pack"],
+    "Model": [
+        "--model", "--revision", "--adapter", "--dtype", "--device", "--device-map", "--quantization",
+        "--attn-implementation", "--trust-remote-code", "--token", "--cache-dir", "--local-files-only",
+    ],
+    "Output": ["--json", "--quiet", "--no-color", "--debug"],
+}  # fmt: skip
+"""All that `lade generate --help` lists, in its order."""
+
+
+def shown(*command):
+    result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    return result.stdout.splitlines()
+
+
+def panels(lines):
+    """Titles with the rows below them: first words, and how many lines they take without default and variable."""
+    found, rows = {}, None
+    for line in lines:
+        if title := re.match(r"╭─ (.+?) ─", line):
+            rows = found[title[1]] = []
+        elif row := re.match(r"│ [* ]? *?(--?[a-z][\w-]*|\[?[A-Z]+\]?) ", line):
+            rows.append([row[1].strip("[]"), 1])
+        elif line.startswith("│") and not re.search(r"\[(env var|default|required)|LADE_\w+\]", line):
+            rows[-1][1] += 1
+    return found
+
+
+def test_generate_has_all_of_its_options_in_panels():
+    found = panels(shown("generate"))
+    assert {title: [name for name, _ in rows] for title, rows in found.items()} == PANELS
+    assert list(found) == list(PANELS)
+
+
+@pytest.mark.parametrize("command", ["generate", "warm", "info"])
+def test_no_option_takes_more_than_a_few_lines_at_80_columns(command):
+    lines = shown(command)
+    assert max(map(len, lines)) <= 80
+    for title, rows in panels(lines).items():
+        for name, height in rows:
+            assert height <= 3, (title, name)
+
+
+def test_every_option_has_a_help():
+    def options(command, path):
+        for parameter in command.params:
+            yield f"{path} --{parameter.name}", parameter
+        for name, each in getattr(command, "commands", {}).items():
+            yield from options(each, f"{path} {name}")
+
+    for name, parameter in options(typer.main.get_command(app), "lade"):
+        assert parameter.help, name
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["gen"], ["generate"]),
+        (["generate", "--dty"], ["--dtype"]),
+        (["generate", "--dtype", ""], DTYPES),
+        (["info", "--device", ""], DEVICES),
+        (["chat", "--method", ""], METHODS),
+        (["demo", "--quantization", ""], QUANTIZATIONS),
+    ],
+)
+def test_a_shell_completes_commands_options_and_values(words, expected):
+    variables = {
+        "_LADE_COMPLETE": "complete_bash",
+        "COMP_WORDS": " ".join(["lade", *words]),
+        "COMP_CWORD": str(len(words)),
+    }
+    result = CliRunner().invoke(app, [], env=variables, prog_name="lade")
+    assert result.stdout.split() == list(expected)
+
+
+def test_completion_can_be_installed():
+    text = "\n".join(shown())
+    assert "--install-completion" in text and "--show-completion" in text

@@ -1,0 +1,303 @@
+"""Which model is loaded, from where, and how: the options that all commands with a model share."""
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+import typer.main
+from safetensors.torch import load_file, save_file
+from test_cli_errors import fails
+from transformers import LlamaForCausalLM, dynamic_module_utils
+
+import lade
+from lade.cli import loading as module
+from lade.cli.loading import load
+from lade.cli.main import app
+from lade.cli.model_options import QUANTIZATIONS, Loading, command_line
+from lade.cli.quantization import SCHEMES, Scheme
+from lade.cli.terminal import terminal
+from lade.demo.embedded import model_path
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+PROMPT = "say it again, say it"
+NEW = 20
+LOADING_COMMANDS = [["generate"], ["chat"], ["demo"], ["info"], ["tune"], ["warm"], ["bench"], ["bench", "scaling"]]
+
+
+@pytest.fixture
+def generate(lade, folder):
+    def run(*arguments, model=folder):
+        return lade("generate", "-m", model, "-p", PROMPT, "-n", NEW, "--json", *arguments)
+
+    return run
+
+
+def ids_of(result):
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)["token_ids"]
+
+
+# Every command
+
+
+@pytest.mark.parametrize("command", LOADING_COMMANDS, ids=" ".join)
+def test_every_command_with_a_model_has_all_of_the_options(command):
+    found = typer.main.get_command(app)
+    for name in command:
+        found = found.commands[name]
+    options = {parameter.name for parameter in found.params}
+    assert {field.name for field in fields(Loading)} | {"quiet", "no_color", "debug"} <= options
+
+
+@pytest.mark.parametrize("command", LOADING_COMMANDS, ids=" ".join)
+def test_every_command_hands_the_options_on(lade, command, tmp_path):
+    """A dtype that is none is the last thing looked at before a model is loaded, whatever else a command needs."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "one"}\n')
+    needs = {"generate": ["-p", "x"], "warm": ["--prompts", file, "--out", tmp_path / "m"]}
+    needs |= {"bench": ["--out", tmp_path / "b"], "scaling": ["--out", tmp_path / "s"]}
+    fails(lade(*command, *needs.get(command[-1], []), "--dtype", "int3"), "dtype='int3'", "bf16")
+
+
+def test_the_environment_names_the_model(lade, folder, monkeypatch):
+    monkeypatch.setenv("LADE_MODEL", str(folder))
+    monkeypatch.setenv("LADE_DTYPE", "bf16")
+    facts = json.loads(lade("info", "--json").stdout)
+    assert (facts["model"], facts["dtype"]) == (str(folder), "bfloat16")
+    facts = json.loads(lade("info", "--json", "--dtype", "fp64").stdout)
+    assert facts["dtype"] == "float64", "the command line comes first"
+
+
+def test_nothing_but_the_command_line_lets_code_be_run(lade, folder, monkeypatch):
+    """Variables are inherited by programs that know nothing of them."""
+    for option in typer.main.get_command(app).commands["generate"].params:
+        if option.name in ("trust_remote_code", "token"):
+            assert option.envvar is None
+
+
+# Dtype and device
+
+
+@pytest.mark.parametrize(
+    ("alias", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"), ("fp64", "float64")]
+)
+def test_dtypes_have_short_names(folder, alias, dtype):
+    with terminal() as term:
+        assert load(Loading(str(folder), dtype=alias), term=term).dtype == dtype
+
+
+def test_auto_takes_apples_gpu_where_there_is_one(generate, monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    fails(generate(), "device='mps'", "give cpu")  # there is none here in truth
+
+
+def test_a_device_map_instead_of_a_device(generate, plain, tokenizer):
+    expected = plain(tokenizer(PROMPT)["input_ids"], NEW)
+    assert ids_of(generate("--device-map", "cpu")) == ids_of(generate("--device-map", '{"": "cpu"}')) == expected
+    fails(generate("--device-map", "auto", "--device", "cpu"), "device-map='auto'", "--device cpu")
+    fails(generate("--device-map", '{"": '), "device-map=", "no JSON")
+    fails(generate("--device-map", '{"": "abacus"}'), "device-map=", "leave it out")
+
+
+def test_a_device_map_takes_accelerate(generate, monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    fails(generate("--device-map", "auto"), "device-map='auto'", "pip install accelerate")
+
+
+# Attention, quantisation, adapters
+
+
+def test_the_attention_can_be_chosen(lade, generate, folder, plain, tokenizer):
+    assert json.loads(lade("info", "-m", folder, "--json").stdout)["attention"] == "sdpa"
+    facts = json.loads(lade("info", "-m", folder, "--json", "--attn-implementation", "eager").stdout)
+    assert facts["attention"] == "eager"
+    assert ids_of(generate("--attn-implementation", "eager")) == plain(tokenizer(PROMPT)["input_ids"], NEW)
+    fails(generate("--attn-implementation", "magic"), "attn-implementation='magic'", "sdpa or eager")
+
+
+def test_the_help_names_every_scheme():
+    assert tuple(SCHEMES) == QUANTIZATIONS
+
+
+def test_schemes_are_named_and_their_libraries_too(generate, monkeypatch):
+    fails(generate("--quantization", "int3"), "quantization='int3'", ", ".join(SCHEMES), "installed here: ")
+    monkeypatch.setitem(SCHEMES, "bnb-4bit", Scheme("no-such", "no_such.module", dict))
+    fails(generate("--quantization", "bnb-4bit"), "quantization='bnb-4bit'", "pip install accelerate no-such")
+
+
+def test_a_scheme_reaches_transformers(generate, folder, monkeypatch):
+    """The libraries themselves are tried by tests/parity/test_quantised_libraries.py."""
+    given, original = {}, module.AutoModelForCausalLM.from_pretrained
+
+    def from_pretrained(*args, quantization_config, **kwargs):
+        given.update(kwargs, config=quantization_config)
+        return original(*args, **kwargs)
+
+    monkeypatch.setitem(SCHEMES, "bnb-4bit", Scheme("json", "json", lambda: "four bits"))
+    monkeypatch.setattr(module.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    assert ids_of(generate("--quantization", "bnb-4bit"))
+    assert given["config"] == "four bits" and given["device_map"] == {"": torch.device("cpu")}
+
+
+@pytest.fixture(scope="module")
+def adapter(folder, tmp_path_factory):
+    """A LoRA adapter that changes what the model says."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(5)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(LlamaForCausalLM.from_pretrained(folder), config)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    path = tmp_path_factory.mktemp("adapters") / "lora"
+    model.save_pretrained(path)
+    return path
+
+
+def test_an_adapter_says_what_peft_says(generate, folder, adapter, plain, tokenizer):
+    from peft import PeftModel
+
+    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
+    model = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(folder), adapter)
+    expected = model.generate(input_ids=ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :].tolist()
+    result = generate("--adapter", adapter)
+    assert ids_of(result) == expected != plain(ids[0].tolist(), NEW)
+    assert json.loads(result.stdout)["config"] is not None, "it is accelerated"
+
+
+def test_adapters_that_do_not_fit(generate, adapter, tmp_path, monkeypatch):
+    fails(generate("--adapter", tmp_path), "adapter=", "cannot be put into", "made for")
+    fails(generate("--adapter", adapter, model=model_path()), "adapter=", "cannot be put into", "made for")
+    shutil.copytree(adapter, tmp_path / "other")
+    weights = load_file(adapter / "adapter_model.safetensors")
+    first = min(weights)
+    missing = {name: weight for name, weight in weights.items() if name != first}
+    for changed in (missing, {**weights, first.replace("layers.0", "layers.7"): weights[first].clone()}):
+        save_file(changed, tmp_path / "other" / "adapter_model.safetensors")
+        fails(generate("--adapter", tmp_path / "other"), "adapter=", "its weights are not those", "made for")
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    fails(generate("--adapter", adapter), "adapter=", "pip install peft")
+
+
+# The hub
+
+
+def info(lade, tmp_path, *arguments):
+    return lade("info", "--json", "-m", "some/model", "--cache-dir", tmp_path / "cache", *arguments)
+
+
+def test_a_model_comes_from_the_hub_at_a_revision(lade, hub, tmp_path, monkeypatch):
+    facts = json.loads(info(lade, tmp_path, "--token", "secret").stdout)
+    assert facts["model"] == "some/model" and facts["chat_template"] is False
+    assert {token for _, path, token in hub.requests if "/resolve/" in path} == {"secret"}
+    facts = json.loads(info(lade, tmp_path, "--revision", "v2").stdout)
+    assert facts["chat_template"] is True
+    assert any((tmp_path / "cache").rglob("model.safetensors"))
+    fails(info(lade, tmp_path, "--revision", "v3"), "revision='v3'", "some/model")
+    fails(lade("info", "-m", "no/such"), "'no/such'", "check the name")
+
+
+def test_without_the_network_there_is_the_cache(lade, hub, tmp_path):
+    fails(info(lade, tmp_path, "--local-files-only"), "some/model", "--local-files-only")
+    assert info(lade, tmp_path).exit_code == 0
+    asked = len(hub.requests)
+    assert info(lade, tmp_path, "--local-files-only").exit_code == 0
+    assert len(hub.requests) == asked
+
+
+def test_a_gated_model_is_called_that(lade, monkeypatch):
+    from huggingface_hub import errors
+
+    class Hub:
+        def __init__(self, **arguments):
+            pass
+
+        def model_info(self, name, **arguments):
+            raise errors.GatedRepoError.__new__(errors.GatedRepoError)
+
+    monkeypatch.setattr("lade.cli.hub.HfApi", Hub)
+    fails(lade("info", "-m", "some/model"), "gated", "hf auth login")
+
+
+def test_revisions_are_the_hubs(generate, lade):
+    fails(generate("--revision", "v2"), "revision='v2'", "leave it out")
+    fails(lade("info", "--revision", "v2"), "revision='v2'", "embedded")
+
+
+# Code of a checkpoint's own
+
+
+@pytest.fixture
+def with_code(folder, tmp_path, edited, monkeypatch):
+    """A checkpoint that brings its class along, which leaves a file behind when it is imported."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    config = {"model_type": "mine", "auto_map": {
+        "AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM",
+    }}  # fmt: skip
+    copy = edited(folder, tmp_path / "coded", config=config)
+    ran = tmp_path / "ran"
+    (copy / "mine.py").write_text(
+        "from pathlib import Path\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        f"Path({str(ran)!r}).touch()\n"
+        "class MineConfig(LlamaConfig):\n    model_type = 'mine'\n"
+        "class MineForCausalLM(LlamaForCausalLM):\n    config_class = MineConfig\n"
+    )
+    return copy, ran
+
+
+def test_code_is_run_only_if_one_says_so(generate, with_code, plain, tokenizer):
+    copy, ran = with_code
+    fails(generate(model=copy), "coded", "--trust-remote-code")
+    assert not ran.exists()
+    assert ids_of(generate("--trust-remote-code", model=copy)) == plain(tokenizer(PROMPT)["input_ids"], NEW)
+    assert ran.exists()
+
+
+def test_no_pickle_is_opened(generate, folder, model, tmp_path, edited):
+    """A checkpoint of pickled weights is read by torch's own safe loader, which refuses to call what it finds."""
+    copy, ran = edited(folder, tmp_path / "pickled"), tmp_path / "ran"
+    (copy / "model.safetensors").unlink()
+
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(ran),)
+
+    torch.save({**model.state_dict(), "bomb": Bomb()}, copy / "pytorch_model.bin")
+    fails(generate(model=copy), "pickled")
+    assert not ran.exists()
+
+
+# Records
+
+
+def test_no_record_has_the_token(monkeypatch):
+    for words, masked in (["--token", "hf_x"], ["--token", "..."]), (["--token=hf_x"], ["--token=..."]):
+        monkeypatch.setattr(sys, "argv", ["lade", "bench", *words, "--limit", "1"])
+        assert command_line() == ["lade", "bench", *masked, "--limit", "1"]
+    assert "hf_x" not in repr(Loading(token="hf_x"))
+    package = Path(lade.__file__).parent
+    readers = {path.name for path in package.rglob("*.py") if "sys.argv[1:]" in path.read_text()}
+    assert readers == {"model_options.py"}, "records are made of what command_line() gives"
+
+
+def test_an_adapted_model_has_another_name_in_records(folder):
+    assert Loading(str(folder)).label == folder.name
+    loading = Loading(str(folder), revision="v2", adapter="a/b", quantization="bnb-4bit")
+    assert loading.label == f"{folder.name} (revision v2, adapter a/b, quantization bnb-4bit)"
+    assert loading.of("draft").label == "draft (quantization bnb-4bit)"
+
+
+def test_answers_of_another_adapter_are_not_gone_on_with(lade, folder, adapter, tmp_path):
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    file.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    arguments = ["generate", "-m", folder, "--prompt-file", file, "--batch-size", 2, "-n", 4, "--out", out]
+    assert lade(*arguments).exit_code == 0
+    fails(lade(*arguments, "--resume", "--adapter", adapter), "settings.adapter", "here, but null")

@@ -1,0 +1,296 @@
+"""What a prompt is: a text from anywhere, or a conversation in the model's chat template; and how its answer ends."""
+
+import json
+import signal
+
+import pytest
+import torch
+from conftest import only_printable
+from test_cli_errors import fails
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from lade import Memory
+from lade.cli.detokenizer import Detokenizer
+from lade.cli.main import app
+from lade.decoding.kernels import ORDERS
+
+PROMPT = "say it again, say it"
+NEW = 16
+
+
+@pytest.fixture
+def generate(lade, folder):
+    def run(*arguments, model=folder, new=NEW, stdin=None):
+        return lade("generate", "-m", model, "-n", new, *arguments, stdin=stdin)
+
+    return run
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """A file of prompts."""
+
+    def write(*entries):
+        file = tmp_path / "prompts.jsonl"
+        file.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        return file
+
+    return write
+
+
+def report(result):
+    assert result.exit_code == 0, result.output
+    (line,) = result.stdout.splitlines()
+    return json.loads(line)
+
+
+# Where prompts come from
+
+
+def test_an_argument_a_pipe_and_an_option_are_the_same(generate):
+    expected = generate("--prompt", PROMPT).stdout
+    assert generate(PROMPT).stdout == expected
+    assert generate(stdin=PROMPT + "\n").stdout == generate("-", stdin=PROMPT + "\n").stdout == expected
+    assert generate("--", "--prompt").stdout == generate("--prompt=--prompt").stdout != expected
+
+
+def test_what_is_piped_in_is_left_alone_where_a_prompt_is_given(generate):
+    """Whatever starts this may have a standard input of its own."""
+    assert generate(PROMPT, stdin="something else").stdout == generate(PROMPT).stdout
+
+
+# The text of an answer
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory):
+    """A model whose words carry their space, of which the decoder takes the first one off, as Llama's does."""
+    words = ["</s>", *(f"▁{word}" for word in ("the", "cat", "sat", "on", "a", "mat"))]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="</s>"))
+    core.pre_tokenizer = pre_tokenizers.Metaspace()
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", clean_up_tokenization_spaces=False)
+    torch.manual_seed(2)
+    config = LlamaConfig(
+        vocab_size=len(words), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0, initializer_range=0.5,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.lm_head.weight.data[0] = 0.0
+    path = tmp_path_factory.mktemp("models") / "words"
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path, tokenizer
+
+
+def test_a_text_continues_its_prompt_with_a_space(generate, sentencepiece, lines, tmp_path):
+    model, tokenizer = sentencepiece
+    ids = report(generate("the cat", "--json", model=model))["token_ids"]
+    text = tokenizer.decode([*tokenizer("the cat")["input_ids"], *ids]).removeprefix("the cat")
+    assert text.startswith(" ") and not tokenizer.decode(ids).startswith(" ")
+    assert report(generate("the cat", "--json", model=model))["text"] == text
+    assert generate("the cat", model=model).stdout == text + "\n"
+    many = ["--prompt-file", lines({"prompt": "the cat"}), "--batch-size", 2]
+    assert report(generate(*many, model=model))["text"] == text
+    out = tmp_path / "out.jsonl"
+    assert generate(*many, "--out", out, model=model).exit_code == 0
+    assert json.loads(out.read_text())["text"] == text
+
+
+def test_special_tokens_before_an_answer_do_not_cost_its_space(sentencepiece):
+    _, tokenizer = sentencepiece
+    assert Detokenizer(tokenizer, [1, *[0] * 20]).whole([2, 3]) == " cat sat"
+    assert Detokenizer(tokenizer, [0] * 20).whole([2, 3]) == "cat sat", "nothing stands before it"
+
+
+# Chat templates
+
+
+def templated_text(*turns, system=None):
+    """What the template of conftest.py makes of a conversation."""
+    before = "" if system is None else f"<system>{system}|"
+    return before + "".join(f"<{role}>{text}|" for role, text in turns) + "<assistant>"
+
+
+def test_a_model_with_a_chat_template_answers(generate, templated, plain, tokenizer):
+    ids = report(generate("hello", "--json", model=templated))["token_ids"]
+    assert ids == plain(tokenizer(templated_text(("user", "hello")))["input_ids"], NEW)
+    raw = report(generate("hello", "--raw", "--json", model=templated))["token_ids"]
+    assert raw == plain(tokenizer("hello")["input_ids"], NEW) != ids
+    assert report(generate("hello", "--raw", "--json"))["token_ids"] == raw, "a model without one has nothing to leave"
+
+
+def test_a_system_message_comes_first(generate, templated):
+    spoken = generate("hello", "--system", "be kind", model=templated).stdout
+    text = templated_text(("user", "hello"), system="be kind")
+    assert spoken == generate(text, "--raw", model=templated).stdout
+
+
+def test_conversations_are_lines(generate, templated, lines):
+    turns = [("user", "one"), ("assistant", "two"), ("user", "three")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    file = lines({"messages": messages}, {"prompt": "four"})
+    expected = [
+        report(generate(text, "--raw", "--json", model=templated))["token_ids"]
+        for text in (templated_text(*turns), templated_text(("user", "four")))
+    ]
+    found = generate("--prompt-file", file, "--json", model=templated).stdout.splitlines()
+    assert [json.loads(line)["token_ids"] for line in found] == expected
+    found = generate("--prompt-file", file, "--batch-size", 2, model=templated).stdout.splitlines()
+    first, second = map(json.loads, found)
+    assert [first["token_ids"], second["token_ids"]] == expected
+    assert first["messages"] == messages and "prompt" not in first and second["prompt"] == "four"
+
+
+def test_an_answer_that_was_begun_is_gone_on_with(generate, templated, lines):
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two th"}]
+    found = report(generate("--prompt-file", lines({"messages": messages}), "--json", model=templated))
+    assert found["token_ids"] == report(generate("<user>one|<assistant>two th", "--raw", "--json"))["token_ids"]
+
+
+@pytest.fixture
+def moody(templated, tmp_path, edited):
+    """A template that takes an argument, and refuses some roles."""
+    copy = edited(templated, tmp_path / "moody")
+    (copy / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m['role'] == 'pirate' %}{{ raise_exception('no pirates') }}{% endif %}"
+        "{{ m['content'] }}{% endfor %}({{ mood }})"
+    )
+    return copy
+
+
+def test_a_template_gets_its_arguments(generate, moody):
+    spoken = generate("hello", "--chat-template-kwargs", '{"mood": "sad"}', model=moody).stdout
+    assert spoken == generate("hello(sad)", "--raw", model=moody).stdout
+    assert spoken != generate("hello", model=moody).stdout
+
+
+def test_a_template_that_refuses_is_one_line(generate, moody, lines):
+    file = lines({"messages": [{"role": "pirate", "content": "ahoy"}]})
+    fails(generate("--prompt-file", file, model=moody), "no pirates", "--raw")
+    fails(generate("--prompt-file", file, "--batch-size", 2, model=moody), "line 1", "no pirates")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--system", "be kind"], ["system='be kind'", "no chat template"]),
+        (["--chat-template-kwargs", "{}"], ["chat-template-kwargs='{}'", "no chat template"]),
+        (["--raw", "--system", "be kind"], ["system='be kind'", "--raw"]),
+        (["--system", ""], ["--system", "empty"]),
+        (["--chat-template-kwargs", "{"], ["chat-template-kwargs='{'", "no JSON"]),
+        (["--chat-template-kwargs", "[" * 100_000], ["chat-template-kwargs=", "no JSON"]),
+        (["--chat-template-kwargs", "[]"], ["chat-template-kwargs='[]'", "no object"]),
+        (["--chat-template-kwargs", '{"tokenize": false}'], ["'tokenize'", "leave it out"]),
+    ],
+)
+def test_what_no_template_can_use(generate, arguments, words):
+    fails(generate("hello", *arguments), *words)
+
+
+def test_conversations_that_are_none(generate, templated, lines):
+    user = {"role": "user", "content": "one"}
+    for entry, words in [
+        ({"messages": []}, ["line 1", '"messages"']),
+        ({"messages": "hello"}, ["line 1", '"messages"']),
+        ({"messages": [user, {"role": "user"}]}, ["line 1", "message 2"]),
+        ({"messages": [{"role": 1, "content": "one"}]}, ["line 1", "message 1"]),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, ["line 1", "UTF-8"]),
+        ({"messages": [user], "prompt": "both"}, ["line 1", '"prompt"', '"messages"']),
+    ]:
+        fails(generate("--prompt-file", lines(entry), model=templated), *words)
+    both = lines({"messages": [{"role": "system", "content": "be kind"}, user]})
+    fails(generate("--prompt-file", both, "--system", "be cruel", model=templated), "--system")
+    file = lines({"messages": [user]})
+    fails(generate("--prompt-file", file), "no chat template", '"prompt"')
+    fails(generate("--prompt-file", file, "--raw", model=templated), "--raw was given")
+
+
+def test_a_memory_is_warmed_with_what_will_be_asked(lade, templated, lines, tmp_path, tokenizer):
+    def known(*arguments):
+        """For how many of the longest contexts of the whole prompt the memory has the model's logits."""
+        command = ["warm", "-m", templated, "--prompts", lines({"prompt": "hello"}), "--out", tmp_path / "m", "--fresh"]
+        assert lade(*command, "-n", NEW, *arguments).exit_code == 0
+        memory, longest = Memory.load(tmp_path / "m"), range(max(ORDERS), len(ids) + 1)
+        return sum(len(memory.lookup(ids[:end])[0]) == len(ORDERS) for end in longest) / len(longest)
+
+    ids = tokenizer(templated_text(("user", "hello"), system="be kind"))["input_ids"]
+    assert known("--system", "be kind") == 1.0
+    assert 0.0 < known() < 1.0 and known("--raw") == 0.0
+
+
+def test_answers_to_other_prompts_are_not_gone_on_with(generate, templated, lines, tmp_path):
+    file, out = lines({"prompt": "one"}, {"messages": [{"role": "user", "content": "two"}]}), tmp_path / "out.jsonl"
+    arguments = ["--prompt-file", file, "--batch-size", 2, "--out", out, "--resume"]
+    assert generate(*arguments, "--system", "be kind", model=templated).exit_code == 0
+    assert "is complete" in generate(*arguments, "--system", "be kind", model=templated).stderr
+    fails(generate(*arguments, model=templated), "settings.system is null here", "be kind")
+    lines({"prompt": "one"}, {"messages": [{"role": "user", "content": "too"}]})
+    fails(generate(*arguments, "--system", "be kind", model=templated), '"too" here', "line 2 of")
+
+
+# How an answer ends
+
+
+def test_an_answer_says_why_it_ended(generate, folder, lines, plain, tokenizer, tmp_path, edited):
+    whole = plain(tokenizer(PROMPT)["input_ids"], NEW)
+    text = tokenizer.decode(whole)
+    many = ["--prompt-file", lines({"prompt": PROMPT}), "--batch-size", 1]
+    cases = [([], folder, "length"), (["--stop", text[3:5]], folder, "stop"), (["--stop", text[-2:]], folder, "stop")]
+    end = next(token for token in whole if token != whole[0])
+    ended = edited(folder, tmp_path / "ended", generation_config={"eos_token_id": [end]})
+    cases.append(([], ended, "stop"))
+    for arguments, model, reason in cases:
+        for prompt in (["-p", PROMPT, "--json"], many):
+            assert report(generate(*prompt, *arguments, model=model))["finish_reason"] == reason
+    for model in (folder, ended):
+        beams = report(generate("-p", PROMPT, "--json", "--num-beams", 2, model=model))
+        stopped = model is ended and beams["token_ids"][-1] == end
+        assert beams["finish_reason"] == ("stop" if stopped else "length")
+    last = report(generate("-p", PROMPT, "--json", model=ended, new=whole.index(end) + 1))
+    assert last["token_ids"][-1] == end and last["finish_reason"] == "stop", "the last of the tokens ends it"
+
+
+def test_the_end_of_the_context_is_a_length(generate, unsupported, tmp_path, edited, tokenizer):
+    config = GPT2Config(vocab_size=257, n_positions=24, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    copy = edited(unsupported, tmp_path / "m")
+    only_printable(GPT2LMHeadModel(config), tokenizer).save_pretrained(copy)
+    (copy / "generation_config.json").write_text("{}")
+    found = report(generate("x" * 20, "--json", model=copy))
+    assert found["new_tokens"] < NEW and found["finish_reason"] == "length"
+    assert "[cut off: the context of 24 tokens is full]" in on_a_terminal(copy, "x" * 20).stdout
+
+
+def test_an_interrupted_answer_says_so(generate, monkeypatch):
+    from lade.cli import decoding
+
+    original = decoding.stream
+
+    def stream(*args, **kwargs):
+        for step in original(*args, **kwargs):
+            signal.raise_signal(signal.SIGINT)
+            yield step
+
+    monkeypatch.setattr(decoding, "stream", stream)
+    result = generate(PROMPT, "--json")
+    assert result.exit_code == 130 and json.loads(result.stdout)["finish_reason"] == "interrupted"
+
+
+def on_a_terminal(model, prompt, *arguments):
+    words = ["generate", "-m", str(model), "-n", str(NEW), prompt, *arguments]
+    return CliRunner().invoke(app, words, env={"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": "1"})
+
+
+def test_a_terminal_shows_where_an_answer_was_cut_off(folder, generate, plain, tokenizer):
+    text = tokenizer.decode(plain(tokenizer(PROMPT)["input_ids"], NEW))
+    shown = on_a_terminal(folder, PROMPT).stdout
+    assert f"[cut off: --max-new-tokens {NEW}]" in shown
+    assert "cut off" not in on_a_terminal(folder, PROMPT, "--stop", text[3:5]).stdout
+    assert generate(PROMPT).stdout == text + "\n", "a pipe gets nothing but the text"
+
+
+def test_a_terminal_shows_question_and_answer_on_lines_of_their_own(templated, folder):
+    assert "hello\n\x1b[0m" in on_a_terminal(templated, "hello").stdout
+    assert "hello\n\x1b[0m" not in on_a_terminal(folder, "hello").stdout

@@ -1,0 +1,227 @@
+"""No silent second on a terminal, and not a word of it anywhere else."""
+
+import json
+import logging
+import re
+
+import pytest
+from rich.console import Console
+from rich.progress import Progress
+from typer.testing import CliRunner
+
+from lade.cli import status as module
+from lade.cli.main import app
+from lade.cli.output_options import Output
+from lade.cli.status import Status
+from lade.cli.terminal import Terminal, terminal
+
+PROMPT = "say it again, say it"
+TERMINAL = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "120"}
+GONE = "\x1b[1A\x1b[2K"
+"""One line up, and all of it erased."""
+
+
+class AtOnce:
+    """A timer that does not wait, in the thread that has started it."""
+
+    daemon = False
+
+    def __init__(self, seconds, function, arguments):
+        self._call = lambda: function(*arguments)
+
+    def start(self):
+        self._call()
+
+    def cancel(self):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(module, "Timer", AtOnce)
+
+
+@pytest.fixture
+def generate(folder):
+    def run(*arguments, model=folder, **variables):
+        words = ["generate", "-m", str(model), "-n", "8", PROMPT, *map(str, arguments)]
+        return CliRunner().invoke(app, words, env=variables)
+
+    return run
+
+
+def texts(output):
+    """What was said, each text once, without wheels, times and control codes."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
+    found = [match[1] for match in re.finditer(r"[⠀-⣿] (.+?) 0:0\d:\d\d", plain)]
+    return [text for place, text in enumerate(found) if text not in found[:place]]
+
+
+# In commands
+
+
+def test_a_terminal_sees_each_stage(generate, folder):
+    result = generate(**TERMINAL)
+    assert result.exit_code == 0, result.output
+    stages = [
+        "starting",
+        f"looking for {folder.name}",
+        f"loading {folder}",
+        "packing the weights",
+        "reading the prompt",
+    ]
+    assert texts(result.stderr) == stages
+    assert GONE in result.stderr and "⠋" not in result.stdout
+
+
+def test_json_on_a_terminal_is_only_json(generate):
+    result = generate("--json", **TERMINAL)
+    assert json.loads(result.stdout)["new_tokens"] == 8
+    assert texts(result.stderr)[-1] == "decoding"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_a_pipe_sees_nothing_of_it(generate, arguments):
+    result = generate(*arguments)
+    assert not re.search("[⠀-⣿]|loading|\x1b", result.output)
+    assert len(result.stderr.splitlines()) == (0 if arguments else 1)
+
+
+def test_quiet_is_quiet(generate, unsupported):
+    assert generate("--quiet", **TERMINAL).stderr == generate("-q").stderr == generate(LADE_QUIET="1").stderr == ""
+    assert generate("-q").stdout == generate().stdout
+    assert "decoding plainly" in generate("-q", model=unsupported).stderr, "warnings stay"
+    assert generate("-q", "--dtype", "int3", **TERMINAL).stderr.count("error:") == 1, "and so do errors"
+
+
+def test_an_error_takes_its_place(generate, tmp_path):
+    result = generate(model=tmp_path / "none", **TERMINAL)
+    assert result.exit_code == 2
+    assert result.stderr.index(GONE) < result.stderr.index("error:")
+    assert texts(result.stderr.split("error:")[1]) == []
+
+
+def test_a_chat_a_demo_and_a_run_of_many_prompts_begin_with_it(folder, tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text(json.dumps({"prompt": PROMPT}) + "\n")
+    many = ["--prompt-file", str(file), "--batch-size", "2", "--out", str(tmp_path / "o")]
+    for words, stdin in (
+        (["chat"], "/quit\n"),
+        (["demo", "-p", PROMPT, "--plain-text"], None),
+        (["generate", *many], None),
+    ):
+        result = CliRunner().invoke(app, [*words, "-m", str(folder), "-n", "4"], input=stdin, env=TERMINAL)
+        assert result.exit_code == 0, result.output
+        assert f"loading {folder}" in texts(result.stderr)
+
+
+def test_a_download_has_bars_on_a_terminal_only(hub, tmp_path):
+    def info(folder, *arguments, **variables):
+        words = ["info", "-m", "some/model", "--cache-dir", str(tmp_path / folder), *arguments]
+        result = CliRunner().invoke(app, words, env={**variables, "TQDM_POSITION": "-1"})  # else they ask the system
+        assert result.exit_code == 0, result.output
+        return result.stderr
+
+    bars = re.compile(r"model\.safetensors.*100%")
+    assert bars.search(info("a", **TERMINAL))
+    again = info("a", **TERMINAL)
+    assert not bars.search(again) and "loading some/model" in texts(again), "it is there already"
+    for number, arguments in enumerate([[], ["--json"], ["--quiet"]]):
+        variables = TERMINAL if arguments == ["--quiet"] else {}
+        assert info(f"b{number}", *arguments, **variables) == ""
+
+
+def test_a_download_that_was_broken_off_has_bars_again(hub, tmp_path, folder):
+    """The index is there, a part that it names is not."""
+    from lade.cli.hub import find
+    from lade.cli.model_options import Loading
+
+    loading = Loading("some/model", cache_dir=tmp_path)
+    assert find(loading).download
+    commit = hub.commit("some/model", "main")
+    snapshot = tmp_path / "models--some--model" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "1.st", "b": "2.st"}}))
+    (snapshot / "1.st").touch()
+    assert find(loading).download
+    (snapshot / "2.st").touch()
+    assert not find(loading).download
+
+
+# What the library logs
+
+
+def test_what_the_library_logs_is_what_it_is_doing(monkeypatch, capsys):
+    for name, value in TERMINAL.items():
+        monkeypatch.setenv(name, value)
+    logger = logging.getLogger("lade")
+    before = logger.level, list(logger.handlers)
+    with terminal():
+        logging.getLogger("lade.tuning.profile").info("measuring the cost of a step")
+        logging.getLogger("lade.tuning.profile").debug("details")
+    assert texts(capsys.readouterr().err) == ["starting", "measuring the cost of a step"]
+    with terminal(Output(debug=True)):
+        logging.getLogger("lade.tuning.profile").debug("details")
+    assert "lade.tuning.profile: details" in capsys.readouterr().err
+    assert (logger.level, logger.handlers) == before
+
+
+def test_a_warning_in_the_log_is_a_line(capsys):
+    with terminal(Output(quiet=True)):
+        logging.getLogger("lade.tuning.store").info("nothing")
+        logging.getLogger("lade.tuning.store").warning("the folder is gone")
+    assert capsys.readouterr().err == "the folder is gone\n"
+
+
+# The line itself
+
+
+@pytest.fixture
+def line():
+    console = Console(force_terminal=True, width=80, file=None, record=True)
+    return Status(console, shown=True), console
+
+
+def test_what_is_over_soon_is_not_shown(monkeypatch, line):
+    status, console = line
+    monkeypatch.setattr(AtOnce, "start", lambda self: None)
+    status.show("soon over")
+    status.hide()
+    assert console.export_text() == ""
+
+
+def test_a_timer_that_is_late_shows_nothing(monkeypatch, line):
+    status, console = line
+    waiting = []
+    monkeypatch.setattr(AtOnce, "start", lambda self: waiting.append(self._call))
+    status.show("over before it began")
+    status.hide()
+    for call in waiting:
+        call()
+    assert console.export_text() == ""
+
+
+def test_a_bar_keeps_it_away(monkeypatch, capsys):
+    for name, value in TERMINAL.items():
+        monkeypatch.setenv(name, value)
+    term = Terminal()
+    with Progress(console=term.err) as progress:
+        progress.add_task("a bar", total=1)
+        term.working("hidden")
+    term.working("seen")
+    term.resting()
+    assert texts(capsys.readouterr().err) == ["seen"]
+
+
+@pytest.mark.parametrize("say", [Terminal.say, Terminal.write, lambda term, text: term.out.print(text)])
+def test_whatever_is_said_takes_its_place(monkeypatch, capfd, say):
+    for name, value in TERMINAL.items():
+        monkeypatch.setenv(name, value)
+    term = Terminal()
+    term.working("working")
+    begun = capfd.readouterr().err
+    say(term, "said")
+    said = capfd.readouterr()
+    assert "working" in begun and GONE not in begun
+    assert GONE in said.err and "said" in said.out + said.err.split(GONE)[1]
+    assert "working" not in texts(said.err.split(GONE)[1])
