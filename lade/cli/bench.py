@@ -36,8 +36,8 @@ class Plan:
         out: folder for everything.
         resume: go on with what is in it.
         figures: whether to draw SVG and PNG files.
-        pack, inflate, threads: what becomes of it.
-        json: whether the end is told as JSON.
+        pack, inflate, threads: how its weights are laid out and run.
+        json: whether the summary is printed as JSON.
         allow_near_ties: whether they leave the exit code 0.
     """
 
@@ -243,7 +243,7 @@ def _refuse_options(context: typer.Context) -> None:
     if given:
         with terminal():
             name, command = given[0].replace("_", "-"), context.invoked_subcommand
-            raise InputError(f"--{name} stands before {command}: put it behind, if {command} has it")
+            raise InputError(f"--{name} stands before {command}: put it after, if {command} has it")
 
 
 def _methods(given: list[str] | None, settings: Settings, draft: str | None) -> list[Method]:

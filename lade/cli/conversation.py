@@ -203,7 +203,7 @@ class Conversation:
             return
         pairs = enumerate(zip(self._held, ids, strict=False))
         shared = next((i for i, (old, new) in pairs if old != new), min(len(self._held), len(ids)))
-        # A plain decoder that was stopped may have cached a token that nobody saw: it lies after `_held`, and goes.
+        # A plain decoder that was stopped may have cached a token never shown: it lies after `_held`, and goes.
         keep = min(shared, len(ids) - 1)
         if self.cached > keep:
             self.cache.crop(keep - self.cached)

@@ -110,7 +110,7 @@ class LineInput:
             return
         try:
             self._history.parent.mkdir(parents=True, exist_ok=True)
-            self._history.touch(mode=0o600)  # nobody else is to read what was said
+            self._history.touch(mode=0o600)  # what was said is for the user alone
             self._readline.read_history_file(self._history)
         except OSError as problem:
             self._give_up(problem)

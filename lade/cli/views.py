@@ -171,7 +171,8 @@ def conclusion(races: Sequence[Race], learned: int) -> str:
     lines = [f"All {tokens} tokens are those of transformers' own model.generate."]
     for name, group in groupby(races, key=lambda race: race.name):
         speed = total_speedup(list(group))
-        source = f" (it had learned from {learned} other texts)" if name == KEPT else ""
+        others = f"{learned} other text{'' if learned == 1 else 's'}"
+        source = f" (it had learned from {others})" if name == KEPT else ""
         lines += [f"{name}: {speed:.2f} times as fast{source}"] if speed is not None else []
     return "\n".join(lines)
 
