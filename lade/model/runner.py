@@ -93,13 +93,13 @@ class EagerRunner:
         self, texts: Sequence[Sequence[int]], places: Sequence[Sequence[int]], cache: TreeCache, watch: Watch | None
     ) -> torch.Tensor:
         """Feed texts of equal length; `places` are the rows that each of them is the text of."""
-        anew = self._forgets(texts, cache) or not cache.get_seq_length()
+        whole = self._forgets(texts, cache) or not cache.get_seq_length()
         try:
-            if anew:
+            if whole:
                 cache.reset()
             return self._feed_texts(texts, places, cache, watch)
         except BaseException:
-            if anew:  # some layers hold what others lack, and none what they held before
+            if whole:  # some layers hold what others lack, and none what they held before
                 cache.reset()
             raise
 

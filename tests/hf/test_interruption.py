@@ -1,4 +1,4 @@
-"""A generation that is broken off, by Ctrl-C, by an error or by its reader, leaves what plain decoding leaves."""
+"""A generation that is interrupted, by Ctrl-C, by an error or by its reader, leaves what plain decoding leaves."""
 
 import itertools
 import sys
@@ -23,48 +23,48 @@ EVERY = range(1, NEW_TOKENS + 1)
 CALLS = [pytest.param(SOME, id="some"), pytest.param(EVERY, id="every", marks=pytest.mark.slow)]
 
 
-class Fuse:
+class Countdown:
     """Raises when it is called for the n-th time."""
 
     def __init__(self, at: int, problem: BaseException) -> None:
         self.left, self.problem = at, problem
 
-    def burn(self) -> None:
+    def tick(self) -> None:
         self.left -= 1
         if not self.left:
             raise self.problem
 
 
 class Listener(BaseStreamer):
-    """Notes the tokens after the prompt; with a fuse it breaks."""
+    """Notes the tokens after the prompt; with a countdown it raises."""
 
-    def __init__(self, fuse: Fuse | None = None) -> None:
-        self.heard: list[int] = []
-        self.prompt_seen, self.fuse = False, fuse
+    def __init__(self, countdown: Countdown | None = None) -> None:
+        self.received: list[int] = []
+        self.prompt_seen, self.countdown = False, countdown
 
     def put(self, value):
         if self.prompt_seen:
-            self.heard += value.tolist()
-            if self.fuse is not None:
-                self.fuse.burn()
+            self.received += value.tolist()
+            if self.countdown is not None:
+                self.countdown.tick()
         self.prompt_seen = True
 
     def end(self):
         pass
 
 
-def breaking(where: str, fuse: Fuse) -> dict:
-    """Arguments of a generation that the fuse breaks off, and its streamer."""
+def interrupting(where: str, countdown: Countdown) -> dict:
+    """Arguments of a generation that the countdown interrupts, and its streamer."""
 
     def processor(input_ids, scores):
-        fuse.burn()
+        countdown.tick()
         return scores
 
     def criterion(input_ids, scores, **kwargs):
-        fuse.burn()
+        countdown.tick()
         return torch.zeros(1, dtype=torch.bool)
 
-    arguments = {"streamer": Listener(fuse if where == "streamer" else None)}
+    arguments = {"streamer": Listener(countdown if where == "streamer" else None)}
     if where == "processor":
         arguments["logits_processor"] = [processor]
     if where == "criterion":
@@ -76,9 +76,9 @@ def plain(ids, **arguments):
     return MODEL.generate(ids, **arguments)
 
 
-def assert_good_for_another_turn(cache, heard, model=MODEL):
-    """Whoever knows the text that was heard can go on with the cache, plainly or not."""
-    text = torch.cat([IDS, torch.tensor([heard], dtype=torch.long), torch.tensor([[7, 9]])], dim=1)
+def assert_good_for_another_turn(cache, received, model=MODEL):
+    """Whoever knows the text that was received can go on with the cache, plainly or not."""
+    text = torch.cat([IDS, torch.tensor([received], dtype=torch.long), torch.tensor([[7, 9]])], dim=1)
     expected = model.generate(text, max_new_tokens=3, do_sample=False)
     assert cache.get_seq_length() < text.shape[1]
     copied = TreeCache() if isinstance(cache, TreeCache) else DynamicCache()
@@ -92,24 +92,24 @@ def assert_good_for_another_turn(cache, heard, model=MODEL):
     assert torch.equal(ours, expected)
 
 
-def broken(generate, cache, where, fuse, **arguments):
-    """Run until it breaks.
+def interrupted_at(generate, cache, where, countdown, **arguments):
+    """Run until it is interrupted.
 
     Returns:
-        The tokens that a streamer heard, and the generator's state.
+        The tokens that a streamer received, and the generator's state.
     """
-    arguments |= breaking(where, fuse)
+    arguments |= interrupting(where, countdown)
     torch.manual_seed(5)
-    with pytest.raises(type(fuse.problem)) as caught:
+    with pytest.raises(type(countdown.problem)) as caught:
         generate(IDS, max_new_tokens=NEW_TOKENS, past_key_values=cache, **arguments)
-    assert caught.value is fuse.problem
-    return arguments["streamer"].heard, torch.get_rng_state()
+    assert caught.value is countdown.problem
+    return arguments["streamer"].received, torch.get_rng_state()
 
 
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("where", ["processor", "criterion", "streamer"])
 @pytest.mark.parametrize("calls", CALLS)
-def test_at_whatever_call_it_is_broken_off_cache_generator_and_streamer_are_plains(calls, where, sampling):
+def test_at_whatever_call_it_is_interrupted_cache_generator_and_streamer_are_plains(calls, where, sampling):
     several = 0
     for number, at in enumerate(calls):
         problem = (RuntimeError("the user's own"), KeyboardInterrupt())[number % 2]
@@ -119,38 +119,38 @@ def test_at_whatever_call_it_is_broken_off_cache_generator_and_streamer_are_plai
         def ours(ids, config=config, stats=stats, **arguments):
             return lade.generate(MODEL, ids, lookahead=config, stats=stats, **arguments)
 
-        expected = broken(plain, expected_cache, where, Fuse(at, problem), **sampling)
-        heard, state = broken(ours, cache, where, Fuse(at, problem), **sampling)
-        assert heard == expected[0] and torch.equal(state, expected[1])
+        expected = interrupted_at(plain, expected_cache, where, Countdown(at, problem), **sampling)
+        received, state = interrupted_at(ours, cache, where, Countdown(at, problem), **sampling)
+        assert received == expected[0] and torch.equal(state, expected[1])
         assert cache.get_seq_length() == expected_cache.get_seq_length()
-        assert stats.new_tokens == len(heard) - (where == "streamer")
-        assert_good_for_another_turn(cache, heard)
+        assert stats.new_tokens == len(received) - (where == "streamer")
+        assert_good_for_another_turn(cache, received)
         several += max(stats.accepted, default=0) > 1
-    assert several > len(calls) // 4, "else no step was broken off amid its accepted tokens"
+    assert several > len(calls) // 4, "else no step was interrupted amid its accepted tokens"
 
 
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("kind", [DynamicCache, TreeCache])
-def test_a_pass_that_is_broken_off_amid_the_layers_leaves_the_text_before(kind, layer):
+def test_a_pass_that_is_interrupted_amid_the_layers_leaves_the_text_before(kind, layer):
     for at in range(1, 7):
-        cache, fuse, listener = kind(), Fuse(at, MemoryError("no more")), Listener()
-        hook = MODEL.model.layers[layer].mlp.register_forward_pre_hook(lambda *_, fuse=fuse: fuse.burn())
+        cache, countdown, listener = kind(), Countdown(at, MemoryError("no more")), Listener()
+        hook = MODEL.model.layers[layer].mlp.register_forward_pre_hook(lambda *_, countdown=countdown: countdown.tick())
         with pytest.raises(MemoryError, match="no more"):
             lade.generate(
                 MODEL, IDS, max_new_tokens=30, past_key_values=cache, streamer=listener, lookahead=CONFIGS[at % 2]
             )
         hook.remove()
-        assert cache.get_seq_length() == (0 if at == 1 else IDS.shape[1] + len(listener.heard) - 1)
-        assert_good_for_another_turn(cache, listener.heard)
+        assert cache.get_seq_length() == (0 if at == 1 else IDS.shape[1] + len(listener.received) - 1)
+        assert_good_for_another_turn(cache, listener.received)
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, TreeCache])
-def test_a_prefill_in_chunks_that_is_broken_off_leaves_what_was_there(kind):
+def test_a_prefill_in_chunks_that_is_interrupted_leaves_what_was_there(kind):
     for at, held in itertools.product((1, 2, 3), (0, 5)):
-        cache, fuse = kind(), Fuse(at, KeyboardInterrupt())
+        cache, countdown = kind(), Countdown(at, KeyboardInterrupt())
         if held:
             MODEL.generate(IDS[:, :held], max_new_tokens=1, past_key_values=cache)
-        hook = MODEL.model.layers[1].register_forward_pre_hook(lambda *_, fuse=fuse: fuse.burn())
+        hook = MODEL.model.layers[1].register_forward_pre_hook(lambda *_, countdown=countdown: countdown.tick())
         with pytest.raises(KeyboardInterrupt):
             lade.generate(MODEL, IDS, max_new_tokens=20, past_key_values=cache, prefill_chunk_size=2)
         hook.remove()
@@ -180,7 +180,7 @@ def test_a_stream_yields_all_that_came_before_an_error_as_a_plain_one_does(where
     for number, at in enumerate((1, 2, 8, 9, 10, 15)):
         texts = []
         for lookahead in (None, CONFIGS[number % 2]):
-            arguments = breaking(where, Fuse(at, RuntimeError("the user's own")))
+            arguments = interrupting(where, Countdown(at, RuntimeError("the user's own")))
             del arguments["streamer"]
             steps, read, cache = None, [], DynamicCache()
             steps = lade.stream(
@@ -199,7 +199,7 @@ def test_a_stream_yields_all_that_came_before_an_error_as_a_plain_one_does(where
 def test_an_interrupted_stream_leaves_no_text_that_its_reader_does_not_know(kind):
     """Ctrl-C amid a step: its tokens are never yielded, so the cache must not hold them."""
     for at in (2, 8, 9, 10, 13, 16):
-        arguments, cache, read = breaking("criterion", Fuse(at, KeyboardInterrupt())), kind(), []
+        arguments, cache, read = interrupting("criterion", Countdown(at, KeyboardInterrupt())), kind(), []
         del arguments["streamer"]
         steps = lade.stream(
             MODEL,
@@ -242,10 +242,10 @@ def test_memory_that_runs_out_as_a_cache_is_given_back_leaves_it_as_it_was(with_
     if held:
         model.generate(IDS[:, :held], max_new_tokens=1, past_key_values=cache)
     kind = type(cache.layers[0]) if cache.layers else DynamicLayer
-    update, fuse = kind.update, Fuse(3, MemoryError("no more"))
+    update, countdown = kind.update, Countdown(3, MemoryError("no more"))
 
     def fails(self, *states, **more):
-        fuse.burn()
+        countdown.tick()
         return update(self, *states, **more)
 
     with monkeypatch.context() as patch:
@@ -261,14 +261,14 @@ def test_memory_that_runs_out_as_a_cache_is_given_back_leaves_it_as_it_was(with_
 
 
 @pytest.mark.parametrize("where", ["processor", "criterion", "model"])
-def test_a_search_of_beams_that_is_broken_off_leaves_an_empty_cache(where):
+def test_a_search_of_beams_that_is_interrupted_leaves_an_empty_cache(where):
     beams = {"num_beams": 3, "max_new_tokens": 12, "lookahead": LookaheadConfig(3, 3, 3)}
     for at in range(1, 8):
-        cache, fuse = TreeCache(), Fuse(at, KeyboardInterrupt())
-        arguments = breaking(where, fuse)
+        cache, countdown = TreeCache(), Countdown(at, KeyboardInterrupt())
+        arguments = interrupting(where, countdown)
         del arguments["streamer"]
         hook = MODEL.model.layers[1].register_forward_pre_hook(
-            lambda *_, fuse=fuse: fuse.burn() if where == "model" else None
+            lambda *_, countdown=countdown: countdown.tick() if where == "model" else None
         )
         try:
             lade.generate(MODEL, IDS, past_key_values=cache, **beams, **arguments)
@@ -339,7 +339,7 @@ def interrupted(at, kind):
                 lookahead=CONFIGS[0],
             )
     except KeyboardInterrupt:
-        assert_good_for_another_turn(cache, listener.heard)
+        assert_good_for_another_turn(cache, listener.received)
     return interrupter.lines
 
 
