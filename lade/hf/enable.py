@@ -20,14 +20,11 @@ from lade.config import Lookahead
 from lade.errors import UnsupportedModelError
 from lade.hf.arguments import resolve
 from lade.hf.generate import generate
-from lade.hf.original import is_decoded_plainly
+from lade.hf.original import REPLACED, check_generate, is_decoded_plainly
 from lade.model.support import supports
 from lade.stats import Stats
 
 ModelT = TypeVar("ModelT")
-
-_REPLACED = "_generate_before_lade"
-"""Where a model keeps a `generate` that was an attribute of its own before."""
 
 
 def enable(model: ModelT, lookahead: Lookahead = "auto", *, stats: Stats | None = None) -> ModelT:
@@ -60,10 +57,11 @@ def enable(model: ModelT, lookahead: Lookahead = "auto", *, stats: Stats | None 
         raise UnsupportedModelError(f"{type(model).__name__} has no generate", "give a transformers language model")
     if config is not None and not may_fall_back:
         supports(model).require()
+        check_generate(model)
     owner = _owner(model)
     present = _attributes(owner).get("generate")
     if present is not None and not _is_accelerated(present):
-        setattr(owner, _REPLACED, present)
+        setattr(owner, REPLACED, present)
     owner.generate = MethodType(Accelerated(type(owner).generate, lookahead, stats), owner)
     return model
 
@@ -77,9 +75,9 @@ def disable(model: ModelT) -> ModelT:
     for owner in _owners(model):
         if _is_accelerated(_attributes(owner).get("generate")):
             del owner.generate
-            if _REPLACED in vars(owner):
-                owner.generate = getattr(owner, _REPLACED)
-                delattr(owner, _REPLACED)
+            if REPLACED in vars(owner):
+                owner.generate = getattr(owner, REPLACED)
+                delattr(owner, REPLACED)
     return model
 
 
@@ -101,7 +99,7 @@ class Accelerated:
     def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """What `model.generate` returns for these arguments."""
         if is_decoded_plainly(model) or _is_ours(kwargs.get("custom_generate")):
-            original = vars(model).get(_REPLACED) or MethodType(type(model).generate, model)
+            original = vars(model).get(REPLACED) or MethodType(type(model).generate, model)
             return original(*args, **kwargs)
         arguments = {"lookahead": self.lookahead, "stats": self.stats, **_by_name(model, *args, **kwargs)}
         streamer = arguments.pop("streamer", None)

@@ -18,7 +18,7 @@ from lade.config import Lookahead, LookaheadConfig
 from lade.errors import FallbackWarning, InputError, UnsupportedArgumentError, UnsupportedError
 from lade.hf.arguments import REMEDY, check_prompt, resolve, with_stop_strings
 from lade.hf.beams import BeamSession, argument_of, num_beams, refuse_slow_beams, refuse_streamed_beams
-from lade.hf.original import original_generate
+from lade.hf.original import check_generate, original_generate
 from lade.hf.plain import EVERY_PASS, decoding_method, lengths_of, metered, plain_steps
 from lade.hf.session import Session, ids_of
 from lade.model.packed_linear import refuse_autocast
@@ -232,7 +232,8 @@ def generate(
                 raise
             _fall_back(problem, stats)
     with metered(model, stats) as rows, original_generate(model) as plain_generate:
-        output = plain_generate(streamer=streamer, **generate_arguments)
+        given = {} if streamer is None else {"streamer": streamer}
+        output = plain_generate(**given, **generate_arguments)
         if stats is not None:
             rows.extend(_plain_lengths(unwrap(model), generate_arguments, output))
     return output
@@ -276,6 +277,7 @@ def stream(
 def check_request(model: Any, arguments: dict[str, Any]) -> None:
     """Refuse early what `model.generate` would trip over, or would not hand on."""
     supports(model).require()
+    check_generate(model)
     for name in ASSISTANTS:
         if arguments.get(name) is not None:
             raise UnsupportedArgumentError(f"{name} asks for another way of decoding beside lookahead", REMEDY)

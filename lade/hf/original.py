@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from lade.model.support import unwrap
+from lade.errors import UnsupportedModelError
+from lade.model.support import PLAIN_REMEDY, unwrap
+
+REPLACED = "_generate_before_lade"
+"""Where an enabled model keeps a `generate` that was an attribute of its own before."""
 
 _decoded_plainly: ContextVar[Any] = ContextVar("_decoded_plainly", default=None)
 """The innermost model whose `generate` is not to be accelerated in this context."""
@@ -27,6 +32,19 @@ def original_generate(model: Any) -> Iterator[Callable[..., Any]]:
         yield model.generate
     finally:
         _decoded_plainly.reset(token)
+
+
+def check_generate(model: Any) -> None:
+    """Raise `UnsupportedModelError` for a model whose checkpoint brings a way of decoding of its own.
+
+    Transformers puts that in place of `generate` when it loads the model. It need not take `custom_generate=`.
+    """
+    model = unwrap(model)
+    attributes = getattr(model, "__dict__", {})
+    own = attributes.get(REPLACED, attributes.get("generate"))
+    if isinstance(own, functools.partial) and own.keywords.get("model") is model:
+        reason = f"{type(model).__name__} decodes by the custom_generate of its checkpoint"
+        raise UnsupportedModelError(reason, PLAIN_REMEDY)
 
 
 def is_decoded_plainly(model: Any) -> bool:

@@ -411,6 +411,26 @@ def test_a_generate_of_the_models_own_is_called_and_comes_back(model):
     assert model.generate is traced and not [name for name in vars(model) if "lade" in name]
 
 
+def test_a_checkpoints_own_way_of_decoding_is_left_to_it(model):
+    """Transformers puts it there so; it gets the arguments of `generate` and need not know of `custom_generate`."""
+
+    def recipe(model, input_ids, max_new_tokens):
+        return torch.cat([input_ids, input_ids[:, :max_new_tokens]], dim=1)
+
+    model.generate = functools.partial(recipe, model=model)
+    expected = model.generate(input_ids=IDS, max_new_tokens=3)
+    for lookahead in (lade.generate, lade.enable):
+        with pytest.raises(lade.UnsupportedModelError, match="by the custom_generate of its checkpoint"):
+            lookahead(model, lookahead=PAPER)
+    with pytest.warns(lade.FallbackWarning, match="by the custom_generate of its checkpoint"):
+        assert torch.equal(lade.generate(model, input_ids=IDS, max_new_tokens=3), expected)
+    lade.enable(model)
+    for _ in range(2):
+        with pytest.warns(lade.FallbackWarning, match="by the custom_generate of its checkpoint"):
+            assert torch.equal(model.generate(input_ids=IDS, max_new_tokens=3), expected)
+        lade.enable(model)
+
+
 # --- copies ----------------------------------------------------------------------------------------------------------
 
 
