@@ -6,7 +6,6 @@ import inspect
 from typing import Any
 
 from lade.hf.generate import generate as lookahead_generate
-from lade.hf.session import Output
 from lade.recipe.lookahead import lookahead_from
 
 
@@ -32,7 +31,7 @@ class OwnGenerate:
         return self._model
 
 
-def generate(model: Any, *args: Any, **kwargs: Any) -> Output:
+def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Decode as `lade.generate` does, called as a recipe is: with the arguments of `model.generate`, unprepared.
 
     Args:
@@ -40,6 +39,9 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Output:
         args: positional arguments of `model.generate`.
         kwargs: the others. `lookahead` (default "auto") may also be text or a mapping, see `lookahead_from`; `stats`
             is as in `lade.generate`. With another `custom_generate` among them this is just the class's own `generate`.
+
+    Returns:
+        What `model.generate` returns.
 
     Raises:
         TypeError: an argument is given twice, or there are too many.
@@ -50,7 +52,7 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Output:
     arguments = _named(model, args, kwargs)
     own = OwnGenerate(model)
     if arguments.get("custom_generate") is not None:
-        return own.generate(**arguments)  # type: ignore[no-any-return]
+        return own.generate(**arguments)
     lookahead = lookahead_from(arguments.pop("lookahead", "auto"))
     return lookahead_generate(own, lookahead=lookahead, **arguments)
 

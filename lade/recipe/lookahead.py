@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal
 
 from lade.config import LookaheadConfig
 from lade.errors import ConfigError
@@ -18,7 +18,7 @@ REMEDY = (
 )
 
 
-def lookahead_from(value: Any) -> LookaheadConfig | str | None:
+def lookahead_from(value: Any) -> LookaheadConfig | Literal["auto"] | None:
     """Read a value of `lookahead=`.
 
     Args:
