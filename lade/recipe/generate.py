@@ -41,6 +41,9 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Generated:
         kwargs: the others. `lookahead` (default "auto") may also be text or a mapping, see `lookahead_from`; `stats`
             is as in `lade.generate`. With another `custom_generate` among them this is just the class's own `generate`.
 
+    Returns:
+        What `model.generate` returns.
+
     Raises:
         TypeError: an argument is given twice, or there are too many.
         ConfigError: `lookahead` is not valid.
@@ -50,7 +53,8 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Generated:
     arguments = _named(model, args, kwargs)
     own = OwnGenerate(model)
     if arguments.get("custom_generate") is not None:
-        return own.generate(**arguments)  # type: ignore[no-any-return]
+        plain: Generated = own.generate(**arguments)
+        return plain
     lookahead = lookahead_from(arguments.pop("lookahead", "auto"))
     output: Generated = lookahead_generate(own, lookahead=lookahead, **arguments)
     return output

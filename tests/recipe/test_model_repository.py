@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -85,3 +86,11 @@ def test_without_trust_nothing_of_it_runs(repository: Path, plain: Any) -> None:
     assert "generate" not in vars(plain)
     with pytest.raises(ValueError, match=re.escape("trust_remote_code=True")):
         plain.generate(PROMPT, custom_generate=str(repository), trust_remote_code=False)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lade.hf.original") is None, reason="plain decoding calls model.generate")
+def test_plain_decoding_by_the_package_is_plain(model: Any, plain: Any) -> None:
+    expected, stats = plain.generate(PROMPT, **GREEDY), lade.Stats()
+    assert torch.equal(lade.generate(model, PROMPT, **GREEDY, lookahead=None, stats=stats), expected)
+    assert stats.steps == 39 and stats.tokens_per_step == 1
+    assert len(list(lade.stream(model, PROMPT, **GREEDY, lookahead=None))) == 40

@@ -12,7 +12,8 @@ import torch
 from packaging.version import Version
 from transformers.dynamic_module_utils import get_imports
 
-from lade.recipe.export import CODE, recipe_path
+from lade.recipe.export import CARD, CODE, recipe_path
+from lade.recipe.folder.custom_generate import generate
 from lade.testing import toy_model
 from lade.version import __version__
 
@@ -63,10 +64,11 @@ def test_the_recipe_names_the_command_where_nothing_has_checked(
 
 
 def test_the_versions_named_are_one_and_met() -> None:
-    named = [re.findall(r"lookahead-decoding(?:>=| )(\d[\d.]*\d)", (recipe_path() / name).read_text()) for name in CODE]
-    named.append(re.findall(r"lookahead-decoding>=(\d[\d.]*\d)", (recipe_path() / "README.md").read_text()))
-    assert all(named) and len({version for found in named for version in found}) == 1
-    assert Version(named[0][0]) <= Version(__version__)
+    assert generate.PACKAGE == "lookahead-decoding" and INSTALL == generate.INSTALL
+    for name in (CODE[1], CARD):
+        named = re.findall(r"lookahead-decoding>=(\d[\d.]*\d)", (recipe_path() / name).read_text())
+        assert named and set(named) == {generate.VERSION}, name
+    assert Version(generate.VERSION) <= Version(__version__)
 
 
 def test_transformers_sees_no_import_that_it_would_ask_for_by_name() -> None:

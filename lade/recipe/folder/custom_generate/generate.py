@@ -2,7 +2,8 @@
 
 from typing import Any
 
-INSTALL = 'pip install --upgrade "lookahead-decoding>=0.1"'
+PACKAGE, VERSION = "lookahead-decoding", "0.1"
+INSTALL = f'pip install --upgrade "{PACKAGE}>={VERSION}"'
 
 
 def generate(*args: Any, model: Any, **kwargs: Any) -> Any:
@@ -10,5 +11,5 @@ def generate(*args: Any, model: Any, **kwargs: Any) -> Any:
     try:  # transformers would ask for the package by the name it is imported by, and that is another one
         from lade.recipe.generate import generate as decode
     except ImportError as problem:
-        raise ImportError(f"this recipe needs lookahead-decoding 0.1 or later ({problem}): run  {INSTALL}") from problem
+        raise ImportError(f"this recipe needs {PACKAGE} {VERSION} or later ({problem}): run  {INSTALL}") from problem
     return decode(model, *args, **kwargs)
