@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lade.config import BaseMemory
 from lade.decoding import kernels, memory_file
 from lade.decoding.kernels import END, LOGITS, LONGEST, TEXT, WIDTH, Ints
 from lade.decoding.memory_file import LEAST_BYTES, Contents
@@ -29,7 +30,7 @@ DEFAULT_BYTES = 128 * 2**20
 _FIRST_SLOTS = 1024
 
 
-class Memory:
+class Memory(BaseMemory):
     """What follows the contexts seen, the least recently used forgotten first.
 
     By default each generation has one of its own. Hand one in to keep it across generations:
