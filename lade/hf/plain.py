@@ -18,6 +18,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from lade.errors import UnsupportedArgumentError
 from lade.model.support import unwrap
+from lade.model.thread_hooks import hooked
 from lade.stats import Stats, Step
 
 
@@ -44,7 +45,7 @@ EVERY_PASS = sys.maxsize
 
 @contextmanager
 def metered(model: Any, stats: Stats | None) -> Iterator[list[int]]:
-    """Count and time the forward passes of whatever runs meanwhile, as one generation of one token a pass.
+    """Count and time the forward passes that this thread makes meanwhile, as one generation of one token a pass.
 
     Passes over more than one token at the beginning (a prefill in chunks) count as prefill.
 
@@ -58,23 +59,18 @@ def metered(model: Any, stats: Stats | None) -> Iterator[list[int]]:
     model = unwrap(model)
     passes: list[tuple[int, float, float]] = []  # tokens fed, start, end
 
-    def before(module: Any, args: Any, kwargs: Any) -> None:
+    def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)
         passes.append((1 if ids is None else ids.shape[-1], perf_counter(), 0.0))
 
-    def after(module: Any, args: Any, output: Any) -> None:
+    def after(output: Any) -> None:
         passes[-1] = (*passes[-1][:2], perf_counter())
 
-    hooks = [
-        model.register_forward_pre_hook(before, with_kwargs=True),
-        model.register_forward_hook(after),
-    ]
     begin = perf_counter()
     try:
-        yield rows
+        with hooked(model, before=before, after=after):
+            yield rows
     finally:
-        for hook in hooks:
-            hook.remove()
         _add_passes(stats, passes, begin, perf_counter(), rows)
 
 
