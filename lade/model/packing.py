@@ -12,6 +12,7 @@ The kernels are oneDNN's, which PyTorch ships and `torch.compile` uses on the CP
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lade.errors import UnsupportedModelError
+from lade.locks import ForkSafeLock
 from lade.model.packed_linear import Guard, PackedLinear, same_bits, short, weight_of
 
 MIN_WEIGHTS = 2**17
@@ -32,6 +34,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU_REMEDY = "leave it unpacked, or load it on the CPU with dtype=torch.float32 or torch.bfloat16 and no device_map"
 
 _Model = TypeVar("_Model", bound=nn.Module)
+_packing = ForkSafeLock()
 
 
 def pack(model: _Model, keep_original: bool = False, *, min_weights: int = MIN_WEIGHTS) -> _Model:
@@ -43,7 +46,7 @@ def pack(model: _Model, keep_original: bool = False, *, min_weights: int = MIN_W
 
     A weight that another module holds too, such as a head tied to the embedding, stays where it is: its packed form is
     a second copy. The packed weights must not be changed; `load_state_dict`, a move to another device or dtype, and a
-    pass that needs gradients are refused.
+    pass that needs gradients are refused. No thread may call the model meanwhile.
 
     Args:
         model: in evaluation mode, on the CPU.
@@ -60,7 +63,15 @@ def pack(model: _Model, keep_original: bool = False, *, min_weights: int = MIN_W
         UnsupportedModelError: a layer, its device, its dtype or the model is of a kind that cannot be packed exactly,
             or this PyTorch has no kernel for it. The model is then as it was.
     """
-    layers = packable(model, min_weights=min_weights)
+    with _packing:
+        layers = packable(model, min_weights=min_weights)
+        _pack(model, layers, keep_original=keep_original)
+        if layers and isinstance(model, PreTrainedModel):  # a container, such as nn.Sequential, would call a guard
+            Guard.put_into(model)
+    return model
+
+
+def _pack(model: nn.Module, layers: Sequence[Any], *, keep_original: bool) -> None:
     places, shared, done = _places(model), _shared_weights(model), []
     try:
         for layer in layers:
@@ -72,9 +83,6 @@ def pack(model: _Model, keep_original: bool = False, *, min_weights: int = MIN_W
         for packed in done:
             _put(packed.unpacked(), places[packed.layer])
         raise
-    if layers and isinstance(model, PreTrainedModel):  # a container, such as nn.Sequential, would call a guard
-        Guard.put_into(model)
-    return model
 
 
 def unpack(model: _Model) -> _Model:
@@ -86,14 +94,15 @@ def unpack(model: _Model) -> _Model:
     Returns:
         The model itself.
     """
-    places_of = _places(model)
-    while places_of:  # taken out one by one, so that what is unpacked is freed before the next one
-        module, places = places_of.popitem()
-        if isinstance(module, PackedLinear):
-            _put(module.unpacked(), places)
-        elif isinstance(module, Guard):
-            for parent, name in places:
-                del parent._modules[name]
+    with _packing:
+        places_of = _places(model)
+        while places_of:  # taken out one by one, so that what is unpacked is freed before the next one
+            module, places = places_of.popitem()
+            if isinstance(module, PackedLinear):
+                _put(module.unpacked(), places)
+            elif isinstance(module, Guard):
+                for parent, name in places:
+                    del parent._modules[name]
     return model
 
 
