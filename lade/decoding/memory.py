@@ -11,7 +11,6 @@ Source of the idea: Token Recycling (arXiv 2408.08696) keeps the last row under 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from lade.decoding.kernels import END, LOGITS, LONGEST, TEXT, WIDTH, Ints
 from lade.decoding.memory_file import LEAST_BYTES, Contents
 from lade.decoding.mixer import prior_weights
 from lade.errors import ConfigError
+from lade.locks import ForkSafeLock
 
 SLOT_BYTES = 4 * (2 + WIDTH)
 DEFAULT_BYTES = 128 * 2**20
@@ -65,7 +65,7 @@ class Memory(BaseMemory):
         self._most_slots = max_bytes // (2 * SLOT_BYTES)
         self._young, self._old = _table(min(_FIRST_SLOTS, self._most_slots)), _table(1)
         self._taken = 0
-        self._writing = threading.Lock()
+        self._writing = ForkSafeLock()
 
     def __len__(self) -> int:
         """Number of contexts."""

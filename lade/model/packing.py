@@ -46,7 +46,7 @@ def pack(model: _Model, keep_original: bool = False, *, min_weights: int = MIN_W
 
     A weight that another module holds too, such as a head tied to the embedding, stays where it is: its packed form is
     a second copy. The packed weights must not be changed; `load_state_dict`, a move to another device or dtype, and a
-    pass that needs gradients are refused. No thread may call the model meanwhile.
+    pass that needs gradients are refused. While it is packed no thread may call the model.
 
     Args:
         model: in evaluation mode, on the CPU.

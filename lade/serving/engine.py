@@ -35,8 +35,9 @@ class Engine:
     ...     handles = [engine.add(ids, max_new_tokens=200) for ids in prompts]
     ...     texts = [tokenizer.decode(handle.result()[0]) for handle in handles]
 
-    The model is the engine's while it is open: nobody else may call it. Requests share nothing else; give all of them
-    one `LookaheadConfig(memory=...)` where they may learn from each other's texts.
+    Other threads may call the model while the engine is open, to generate or for anything else that leaves it as it is;
+    whoever does shares the machine's time with its requests. Requests share nothing but the model; give all of them one
+    `LookaheadConfig(memory=...)` where they may learn from each other's texts.
 
     Args:
         model: a transformers causal language model, or one wrapped by PEFT.

@@ -7,6 +7,7 @@ import functools
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,9 +17,13 @@ import pytest
 import torch
 from comparing import PAPER, batch, build, lookahead, plain, prompt
 from families import family
+from graphed import Graphs
+from transformers import BloomForCausalLM
 
 import lade
+from lade.hf import session
 from lade.hf.plain import metered
+from lade.model import workspace
 from lade.model.choice import why_eager
 from lade.model.thread_hooks import hooked
 
@@ -136,7 +141,7 @@ def test_each_thread_gets_its_text_and_the_model_stays_as_it_was(name: str) -> N
 def test_also_beside_a_beam_search_and_again_and_again(name: str) -> None:
     beams = {"ids": prompt(11, seed=2), "config": PAPER, "num_beams": 2}
     again = {"ids": prompt(40, seed=3), "config": lade.LookaheadConfig(budget=9), "prefill_chunk_size": 7}
-    check_threads(name, new=40, rounds=6, beams=beams, again=again)
+    check_threads(name, new=24, rounds=3, beams=beams, again=again)
 
 
 @pytest.mark.parametrize("name", ["bloom", "llama4_text"])
@@ -193,6 +198,43 @@ def test_a_pass_over_a_tree_inside_another_one_is_refused() -> None:
     model.get_input_embeddings().register_forward_pre_hook(nested)
     with pytest.raises(RuntimeError, match="inside another one"):
         lookahead(model, prompt(10), PAPER, max_new_tokens=9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "llama4_text"])
+def test_threads_replay_passes_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, graphs = family(name).build(), Graphs(torch.device("cpu"))
+    lender = graphs.workspace(model)
+    monkeypatch.setattr(session, "runner_for", graphs.runner_for)
+    prompts = [prompt(length, seed=length) for length in (9, 10)]
+    expected = [plain(model, ids, max_new_tokens=9) for ids in prompts]
+    jobs = [functools.partial(lookahead, model, ids, PAPER, max_new_tokens=9) for ids in prompts]
+    for results, right in zip(at_once(jobs), expected, strict=True):
+        assert all(torch.equal(ids, right) for ids in results)
+    assert graphs.counted.replayed > graphs.counted.recorded > 0
+    assert len(lender._entries) == 1, "buffers that nobody uses are kept"
+
+
+def test_threads_may_check_an_unknown_model_at_once() -> None:
+    class Own(BloomForCausalLM):
+        """Of nobody's list, so a tree is tried on it."""
+
+    model = family("bloom").build()
+    model.__class__ = Own
+    found = [support for results in at_once([functools.partial(lade.supports, model)] * 3) for support in results]
+    assert all(found), found
+
+
+def test_a_model_has_one_workspace_whoever_asks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(workspace.Workspace):
+        def __init__(self, *args: Any) -> None:
+            time.sleep(0.02)
+            super().__init__(*args)
+
+    monkeypatch.setattr(workspace, "Workspace", Slow)
+    model = family("llama").build()
+    found = at_once([functools.partial(workspace.workspace_of, model, torch.device("cpu")) for _ in range(4)])
+    assert len({id(each) for (each,) in found}) == 1
 
 
 def test_hooks_of_other_threads_keep_no_pass_from_being_captured() -> None:
