@@ -64,7 +64,7 @@ class EngineFullError(LadeError, RuntimeError):
 
 
 class EngineClosedError(LadeError, RuntimeError):
-    """An engine that was closed takes no more requests."""
+    """An engine that was closed, or that another process decodes for, takes no more requests."""
 
 
 class MissingExtraError(LadeError, ImportError):

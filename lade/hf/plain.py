@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import sys
 import threading
@@ -16,7 +17,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from lade.errors import UnsupportedArgumentError
+from lade.errors import LadeError, UnsupportedArgumentError
 from lade.model.support import unwrap
 from lade.model.thread_hooks import hooked
 from lade.stats import Stats, Step
@@ -134,7 +135,11 @@ class _Channel(BaseStreamer, StoppingCriteria):
 
 
 def plain_steps(model: Any, stats: Stats | None, **generate_arguments: Any) -> Iterator[Step]:
-    """`model.generate` as an iterator: one `Step` a token. Stopping early ends the generation."""
+    """`model.generate` as an iterator: one `Step` a token. Stopping early ends the generation.
+
+    Raises:
+        LadeError: it goes on in a process that was forked meanwhile, which has no thread that generates.
+    """
     channel = _Channel()
     criteria = StoppingCriteriaList([*(generate_arguments.pop("stopping_criteria", None) or ()), channel])
 
@@ -149,9 +154,9 @@ def plain_steps(model: Any, stats: Stats | None, **generate_arguments: Any) -> I
     thread = threading.Thread(target=work, name="lade-plain", daemon=True)
     lap = perf_counter()
     thread.start()
-    index = 0
+    index, home = 0, os.getpid()
     try:
-        while (item := channel.items.get()) is not None:
+        while (item := _next(channel, home)) is not None:
             if isinstance(item, BaseException):
                 raise item
             now = perf_counter()
@@ -159,5 +164,16 @@ def plain_steps(model: Any, stats: Stats | None, **generate_arguments: Any) -> I
             yield Step(index, item, [source] * len(item), 1, now - lap)
             index, lap = index + 1, now
     finally:
-        channel.closed.set()
-        thread.join()
+        if os.getpid() == home:
+            channel.closed.set()
+            thread.join()
+
+
+def _next(channel: _Channel, home: int) -> list[int] | BaseException | None:
+    """What comes next; `home` is the process whose thread generates."""
+    if os.getpid() != home:
+        raise LadeError(
+            f"this stream is generated in process {home}, and process {os.getpid()}, which was forked from it, has no "
+            "thread for that: begin it again in this process"
+        )
+    return channel.items.get()
