@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal
 
 from lade.errors import ConfigError
 
@@ -11,19 +11,8 @@ WINDOW, NGRAM, GUESSES = 7, 5, 7
 """The paper's sizes for models of about 7B parameters."""
 
 
-@runtime_checkable
-class Remembers(Protocol):
-    """What `LookaheadConfig(memory=...)` takes: a `lade.Memory`."""
-
-    max_bytes: int
-
-    def lookup(self, tokens: Any) -> Any:
-        """What is known about the end of a text."""
-        ...
-
-    def learn(self, tails: Any, rows: Any) -> None:
-        """Take in what the model said."""
-        ...
+class BaseMemory:
+    """Base of `lade.Memory`, by which a config knows one without importing what a memory needs."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +49,7 @@ class LookaheadConfig:
     prompt_ngrams: bool = True
     adaptive: bool = None  # type: ignore[assignment]
     budget: int | None = None
-    memory: Remembers | None = None
+    memory: BaseMemory | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -83,7 +72,7 @@ class LookaheadConfig:
         for field in ("prompt_ngrams", "adaptive"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(field, getattr(self, field), "give True or False")
-        if self.memory is not None and not isinstance(self.memory, Remembers):
+        if self.memory is not None and not isinstance(self.memory, BaseMemory):
             raise ConfigError("memory", self.memory, "give a lade.Memory, or None")
 
     def _check_method(self, given: dict[str, int]) -> None:

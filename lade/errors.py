@@ -10,14 +10,21 @@ LadeError
 ├── EngineClosedError       (RuntimeError) a `lade.Engine` takes no more requests
 └── MissingExtraError       (ImportError) an optional dependency is not installed
 
-A message names what was wrong, its value, and the remedy.
+A message names what was wrong, its value, and the remedy. Errors can be copied and pickled: a process pool sends them
+to its parent.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class LadeError(Exception):
     """Base of all errors raised by this library."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Python's own way calls `__init__` with the finished message, whatever arguments it takes."""
+        return _rebuilt, (type(self), self.args), self.__dict__
 
 
 class ConfigError(LadeError, ValueError):
@@ -57,7 +64,7 @@ class EngineFullError(LadeError, RuntimeError):
 
 
 class EngineClosedError(LadeError, RuntimeError):
-    """An engine that was closed takes no more requests."""
+    """An engine that was closed, or that another process decodes for, takes no more requests."""
 
 
 class MissingExtraError(LadeError, ImportError):
@@ -76,3 +83,10 @@ class CaptureWarning(UserWarning):
 
     That is slower; the tokens are the same.
     """
+
+
+def _rebuilt(kind: type[LadeError], args: tuple[Any, ...]) -> LadeError:
+    """An error with these `args`, made without its own `__init__`; its attributes are set by whoever unpickles it."""
+    error: LadeError = kind.__new__(kind, *args)
+    super(LadeError, error).__init__(*args)
+    return error

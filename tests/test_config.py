@@ -1,6 +1,8 @@
 """LookaheadConfig: frozen, validated."""
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 
@@ -66,3 +68,33 @@ def test_an_error_names_field_value_and_remedy(field, value):
 def test_it_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         LookaheadConfig().window = 3
+
+
+class Lookalike:
+    """Has all names of a memory, and nothing behind them."""
+
+    max_bytes, weights, fingerprint, tables = 10**6, None, None, ()
+
+    def lookup(self, tokens):
+        raise NotImplementedError
+
+    def learn(self, tails, rows):
+        raise NotImplementedError
+
+
+class OwnMemory(Memory):
+    """One with something added."""
+
+
+def test_a_memory_is_a_lade_memory_or_derived_from_it():
+    for memory in (Memory(), OwnMemory()):
+        assert LookaheadConfig(memory=memory).memory is memory
+    for other in (Lookalike(), Memory, "path", 0):
+        with pytest.raises(ConfigError, match=r"^memory=.* is not valid: give a lade\.Memory"):
+            LookaheadConfig(memory=other)
+
+
+def test_a_config_is_made_without_importing_what_a_memory_needs():
+    code = "import sys, lade; lade.LookaheadConfig(budget=3); print({'numpy', 'numba', 'torch'} & {*sys.modules})"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "set()\n"

@@ -1,8 +1,10 @@
 """The documentation: links lead somewhere, commands exist, lists and reference agree with the code."""
 
 import importlib.util
+import inspect
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -216,3 +218,42 @@ def test_every_page_is_in_the_navigation():
     listed = re.findall(r"^\s+- (?:[\w ]+: )?([\w/-]+\.md)$", configuration, re.MULTILINE)
     pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
     assert sorted(listed) == sorted(pages)
+
+
+# Names in examples
+
+
+def examples() -> str:
+    """All code that documentation and docstrings show, without lines that import."""
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in Path(lade.__file__).parent.rglob("*.py"))
+    shown = re.findall(r"^ *(?:>>>|\.\.\.) (.*)$", sources, re.MULTILINE)
+    pages = [code_of(path.read_text(encoding="utf-8")) for path in DOCS]
+    lines = "\n".join([*shown, *pages]).splitlines()
+    return "\n".join(line for line in lines if not re.match(r"\s*(>>> )?(from|import) |.*python -m ", line))
+
+
+def is_public(name: str) -> bool:
+    """Whether each module on the way makes the next part of a dotted name known after a plain `import lade`."""
+    thing = lade
+    for part in name.split(".")[1:]:
+        if (inspect.ismodule(thing) and part not in thing.__all__) or not hasattr(thing, part):
+            return False
+        thing = getattr(thing, part)
+    return True
+
+
+def test_names_in_examples_are_there_after_import_lade():
+    named = set(re.findall(r"(?<![\w./`\"'-])lade(?:\.[A-Za-z_]\w*)+", examples()))
+    assert {"lade.bench.workloads.load", "lade.generate", "lade.Memory.load"} <= named
+    assert sorted(name for name in named if not is_public(name)) == []
+
+
+def test_a_name_that_is_not_there_would_be_noticed():
+    assert not any(map(is_public, ["lade.bench.arms", "lade.bench.none", "lade.Memory.none", "lade.decoding"]))
+
+
+def test_the_example_of_the_benchmark_runs_in_a_fresh_interpreter():
+    (example,) = re.findall(r">>> (workload = .*)$", lade.bench.run.__doc__, re.MULTILINE)
+    code = f"import lade\n{example}\nprint(len(workload.items))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (run.stdout, run.stderr) == ("5\n", "")

@@ -12,7 +12,7 @@ import lade
 PACKAGE = Path(lade.__file__).parent
 # From the ground up: a layer imports from itself and from those below it.
 LAYERS = [
-    "version neighbour config errors stats lines files",
+    "version neighbour config errors locks stats lines files",
     "decoding",
     "model",
     "tuning",

@@ -6,11 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lade.bench import workloads
     from lade.bench.benchmark import run
     from lade.bench.inflate import inflate
     from lade.bench.results import Results, Settings
 
-__all__ = ["Results", "Settings", "inflate", "run"]
+__all__ = ["Results", "Settings", "inflate", "run", "workloads"]
 
 _HOME_OF = {
     "Results": "lade.bench.results",
@@ -18,11 +19,14 @@ _HOME_OF = {
     "inflate": "lade.bench.inflate",
     "run": "lade.bench.benchmark",
 }
+_PACKAGES = ("workloads",)
 
 if not TYPE_CHECKING:  # else type checkers would believe in any name
 
     def __getattr__(name: str) -> Any:
         """Import a name when it is first asked for: what needs no torch does not wait for it."""
+        if name in _PACKAGES:
+            return importlib.import_module(f"lade.bench.{name}")
         if name not in _HOME_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = globals()[name] = getattr(importlib.import_module(_HOME_OF[name]), name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import cast
 
 from lade.config import LookaheadConfig
 from lade.decoding.adaptive import AdaptiveDrafter
@@ -35,7 +34,8 @@ def drafter_for(
     """
     if not config.adaptive:
         return LookaheadDrafter(config, excluded)
-    memory = Memory() if config.memory is None else cast(Memory, config.memory)
+    memory = Memory() if config.memory is None else config.memory
+    assert isinstance(memory, Memory)  # the config has seen to it
     return AdaptiveDrafter(
         memory,
         _budget(config, cost) if budget is None else budget,

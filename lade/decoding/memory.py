@@ -11,25 +11,26 @@ Source of the idea: Token Recycling (arXiv 2408.08696) keeps the last row under 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from lade.config import BaseMemory
 from lade.decoding import kernels, memory_file
 from lade.decoding.kernels import END, LOGITS, LONGEST, TEXT, WIDTH, Ints
 from lade.decoding.memory_file import LEAST_BYTES, Contents
 from lade.decoding.mixer import prior_weights
 from lade.errors import ConfigError
+from lade.locks import ForkSafeLock
 
 SLOT_BYTES = 4 * (2 + WIDTH)
 DEFAULT_BYTES = 128 * 2**20
 _FIRST_SLOTS = 1024
 
 
-class Memory:
+class Memory(BaseMemory):
     """What follows the contexts seen, the least recently used forgotten first.
 
     By default each generation has one of its own. Hand one in to keep it across generations:
@@ -64,7 +65,7 @@ class Memory:
         self._most_slots = max_bytes // (2 * SLOT_BYTES)
         self._young, self._old = _table(min(_FIRST_SLOTS, self._most_slots)), _table(1)
         self._taken = 0
-        self._writing = threading.Lock()
+        self._writing = ForkSafeLock()
 
     def __len__(self) -> int:
         """Number of contexts."""

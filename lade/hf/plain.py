@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import sys
 import threading
@@ -17,9 +18,10 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from lade.errors import UnsupportedArgumentError
+from lade.errors import LadeError, UnsupportedArgumentError
 from lade.hf.original import original_generate
 from lade.model.support import unwrap
+from lade.model.thread_hooks import hooked
 from lade.stats import Stats, Step
 
 
@@ -55,7 +57,7 @@ class _Pass:
 
 @contextmanager
 def metered(model: Any, stats: Stats | None) -> Iterator[list[int]]:
-    """Count and time the forward passes of whatever runs meanwhile, as one generation of one token a pass.
+    """Count and time the forward passes that this thread makes meanwhile, as one generation of one token a pass.
 
     Passes over more than one token at the beginning (a prefill in chunks) count as prefill. After an error the last
     pass does not count: it has failed, or its token was never emitted.
@@ -70,17 +72,15 @@ def metered(model: Any, stats: Stats | None) -> Iterator[list[int]]:
     model = unwrap(model)
     passes: list[_Pass] = []
 
-    def before(module: Any, args: Any, kwargs: Any) -> None:
+    def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)
         passes.append(_Pass(1 if ids is None else ids.shape[-1], perf_counter()))
 
-    def after(module: Any, args: Any, output: Any) -> None:
+    def after(output: Any) -> None:
         passes[-1].end = perf_counter()
 
-    with ExitStack() as hooks:
-        hooks.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
-        hooks.callback(model.register_forward_hook(after).remove)
-        begin = perf_counter()
+    begin = perf_counter()
+    with hooked(model, before=before, after=after):
         try:
             yield rows
         except BaseException:
@@ -170,7 +170,11 @@ class _Channel(BaseStreamer):
 
 
 def plain_steps(model: Any, stats: Stats | None, **generate_arguments: Any) -> Iterator[Step]:
-    """`model.generate` as an iterator: one `Step` a token. Stopping early ends the generation."""
+    """`model.generate` as an iterator: one `Step` a token. Stopping early ends the generation.
+
+    Raises:
+        LadeError: it goes on in a process that was forked meanwhile, which has no thread that generates.
+    """
     channel, casting = _Channel(), _autocasts(unwrap(model))
 
     def work() -> None:
@@ -187,9 +191,9 @@ def plain_steps(model: Any, stats: Stats | None, **generate_arguments: Any) -> I
     thread = threading.Thread(target=work, name="lade-plain", daemon=True)
     lap = perf_counter()
     thread.start()
-    index = 0
+    index, home = 0, os.getpid()
     try:
-        while (item := channel.items.get()) is not None:
+        while (item := _next(channel, home)) is not None:
             if isinstance(item, BaseException):
                 raise item
             source = "bonus" if index else "prefill"
@@ -197,8 +201,19 @@ def plain_steps(model: Any, stats: Stats | None, **generate_arguments: Any) -> I
             index, lap = index + 1, perf_counter()
             channel.ask()
     finally:
-        channel.close()
-        thread.join()
+        if os.getpid() == home:
+            channel.close()
+            thread.join()
+
+
+def _next(channel: _Channel, home: int) -> list[int] | BaseException | None:
+    """What comes next; `home` is the process whose thread generates."""
+    if os.getpid() != home:
+        raise LadeError(
+            f"this stream is generated in process {home}, and process {os.getpid()}, which was forked from it, has no "
+            "thread for that: begin it again in this process"
+        )
+    return channel.items.get()
 
 
 def _autocasts(model: PreTrainedModel) -> list[torch.autocast]:

@@ -7,14 +7,16 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from lade.model import thread_hooks
 from lade.model.attention import MaskPlan
 from lade.model.graphs import GraphRunner
 from lade.model.positions import Positions
 from lade.model.runner import EagerRunner, input_device
 from lade.model.workspace import workspace_of
 
-_IDLE_HOOKS = "transformers.utils.output_capturing"
-"""Its hooks stay on a model once hidden states were asked for, and do nothing where they are not."""
+_IDLE_HOOKS = frozenset({"transformers.utils.output_capturing", thread_hooks.__name__})
+"""Modules whose hooks do nothing here: transformers' stay on a model once hidden states were asked for, and ours are
+those of other threads."""
 
 
 def runner_for(
@@ -51,7 +53,7 @@ def why_eager(model: Any) -> str:
         return "the caller is capturing a graph"
     for module in model.modules():
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        if hasattr(module, "_hf_hook") or any(getattr(hook, "__module__", "") != _IDLE_HOOKS for hook in hooks):
+        if hasattr(module, "_hf_hook") or any(getattr(hook, "__module__", "") not in _IDLE_HOOKS for hook in hooks):
             return "its modules have hooks, which a replay would not call"
         if type(module).__module__.partition(".")[0] == "peft":
             return "its adapters can be switched from call to call"

@@ -13,30 +13,37 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from lade.model.thread_hooks import hooked
+
 MOST_TOKENS = 1024
-"""Of a longer prompt only the last tokens are looked at: the head is not free."""
+"""Of a longer prompt only the last tokens are looked at, and kept: the head is not free."""
 _PIECE_LOGITS = 2**24
 
 
 class HiddenStates:
-    """Collects what the base model returns while the context is open."""
+    """Collects what the base model returns to this thread while the context is open."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model: Any = model
-        self._states: list[torch.Tensor] = []
-        self._hook: Any = None
+        self._states: torch.Tensor | None = None  # [B, T, H], of the last tokens
+        self._hook = hooked(self._model.get_decoder(), after=self._collect)
 
     def __enter__(self) -> HiddenStates:
-        self._hook = self._model.get_decoder().register_forward_hook(self._collect)
+        self._hook.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hook.remove()
+        self._hook.__exit__(kind, problem, trace)
 
-    def _collect(self, module: Any, arguments: Any, output: Any) -> None:
-        self._states.append(output[0])  # [B, T, H]
+    def _collect(self, output: Any) -> None:
+        states: torch.Tensor = output[0]  # [B, T, H]
+        if self._states is not None and states.shape[1] < MOST_TOKENS:  # a chunk of a prefill in chunks
+            states = torch.cat([self._states, states], dim=1)
+        if states.shape[1] > MOST_TOKENS:
+            states = states[:, -MOST_TOKENS:].clone()  # a view would keep those before, too
+        self._states = states
 
     def show(self, logits: torch.Tensor, length: int, watch: Callable[[int, torch.Tensor], None]) -> None:
         """Show logits of the prompt's last tokens, a bounded number at a time.
@@ -45,17 +52,19 @@ class HiddenStates:
             logits: `[B, V]` that the model returned for the last token. Some models scale what the head says, or cap
                 it: the others are scaled likewise.
             length: tokens in the prompt, cached ones included.
-            watch: is called with the number of a token and logits `[B, T, V]` from there on.
+            watch: is called with the number of a token and logits `[B, T, V]` from there on, on the device of `logits`.
+                In a model that is split over several devices the head may lie on another one.
         """
         head = self._model.get_output_embeddings()
-        if head is None or not self._states:
+        states = self._states
+        if head is None or states is None:
             return
-        states = torch.cat(self._states, dim=1)[:, -MOST_TOKENS:]
         if states.shape[-1] != getattr(head, "in_features", states.shape[-1]):
             return  # something lies between decoder and head: nothing is known about the prompt then
         last = head(states[:, -1])
-        scale = (last * logits).sum() / (last * last).sum()
+        scale = (last * logits.to(last.device)).sum() / (last * last).sum()
         piece = max(1, _PIECE_LOGITS // (logits.shape[0] * logits.shape[1]))
         first = length - states.shape[1]
         for start in range(0, states.shape[1], piece):
-            watch(first + start, head(states[:, start : start + piece]) * scale)
+            said = head(states[:, start : start + piece]) * scale
+            watch(first + start, said.to(logits.device))

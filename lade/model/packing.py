@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lade.errors import UnsupportedModelError
+from lade.locks import ForkSafeLock
 from lade.model.packed_linear import Guard, PackedLinear, same_bits, short, weight_of
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU_REMEDY = "leave it unpacked, or load it on the CPU with dtype=torch.float32 or torch.bfloat16 and no device_map"
 
 _Model = TypeVar("_Model", bound=nn.Module)
+_packing = ForkSafeLock()
 
 
 def pack(model: _Model, keep_original: bool = False, *, min_weights: int = MIN_WEIGHTS) -> _Model:
@@ -47,7 +50,7 @@ def pack(model: _Model, keep_original: bool = False, *, min_weights: int = MIN_W
 
     A weight that another module holds too, such as a head tied to the embedding, stays where it is: its packed form is
     a second copy. The packed weights must not be changed; `load_state_dict`, a move to another device or dtype, and a
-    pass that needs gradients are refused.
+    pass that needs gradients are refused. While it is packed no thread may call the model.
 
     Args:
         model: in evaluation mode, on the CPU.
@@ -65,7 +68,16 @@ def pack(model: _Model, keep_original: bool = False, *, min_weights: int = MIN_W
             or this PyTorch has no kernel for it. The model is then as it was.
     """
     start = perf_counter()
-    layers = packable(model, min_weights=min_weights)
+    with _packing:
+        layers = packable(model, min_weights=min_weights)
+        _pack(model, layers, keep_original=keep_original)
+        if layers and isinstance(model, PreTrainedModel):  # a container, such as nn.Sequential, would call a guard
+            Guard.put_into(model)
+    logger.info("packed %d layers of %s in %.1f s", len(layers), type(model).__name__, perf_counter() - start)
+    return model
+
+
+def _pack(model: nn.Module, layers: Sequence[Any], *, keep_original: bool) -> None:
     places, shared, done = _places(model), _shared_weights(model), []
     try:
         for layer in layers:
@@ -77,10 +89,6 @@ def pack(model: _Model, keep_original: bool = False, *, min_weights: int = MIN_W
         for packed in done:
             _put(packed.unpacked(), places[packed.layer])
         raise
-    if layers and isinstance(model, PreTrainedModel):  # a container, such as nn.Sequential, would call a guard
-        Guard.put_into(model)
-    logger.info("packed %d layers of %s in %.1f s", len(layers), type(model).__name__, perf_counter() - start)
-    return model
 
 
 def unpack(model: _Model) -> _Model:
@@ -92,14 +100,15 @@ def unpack(model: _Model) -> _Model:
     Returns:
         The model itself.
     """
-    places_of = _places(model)
-    while places_of:  # taken out one by one, so that what is unpacked is freed before the next one
-        module, places = places_of.popitem()
-        if isinstance(module, PackedLinear):
-            _put(module.unpacked(), places)
-        elif isinstance(module, Guard):
-            for parent, name in places:
-                del parent._modules[name]
+    with _packing:
+        places_of = _places(model)
+        while places_of:  # taken out one by one, so that what is unpacked is freed before the next one
+            module, places = places_of.popitem()
+            if isinstance(module, PackedLinear):
+                _put(module.unpacked(), places)
+            elif isinstance(module, Guard):
+                for parent, name in places:
+                    del parent._modules[name]
     return model
 
 

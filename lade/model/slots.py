@@ -9,15 +9,18 @@ slots of their own, so whatever a model derives from slots must be told the posi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lade.errors import UnsupportedModelError
 from lade.model.attention import Inputs
 from lade.model.positions import Positions
+from lade.model.thread_hooks import hooked
+from lade.model.thread_override import Override, overridden
 
 
 class SlotCounters:
@@ -31,13 +34,24 @@ class SlotCounters:
 
     @contextmanager
     def told(self, inputs: Inputs) -> Iterator[None]:
-        """While it lasts, they go by the positions in `inputs`."""
-        with ExitStack() as stack:
-            if self._alibi is not None:
-                stack.enter_context(_biased_by_position(self._alibi, inputs.key_positions))
-            if self._tempered:
-                stack.enter_context(_tempered_by_position(self._tempered, inputs.positions))
+        """While it lasts, they go by the positions in `inputs` when this thread calls them.
+
+        Raises:
+            UnsupportedModelError: they were not called, or not by this thread.
+        """
+        if self._alibi is None and not self._tempered:
             yield
+            return
+        with ExitStack() as stack:
+            overrides = [stack.enter_context(_tempered_by_position(layer, inputs)) for layer in self._tempered]
+            if self._alibi is not None:
+                overrides.append(stack.enter_context(_biased_by_position(self._alibi, inputs.key_positions)))
+            yield
+            if not any(override.asked for override in overrides):
+                raise UnsupportedModelError(
+                    "its layers were not called by the thread that decodes, and know nothing of a tree's positions",
+                    "call the model as it is, or use plain model.generate",
+                )
 
 
 def padding_counts_from(config: PretrainedConfig) -> int | None:
@@ -55,38 +69,29 @@ def _scales_queries(layer: Any) -> bool:
     return bool(getattr(layer, "attn_temperature_tuning", False)) and not layer.use_rope
 
 
-@contextmanager
-def _biased_by_position(decoder: Any, key_positions: torch.Tensor) -> Iterator[None]:
-    build = decoder.build_alibi_tensor
+def _biased_by_position(decoder: Any, key_positions: torch.Tensor) -> AbstractContextManager[Override]:
+    def own(build: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def build_alibi_tensor(attention_mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
+            ones = torch.ones_like(key_positions)  # as many as slots: no position is beyond its slot
+            by_position = build(ones, num_heads, dtype)  # [B * heads, 1, positions]
+            columns = key_positions.repeat_interleave(num_heads, dim=0)[:, None]  # [B * heads, 1, K]
+            return by_position.gather(2, columns)
 
-    def build_alibi_tensor(attention_mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
-        ones = torch.ones_like(key_positions)  # as many as slots: no position is beyond its slot
-        by_position: torch.Tensor = build(ones, num_heads, dtype)  # [B * heads, 1, positions]
-        columns = key_positions.repeat_interleave(num_heads, dim=0)[:, None]  # [B * heads, 1, K]
-        return by_position.gather(2, columns)
+        return build_alibi_tensor
 
-    decoder.build_alibi_tensor = build_alibi_tensor
-    try:
-        yield
-    finally:
-        del decoder.build_alibi_tensor
+    return overridden(decoder, "build_alibi_tensor", own)
 
 
 @contextmanager
-def _tempered_by_position(layers: Sequence[Any], positions: torch.Tensor) -> Iterator[None]:
-    """These layers multiply each query by a factor; here its projection is multiplied by the right one instead."""
-    with ExitStack() as stack:
-        for layer in layers:
-            factor = torch.log1p(torch.floor((positions.float() + 1.0) / layer.floor_scale)) * layer.attn_scale + 1.0
-            hook = layer.q_proj.register_forward_hook(_times(factor[..., None]))  # [B, S, 1]
-            stack.callback(hook.remove)
-            stack.callback(setattr, layer, "attn_temperature_tuning", layer.attn_temperature_tuning)
-            layer.attn_temperature_tuning = False
-        yield
+def _tempered_by_position(layer: Any, inputs: Inputs) -> Iterator[Override]:
+    """The layer multiplies each query by a factor; here its projection is multiplied by the right one instead."""
+    positions = inputs.positions.float()
+    factor = torch.log1p(torch.floor((positions + 1.0) / layer.floor_scale)) * layer.attn_scale + 1.0
+    factor = factor[..., None]  # [B, S, 1]
 
+    def multiply(output: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = output * factor.to(output.device)
+        return scaled.to(output.dtype)
 
-def _times(factor: torch.Tensor) -> Callable[..., torch.Tensor]:
-    def multiply(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return (output * factor.to(output.device)).to(output.dtype)
-
-    return multiply
+    with hooked(layer.q_proj, after=multiply), overridden(layer, "attn_temperature_tuning", lambda _: False) as flag:
+        yield flag

@@ -10,7 +10,6 @@ two threads may generate at once.
 from __future__ import annotations
 
 import logging
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -23,6 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lade.errors import CaptureWarning
+from lade.locks import ForkSafeLock
 from lade.model.capture import Call, Capture, CudaCapture, Recording, Rerun
 from lade.model.runner import input_device
 from lade.model.static_buffers import Buffers, Layers
@@ -65,7 +65,7 @@ class Workspace:
         self._make_capture = make_capture
         self.trouble: Hashable = None
         self._entries: list[_Entry] = []
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
 
     def cache(self, setup: Callable[[], Hashable], tokens: int | None = None, limit: int | None = None) -> StaticCache:
         """An empty cache on buffers of this workspace.
@@ -181,6 +181,7 @@ def _first(problem: BaseException) -> BaseException:
 
 
 _workspaces: WeakKeyDictionary[PreTrainedModel, Workspace] = WeakKeyDictionary()
+_making = ForkSafeLock()
 
 
 def workspace_of(model: PreTrainedModel, device: torch.device) -> Workspace:
@@ -188,10 +189,11 @@ def workspace_of(model: PreTrainedModel, device: torch.device) -> Workspace:
 
     After a failure it is made anew once the model is set up otherwise.
     """
-    workspace = _workspaces.get(model)
-    if workspace is None or (workspace.trouble is not None and workspace.trouble != setup_of(model)):
-        workspace = _workspaces[model] = Workspace(lambda: CudaCapture(device))
-    return workspace
+    with _making:
+        workspace = _workspaces.get(model)
+        if workspace is None or (workspace.trouble is not None and workspace.trouble != setup_of(model)):
+            workspace = _workspaces[model] = Workspace(lambda: CudaCapture(device))
+        return workspace
 
 
 def release(model: Any) -> None:

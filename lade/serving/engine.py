@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import weakref
 from collections import deque
@@ -17,7 +18,7 @@ from lade.hf.arguments import resolve
 from lade.model.support import supports, unwrap
 from lade.serving.batch import Batch, Seat
 from lade.serving.capacity import Capacity
-from lade.serving.handle import Handle
+from lade.serving.handle import Handle, check_process
 from lade.serving.request import Request, prepared
 from lade.stats import Stats, Step
 
@@ -35,8 +36,9 @@ class Engine:
     ...     handles = [engine.add(ids, max_new_tokens=200) for ids in prompts]
     ...     texts = [tokenizer.decode(handle.result()[0]) for handle in handles]
 
-    The model is the engine's while it is open: nobody else may call it. Requests share nothing else; give all of them
-    one `LookaheadConfig(memory=...)` where they may learn from each other's texts.
+    Other threads may call the model while the engine is open, to generate or for anything else that leaves it as it is;
+    whoever does shares the machine's time with its requests. Requests share nothing but the model; give all of them one
+    `LookaheadConfig(memory=...)` where they may learn from each other's texts.
 
     Args:
         model: a transformers causal language model, or one wrapped by PEFT.
@@ -103,8 +105,9 @@ class Engine:
             InputError: the prompt cannot be decoded, or is with its answer too long for the engine or the model.
             UnsupportedArgumentError: the arguments cannot be served exactly.
             EngineFullError: as many requests wait as may.
-            EngineClosedError: the engine was closed.
+            EngineClosedError: the engine was closed, or this process was forked from the engine's.
         """
+        self._desk.check_process()
         config = resolve(lookahead)[0] or PLAIN
         request = prepared(self._model, input_ids, generate_arguments, config=config, seed=seed)
         make = functools.partial(Handle, stats=Stats() if stats is None else stats, seed=request.seed, on_step=on_step)
@@ -113,7 +116,8 @@ class Engine:
     def close(self) -> None:
         """End all requests as cancelled and free what they took; returns when that is done. May be called again.
 
-        Called by an `on_step`, it returns at once, and all end before the next step.
+        Called by an `on_step`, it returns at once, and all end before the next step. In a forked process it does
+        nothing: there the engine has no thread, and the other process goes on with its requests.
         """
         self._finalizer.detach()
         self._desk.close()
@@ -145,6 +149,7 @@ class Desk:
         self._seats: dict[Handle, Seat] = {}
         self._changed = threading.Condition()
         self._closed = False
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._serve, name="lade.Engine", daemon=True)
         self._thread.start()
 
@@ -171,8 +176,15 @@ class Desk:
             self._changed.notify_all()
         return handle
 
+    def check_process(self) -> None:
+        """Raise `EngineClosedError` in a forked process, before a lock is asked for that nobody there will release."""
+        check_process(self._process)
+
     def cancel(self, handle: Handle) -> bool:
         """See `Handle.cancel`."""
+        if handle.done():
+            return False
+        self.check_process()
         with self._changed:
             if handle.done():
                 return False
@@ -185,6 +197,8 @@ class Desk:
 
     def close(self) -> None:
         """See `Engine.close`."""
+        if os.getpid() != self._process:
+            return
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Future
-from contextlib import suppress
+from concurrent.futures import CancelledError
+from contextlib import contextmanager, suppress
 
+from lade.errors import EngineClosedError
 from lade.hf.session import Output
 from lade.stats import Stats, Step
 
@@ -21,6 +24,9 @@ class Handle:
     >>> ids = handle.result()
 
     In a coroutine, `async for step in handle` does the same.
+
+    In a process that was forked nothing decodes: there a handle tells what it knew when that happened, and waiting for
+    more raises `EngineClosedError`.
 
     Attributes:
         seed: that its tokens are drawn with; None where nothing is drawn.
@@ -38,8 +44,10 @@ class Handle:
         self.seed, self.stats = seed, stats
         self._cancel, self._on_step = cancel, on_step
         self._steps: list[Step] = []
-        self._future: Future[Output] = Future()
+        self._result: Output | BaseException | None = None  # None where it was cancelled
+        self._ended = False
         self._changed = threading.Condition()
+        self._process = os.getpid()
         self._watchers: set[Callable[[], None]] = set()
 
     def __repr__(self) -> str:
@@ -47,12 +55,11 @@ class Handle:
         return f"Handle({self._state()}, {tokens} token{'' if tokens == 1 else 's'})"
 
     def _state(self) -> str:
-        if not self._future.done():
+        if not self._ended:
             return "running" if self._steps else "waiting"
-        if self._future.cancelled():
+        if self._result is None:
             return "cancelled"
-        problem = self._future.exception()
-        return "finished" if problem is None else f"failed: {problem!r}"
+        return f"failed: {self._result!r}" if isinstance(self._result, BaseException) else "finished"
 
     @property
     def tokens(self) -> list[int]:
@@ -61,10 +68,14 @@ class Handle:
 
     def done(self) -> bool:
         """Whether it has ended, in whatever way."""
-        return self._future.done()
+        return self._ended
 
     def cancel(self) -> bool:
-        """End it: at once if it waits, else before the next step. False if it has ended already."""
+        """End it: at once if it waits, else before the next step. False if it has ended already.
+
+        Raises:
+            EngineClosedError: in a forked process, where it cannot be.
+        """
         return self._cancel(self)
 
     def result(self, timeout: float | None = None) -> Output:
@@ -75,10 +86,16 @@ class Handle:
 
         Raises:
             TimeoutError: it has not ended by then; it goes on.
+            EngineClosedError: in a forked process, if it had not ended before.
             concurrent.futures.CancelledError: it was cancelled, or the engine was closed. `tokens` has what there is.
             Exception: whatever its processors, its criteria, its `on_step` or the model raised.
         """
-        return self._future.result(timeout)
+        self._wait(math.inf, timeout)
+        self._raise_problem()
+        if self._result is None:
+            raise CancelledError
+        assert not isinstance(self._result, BaseException)
+        return self._result
 
     def __iter__(self) -> Iterator[Step]:
         """Its steps from the first one on, each as soon as it is there; ends after the last, or when it is cancelled.
@@ -88,7 +105,7 @@ class Handle:
         """
         place = 0
         while True:
-            self._wait_for_step(place)
+            self._wait(place)
             if place == len(self._steps):
                 self._raise_problem()
                 return
@@ -103,9 +120,7 @@ class Handle:
             with suppress(RuntimeError):  # the loop was closed under a reader who never said goodbye
                 loop.call_soon_threadsafe(woken.set)
 
-        with self._changed:
-            self._watchers.add(wake)
-        try:
+        with self._watched(wake):
             while True:
                 woken.clear()
                 ended = self.done()  # asked before looking for steps: none comes after the end
@@ -116,19 +131,38 @@ class Handle:
                     self._raise_problem()
                     return
                 await woken.wait()
+
+    @contextmanager
+    def _watched(self, wake: Callable[[], None]) -> Iterator[None]:
+        """Call `wake` at every step and at the end, while the context lasts."""
+        if self._ended:
+            yield
+            return
+        check_process(self._process)
+        with self._changed:
+            self._watchers.add(wake)
+        try:
+            yield
         finally:
             with self._changed:
                 self._watchers.discard(wake)
 
-    def _wait_for_step(self, number: int) -> None:
-        """Until it is there, or the end."""
+    def _wait(self, steps: float, timeout: float | None = None) -> None:
+        """Until there are more steps than that, or the end; raises `TimeoutError`."""
+
+        def there() -> bool:
+            return self._ended or len(self._steps) > steps
+
+        if there():  # asked without the lock, which in a forked process nobody may be there to release
+            return
+        check_process(self._process)
         with self._changed:
-            self._changed.wait_for(lambda: len(self._steps) > number or self.done())
+            if not self._changed.wait_for(there, timeout):
+                raise TimeoutError
 
     def _raise_problem(self) -> None:
-        problem = None if self._future.cancelled() else self._future.exception()
-        if problem is not None:
-            raise problem
+        if isinstance(self._result, BaseException):
+            raise self._result
 
     def tell(self, step: Step, forward_s: float) -> None:
         """For the engine: a step, and the seconds it spent in the model. Raises what `on_step` raises."""
@@ -143,14 +177,9 @@ class Handle:
     def end(self, result: Output | BaseException | None) -> None:
         """For the engine: the result, the error that ended it, or None where it was cancelled; the first one counts."""
         with self._changed:
-            if self._future.done():  # cancelled by one thread while another closed the engine
+            if self._ended:  # cancelled by one thread while another closed the engine
                 return
-            if result is None:
-                self._future.cancel()
-            elif isinstance(result, BaseException):
-                self._future.set_exception(result)
-            else:
-                self._future.set_result(result)
+            self._result, self._ended = result, True
         self._wake()
 
     def _wake(self) -> None:
@@ -158,3 +187,12 @@ class Handle:
             self._changed.notify_all()
             for wake in self._watchers:
                 wake()
+
+
+def check_process(home: int) -> None:
+    """Raise `EngineClosedError` in any process but the one with this id: a fork has no thread that decodes."""
+    if os.getpid() != home:
+        raise EngineClosedError(
+            f"this engine decodes in process {home}, and process {os.getpid()}, which was forked from it, has no "
+            "thread for that: make a new lade.Engine in this process"
+        )

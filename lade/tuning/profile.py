@@ -20,6 +20,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from lade.decoding.engine import Runner
+from lade.locks import ForkSafeLock
 from lade.model.cache import TreeCache
 from lade.model.graphs import GraphRunner
 from lade.model.weights import bytes_by_kind
@@ -56,6 +57,7 @@ class Profile:
 
 
 _in_use: WeakKeyDictionary[PreTrainedModel, dict[str, Profile]] = WeakKeyDictionary()
+_measuring = ForkSafeLock()  # two threads that measured at once would measure each other
 
 
 def step_cost_for(
@@ -75,27 +77,36 @@ def step_cost_for(
     key = key_of(model, runner, batch)
     name = store.digest_of(key)
     profiles = _in_use.setdefault(model, {})
-    if name not in profiles:
-        cost = store.load(key, folder)
-        if cost is not None:
-            logger.debug(
-                "step cost of %s, batch of %d, loaded: %s", type(model).__name__, bucket(batch), _summary(cost)
-            )
-        else:
-            cost = _measured(model, runner, bucket(batch))
-            if cost is None:
+    profile = profiles.get(name)
+    if profile is None:
+        with _measuring:
+            profile = profiles.get(name) or _new_profile(key, model, runner, batch=bucket(batch), folder=folder)
+            if profile is None:
                 assert isinstance(runner, GraphRunner)  # with others that is an error
                 return step_cost_for(model, runner.eager(), batch=batch, folder=folder)
-            store.save(key, cost, folder)
-        profiles[name] = Profile(key, cost, cost.table)
-    cost = profiles[name].cost
-    cost.pad_to(runner.sizes if isinstance(runner, GraphRunner) else ())
-    return cost
+            profiles[name] = profile
+    profile.cost.pad_to(runner.sizes if isinstance(runner, GraphRunner) else ())
+    return profile.cost
+
+
+def _new_profile(
+    key: store.Key, model: PreTrainedModel, runner: Runner[TreeCache], *, batch: int, folder: Path | None
+) -> Profile | None:
+    """The saved curve, or one that is measured and saved now; None if it cannot be measured."""
+    cost = store.load(key, folder)
+    if cost is None:
+        cost = _measured(model, runner, batch)
+        if cost is None:
+            return None
+        store.save(key, cost, folder)
+    else:
+        logger.debug("step cost of %s, batch of %d, loaded: %s", type(model).__name__, batch, _summary(cost))
+    return Profile(key, cost, cost.table)
 
 
 def save_refreshed(model: PreTrainedModel, *, folder: Path | None = None) -> None:
     """Save those curves of a model that its steps have moved by more than a tenth; for the end of a generation."""
-    for profile in _in_use.get(model, {}).values():
+    for profile in list(_in_use.get(model, {}).values()):  # other threads may add to them
         if profile.cost.change_since(profile.saved) > WORTH_SAVING:
             store.save(profile.key, profile.cost, folder)
             profile.saved = profile.cost.table

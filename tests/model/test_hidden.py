@@ -1,12 +1,16 @@
 """What prefill shows of a prompt: the logits of its tokens, in pieces, without asking the model for them."""
 
+import threading
+
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import Gemma2Config, Gemma2ForCausalLM, GenerationConfig, GraniteConfig, GraniteForCausalLM
 
 import lade
-from lade.model import hidden
+from lade.model import hidden, runner
 from lade.model.cache import TreeCache
+from lade.model.hidden import HiddenStates
 from lade.model.runner import EagerRunner
 from lade.testing import toy_model
 
@@ -24,7 +28,7 @@ SIZES = {
 
 def shown(model, ids=IDS, cached=0, **arguments):
     """What is shown of prompts, by the number of the token, `[B, T, V]`."""
-    runner = EagerRunner(model, lade.supports(model).require(), GenerationConfig(**arguments))
+    runs = EagerRunner(model, lade.supports(model).require(), GenerationConfig(**arguments))
     pieces, cache = {}, TreeCache()
 
     def watch(alike, start, logits):
@@ -32,9 +36,25 @@ def shown(model, ids=IDS, cached=0, **arguments):
         pieces[start].append(logits.clone())
 
     if cached:
-        runner.prefill([ids[0, :cached].tolist()], cache)
-    last = runner.prefill(ids.tolist(), cache, watch)
+        runs.prefill([ids[0, :cached].tolist()], cache)
+    last = runs.prefill(ids.tolist(), cache, watch)
     return {start: torch.stack(said) for start, said in pieces.items()}, last
+
+
+def kept_by(model, ids, **arguments):
+    """Bytes of hidden states that are kept when a prompt has been fed."""
+    found = []
+
+    class Watched(HiddenStates):
+        def show(self, *args):
+            states = [each for each in tree_leaves(vars(self)) if isinstance(each, torch.Tensor)]
+            found.append(sum(each.untyped_storage().nbytes() for each in states))
+            super().show(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "HiddenStates", Watched)
+        pieces, _ = shown(model, ids, **arguments)
+    return found, pieces
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
@@ -68,6 +88,33 @@ def test_pieces_are_bounded_and_only_the_last_tokens_are_looked_at(monkeypatch):
     assert {start: piece.shape[1] for start, piece in pieces.items()} == {10: 8, 18: 8, 26: 4}
     for start, piece in pieces.items():
         torch.testing.assert_close(piece, expected[:, start : start + piece.shape[1]], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 7, 20])
+def test_no_more_than_the_last_tokens_are_kept(chunk, monkeypatch):
+    monkeypatch.setattr(hidden, "MOST_TOKENS", 16)
+    model = toy_model()
+    kept, pieces = kept_by(model, IDS, prefill_chunk_size=chunk)
+    assert kept == [16 * 32 * 8]  # tokens, size of a state, bytes of a float64
+    assert [(start, piece.shape[1]) for start, piece in pieces.items()] == [(14, 16)]
+    with torch.no_grad():
+        torch.testing.assert_close(pieces[14], model(IDS).logits[:, 14:], rtol=1e-9, atol=1e-9)
+
+
+def test_what_another_thread_feeds_meanwhile_is_not_shown():
+    model, other = toy_model(), torch.ones(2, 9, dtype=torch.long)
+    here = threading.get_ident()
+
+    def interrupt(module, args):
+        if threading.get_ident() == here:
+            thread = threading.Thread(target=model, args=[other])
+            thread.start()
+            thread.join()
+
+    model.get_input_embeddings().register_forward_pre_hook(interrupt)
+    pieces, _ = shown(model, prefill_chunk_size=7)
+    with torch.no_grad():
+        torch.testing.assert_close(pieces[0], model(IDS).logits, rtol=1e-9, atol=1e-9)
 
 
 def test_scaled_logits_are_scaled_and_capped_ones_nearly():

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 
 import accelerate
 import peft
@@ -294,6 +295,27 @@ def test_twice_is_once():
     assert {module for module in model.modules() if isinstance(module, PackedLinear)} == parts
     lade.unpack(lade.unpack(model))
     assert not packed_layers(model)
+
+
+@pytest.mark.parametrize("second", [packed, lade.unpack])
+def test_a_second_thread_waits_until_the_first_has_packed(second, monkeypatch):
+    model, put, others = build("llama"), packing._put, []
+    expected, weights = logits(model), copy.deepcopy(model.state_dict())
+
+    def interrupted(*args):
+        if not others:
+            others.append(threading.Thread(target=second, args=[model]))
+            others[0].start()
+            others[0].join(0.2)
+        put(*args)
+
+    monkeypatch.setattr(packing, "_put", interrupted)
+    packed(model)
+    others[0].join(10)
+    assert packed_layers(model) == (len(linears(build("llama"))) if second is packed else 0)
+    torch.testing.assert_close(logits(model), expected)
+    for name, weight in lade.unpack(model).state_dict().items():
+        assert torch.equal(weight, weights[name])
 
 
 def test_what_a_model_says_of_itself_stays():

@@ -528,7 +528,6 @@ def test_many_short_requests_leave_nothing_behind(of_each_round):
                 except (RuntimeError, CancelledError):
                     assert number % 50 == 0 or number % 25 == 1
             kept += [weakref.ref(handle) for handle in handles]
-            kept += [weakref.ref(handle._future) for handle in handles]
             del handle, handles
             gc.collect()
             counts.append((len(engine_threads()), threading.active_count(), tensors()))

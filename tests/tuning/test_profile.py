@@ -1,5 +1,8 @@
 import gc
+import threading
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -95,6 +98,40 @@ def test_batches_are_measured_by_powers_of_two(model, measured, tmp_path):
     }
     assert measured == [1, 2, 4, 8, 16]
     assert costs[5] is costs[8] and costs[2] is not costs[1]
+
+
+def test_threads_wait_for_a_measurement_that_is_going_on(model, measured, tmp_path, monkeypatch):
+    """Passes made at the same time would be measured as slow ones."""
+    measure, start = profile.measure_step_cost, threading.Barrier(4)
+
+    def slowly(*args, **kwargs):
+        time.sleep(0.05)
+        return measure(*args, **kwargs)
+
+    def cost_for(number):
+        start.wait(10)
+        return profile.step_cost_for(model, runner_of(model), folder=tmp_path)
+
+    monkeypatch.setattr(profile, "measure_step_cost", slowly)
+    with ThreadPoolExecutor(4) as pool:
+        costs = list(pool.map(cost_for, range(4)))
+    assert measured == [1] and len(set(map(id, costs))) == 1
+
+
+def test_a_curve_may_be_measured_while_another_thread_saves(model, measured, tmp_path, monkeypatch):
+    cost, save = profile.step_cost_for(model, runner_of(model), folder=tmp_path), store.save
+
+    def measuring_meanwhile(*args):
+        monkeypatch.setattr(store, "save", save)
+        profile.step_cost_for(model, runner_of(model), batch=2, folder=tmp_path)
+        return save(*args)
+
+    for _ in range(30):
+        cost.observe(16, 20e-3)
+    cost.refresh()
+    monkeypatch.setattr(store, "save", measuring_meanwhile)
+    profile.save_refreshed(model, folder=tmp_path)
+    assert measured == [1, 2] and len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_curve_that_steps_have_moved_is_saved_at_the_end(model, measured, tmp_path):

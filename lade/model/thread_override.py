@@ -1,0 +1,119 @@
+"""An attribute of a module that is another one for some threads: the others may call the module meanwhile.
+
+    module.attribute = Override     to a thread inside `overridden`: a value of its own
+                                    to all others: what the attribute was
+
+The first thread that needs it puts it in, and the last one takes it out.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from lade.locks import ForkSafeLock
+
+
+class Override:
+    """Stands for a flag or a function, of which some threads have their own.
+
+    Args:
+        original: what it stands for, to the other threads and in copies of the module.
+        inherited: whether the module has that from its class.
+
+    Attributes:
+        threads: how many have their own.
+    """
+
+    def __init__(self, original: Any, *, inherited: bool) -> None:
+        self.original, self.inherited = original, inherited
+        self.threads = 0
+        self._here = threading.local()
+
+    @property
+    def asked(self) -> bool:
+        """Whether this thread has asked for its own one."""
+        return getattr(self._here, "asked", False)
+
+    @contextmanager
+    def own(self, value: Any) -> Iterator[None]:
+        """Give this thread its own while the context lasts."""
+        self._here.value, self._here.asked = value, False
+        try:
+            yield
+        finally:
+            del self._here.value, self._here.asked
+
+    def is_own(self) -> bool:
+        """Whether this thread has its own."""
+        return hasattr(self._here, "value")
+
+    def _current(self) -> Any:
+        if not self.is_own():
+            return self.original
+        self._here.asked = True
+        return self._here.value
+
+    def __bool__(self) -> bool:
+        return bool(self._current())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function of the calling thread returns."""
+        return self._current()(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.original,)
+
+
+def _itself(original: Any) -> Any:
+    return original
+
+
+_changing = ForkSafeLock()
+
+
+@contextmanager
+def overridden(module: nn.Module, name: str, own: Callable[[Any], Any]) -> Iterator[Override]:
+    """Let this thread see another attribute while the context lasts.
+
+    Args:
+        module: may be called by other threads, too.
+        name: of the attribute: a flag, or a function.
+        own: makes what this thread is to see of what the attribute was.
+
+    Raises:
+        RuntimeError: this thread does so already.
+    """
+    override = _put_in(module, name)
+    try:
+        with override.own(own(override.original)):
+            yield override
+    finally:
+        _take_out(module, name, override)
+
+
+def _put_in(module: nn.Module, name: str) -> Override:
+    with _changing:
+        override = vars(module).get(name)
+        if not isinstance(override, Override):
+            override = Override(getattr(module, name), inherited=name not in vars(module))
+            setattr(module, name, override)
+        elif override.is_own():
+            raise RuntimeError("a pass over a tree was begun inside another one of the same model and thread")
+        override.threads += 1
+        return override
+
+
+def _take_out(module: nn.Module, name: str, override: Override) -> None:
+    with _changing:
+        override.threads -= 1
+        if override.threads or vars(module).get(name) is not override:
+            return
+        if override.inherited:
+            delattr(module, name)
+        else:
+            setattr(module, name, override.original)

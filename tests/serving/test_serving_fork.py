@@ -1,0 +1,196 @@
+"""A forked process has no engine's thread: what is left there of an engine says so, and nothing waits for ever."""
+
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from itertools import chain
+
+import pytest
+from serving_toys import VOCABULARY, alone, new_tokens, random_ids
+
+import lade
+from lade import Engine, EngineClosedError, LadeError, LookaheadConfig, Memory
+from lade.locks import ForkSafeLock
+from lade.testing import toy_model
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+LLAMA = toy_model("llama", vocabulary=VOCABULARY)
+IDS = random_ids(4)
+SOON = 30.0
+
+
+def in_fork(check):
+    """What a function returns in a forked process, or `[name, message]` of what it raises."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # what Python thinks of forks beside threads
+        child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)  # ends it where it hangs
+        try:
+            answer = check()
+        except BaseException as problem:
+            answer = [type(problem).__name__, str(problem)]
+        os.write(write, json.dumps(answer).encode())
+        os._exit(0)
+    os.close(write)
+    with open(read) as pipe:
+        answer = pipe.read()
+    assert os.waitpid(child, 0)[1] == 0, "it hangs"
+    return json.loads(answer)
+
+
+@contextlib.contextmanager
+def held(*locks):
+    """Another thread holds these."""
+    holds, done = threading.Event(), threading.Event()
+
+    def hold():
+        with contextlib.ExitStack() as stack:
+            for lock in locks:
+                stack.enter_context(lock)
+            holds.set()
+            done.wait(SOON)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert holds.wait(SOON)
+    yield
+    done.set()
+    thread.join()
+
+
+@pytest.fixture
+def engine():
+    with Engine(LLAMA, max_rows=1) as engine:
+        yield engine
+
+
+@pytest.fixture
+def ended(engine):
+    handle = engine.add(IDS, max_new_tokens=9)
+    handle.result(SOON)
+    return handle
+
+
+@pytest.fixture
+def going_on(engine):
+    """A request in the middle of its answer; all of an engine's locks are taken."""
+    reached, opened = threading.Event(), threading.Event()
+
+    def on_step(step):
+        reached.set()
+        opened.wait(SOON)
+
+    handle = engine.add(IDS, max_new_tokens=30, on_step=on_step)
+    assert reached.wait(SOON)
+    with held(engine._desk._changed, handle._changed):
+        yield handle
+    opened.set()
+    assert new_tokens(handle, IDS) == alone(LLAMA, IDS, max_new_tokens=30), "the first process is not affected"
+
+
+async def read_by_a_coroutine(handle):
+    return [step.tokens async for step in handle]
+
+
+USES = {
+    "add": lambda engine, handle: engine.add(IDS, max_new_tokens=3),
+    "result": lambda engine, handle: handle.result(),
+    "steps": lambda engine, handle: [step.tokens for step in handle],
+    "coroutine": lambda engine, handle: asyncio.run(read_by_a_coroutine(handle)),
+    "cancel": lambda engine, handle: handle.cancel(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_would_wait_for_ever_raises(use, engine, going_on):
+    name, message = in_fork(lambda: USES[use](engine, going_on))
+    assert name == EngineClosedError.__name__
+    assert f"in process {os.getpid()}" in message and "forked" in message
+    assert message.endswith(": make a new lade.Engine in this process")
+
+
+def test_an_engine_can_be_closed(engine, going_on):
+    def close():
+        with engine:
+            engine.close()
+        return engine._finalizer.alive
+
+    assert in_fork(close) is False
+
+
+def test_what_python_calls_when_an_engine_is_collected_or_at_its_end_does_nothing(engine, going_on):
+    assert in_fork(lambda: [engine._finalizer(), engine._finalizer.alive]) == [None, False]
+
+
+def test_what_had_ended_before_is_there(engine, ended, going_on):
+    def look():
+        tokens = new_tokens(ended, IDS)
+        assert ended.done() and not going_on.done() and going_on.tokens and not ended.cancel()
+        assert [token for step in ended for token in step.tokens] == tokens
+        assert [*chain.from_iterable(asyncio.run(read_by_a_coroutine(ended)))] == tokens
+        return tokens
+
+    with held(ended._changed):
+        assert in_fork(look) == alone(LLAMA, IDS, max_new_tokens=9)
+
+
+def test_a_new_engine_serves_in_the_forked_process(engine, going_on):
+    def serve():
+        gc.collect()
+        with Engine(LLAMA) as own:
+            return new_tokens(own.add(IDS, max_new_tokens=12), IDS)
+
+    assert in_fork(serve) == alone(LLAMA, IDS, max_new_tokens=12)
+
+
+def test_locks_of_the_library_are_free_in_the_forked_process():
+    memory, lock = Memory(), ForkSafeLock()
+    config = LookaheadConfig(budget=9, memory=memory)
+
+    def generate():
+        with lock, lock:
+            return lade.generate(LLAMA, IDS, max_new_tokens=12, lookahead=config)[0, IDS.shape[1] :].tolist()
+
+    with held(memory._writing, lock):
+        assert in_fork(generate) == alone(LLAMA, IDS, max_new_tokens=12)
+    assert generate() == alone(LLAMA, IDS, max_new_tokens=12)
+
+
+def test_a_plain_stream_says_that_it_ends_where_it_was_begun():
+    stream = lade.stream(LLAMA, IDS, max_new_tokens=40, lookahead=None)
+    tokens = next(stream).tokens
+
+    def read():
+        return [step.tokens for step in stream]
+
+    name, message = in_fork(read)
+    assert name == LadeError.__name__ and message.endswith("begin it again in this process")
+    assert [*tokens, *chain.from_iterable(read())] == alone(LLAMA, IDS, max_new_tokens=40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["", "engine.close()", "engine = None; gc.collect()"])
+def test_an_interpreter_ends_that_was_forked_beside_an_engine(end):
+    code = f"""
+import gc, os, signal, sys, lade
+from lade.testing import toy_model
+engine = lade.Engine(toy_model("llama"))
+engine.add([1, 2], max_new_tokens=5).result()
+if os.fork() == 0:
+    signal.alarm(100)
+    {end}
+    sys.exit(3)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 3
+assert engine.add([1, 2], max_new_tokens=5).result().shape == (1, 7)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
