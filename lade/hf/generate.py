@@ -13,8 +13,17 @@ from transformers.generation.streamers import BaseStreamer
 
 from lade.config import LookaheadConfig
 from lade.errors import FallbackWarning, UnsupportedArgumentError, UnsupportedError
-from lade.hf.arguments import REMEDY, Lookahead, check_prompt, resolve, with_stop_strings
+from lade.hf.arguments import (
+    REMEDY,
+    Lookahead,
+    check_ids,
+    check_prompt,
+    refuse_media,
+    resolve,
+    with_stop_strings,
+)
 from lade.hf.beams import BeamSession, argument_of, num_beams, refuse_slow_beams, refuse_streamed_beams
+from lade.hf.one_call import guarded, refuse_values_of_one_call
 from lade.hf.plain import EVERY_PASS, decoding_method, lengths_of, metered, plain_steps
 from lade.hf.session import Output, Session, ids_of
 from lade.model.support import supports, unwrap
@@ -70,6 +79,7 @@ def decoder(*, streamer: BaseStreamer | None = None) -> Callable[..., Output]:
     return functools.partial(_decode, streamer=streamer)
 
 
+@guarded
 def _decode(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
@@ -111,6 +121,7 @@ def _decode(
     return output
 
 
+@guarded
 def generate(
     model: Any,
     inputs: torch.Tensor | None = None,
@@ -147,6 +158,7 @@ def generate(
     config, may_fall_back = resolve(lookahead)
     if inputs is not None:
         generate_arguments["inputs"] = inputs
+    check_ids(generate_arguments)
     refuse_streamed_beams(num_beams(unwrap(model), generate_arguments) if streamer is not None else None)
     if config is not None:
         try:
@@ -169,6 +181,7 @@ def generate(
     return output
 
 
+@guarded
 def stream(
     model: Any,
     inputs: torch.Tensor | None = None,
@@ -188,11 +201,13 @@ def stream(
     config, may_fall_back = resolve(lookahead)
     if inputs is not None:
         generate_arguments["inputs"] = inputs
+    check_ids(generate_arguments)
     refuse_streamed_beams(num_beams(unwrap(model), generate_arguments))
     _refuse_streamed_rows(unwrap(model), generate_arguments)
     if config is not None:
         try:
             check_request(model, generate_arguments)
+            refuse_values_of_one_call(generate_arguments, "lade.stream")
             make = functools.partial(Session, config=config, stats=Stats() if stats is None else stats)
             handed_on = with_stop_strings(unwrap(model), generate_arguments)
             return iter(model.generate(custom_generate=make, **handed_on))
@@ -209,6 +224,7 @@ def check_request(model: Any, arguments: dict[str, Any]) -> None:
     for name in ASSISTANTS:
         if arguments.get(name) is not None:
             raise UnsupportedArgumentError(f"{name} asks for another way of decoding beside lookahead", REMEDY)
+    refuse_media(arguments)
     ids = arguments.get("inputs", arguments.get("input_ids"))
     if isinstance(ids, torch.Tensor) and arguments.get("inputs_embeds") is None:
         check_prompt(unwrap(model), ids)
@@ -236,7 +252,7 @@ def _refuse_streamed_rows(model: Any, arguments: dict[str, Any]) -> None:
 
 
 def _warn(problem: UnsupportedError) -> None:
-    warnings.warn(f"decoding plainly: {problem.reason}", FallbackWarning, stacklevel=3)
+    warnings.warn(f"decoding plainly: {problem.reason}", FallbackWarning, stacklevel=4)
 
 
 __all__ = ["LookaheadConfig", "decode", "decoder", "generate", "stream"]

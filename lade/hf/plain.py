@@ -17,6 +17,8 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from lade.errors import UnsupportedArgumentError
+from lade.hf.one_call import clean_up
+from lade.model.runner import input_device
 from lade.model.support import unwrap
 from lade.stats import Stats, Step
 
@@ -137,16 +139,24 @@ class _Channel(BaseStreamer, StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.closed.is_set(), device=input_ids.device, dtype=torch.bool)
 
 
+def _autocast_of_caller(model: PreTrainedModel) -> torch.autocast:
+    """The caller's `torch.autocast`, to be entered by another thread, which has none."""
+    device = input_device(model).type
+    enabled = torch.is_autocast_enabled(device)
+    return torch.autocast(device, torch.get_autocast_dtype(device), enabled, torch.is_autocast_cache_enabled())
+
+
 def plain_steps(model: Any, stats: Stats | None, **generate_arguments: Any) -> Iterator[Step]:
     """`model.generate` as an iterator: one `Step` a token. Stopping early ends the generation."""
-    channel = _Channel()
+    channel, autocast = _Channel(), _autocast_of_caller(unwrap(model))
     criteria = StoppingCriteriaList([*(generate_arguments.pop("stopping_criteria", None) or ()), channel])
 
     def work() -> None:
         try:
-            with metered(model, stats):
+            with autocast, metered(model, stats):
                 model.generate(streamer=channel, stopping_criteria=criteria, **generate_arguments)
         except BaseException as problem:  # noqa: BLE001 - handed over to the reader, who raises it
+            clean_up(model, problem, generate_arguments.get("generation_config"))
             channel.items.put(problem)
         channel.items.put(None)
 
