@@ -15,6 +15,7 @@ from huggingface_hub.errors import GatedRepoError, HFValidationError, Repository
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as _logging
 
+from lade.cli import checkpoint
 from lade.cli.terminal import Terminal, one_line
 from lade.config import LookaheadConfig
 from lade.decoding.memory import Memory
@@ -146,10 +147,11 @@ def load(name: str | None, *, dtype: str, device: str, term: Terminal, pack: boo
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=only_local, trust_remote_code=False)
     except Exception as problem:
-        raise InputError(_explain(shown, "its tokenizer cannot be loaded", problem)) from problem
+        raise InputError(_explain(shown, source, "its tokenizer cannot be loaded", problem)) from problem
     if not len(tokenizer):
         raise InputError(f"model {shown!r}: its tokenizer has no vocabulary; put the model's tokenizer.json beside it")
     model = _load_model(shown, source, only_local, torch_dtype)
+    checkpoint.check(model, shown, source)
     try:
         model = model.to(target)
     except Exception as problem:
@@ -194,7 +196,7 @@ def _load_model(shown: str, source: str, only_local: bool, dtype: torch.dtype | 
             source, dtype=dtype, local_files_only=only_local, trust_remote_code=False, output_loading_info=True
         )
     except Exception as problem:
-        raise InputError(_explain(shown, "it cannot be loaded", problem)) from problem
+        raise InputError(_explain(shown, source, "it cannot be loaded", problem)) from problem
     model, found = loaded
     missing = sorted(found["missing_keys"])
     if missing:
@@ -265,13 +267,15 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _explain(name: str, what: str, problem: Exception) -> str:
+def _explain(name: str, source: str, what: str, problem: Exception) -> str:
     """One line for what transformers or safetensors raised."""
     reason = str(problem)
     if "Unrecognized configuration class" in reason:
         found = re.search(r"(\w+)Config'?>", reason)
         kind = f"a {found[1]} model" if found else "something else"
         return f"model {name!r} is {kind}, not a causal language model: give a decoder-only checkpoint"
+    if known := checkpoint.why_not_loaded(source, problem):
+        return f"model {name!r}: {known}"
     first = one_line(reason.split("\n", 1)[0] or type(problem).__name__, 240).rstrip(".:")
     return f"model {name!r}: {what} ({first}); check that its files are complete"
 
