@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from transformers import StoppingCriteriaList, StopStringCriteria
 
+from lade.cli import checkpoint
 from lade.cli.detokenizer import Detokenizer
 from lade.cli.interrupt import Interrupt
 from lade.cli.loading import BEAM_FIELDS, SAMPLING_FIELDS, Subject
-from lade.cli.options import GREEDY, Choices, check_ranges
+from lade.cli.options import GREEDY, Choices
 from lade.cli.terminal import Terminal
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError
@@ -119,7 +120,7 @@ def check_served(subject: Subject, lookahead: Lookahead, choices: Choices = GREE
     """
     if isinstance(lookahead, LookaheadConfig):
         supports(subject.model).require()
-    check_ranges(generate_arguments(subject, choices), origin="the checkpoint's generation_config says so")
+    checkpoint.check_choices(generate_arguments(subject, choices), subject.name)
     for text in choices.stop or ():
         try:
             StopStringCriteria(subject.tokenizer, [text])

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as _logging
 
+from lade.cli import checkpoint
 from lade.cli.hub import Source, find, gated
 from lade.cli.model_options import Loading
 from lade.cli.quantization import quantization_config
@@ -147,6 +148,7 @@ def load(loading: Loading, *, term: Terminal, pack: bool | None = False) -> Subj
         term.working(f"loading {source.shown}")
         tokenizer = _load_tokenizer(source, loading)
         model = _load_model(source, loading, target)
+        checkpoint.check(model, source.shown, source.name)
         if loading.adapter is not None:
             _adapt(model, loading, source)
     if pack or (pack is None and loading.model is not None and model.device.type == "cpu"):
@@ -305,6 +307,8 @@ def _explain(source: Source, what: str, problem: Exception) -> str:
         found = re.search(r"(\w+)Config'?>", reason)
         kind = f"a {found[1]} model" if found else "something else"
         return f"model {source.shown!r} is {kind}, not a causal language model: give a decoder-only checkpoint"
+    if known := checkpoint.why_not_loaded(source.name, problem):
+        return f"model {source.shown!r}: {known}"
     if "access a gated repo" in reason:
         return gated(source.shown)
     if "trust_remote_code" in reason:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+import reprlib
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +20,13 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
+from lade.hf.media import WHY, is_empty, names_media, says_text
 from lade.model.lending import can_lend, why_unfit
+from lade.model.padding import counts_padding
 from lade.model.positions import LEARNED_POSITIONS
 from lade.model.runner import EagerRunner
 from lade.model.slots import padding_counts_from
+from lade.model.support import is_listed
 
 REMEDY = 'leave it out, use plain model.generate, or lookahead="auto", which falls back to it'
 KNOWN_MODEL_KWARGS = frozenset(
@@ -73,18 +77,20 @@ def checked_paddings(
         InputError: no decoding could continue the prompt.
         UnsupportedArgumentError: lookahead decoding cannot.
     """
-    refuse_arguments(logits_processor, generation_config, model_kwargs, modes)
+    refuse_arguments(model, logits_processor, generation_config, model_kwargs, modes)
     check_prompt(model, prompts)
     mask, positions = (model_kwargs.get(name) for name in ("attention_mask", "position_ids"))
     beams = generation_config.num_beams or 1
     paddings = left_paddings(prompts, None if mask is None else mask[::beams])
     check_padding(model, max(paddings), generation_config.max_length)
     if positions is not None:
-        check_positions(positions[::beams].expand(len(paddings), -1), paddings)
+        for axis in positions if positions.ndim == 3 else positions[None]:  # of time, height and width in some models
+            check_positions(axis[::beams].expand(len(paddings), -1), paddings)
     return paddings
 
 
 def refuse_arguments(
+    model: PreTrainedModel,
     logits_processor: LogitsProcessorList,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
@@ -101,10 +107,22 @@ def refuse_arguments(
     for name in REFUSED_OUTPUTS:
         if generation_config.return_dict_in_generate and getattr(generation_config, name):
             refuse(f"{name}=True", "a pass over a tree has no such tensors of one token at a time")
+    refuse_media(model_kwargs)
     for name, value in model_kwargs.items():
-        if name not in KNOWN_MODEL_KWARGS and value is not None:
+        if name not in KNOWN_MODEL_KWARGS and not is_empty(value) and not says_text(model, name, value):
             refuse(name, "its values for tokens ahead of the text are not known")
     _refuse_cache(generation_config, model_kwargs)
+
+
+def refuse_media(arguments: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedArgumentError` for a prompt with images, videos or sounds.
+
+    Args:
+        arguments: of `generate`, or what it made of them.
+    """
+    for name, value in arguments.items():
+        if names_media(name) and not is_empty(value):
+            refuse(name, WHY)
 
 
 def _refuse_cache(generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
@@ -168,6 +186,30 @@ def refuse(what: str, why: str) -> None:
     raise UnsupportedArgumentError(f"{what} cannot be used with lookahead decoding: {why}", REMEDY)
 
 
+def check_ids(arguments: Mapping[str, Any]) -> None:
+    """Raise `InputError` for a prompt that is no tensor of ids, such as a text.
+
+    Args:
+        arguments: of `generate`.
+    """
+    for name in ("inputs", "input_ids"):
+        if not isinstance(value := arguments.get(name), torch.Tensor | None):
+            raise InputError(why_no_ids(name, value))
+
+
+def why_no_ids(name: str, value: object) -> str:
+    """What is wrong with a prompt that is no tensor of ids, and the remedy."""
+    first = value[0] if isinstance(value, list | tuple) and value else value
+    if isinstance(first, str):
+        return (
+            f"{name} is a text, {reprlib.repr(first)}: encode it with the tokenizer: "
+            'tokenizer(text, return_tensors="pt").input_ids'
+        )
+    if isinstance(value, Mapping):
+        return f"{name} is a {type(value).__name__}: give what it holds as arguments, **{name}"
+    return f"{name} is a {type(value).__name__}: give ids as an int64 tensor [batch, length]"
+
+
 def check_prompt(model: PreTrainedModel, input_ids: torch.Tensor) -> None:
     """Raise `InputError` for a prompt that no decoding could continue.
 
@@ -229,6 +271,8 @@ def check_padding(model: PreTrainedModel, padding: int, max_length: int) -> None
     limit = padding_counts_from(model.config.get_text_config(decoder=True))
     if padding and limit is not None and max_length >= limit:
         refuse("left padding", f"from {limit} tokens on this model counts the padding; give the prompt without it")
+    if padding and not is_listed(model) and counts_padding(model):
+        refuse("left padding", "plain decoding counts it as text on this model; give the prompt without it")
 
 
 def check_cache(cache: Any, paddings: Sequence[int], length: int) -> None:

@@ -15,9 +15,10 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateOutput
 
 from lade.config import Lookahead, LookaheadConfig
-from lade.errors import FallbackWarning, InputError, UnsupportedArgumentError, UnsupportedError
-from lade.hf.arguments import REMEDY, check_prompt, resolve, with_stop_strings
+from lade.errors import FallbackWarning, UnsupportedArgumentError, UnsupportedError
+from lade.hf.arguments import REMEDY, check_ids, check_prompt, refuse_media, resolve, with_stop_strings
 from lade.hf.beams import BeamSession, argument_of, num_beams, refuse_slow_beams, refuse_streamed_beams
+from lade.hf.one_call import guarded, refuse_values_of_one_call
 from lade.hf.original import check_generate, original_generate
 from lade.hf.plain import EVERY_PASS, decoding_method, lengths_of, metered, plain_steps
 from lade.hf.session import Session, ids_of
@@ -95,6 +96,7 @@ def decoder(*, streamer: BaseStreamer | None = None) -> Callable[..., Generated]
     return functools.partial(_decode, streamer=streamer)
 
 
+@guarded
 def _decode(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
@@ -178,6 +180,7 @@ def generate(
 ) -> Generated: ...  # a generation_config decides
 
 
+@guarded
 def generate(
     model: Any,
     inputs: torch.Tensor | None = None,
@@ -216,6 +219,7 @@ def generate(
     refuse_autocast(unwrap(model))
     if inputs is not None:
         generate_arguments["inputs"] = inputs
+    check_ids(generate_arguments)
     refuse_streamed_beams(num_beams(unwrap(model), generate_arguments) if streamer is not None else None)
     if config is not None:
         progress = _Progress()
@@ -239,6 +243,7 @@ def generate(
     return output
 
 
+@guarded
 def stream(
     model: Any,
     inputs: torch.Tensor | None = None,
@@ -259,11 +264,13 @@ def stream(
     refuse_autocast(unwrap(model))
     if inputs is not None:
         generate_arguments["inputs"] = inputs
+    check_ids(generate_arguments)
     refuse_streamed_beams(num_beams(unwrap(model), generate_arguments))
     _refuse_streamed_rows(unwrap(model), generate_arguments)
     if config is not None:
         try:
             check_request(model, generate_arguments)
+            refuse_values_of_one_call(generate_arguments, "lade.stream")
             make = functools.partial(Session, config=config, stats=Stats() if stats is None else stats)
             handed_on = with_stop_strings(unwrap(model), generate_arguments)
             return iter(model.generate(custom_generate=make, **handed_on))
@@ -285,14 +292,9 @@ def check_request(model: Any, arguments: dict[str, Any]) -> None:
         raise UnsupportedArgumentError("synced_gpus=True has all ranks make as many passes as the slowest one", REMEDY)
     if arguments.get("cache_implementation") == "paged":
         raise UnsupportedArgumentError("cache_implementation='paged' asks for continuous batching", REMEDY)
-    name = "inputs" if "inputs" in arguments else "input_ids"
-    ids = arguments.get(name)
-    if ids is not None and not isinstance(ids, torch.Tensor):
-        raise InputError(
-            f"{name} is of type {type(ids).__name__}: give token ids as int64 [batch, length], such as those of "
-            'tokenizer(text, return_tensors="pt")'
-        )
-    if ids is not None and arguments.get("inputs_embeds") is None:
+    refuse_media(arguments)
+    ids = arguments.get("inputs", arguments.get("input_ids"))
+    if isinstance(ids, torch.Tensor) and arguments.get("inputs_embeds") is None:
         check_prompt(unwrap(model), ids)
 
 
@@ -327,7 +329,7 @@ def _fall_back(problem: UnsupportedError, stats: Stats | None) -> None:
     logger.info("decoding plainly: %s", problem.reason)
     if stats is not None:
         stats.fallback = problem.reason
-    warnings.warn(f"decoding plainly: {problem.reason}", FallbackWarning, stacklevel=3)
+    warnings.warn(f"decoding plainly: {problem.reason}", FallbackWarning, stacklevel=4)
 
 
 __all__ = ["LookaheadConfig", "decode", "decoder", "generate", "stream"]

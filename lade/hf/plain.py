@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from lade.errors import LadeError, UnsupportedArgumentError
+from lade.hf.one_call import clean_up
 from lade.hf.original import original_generate
 from lade.model.support import unwrap
 from lade.model.thread_hooks import hooked
@@ -185,6 +186,7 @@ def plain_steps(model: Any, stats: Stats | None, **generate_arguments: Any) -> I
                 generate = stack.enter_context(original_generate(model))
                 generate(streamer=channel, **generate_arguments)
         except BaseException as problem:  # noqa: BLE001 - handed over to the reader, who raises it
+            clean_up(model, problem, generate_arguments.get("generation_config"))
             channel.items.put(problem)
         channel.items.put(None)
 

@@ -10,6 +10,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lade.errors import UnsupportedModelError
+from lade.model.adapters import why_adapted_otherwise
 from lade.model.attention import MaskPlan
 from lade.model.layer_trial import why_inexact
 from lade.model.probe import tolerance, worst_error
@@ -106,6 +107,11 @@ def unwrap(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def is_listed(model: PreTrainedModel) -> bool:
+    """Whether it is of an architecture that this package tests; others are checked on the model itself."""
+    return _is_listed(model, model.config.get_text_config(decoder=True))
+
+
 def _refusal(model: Any) -> str:
     """Why a model cannot be served whatever its masks; empty if there is no such reason."""
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
@@ -134,7 +140,7 @@ def _refusal_as_it_is_set_up(model: PreTrainedModel, config: PretrainedConfig) -
     if backend == TREE_ATTENTION and not model._can_set_attn_implementation():
         remedy = 'load it with attn_implementation="eager"'
         return f"its attention does not go through transformers' interface, so it does not know {backend!r}: {remedy}"
-    if getattr(config, "use_bidirectional_attention", False):
+    if getattr(config, "use_bidirectional_attention", False) not in (None, False, "vision"):
         return "its attention is bidirectional"
     if model.training and _drops_out(model, config):
         return "it is in training mode, where dropout makes every pass differ: call model.eval()"
@@ -142,12 +148,7 @@ def _refusal_as_it_is_set_up(model: PreTrainedModel, config: PretrainedConfig) -
 
 
 def _refusal_of_wrapper(wrapped: Any, model: PreTrainedModel) -> str:
-    adapter = getattr(wrapped, "active_peft_config", None)
-    # While PEFT generates with such an adapter, it prepares the inputs of the model itself.
-    prepares = getattr(model.prepare_inputs_for_generation, "__self__", model)
-    if getattr(adapter, "is_prompt_learning", False) or prepares is not model:
-        return "its adapter puts learned tokens before the prompt, whose positions are not known here"
-    return ""
+    return why_adapted_otherwise(wrapped, model)
 
 
 def _foreign_layers(config: PretrainedConfig) -> list[str]:

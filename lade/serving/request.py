@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from lade.config import LookaheadConfig
 from lade.decoding.drafter import Drafter
 from lade.decoding.row import Row
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
-from lade.hf.arguments import checked_paddings, with_stop_strings
+from lade.hf.arguments import checked_paddings, why_no_ids, with_stop_strings
 from lade.hf.draws import LoneSampler
 from lade.hf.generate import check_request
+from lade.hf.one_call import guarded, refuse_hooks_of_one_call, refuse_values_of_one_call
 from lade.hf.session import Output, output_of, record_for, row_for, special_ids
 from lade.model.positions import LEARNED_POSITIONS, Positions
 from lade.model.runner import input_device
@@ -98,6 +99,7 @@ class Request:
         return output_of(self._input_ids, [row.written], self._generation_config, self._record)
 
 
+@guarded
 def prepared(
     model: Any,
     input_ids: torch.Tensor | Sequence[int],
@@ -128,6 +130,7 @@ def prepared(
     make = functools.partial(Request, config=config, seed=seed)
     try:
         check_request(model, arguments)
+        _refuse_contexts(unwrap(model), arguments)
         request: Request = model.generate(custom_generate=make, **with_stop_strings(unwrap(model), arguments))
     except UnsupportedArgumentError as problem:
         raise UnsupportedArgumentError(problem.reason, REMEDY) from None  # no "auto" falls back to anything here
@@ -139,9 +142,19 @@ def refuse(what: str, why: str) -> None:
     raise UnsupportedArgumentError(f"{what} cannot be used with lade.Engine: {why}", REMEDY)
 
 
+def _refuse_contexts(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+    """Refuse what is in effect only while the caller's call lasts: an engine decodes later, in a thread of its own."""
+    refuse_values_of_one_call(arguments, "lade.Engine")
+    refuse_hooks_of_one_call(model, "lade.Engine")
+    if torch.is_autocast_enabled(input_device(model).type):
+        refuse("torch.autocast", "it decodes in a thread of its own, which has none; load the model in that dtype")
+
+
 def _as_prompt(input_ids: torch.Tensor | Sequence[int], device: torch.device) -> torch.Tensor:
     """`[1, L]` int64."""
     if not isinstance(input_ids, torch.Tensor):
+        if isinstance(input_ids, str | Mapping) or any(isinstance(token, str) for token in input_ids):
+            raise InputError(why_no_ids("input_ids", input_ids))
         if not all(isinstance(token, int) for token in input_ids):
             raise InputError("input_ids are no whole numbers: give the ids of one prompt, [L] or [1, L]")
         input_ids = torch.tensor(input_ids, dtype=torch.long)

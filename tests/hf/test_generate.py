@@ -1,5 +1,6 @@
 """`lade.generate`, `lade.stream` and `custom_generate=lade.decode` against `model.generate`."""
 
+import functools
 import warnings
 from collections import Counter
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import GenerationConfig
+from transformers import BatchEncoding, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 import lade
@@ -272,3 +273,24 @@ def test_errors_of_a_plain_stream_reach_its_reader(model, ids):
     stream = lade.stream(model, input_ids=ids, max_new_tokens=5, lookahead=None, logits_processor=[fail])
     with pytest.raises(RuntimeError, match="user's own"):
         list(stream)
+
+
+# --- prompts that are no tensors -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [lade.generate, lade.stream])
+@pytest.mark.parametrize("lookahead", ["auto", None])
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ("Once upon a time", r"a text, 'Once upon a time': encode it with the tokenizer: tokenizer\(text, return_tens"),
+        (["Once", "Twice"], "a text, 'Once': encode it with the tokenizer"),
+        ([1, 2, 3], r"a list: give ids as an int64 tensor \[batch, length\]"),
+        ({"input_ids": torch.ones(1, 3)}, "a dict: give what it holds as arguments, "),
+        (BatchEncoding({"input_ids": torch.ones(1, 3)}), "a BatchEncoding: give what it holds as arguments, "),
+    ],
+)
+def test_a_prompt_that_is_no_tensor(model, way, lookahead, prompt, said):
+    for call in (functools.partial(way, model, prompt), functools.partial(way, model, input_ids=prompt)):
+        with pytest.raises(lade.InputError, match=f"input(s|_ids) is {said}"):
+            call(lookahead=lookahead, max_new_tokens=3)

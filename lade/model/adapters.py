@@ -1,0 +1,133 @@
+"""PEFT's adapters: which of them look beyond the token they are fed, and what they get for one generation only.
+
+Most adapters change a layer's weight, or what it makes of each token. Some look at all tokens of a pass, where a tree
+has others than plain decoding. Others take values from hooks, which are on the model only while PEFT's `generate` runs.
+PEFT is not imported: its layers and hooks are known by their modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lade.model.runner import input_device
+
+ACTIVATED = (
+    "its adapter is an activated LoRA (alora_invocation_tokens), which counts the tokens of each pass: "
+    "use an ordinary LoRA, or choose another adapter with set_adapter"
+)
+SEVERAL = "PEFT's adapter_names are for a whole batch, whose rows are fed apart here: give one prompt at a time"
+OTHER_PASSES = {
+    "POLY": "its adapter (Poly) gets the task_ids of its rows from call to call",
+    "SHADOW": "its adapter (Shadow) keeps a cache of its own",
+    "XLORA": "its adapter (X-LoRA) runs the model twice at each token",
+}
+"""Adapters that change the passes of the whole model, by `peft_type`, and how."""
+MIXING = frozenset({"lily"})
+TOKEN_WISE = frozenset(
+    """
+    adalora beft boft bone c3a deft delora fourierft frod glora gralora hira hra ia3 ln_tuning loha lokr lora miss oft
+    osf peanut psoft pvera randlora road shira supertuning tinylora trainable_tokens unilora vblora vera waveft
+    """.split()  # noqa: SIM905 - a table of words reads better without the quotes
+)
+"""Packages in `peft.tuners`: those whose layers look at all tokens of a pass, and those that this package's tests have
+compared with `model.generate`. Layers of others are tried."""
+OF_ONE_CALL = frozenset({"adapter_names", "alora_offsets"})
+"""What PEFT's hooks pass to its layers for the length of one generation."""
+ROWS = 16
+TOLERANCE, HALF_TOLERANCE = 1e-3, 2e-2
+
+
+def why_adapted_otherwise(wrapped: Any, model: PreTrainedModel) -> str:
+    """What keeps the adapters of a model from giving a token in a tree what they give it alone; empty if nothing.
+
+    Args:
+        wrapped: the model as it was given.
+        model: the transformers model in it.
+    """
+    config = getattr(wrapped, "active_peft_config", None)
+    # While PEFT generates with such an adapter, it prepares the inputs of the model itself.
+    prepares = getattr(model.prepare_inputs_for_generation, "__self__", model)
+    if getattr(config, "is_prompt_learning", False) or prepares is not model:
+        return "its adapter puts learned tokens before the prompt, whose positions are not known here"
+    kind = getattr(config, "peft_type", "")
+    kind = str(getattr(kind, "value", kind))
+    return OTHER_PASSES.get(kind, "") or _why_hooked(model) or _why_of_layers(model)
+
+
+def values_of_one_call(model: nn.Module) -> list[str]:
+    """Names of what PEFT's hooks pass to its layers in the generation that is running; empty if nothing."""
+    return sorted({name for _, _, values in _hooks(model) for name in values if name in OF_ONE_CALL})
+
+
+def remove_hooks_of_one_call(model: nn.Module) -> None:
+    """Take them off. PEFT does that itself, but not where a generation fails; then every later one fails, too."""
+    for module, number, values in list(_hooks(model)):
+        if OF_ONE_CALL & values.keys():
+            del module._forward_pre_hooks[number]
+            module._forward_pre_hooks_with_kwargs.pop(number, None)
+
+
+def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, int, dict[str, Any]]]:
+    """PEFT's hooks that run before a layer: the layer, the hook's number, and the values that it passes on."""
+    for module in model.modules():
+        for number, hook in module._forward_pre_hooks.items():
+            if _is_peft(getattr(hook, "func", hook)):
+                yield module, number, getattr(hook, "keywords", {})
+
+
+def _is_peft(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", "")).partition(".")[0] == "peft"
+
+
+def _why_hooked(model: PreTrainedModel) -> str:
+    """Why the hooks that PEFT has on a model at the moment speak against it; empty if they do not."""
+    for _, _, values in _hooks(model):
+        if "alora_offsets" in values:
+            return ACTIVATED
+        if "adapter_names" not in values:
+            return "its adapter changes from pass to pass what its layers are fed"
+        if len(values["adapter_names"]) > 1:
+            return SEVERAL
+    return ""
+
+
+def _why_of_layers(model: PreTrainedModel) -> str:
+    for name, layer in model.named_modules():
+        if not _is_peft(type(layer)) or "base_layer" not in layer._modules or not _is_on(layer):
+            continue
+        variants = getattr(layer, "lora_variant", {})
+        if any(type(variants.get(adapter)).__name__.startswith("ALora") for adapter in layer.active_adapters):
+            return ACTIVATED
+        kind = type(layer).__module__.split(".")[2]
+        if kind in MIXING or (kind not in TOKEN_WISE and _mixes_tokens(layer, model)):
+            return f"its adapter ({kind}, of layer {name!r}) mixes the tokens of a pass"
+    return ""
+
+
+def _is_on(layer: Any) -> bool:
+    return bool(layer.active_adapters) and not layer.disable_adapters and not layer.merged
+
+
+def _mixes_tokens(layer: Any, model: PreTrainedModel) -> bool:
+    """Whether an adapter makes something else of a token where others stand beside it, and its layer does not."""
+    base = layer.get_base_layer()
+    features = getattr(base, "in_features", getattr(base, "nx", None))
+    if not isinstance(features, int):
+        return False  # embeddings look up, and experts are the model's own matter
+    tolerance = TOLERANCE if model.dtype.itemsize > 2 else HALF_TOLERANCE
+    adapted, bare = (_difference_beside_others(one, features, model) for one in (layer, base))
+    return adapted > tolerance >= bare
+
+
+@torch.no_grad()
+def _difference_beside_others(layer: Any, features: int, model: PreTrainedModel) -> float:
+    """How far the first of several tokens moves when the others come, relative to its size."""
+    device = next((part.device for part in layer.parameters() if part.device.type != "meta"), input_device(model))
+    rows = torch.randn(1, ROWS, features, generator=torch.Generator().manual_seed(0)).to(device, model.dtype)
+    among, alone = (layer(rows[:, :count])[0, 0].double() for count in (ROWS, 1))
+    return float((among - alone).norm() / alone.norm())

@@ -1,0 +1,210 @@
+"""Checkpoints whose files hold nonsense: one line that names the field, its value and the remedy. None of them runs."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_cli_errors import fails
+from transformers import AutoModelForCausalLM
+
+import lade as library
+
+ALWAYS = [
+    ("eos_token_id", "x", "id of a token"),
+    ("eos_token_id", [0, "x"], "id of a token"),
+    ("eos_token_id", {}, "id of a token"),
+    ("bos_token_id", "x", "id of a token"),
+    ("pad_token_id", "x", "id of a token"),
+    ("pad_token_id", [0], "id of a token"),
+    ("decoder_start_token_id", "x", "id of a token"),
+    ("forced_eos_token_id", "x", "id of a token"),
+    ("forced_eos_token_id", 99999, "below 257"),
+    ("repetition_penalty", -1, "> 0"),
+    ("repetition_penalty", "x", "> 0"),
+    ("encoder_repetition_penalty", -2, "> 0"),
+    ("bad_words_ids", "x", "list of lists of ids"),
+    ("bad_words_ids", [], "list of lists of ids"),
+    ("bad_words_ids", [5], "list of lists of ids"),
+    ("bad_words_ids", [[99999]], "below 257"),
+    ("sequence_bias", "x", "pairs"),
+    ("sequence_bias", [[[99999], 1.0]], "below 257"),
+    ("prefill_chunk_size", 0, ">= 1"),
+    ("prefill_chunk_size", -3, ">= 1"),
+    ("prefill_chunk_size", "x", ">= 1"),
+    ("no_repeat_ngram_size", "x", "whole number"),
+    ("suppress_tokens", "x", "list of ids"),
+    ("begin_suppress_tokens", "x", "list of ids"),
+    ("min_length", "x", "whole number"),
+    ("min_new_tokens", 1.5, "whole number"),
+    ("exponential_decay_length_penalty", [1], "pair"),
+    ("exponential_decay_length_penalty", [1, "x"], "pair"),
+    ("guidance_scale", "x", "number"),
+    ("token_healing", True, "leave it out"),
+    ("force_words_ids", [[1]], "leave it out"),
+    ("max_new_tokens", 0, ">= 1"),
+    ("max_new_tokens", "x", ">= 1"),
+    ("num_return_sequences", "x", ">= 1"),
+    ("early_stopping", "x", "never"),
+    ("watermarking_config", "x", "object"),
+]
+SAMPLING = [
+    ("temperature", "x", "> 0, there or with --temperature"),
+    ("temperature", -1, "> 0, there or with --temperature"),
+    ("top_k", 2.5, "whole number >= 1, or 0 for no limit, there or with --top-k"),
+    ("top_k", "x", "whole number"),
+    ("top_p", 5, "<= 1"),
+    ("min_p", 3, "from 0 to 1"),
+    ("typical_p", 0, "> 0"),
+    ("top_h", 5, "<= 1"),
+    ("epsilon_cutoff", "x", "a number"),
+]
+CONFIG = [
+    ("is_encoder_decoder", True, "LlamaForCausalLM has no encoder"),
+    ("return_dict", False, "leave it out"),
+    ("sliding_window", "x", "whole number"),
+    ("vocab_size", "x", ">= 1"),
+    ("num_attention_heads", 0, ">= 1"),
+    ("head_dim", 0, ">= 1"),
+    ("rope_parameters", "x", "object"),
+    ("quantization_config", "x", "object"),
+    ("dtype", "x", "float32"),
+    ("hidden_act", "x", "transformers knows"),
+    ("pad_token_id", 99999, "below vocab_size, which is 257"),
+    ("use_cache", "x", "of type bool"),
+    ("rms_norm_eps", "x", "of type float"),
+]
+HARMLESS = {
+    "eos_token_id": [99999, -1, 0],
+    "pad_token_id": -1,
+    "suppress_tokens": [99999],
+    "no_repeat_ngram_size": -1,
+    "bad_words_ids": [[3]],
+    "sequence_bias": [[[4], -1.0]],
+    "temperature": 0.0,
+    "typical_p": 5,
+    "watermarking_config": {"greenlist_ratio": 0.3},
+    "anything": "x",
+}
+
+
+@pytest.fixture
+def broken(folder, tmp_path, edited):
+    def make(file, field, value):
+        return edited(folder, tmp_path / "broken", **{file: {field: value}})
+
+    return make
+
+
+@pytest.mark.parametrize(("field", "value", "remedy"), ALWAYS)
+def test_nonsense_in_the_generation_config_is_one_line(lade, broken, field, value, remedy):
+    copy = broken("generation_config", field, value)
+    fails(
+        lade("generate", "-m", copy, "-p", "x", "-n", 3),
+        "broken",
+        "generation_config.json",
+        f"{field}={value!r}",
+        remedy,
+    )
+
+
+@pytest.mark.parametrize("other", [{"min_new_tokens": 2}, {"exponential_decay_length_penalty": [1, 1.1]}], ids=str)
+def test_ends_that_are_none_count_where_something_is_made_of_them(lade, folder, tmp_path, edited, other):
+    copy = edited(folder, tmp_path / "m", generation_config={"eos_token_id": -1, **other})
+    fails(lade("generate", "-m", copy, "-p", "x", "-n", 3), "eos_token_id=-1", f"leave out {next(iter(other))}")
+    copy = edited(folder, tmp_path / "far", generation_config={"eos_token_id": 99999, **other})
+    result = lade("generate", "-m", copy, "-p", "x", "-n", 3)
+    assert result.exit_code == (0 if "min_new_tokens" in other else 2), result.output
+
+
+@pytest.mark.parametrize(("field", "value", "remedy"), SAMPLING)
+def test_nonsense_about_sampling_counts_where_it_samples(lade, broken, field, value, remedy):
+    copy = broken("generation_config", field, value)
+    result = lade("generate", "-m", copy, "-p", "x", "-n", 3, "--do-sample")
+    fails(result, "broken", "generation_config.json", f"{field}={value!r}", remedy)
+    assert lade("generate", "-m", copy, "-p", "x", "-n", 3).exit_code == 0
+
+
+@pytest.mark.parametrize(("field", "value", "remedy"), CONFIG)
+def test_nonsense_in_the_config_is_one_line(lade, broken, field, value, remedy):
+    copy = broken("config", field, value)
+    fails(lade("generate", "-m", copy, "-p", "x", "-n", 3), "broken", "its config.json", f"{field}={value!r}", remedy)
+
+
+def test_sizes_that_are_not_those_of_the_weights(lade, broken):
+    fails(lade("info", "-m", broken("config", "intermediate_size", 80)), "sizes in its config.json", "weights")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["info"], ["chat"], ["tune"], ["warm", "--prompts", "FILE", "--out", "OUT"], ["demo"], ["bench", "--out", "OUT"]],
+    ids=lambda command: command[0],
+)
+def test_every_command_says_so(lade, broken, tmp_path, command):
+    copy = broken("generation_config", "prefill_chunk_size", 0)
+    (tmp_path / "FILE").write_text("hello")
+    command = [tmp_path / word if word.isupper() else word for word in command]
+    fails(lade(*command, "-m", copy), "generation_config.json", "prefill_chunk_size=0", ">= 1")
+
+
+def test_what_plain_decoding_can_live_with_is_left_alone(lade, folder, tmp_path, edited, tokenizer):
+    copy = edited(folder, tmp_path / "m", generation_config=HARMLESS)
+    ids = torch.tensor([tokenizer("hello")["input_ids"]])
+    expected = AutoModelForCausalLM.from_pretrained(copy).generate(ids, max_new_tokens=12, do_sample=False)
+    result = lade("generate", "-m", copy, "-p", "hello", "-n", 12, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["token_ids"] == expected[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("way", [library.generate, library.stream])
+@pytest.mark.parametrize("lookahead", ["auto", None])
+def test_in_python_the_error_of_transformers_has_a_note(model, tokenizer, monkeypatch, way, lookahead):
+    monkeypatch.setattr(model.generation_config, "eos_token_id", "x")
+    with pytest.raises(TypeError) as problem:
+        for _ in way(model, torch.tensor([tokenizer("hello")["input_ids"]]), lookahead=lookahead, max_new_tokens=3):
+            pass
+    assert problem.value.__notes__ == [
+        "the generation_config has eos_token_id='x': give the id of a token, or a list of them"
+    ]
+
+
+# --- nothing of a checkpoint runs ------------------------------------------------------------------------------------
+
+
+def test_no_code_of_a_checkpoint_runs_unasked(lade, folder, tmp_path, edited):
+    marker = tmp_path / "it-ran"
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel", "AutoTokenizer": ["own.Own", None]}
+    for model_type in ("llama", "of-its-own"):
+        copy = edited(folder, tmp_path / model_type, config={"auto_map": names, "model_type": model_type})
+        (copy / "own.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
+        (copy / "custom_generate").mkdir()
+        (copy / "custom_generate" / "generate.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
+        result = lade("generate", "-m", copy, "-p", "hello", "-n", 3)
+        if model_type == "llama":
+            assert result.exit_code == 0, result.output
+        else:
+            fails(result, "of-its-own")
+        assert not marker.exists()
+
+
+class _Payload:
+    def __init__(self, marker):
+        self.marker = str(marker)
+
+    def __reduce__(self):
+        return open, (self.marker, "w")
+
+
+def test_no_pickle_of_a_checkpoint_is_run(lade, folder, tmp_path, edited):
+    marker, copy = tmp_path / "it-ran", edited(folder, tmp_path / "m")
+    pickle.loads(pickle.dumps(_Payload(marker))).close()
+    assert marker.exists(), "the payload does nothing"
+    marker.unlink()
+    weights = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    torch.save({**weights, "model.norm.weight": _Payload(marker)}, copy / "pytorch_model.bin")
+    fails(lade("generate", "-m", copy, "-p", "hello", "-n", 3), "cannot be loaded")
+    assert not marker.exists()
+    torch.save(weights, copy / "pytorch_model.bin")
+    assert lade("generate", "-m", copy, "-p", "hello", "-n", 3).exit_code == 0

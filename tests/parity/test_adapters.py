@@ -1,0 +1,323 @@
+"""PEFT's adapters that are on the model, or are what they are, only while one `model.generate` runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+from comparing import CONFIGS, PAPER, assert_same, batch, lookahead, only_fallback, plain, prompt
+from families import family
+from peft import LoraConfig, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+import lade
+from lade.model.adapters import MIXING, OTHER_PASSES, TOKEN_WISE
+
+# PEFT asks transformers for a name that transformers is about to drop.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+LORA = {"r": 4, "lora_alpha": 32, "init_lora_weights": False, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+PROMPT = prompt(12)
+NEW = {"max_new_tokens": 30, "do_sample": False}
+
+
+def adapted(**more: dict[str, Any]) -> Any:
+    """A llama with an ordinary LoRA, "default", and others of these names and fields."""
+    torch.manual_seed(1)
+    model = get_peft_model(family("llama").build(), LoraConfig(task_type="CAUSAL_LM", **LORA))
+    for name, fields in more.items():
+        model.add_adapter(name, LoraConfig(task_type="CAUSAL_LM", **LORA, **fields))
+    return model.double().eval()
+
+
+def activated() -> dict[str, Any]:
+    return {"alora_invocation_tokens": PROMPT[0, 5:7].tolist()}
+
+
+def hooks(model: Any) -> list[Any]:
+    return [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+
+
+def streamed(model: Any, **arguments: Any) -> torch.Tensor:
+    steps = lade.stream(model, **arguments)
+    return torch.cat([arguments["input_ids"], torch.tensor([[token for step in steps for token in step.tokens]])], 1)
+
+
+def served(model: Any, **arguments: Any) -> torch.Tensor:
+    with lade.Engine(model) as engine:
+        output: torch.Tensor = engine.add(**arguments).result(60.0)
+    return output
+
+
+def custom(model: Any, **arguments: Any) -> torch.Tensor:
+    output: torch.Tensor = model.generate(custom_generate=lade.decode, **arguments)
+    return output
+
+
+WAYS: dict[str, Callable[..., torch.Tensor]] = {
+    "generate": lade.generate,
+    "custom": custom,
+    "stream": streamed,
+    "engine": served,
+}
+
+
+# --- activated LoRA --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_activated_lora_is_refused_by_name(way: str) -> None:
+    model = adapted(later=activated())
+    model.set_adapter("later")
+    assert "alora_invocation_tokens" in lade.supports(model).reason
+    with pytest.raises(lade.UnsupportedModelError, match=r"activated LoRA \(alora_invocation_tokens\).*set_adapter"):
+        WAYS[way](model, input_ids=PROMPT, lookahead=PAPER, **NEW)
+    assert not hooks(model)
+
+
+@pytest.mark.parametrize("way", ["generate", "custom", "stream"])
+def test_an_activated_lora_is_decoded_plainly_under_auto(way: str) -> None:
+    model = adapted(later=activated())
+    model.set_adapter("later")
+    expected = plain(model, PROMPT, **NEW)
+    with model.disable_adapter():
+        assert not torch.equal(expected, plain(model, PROMPT, **NEW)), "the adapter does nothing"
+    with pytest.warns(lade.FallbackWarning, match="activated LoRA"):
+        assert torch.equal(WAYS[way](model, input_ids=PROMPT, **NEW), expected)
+
+
+def test_only_the_adapter_that_is_active_counts() -> None:
+    model = adapted(later=activated())
+    assert_same(model, PROMPT, **NEW)
+    model.set_adapter("later")
+    assert not lade.supports(model)
+    with model.disable_adapter():
+        assert_same(model, PROMPT, **NEW)
+    model.base_model.set_adapter(["default", "later"])
+    assert not lade.supports(model)
+    model.set_adapter("default")
+    assert_same(model, PROMPT, **NEW)
+    model.merge_adapter()
+    assert_same(model, PROMPT, **NEW)
+
+
+# --- adapter_names ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["generate", "custom"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_the_adapter_named_for_one_prompt(way: str, do_sample: bool) -> None:
+    model = adapted(two={})
+    arguments = {"input_ids": PROMPT, **NEW, "do_sample": do_sample, "adapter_names": ["two"]}
+    torch.manual_seed(7)
+    expected = model.generate(**arguments)
+    torch.manual_seed(7)
+    assert not torch.equal(expected, model.generate(**{**arguments, "adapter_names": ["default"]}))
+    torch.manual_seed(7)
+    assert torch.equal(WAYS[way](model, lookahead=PAPER, **arguments), expected)
+    assert not hooks(model)
+
+
+@pytest.mark.parametrize("way", ["stream", "engine"])
+def test_an_adapter_named_for_what_goes_on_after_the_call_is_refused(way: str) -> None:
+    model = adapted(two={})
+    remedy = "set_adapter" if way == "stream" else "lade.generate"
+    with pytest.raises(
+        lade.UnsupportedArgumentError, match=rf"adapter_names .* only while .*generate runs; .*{remedy}"
+    ):
+        WAYS[way](model, input_ids=PROMPT, lookahead=PAPER, adapter_names=["two"], **NEW)
+    assert not hooks(model)
+
+
+def test_an_adapter_named_for_a_stream_is_plains_under_auto() -> None:
+    model = adapted(two={})
+    expected = plain(model, PROMPT, adapter_names=["two"], **NEW)
+    with pytest.warns(lade.FallbackWarning, match="adapter_names cannot be used with lade.stream") as caught:
+        assert torch.equal(streamed(model, input_ids=PROMPT, adapter_names=["two"], **NEW), expected)
+    assert caught[0].filename == __file__, "the warning points at its caller"
+
+
+def test_an_engine_refuses_hooks_that_plain_decoding_has_left() -> None:
+    model = adapted(two={})
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        model.generate(input_ids=PROMPT, adapter_names=["two"], max_new_tokens=-1)
+    assert hooks(model), "PEFT cleans up by itself: then this test, and what it tests, can go"
+    with lade.Engine(model) as engine, pytest.raises(lade.UnsupportedArgumentError, match="adapter_names"):
+        engine.add(PROMPT, **NEW)
+
+
+BATCH = {"input_ids": torch.cat([PROMPT, PROMPT.flip(1)]), **NEW}
+SEVERAL = {
+    "batch": {**BATCH, "adapter_names": ["default", "two"]},
+    "base": {**BATCH, "adapter_names": ["__base__", "two"]},
+    "one for all": {**BATCH, "adapter_names": ["two", "two"]},
+    "beams": {"input_ids": PROMPT, **NEW, "num_beams": 2, "adapter_names": ["two"]},
+}
+
+
+@pytest.mark.parametrize("way", ["generate", "custom"])
+@pytest.mark.parametrize("case", SEVERAL)
+def test_adapters_named_for_several_rows_are_refused(case: str, way: str) -> None:
+    model = adapted(two={})
+    expected = model.generate(**SEVERAL[case])
+    with pytest.raises(lade.UnsupportedModelError, match="adapter_names are for a whole batch"):
+        WAYS[way](model, lookahead=PAPER, **SEVERAL[case])
+    assert not hooks(model)
+    with pytest.warns(lade.FallbackWarning) as caught:
+        ours = WAYS[way](model, **SEVERAL[case])
+    assert "adapter_names" in only_fallback(caught.list) and torch.equal(ours, expected)
+    assert not hooks(model)
+    assert_same(model, PROMPT, **NEW)
+
+
+@pytest.mark.parametrize("way", ["generate", "custom"])
+def test_an_activated_lora_among_the_adapters_named(way: str) -> None:
+    model = adapted(later=activated())
+    arguments = {"input_ids": PROMPT, "adapter_names": ["later"], **NEW}
+    expected = model.generate(**arguments)
+    with pytest.raises(lade.UnsupportedModelError, match="activated LoRA"):
+        WAYS[way](model, lookahead=PAPER, **arguments)
+    assert not hooks(model)
+    with pytest.warns(lade.FallbackWarning, match="activated LoRA"):
+        assert torch.equal(WAYS[way](model, **arguments), expected)
+
+
+@pytest.mark.parametrize("config", [PAPER, None], ids=["lookahead", "plain"])
+def test_a_call_that_fails_leaves_no_hooks(config: Any) -> None:
+    model = adapted(two={})
+    for way in ("generate", "stream"):
+        if way == "stream" and config is not None:
+            continue  # refused before
+        with pytest.raises(ValueError, match="max_new_tokens"):
+            WAYS[way](model, lookahead=config, input_ids=PROMPT, adapter_names=["two"], max_new_tokens=-1)
+        assert not hooks(model)
+
+
+def test_a_generation_broken_off_leaves_no_hooks() -> None:
+    model = adapted(two={})
+
+    def interrupt(*_: Any) -> bool:
+        raise KeyboardInterrupt
+
+    for way in ("generate", "custom"):
+        with pytest.raises(KeyboardInterrupt):
+            WAYS[way](model, input_ids=PROMPT, adapter_names=["two"], stopping_criteria=[interrupt], **NEW)
+        assert not hooks(model)
+
+
+# --- other adapters --------------------------------------------------------------------------------------------------
+
+
+def _of_kind(kind: str) -> Any:
+    """A llama with an adapter of a kind, its weights moved, so that it does something."""
+    config = PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind)]
+    known = {field.name for field in dataclasses.fields(config)}
+    wanted = {
+        "target_modules": ["q_proj", "o_proj"],
+        "feedforward_modules": [],
+        "r": 4,
+        "oft_block_size": 4,
+        "boft_block_size": 4,
+        "block_size": 4,
+        "group_size": 16,
+        "n_frequency": 10,
+        "num_frequency": 4,
+        "vector_length": 4,
+        "num_vectors": 8,
+        "total_step": 10,
+        "token_indices": [1, 2, 3],
+        "n_tasks": 2,
+    }
+    wanted.pop({"OFT": "r", "SHADOW": "target_modules"}.get(kind, ""), None)
+    base = family("llama").build(dtype=torch.float32)
+    model = get_peft_model(
+        base, config(task_type="CAUSAL_LM", **{name: value for name, value in wanted.items() if name in known})
+    ).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+KINDS = sorted(kind for kind in TOKEN_WISE if kind.upper() in PEFT_TYPE_TO_CONFIG_MAPPING)
+USUAL = ("ia3", "lokr", "vera")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", [it if it in USUAL else pytest.param(it, marks=pytest.mark.slow) for it in KINDS])
+def test_an_adapter_that_looks_at_one_token_is_served(kind: str) -> None:
+    model = _of_kind(kind.upper())
+    assert not torch.equal(
+        plain(model, PROMPT, **NEW), plain(family("llama").build(dtype=torch.float32), PROMPT, **NEW)
+    )
+    stats = assert_same(model, PROMPT, CONFIGS[:2], **NEW)
+    assert stats.tokens_per_step > 1
+    rows = batch(12, 5)
+    ids = rows.pop("ids")
+    assert torch.equal(lookahead(model, ids, **rows, **NEW), plain(model, ids, **rows, **NEW))
+
+
+LILY = pytest.mark.skipif("LILY" not in PEFT_TYPE_TO_CONFIG_MAPPING, reason="this PEFT has no Lily")
+
+
+@LILY
+@pytest.mark.parametrize("known", [True, False])
+def test_an_adapter_that_mixes_tokens_is_refused(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not known:
+        monkeypatch.setattr("lade.model.adapters.MIXING", MIXING - {"lily"})
+    model = _of_kind("LILY")
+    for way in WAYS.values():
+        with pytest.raises(lade.UnsupportedModelError, match=r"its adapter \(lily, of .*\) mixes the tokens of a pass"):
+            way(model, input_ids=PROMPT, lookahead=PAPER, **NEW)
+    with pytest.warns(lade.FallbackWarning, match="lily"):
+        assert torch.equal(lade.generate(model, input_ids=PROMPT, **NEW), plain(model, PROMPT, **NEW))
+
+
+@pytest.mark.parametrize("kind", sorted(kind for kind in OTHER_PASSES if kind in PEFT_TYPE_TO_CONFIG_MAPPING))
+def test_an_adapter_that_changes_the_passes_is_refused(kind: str, tmp_path: Any) -> None:
+    if kind == "XLORA":
+        adapted().save_pretrained(tmp_path, selected_adapters=["default"])
+        base = family("llama").build()
+        base.config.use_cache = False
+        config = peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=32, adapters={"0": str(tmp_path)})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = get_peft_model(base, config).eval()
+    else:
+        model = _of_kind(kind)
+    call = {"task_ids": torch.tensor([1])} if kind == "POLY" else {}
+    assert OTHER_PASSES[kind] in lade.supports(model).reason
+    with pytest.warns(lade.FallbackWarning, match="its adapter"):
+        ours = lade.generate(model, input_ids=PROMPT, **call, **NEW)
+    assert torch.equal(ours, model.generate(input_ids=PROMPT, **call, **NEW))
+    with pytest.raises(lade.UnsupportedModelError, match="from pass to pass"):
+        custom(model, input_ids=PROMPT, lookahead=PAPER, **call, **NEW)
+
+
+# --- contexts of the caller ------------------------------------------------------------------------------------------
+
+
+def test_a_plain_stream_decodes_under_the_callers_autocast() -> None:
+    model = family("llama").build(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(model, PROMPT)
+        ours = streamed(model, input_ids=PROMPT, max_new_tokens=70, do_sample=False, lookahead=None)
+    assert torch.equal(ours, expected) and not torch.equal(expected, plain(model, PROMPT))
+
+
+def test_an_engine_refuses_requests_under_autocast() -> None:
+    model = family("llama").build(dtype=torch.float32)
+    with lade.Engine(model) as engine:
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(lade.UnsupportedArgumentError, match=r"torch\.autocast cannot be used with lade\.Engine"),
+        ):
+            engine.add(PROMPT, **NEW)
+        assert torch.equal(engine.add(PROMPT, **NEW).result(60.0), plain(model, PROMPT, **NEW))

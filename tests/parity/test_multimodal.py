@@ -1,0 +1,150 @@
+"""Multimodal models: their prompts of text are decoded with trees, those with images plainly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from comparing import CONFIGS, PAPER, Watch, assert_same, lookahead, only_fallback, plain
+from multimodal import GEMMA3, OTHERS, QWEN2_5_VL, REFUSED, USUAL, Multimodal, text, with_image
+
+import lade
+from lade.hf.media import is_empty
+
+CLASSES = [pytest.param(case, id=str(case)) for case in USUAL] + [
+    pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in OTHERS
+]
+KINDS = {"Gemma3": "token_type_ids", "Gemma4": "mm_token_type_ids", "Qwen2_5_VL": "mm_token_type_ids"}
+WITH_IMAGES = [pytest.param(case, id=str(case)) for case in (GEMMA3, QWEN2_5_VL)]
+
+
+def padded() -> dict[str, torch.Tensor]:
+    """A batch of two texts, `[2, 20]`, the second one padded by 9 columns."""
+    ids = torch.cat([text(20), torch.cat([torch.zeros(1, 9, dtype=torch.long), text(11, seed=1)], 1)])
+    return {"ids": ids, "attention_mask": (ids != 0).long()}
+
+
+@pytest.mark.parametrize("case", CLASSES)
+def test_a_prompt_of_text_is_served(case: Multimodal, watch: Watch) -> None:
+    model = case.build()
+    assert lade.supports(model)
+    expected = plain(model, text(20))
+    assert len(set(expected[0, 20:].tolist())) > 3, "the text puts nothing to the test"
+    stats = assert_same(model, text(20), CONFIGS[:2])
+    assert stats.tokens_per_step > 1 and watch.branched and watch.moved
+    ours = model.generate(
+        input_ids=text(20), max_new_tokens=70, do_sample=False, custom_generate=lade.decode, lookahead=PAPER
+    )
+    assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("case", CLASSES)
+def test_its_samples_and_its_beams_are_plains(case: Multimodal) -> None:
+    model = case.build()
+    for arguments in ({"do_sample": True, "temperature": 0.8}, {"num_beams": 3}):
+        torch.manual_seed(5)
+        expected = plain(model, text(20), max_new_tokens=25, **arguments)
+        torch.manual_seed(5)
+        assert torch.equal(lookahead(model, text(20), PAPER, max_new_tokens=25, **arguments), expected)
+
+
+@pytest.mark.parametrize("case", CLASSES)
+def test_its_padded_batches_are_plains(case: Multimodal) -> None:
+    assert_same(case.build(), **{"configs": [PAPER], "max_new_tokens": 25, **padded()})
+
+
+@pytest.mark.parametrize("case", CLASSES)
+def test_requests_of_an_engine_are_plains(case: Multimodal) -> None:
+    model = case.build()
+    prompts = [text(20), text(7, seed=1), text(13, seed=2)]
+    expected = [plain(model, ids, max_new_tokens=25) for ids in prompts]
+    with lade.Engine(model, max_rows=2, prefill_tokens=5) as engine:
+        handles = [engine.add(ids, lookahead=PAPER, max_new_tokens=25, do_sample=False) for ids in prompts]
+        assert all(torch.equal(handle.result(60.0), it) for handle, it in zip(handles, expected, strict=True))
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in USUAL if str(case) in KINDS])
+def test_a_processors_kinds_of_tokens_are_known_to_be_text(case: Multimodal) -> None:
+    model, ids = case.build(), text(20)
+    kinds = {KINDS[str(case)]: torch.zeros_like(ids)}
+    assert torch.equal(plain(model, ids, **kinds), plain(model, ids))
+    assert_same(model, ids, [PAPER], **kinds)
+    with pytest.raises(lade.UnsupportedArgumentError, match=f"{KINDS[str(case)]} cannot be used"):
+        lookahead(model, ids, PAPER, **{KINDS[str(case)]: torch.ones_like(ids)})
+
+
+def test_what_is_empty() -> None:
+    assert all(is_empty(value) for value in (None, {}, [], ()))
+    assert not any(is_empty(value) for value in (0, False, "", [None], {"image": None}, torch.empty(0)))
+
+
+def _given_an_image(case: Multimodal) -> tuple[Any, dict[str, Any], torch.Tensor]:
+    model, arguments = case.build(), {**with_image(case), "max_new_tokens": 30, "do_sample": False}
+    expected = model.generate(**arguments)
+    other = {**arguments, "pixel_values": -arguments["pixel_values"]}
+    assert not torch.equal(expected, model.generate(**other)), "the image does nothing"
+    return model, arguments, expected
+
+
+@pytest.mark.parametrize("case", WITH_IMAGES)
+def test_a_prompt_with_an_image_is_refused_before_any_work(case: Multimodal) -> None:
+    model, arguments, expected = _given_an_image(case)
+    assert lade.supports(model), "which has looked at it once, and needs no more passes"
+    passes: list[int] = []
+    model.register_forward_pre_hook(lambda *_: passes.append(1))
+    reason = "pixel_values cannot be used .* only prompts of text are accelerated"
+    with pytest.raises(lade.UnsupportedArgumentError, match=reason):
+        lade.generate(model, lookahead=PAPER, **arguments)
+    with pytest.raises(lade.UnsupportedArgumentError, match=reason):
+        lade.stream(model, lookahead=PAPER, **arguments)
+    with pytest.raises(lade.UnsupportedArgumentError, match="only prompts of text are accelerated"):
+        model.generate(custom_generate=lade.decode, lookahead=PAPER, **arguments)
+    assert not passes
+    with lade.Engine(model) as engine, pytest.raises(lade.UnsupportedArgumentError, match=reason):
+        engine.add(**arguments)
+    with pytest.warns(lade.FallbackWarning) as caught:
+        assert torch.equal(lade.generate(model, **arguments), expected)
+    assert "pixel_values" in only_fallback(caught.list)
+    with pytest.warns(lade.FallbackWarning, match="only prompts of text"):
+        assert torch.equal(model.generate(custom_generate=lade.decode, **arguments), expected)
+
+
+@pytest.mark.parametrize("case", WITH_IMAGES)
+def test_a_text_after_one_with_an_image(case: Multimodal) -> None:
+    model, _, _ = _given_an_image(case)  # Qwen keeps the offset of its positions
+    assert_same(model, text(20), [PAPER])
+    rows = padded()
+    assert torch.equal(lookahead(model, **rows, max_new_tokens=25), plain(model, **rows, max_new_tokens=25))
+
+
+@pytest.mark.parametrize("case", WITH_IMAGES)
+def test_a_cache_with_an_image_in_it_is_refused_or_gone_on_from_exactly(case: Multimodal) -> None:
+    model, arguments, _ = _given_an_image(case)
+
+    def second_turn() -> dict[str, Any]:
+        first = model.generate(**arguments, return_dict_in_generate=True)
+        return {
+            "input_ids": torch.cat([first.sequences, text(4, seed=3)], dim=1),
+            "past_key_values": first.past_key_values,
+            "max_new_tokens": 25,
+            "do_sample": False,
+        }
+
+    expected = model.generate(**second_turn())
+    if case is QWEN2_5_VL:
+        with pytest.raises(lade.UnsupportedArgumentError, match="position_ids"):
+            lade.generate(model, lookahead=PAPER, **second_turn())
+    else:
+        assert torch.equal(lade.generate(model, lookahead=PAPER, **second_turn()), expected)
+
+
+@pytest.mark.parametrize(("case", "reason"), [pytest.param(*it, id=str(it[0])) for it in REFUSED])
+def test_what_cannot_be_served_is_refused_by_both(case: Multimodal, reason: str) -> None:
+    model = case.build()
+    assert reason in lade.supports(model).reason
+    with pytest.raises(lade.UnsupportedModelError, match=reason):
+        lookahead(model, text(20), PAPER)
+    with pytest.warns(lade.FallbackWarning):
+        ours = lookahead(model, text(20), "auto", max_new_tokens=20)
+    assert torch.equal(ours, plain(model, text(20), max_new_tokens=20))
