@@ -272,7 +272,7 @@ class Results:
         """
         try:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as problem:
+        except (OSError, ValueError, RecursionError) as problem:
             raise InputError(f"cannot read results file {str(path)!r} ({problem}): give a results.json") from problem
         if not isinstance(found, dict) or found.pop("schema", None) != SCHEMA:
             raise InputError(f"{str(path)!r} is no results file of schema {SCHEMA}: run lade bench anew")

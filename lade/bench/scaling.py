@@ -143,7 +143,7 @@ class Scaling:
         """
         try:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as problem:
+        except (OSError, ValueError, RecursionError) as problem:
             raise InputError(f"cannot read {str(path)!r} ({problem}): give another --out") from problem
         if not isinstance(found, dict) or found.pop("schema", None) != SCHEMA:
             raise InputError(f"{str(path)!r} is not of schema {SCHEMA}: give another --out")

@@ -269,6 +269,7 @@ def test_without_matplotlib_there_is_a_report_and_a_line(bench, out, drawn, monk
         (["-w", "missing.jsonl"], ["missing.jsonl", "is not there"]),
         (["-m", "missing/folder/of/model"], ["missing/folder/of/model", "does not exist"]),
         (["--inflate", 5], ["params=5", "at least as many"]),
+        (["--inflate", "1e30"], ["params=1e+30", "memory", "give fewer"]),
     ],
 )
 def test_bad_input_is_one_line(bench, out, arguments, words):
