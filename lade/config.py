@@ -7,6 +7,8 @@ from typing import Literal
 
 from lade.errors import ConfigError
 
+MOST_COLUMNS, MOST_NGRAM, MOST_BUDGET = 256, 32, 1024
+"""The largest sizes: several times those that gain anything anywhere, and small enough for a step to end."""
 WINDOW, NGRAM, GUESSES = 7, 5, 7
 """The paper's sizes for models of about 7B parameters."""
 
@@ -22,14 +24,15 @@ class LookaheadConfig:
     Explicit `window`, `ngram` or `guesses` mean the method of the paper (arXiv 2402.02057) at just these sizes.
 
     Args:
-        window: W, columns of the lookahead window; 0 leaves the lookahead branch out. Default 7.
-        ngram: N, length of the n-grams; the window has N - 1 rows. At least 2. Default 5.
-        guesses: G, n-grams kept per token in the pool and verified in one step; 0 leaves the pool out. Default 7.
+        window: W, columns of the lookahead window; 0 leaves the lookahead branch out. At most 256; default 7.
+        ngram: N, length of the n-grams; the window has N - 1 rows. From 2 to 32; default 5.
+        guesses: G, n-grams kept per token in the pool and verified in one step; 0 leaves the pool out. At most 256;
+            default 7.
         prompt_ngrams: whether n-grams of the prompt and of the accepted text enter the pool too.
         adaptive: each step takes the tree that is expected to yield most tokens per second on this machine, plain
             decoding included. Default: true, unless a size is given. With false: the paper's method.
         budget: tokens fed per step, the root included, by the adaptive method, instead of what it would choose; at
-            most, since a text may offer no more.
+            most, since a text may offer no more. From 1 to 1024.
         memory: a `lade.Memory` for the adaptive method to use and to fill, instead of one that ends with the request.
         seed: feeds a private generator for the window's first tokens. It changes which guesses are made, hence the
             speed, never the output; torch's global generator is not touched.
@@ -63,12 +66,12 @@ class LookaheadConfig:
         self._check_method(given)
 
     def _check_types(self) -> None:
-        _require_int("window", self.window, least=0, remedy="give a whole number >= 0 (0 switches the window off)")
-        _require_int("ngram", self.ngram, least=2, remedy="give a whole number >= 2")
-        _require_int("guesses", self.guesses, least=0, remedy="give a whole number >= 0 (0 switches the pool off)")
-        _require_int("seed", self.seed, least=0, remedy="give a whole number >= 0")
+        _require_int("window", self.window, 0, MOST_COLUMNS, " (0 switches the window off)")
+        _require_int("ngram", self.ngram, 2, MOST_NGRAM)
+        _require_int("guesses", self.guesses, 0, MOST_COLUMNS, " (0 switches the pool off)")
+        _require_int("seed", self.seed, 0)
         if self.budget is not None:
-            _require_int("budget", self.budget, least=1, remedy="give a whole number >= 1 (1 decodes plainly), or None")
+            _require_int("budget", self.budget, 1, MOST_BUDGET, " (1 decodes plainly), or None")
         for field in ("prompt_ngrams", "adaptive"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(field, getattr(self, field), "give True or False")
@@ -91,6 +94,8 @@ Lookahead = LookaheadConfig | Literal["auto"] | None
 """What `lookahead=` takes: sizes, the defaults where they can be served, or plain decoding."""
 
 
-def _require_int(field: str, value: object, *, least: int, remedy: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(field, value, remedy)
+def _require_int(field: str, value: object, least: int, most: int | None = None, note: str = "") -> None:
+    fits = isinstance(value, int) and not isinstance(value, bool) and least <= value and (most is None or value <= most)
+    if not fits:
+        limit = "" if most is None else f" and <= {most}"
+        raise ConfigError(field, value, f"give a whole number >= {least}{limit}{note}")

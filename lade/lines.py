@@ -28,7 +28,7 @@ def whole_lines(raw: bytes, path: Path) -> tuple[list[dict[str, Any]], int]:
     for number, line in enumerate(raw[:whole].split(b"\n")[:-1], start=1):
         try:
             found = json.loads(line)
-        except ValueError as problem:
+        except (ValueError, RecursionError) as problem:
             raise InputError(f"{str(path)!r} is damaged at line {number} ({problem}): give another --out") from problem
         if not isinstance(found, dict):
             raise InputError(f"{str(path)!r} is damaged at line {number} (no object): give another --out")

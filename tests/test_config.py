@@ -5,9 +5,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+import lade
 from lade import ConfigError, LadeError, LookaheadConfig
 from lade.decoding.memory import Memory
+from lade.testing import toy_model
 
 
 def test_positional_order_and_defaults():
@@ -50,6 +53,12 @@ def test_contradictions_are_refused(fields, named):
     ("field", "value"),
     [
         ("window", -1),
+        ("window", 257),
+        ("window", 99_999_999_999),
+        ("ngram", 33),
+        ("guesses", 10**30),
+        ("budget", 1025),
+        ("budget", 10_000_000_000),
         ("window", 2.5),
         ("window", True),
         ("ngram", 1),
@@ -63,6 +72,15 @@ def test_an_error_names_field_value_and_remedy(field, value):
     with pytest.raises(ConfigError, match=rf"^{field}={value!r} is not valid: give ") as caught:
         LookaheadConfig(**{field: value})
     assert isinstance(caught.value, LadeError) and isinstance(caught.value, ValueError)
+
+
+def test_the_largest_sizes_are_served():
+    """A step of the largest window is made, and its tokens are those of plain decoding."""
+    model = toy_model()
+    ids = torch.tensor([[1, 2, 3, 1, 2, 3, 1, 2]])
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)
+    for config in (LookaheadConfig(256, 32, 256), LookaheadConfig(budget=1024)):
+        assert torch.equal(lade.generate(model, input_ids=ids, max_new_tokens=6, lookahead=config), expected)
 
 
 def test_it_is_frozen():

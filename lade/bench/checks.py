@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,16 +10,17 @@ from lade.bench.workloads.workload import Workload
 from lade.errors import ConfigError, InputError
 
 _LARGEST_SEED = 2**63 - 1
+_MOST_REPEATS = 10_000
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_new_tokens": (lambda value: value >= 1, "give a whole number >= 1"),
-    "temperature": (lambda value: value is None or 0.0 < value < math.inf, "give a number > 0"),
+    "temperature": (lambda value: value is None or 1e-10 <= value <= 1e10, "give a number > 0, from 1e-10 to 1e10"),
     "top_k": (lambda value: value is None or value >= 0, "give a whole number >= 1, or 0 for no limit"),
     "top_p": (lambda value: value is None or 0.0 < value <= 1.0, "give a number > 0 and <= 1"),
     "seeds": (
         lambda value: len(set(value)) == len(value) > 0 and all(0 <= seed <= _LARGEST_SEED for seed in value),
         f"give different whole numbers from 0 to {_LARGEST_SEED}",
     ),
-    "repeats": (lambda value: value >= 1, "give a whole number >= 1"),
+    "repeats": (lambda value: 1 <= value <= _MOST_REPEATS, f"give a whole number >= 1 and <= {_MOST_REPEATS}"),
 }
 
 

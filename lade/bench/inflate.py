@@ -17,6 +17,7 @@ What remains are sums taken in another order, since kernels split longer rows el
 from __future__ import annotations
 
 import copy
+import os
 from math import isqrt
 
 import torch
@@ -74,7 +75,7 @@ def inflate(
         A model in evaluation mode, with a copy of the small one's generation config.
 
     Raises:
-        ConfigError: a size is smaller than the model's, or the sizes and `params` disagree.
+        ConfigError: a size is smaller than the model's, the sizes and `params` disagree, or they do not fit in memory.
         UnsupportedModelError: the model is of another architecture, quantized, or has adapters.
 
     >>> large = lade.bench.inflate(small, params=500e6, dtype=torch.bfloat16)
@@ -82,9 +83,10 @@ def inflate(
     _require_llama(model)
     if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
         raise ConfigError("dtype", dtype, "give torch.bfloat16, float16, float32 or float64")
-    sizes = choose(model, Wanted(params, hidden_factor, layers, intermediate_size))
     dtype = dtype or model.dtype
     device = torch.device(device or model.device)
+    _check_memory(params or 0.0, dtype, device)
+    sizes = choose(model, Wanted(params, hidden_factor, layers, intermediate_size))
     large = _skeleton(type(model), _grown_config(model, sizes, dtype))
     _fill(large, model, _Filler(sizes.hidden_factor, dtype, device, seed))
     for name, buffer in model.named_buffers():  # rotary frequencies go by the head size, which stays
@@ -109,6 +111,19 @@ def _require_llama(model: PreTrainedModel) -> None:
     for name in {**promised, **actual}:
         if promised.get(name) != actual.get(name):
             raise UnsupportedModelError(f"{name} is not the weight that the model's config promises", remedy)
+
+
+def _check_memory(params: float, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise `ConfigError` for more weights than the memory can hold: filling it would stop the machine."""
+    if device.type == "cuda":
+        _, room = torch.cuda.mem_get_info(device)
+    elif hasattr(os, "sysconf"):
+        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:  # Windows does not say
+        return
+    most = room / dtype.itemsize
+    if params > most:
+        raise ConfigError("params", params, f"the memory of {device} holds {most:.2g} in {dtype}: give fewer")
 
 
 def _skeleton(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:

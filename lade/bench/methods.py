@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from lade.bench.results import Method
-from lade.config import LookaheadConfig
+from lade.config import MOST_BUDGET, LookaheadConfig
 from lade.decoding.jacobi import GUESSES
 from lade.errors import ConfigError
 
@@ -53,7 +53,7 @@ def parse(text: str) -> Method:
     if not given:
         return Method(kind, kind, _settled(kind, {}))
     names, parts = _SIZES.get(kind, {}), [part.strip() for part in sizes.split(",")]
-    if len(parts) != len(names) or not all(part.isascii() and part.isdigit() for part in parts):
+    if len(parts) != len(names) or not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
         raise ConfigError(
             "method", text, f"write {kind}={','.join(names)} with whole numbers" if names else f"write {kind}"
         )
@@ -110,8 +110,8 @@ def _settled(kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
             return {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
         case "jacobi":
             guesses = sizes.get("guesses", GUESSES)
-            if guesses < 1:
-                raise ConfigError("guesses", guesses, "give a whole number >= 1")
+            if not 1 <= guesses <= MOST_BUDGET:
+                raise ConfigError("guesses", guesses, f"give a whole number >= 1 and <= {MOST_BUDGET}")
             return {"guesses": guesses}
         case "lookahead":
             config = LookaheadConfig(**sizes, adaptive=False)

@@ -19,6 +19,8 @@ from lade.errors import ConfigError
 FREE = 1.2
 """A pass of several tokens is called free if it takes at most so many times as long as a pass of one."""
 
+_MOST = 1e30  # so that no product of two quantities leaves the numbers
+
 BANDWIDTH_SHARE, FLOPS_SHARE = 0.8, 0.6
 """Of the datasheet's peaks, what passes are assumed to reach: assumptions, not measurements."""
 
@@ -91,9 +93,11 @@ class Roofline:
         if self.dtype not in BYTES:
             raise ConfigError("dtype", self.dtype, f"give one of {', '.join(BYTES)}")
         for name in ("params", "bandwidth", "flops"):
-            _require(name, getattr(self, name), 0.0 < getattr(self, name) < math.inf, "give a number > 0")
+            value = getattr(self, name)
+            _require(name, value, 1.0 <= value <= _MOST, f"give a number > 0, from 1 to {_MOST:g}")
         for name in ("cache_bytes", "overhead_s"):
-            _require(name, getattr(self, name), 0.0 <= getattr(self, name) < math.inf, "give a number >= 0")
+            value = getattr(self, name)
+            _require(name, value, 0.0 <= value <= _MOST, f"give a number >= 0, up to {_MOST:g}")
         for name in ("bandwidth_share", "flops_share"):
             _require(name, getattr(self, name), 0.0 < getattr(self, name) <= 1.0, "give a number > 0 and <= 1")
 

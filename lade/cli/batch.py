@@ -9,6 +9,8 @@ from lade.cli.batch_file import AnswerFile
 from lade.cli.prompts import Prompt, check_sources, numbered_prompts
 from lade.errors import ConfigError, InputError
 
+MOST_ROWS = 4096
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -61,8 +63,8 @@ def batch_of(
     if size is None:
         _refuse_without_size(out, resume=resume)
         return None
-    if size < 1:
-        raise ConfigError("batch-size", size, "give a whole number >= 1")
+    if not 1 <= size <= MOST_ROWS:
+        raise ConfigError("batch-size", size, f"give a whole number >= 1 and <= {MOST_ROWS}")
     check_sources(text, prompt, prompt_file)
     if prompt_file is None or prompt_file.suffix != ".jsonl":
         raise ConfigError("batch-size", size, "it is for many prompts: give --prompt-file FILE.jsonl, one a line")

@@ -11,7 +11,7 @@ import typer
 
 from lade.cli import compare, options, plan, scaling
 from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
-from lade.errors import ConfigError, InputError, MissingExtraError
+from lade.errors import InputError, MissingExtraError
 
 if TYPE_CHECKING:
     from lade.bench.results import Method, Settings
@@ -260,18 +260,14 @@ def _workloads(given: list[str] | None, format: str | None, limit: int | None) -
 
 
 def _seeds(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() for part in parts):
-        raise ConfigError("seeds", text, "give whole numbers >= 0 with commas between them, such as 0,1,2")
-    return [int(part) for part in parts]
+    return options.whole_numbers("seeds", text, 0, "0,1,2")
 
 
 def _check(out: Path, resume: bool, threads: int | None, figures: bool) -> None:
     """Find out before the work begins what would end it."""
     if figures and find_spec("matplotlib") is None:
         raise MissingExtraError("matplotlib", "bench")
-    if threads is not None and threads < 1:
-        raise ConfigError("threads", threads, "give a whole number >= 1")
+    options.check_threads(threads)
     from lade.bench.benchmark import check_folder
 
     check_folder(out, resume=resume)

@@ -15,11 +15,12 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from lade.cli.model_options import EMBEDDED, Loading
+from lade.cli.model_options import EMBEDDED, Loading, folder_of
 from lade.cli.terminal import one_line
 from lade.errors import ConfigError, InputError
 
 _TIMEOUT_S = 5.0
+_HUB_ID = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def find(loading: Loading) -> Source:
         from lade.demo.embedded import model_path
 
         return Source(EMBEDDED, str(model_path()), local=True)
-    folder = Path(name).expanduser()
+    folder = folder_of(name)
     if folder.is_dir():
         if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
             raise InputError(f"model folder {name!r} has no config.json: give a folder that save_pretrained wrote")
@@ -59,14 +60,27 @@ def find(loading: Loading) -> Source:
         return Source(name, str(folder), local=True)
     if folder.exists():
         raise InputError(f"model {name!r} is a file: give the folder it lies in")
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
+    if not _HUB_ID.fullmatch(name):
         raise InputError(f"model folder {name!r} does not exist: check the path, or give a hub id such as org/name")
     if loading.local_files_only:
         if _cached("config.json", loading) is None:
             raise InputError(f"model {name!r} has not been downloaded yet: leave out --local-files-only")
         return Source(name, name, local=True)
-    commit = _commit(name, loading)
+    commit = _commit(loading)
     return Source(name, name, local=commit is None, download=commit is not None and not _has_weights(loading, commit))
+
+
+def find_adapter(loading: Loading) -> Source:
+    """Where to load the adapter from; errors are those of `find`."""
+    name = loading.adapter or ""
+    folder = folder_of(name)
+    if folder.is_dir():
+        return Source(name, str(folder), local=True)
+    if folder.exists() or not _HUB_ID.fullmatch(name):
+        raise ConfigError("adapter", name, "it is no folder: check the path, or give a hub id such as org/name")
+    if loading.local_files_only:
+        return Source(name, name, local=True)
+    return Source(name, name, local=_commit(loading.of(name), file="adapter_config.json") is None)
 
 
 def _cached(file: str, loading: Loading, commit: str | None = None) -> Path | None:
@@ -85,9 +99,9 @@ def _has_weights(loading: Loading, commit: str) -> bool:
     return all(_cached(file, loading, commit) is not None for file in files)
 
 
-def _commit(name: str, loading: Loading) -> str | None:
-    """Ask the hub once, without the retries of a download; None where only a cached copy can be had."""
-    revision = loading.revision
+def _commit(loading: Loading, file: str = "config.json") -> str | None:
+    """Ask the hub once, without the retries of a download; None where only a cached copy can be had, with this file."""
+    name, revision = loading.name, loading.revision
     try:
         commit: str = HfApi(token=loading.token).model_info(name, revision=revision, timeout=_TIMEOUT_S).sha or ""
     except GatedRepoError as problem:  # a kind of RepositoryNotFoundError
@@ -98,7 +112,7 @@ def _commit(name: str, loading: Loading) -> str | None:
     except (RepositoryNotFoundError, HFValidationError) as problem:
         raise InputError(f"model {name!r} is neither a folder here nor a model on the hub: check the name") from problem
     except Exception as problem:
-        if _cached("config.json", loading) is not None:
+        if _cached(file, loading) is not None:
             return None
         raise InputError(
             f"model {name!r} is no folder here, and the hub cannot be reached ({one_line(problem, 120)}): "

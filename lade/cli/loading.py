@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as _logging
 
 from lade.cli import checkpoint
-from lade.cli.hub import Source, find, gated
+from lade.cli.hub import Source, find, find_adapter, gated
 from lade.cli.model_options import Loading
 from lade.cli.quantization import quantization_config
 from lade.cli.terminal import Terminal, one_line
@@ -245,15 +245,18 @@ def _device_map(text: str) -> Any:
     if not text.lstrip().startswith("{"):
         return text
     try:
-        return json.loads(text)
+        found = json.loads(text)
     except (ValueError, RecursionError) as problem:
         raise ConfigError("device-map", one_line(text, 60), f"it is no JSON ({one_line(problem, 120)})") from problem
+    if not found:
+        raise ConfigError("device-map", text, 'it says nothing: give auto, or an object such as {"": "cpu"}')
+    return found
 
 
 def _blamed(problem: Exception, loading: Loading) -> ConfigError | None:
     """An error of `from_pretrained` as one of the option that it is about."""
     reason, name = one_line(problem, 200), loading.attn_implementation
-    if name is not None and ("attn_implementation" in reason or name in reason):
+    if name is not None and any(word in reason.lower() for word in ("attention", "attn", "kernel")):
         return ConfigError("attn-implementation", name, f"{reason}; give sdpa or eager, or leave it out")
     if loading.device_map is not None and "device" in reason:
         return ConfigError("device-map", loading.device_map, f"{reason}; give auto, or leave it out")
@@ -267,10 +270,11 @@ def _adapt(model: Any, loading: Loading, source: Source) -> None:
     adapter = loading.adapter
     if find_spec("peft") is None:
         raise ConfigError("adapter", adapter, "it takes PEFT: run  pip install peft")
+    where = find_adapter(loading)
     hub = {name: value for name, value in loading.hub.items() if name != "revision"}  # which is the model's
     remedy = "give an adapter's folder, and the --model that it was made for"
     try:
-        found = model.load_adapter(adapter, local_files_only=loading.local_files_only, adapter_kwargs=hub)
+        found = model.load_adapter(where.name, local_files_only=where.local, adapter_kwargs=hub)
     except Exception as problem:
         reason = f"it cannot be put into {source.shown!r} ({one_line(problem, 240)})"
         raise ConfigError("adapter", adapter, f"{reason}: {remedy}") from problem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -118,7 +119,7 @@ class Loading:
         """What the model is called: a hub id as it is, of a folder the last part."""
         if self.model is None:
             return EMBEDDED
-        folder = Path(self.model).expanduser()
+        folder = folder_of(self.model)
         return folder.resolve().name if folder.is_dir() else self.model
 
     @property
@@ -130,6 +131,13 @@ class Loading:
     def of(self, model: str) -> Loading:
         """The same for another model, such as one that drafts: it has neither this revision nor this adapter."""
         return replace(self, model=model, revision=None, adapter=None)
+
+
+def folder_of(name: str) -> Path:
+    """The folder of that name, which need not exist; ~ is the home folder where there is one."""
+    with suppress(RuntimeError):  # of a user who is not known here
+        return Path(name).expanduser()
+    return Path(name)
 
 
 def command_line() -> list[str]:

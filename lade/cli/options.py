@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import os
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -26,15 +26,19 @@ METHODS = ("plain", "lookahead", "adaptive", "auto")
 _PANEL, _SPEED = "Choosing tokens", "Speed"
 _DRAWN_SEEDS = 2**32  # a drawn seed is short enough to be typed, and exact in every JSON reader
 _SEEDS = 2**63
+_MOST_BEAMS, _MOST_TOKENS, _LONGEST_STOP = 256, 10**9, 200
 _ONLY_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "temperature": (lambda value: 0.0 < value < math.inf, "give a number > 0"),
+    "temperature": (lambda value: 1e-10 <= value <= 1e10, "give a number > 0, from 1e-10 to 1e10"),
     "top_k": (lambda value: value >= 0, "give a whole number >= 1, or 0 for no limit"),
     "top_p": (lambda value: 0.0 < value <= 1.0, "give a number > 0 and <= 1"),
     "min_p": (lambda value: 0.0 <= value <= 1.0, "give a number from 0 to 1"),
     "seed": (lambda value: 0 <= value < _SEEDS, f"give a whole number from 0 to {_SEEDS - 1}"),
-    "repetition_penalty": (lambda value: 0.0 < value < math.inf, "give a number > 0; 1 is no penalty"),
-    "num_beams": (lambda value: value >= 1, "give a whole number >= 1"),
+    "repetition_penalty": (
+        lambda value: 0.01 <= value <= 100.0,
+        "give a number > 0, from 0.01 to 100; 1 is no penalty",
+    ),
+    "num_beams": (lambda value: 1 <= value <= _MOST_BEAMS, f"give a whole number >= 1 and <= {_MOST_BEAMS}"),
 }
 
 
@@ -128,8 +132,28 @@ def _listed(options: Mapping[str, Any]) -> str:
 
 def check_max_new_tokens(max_new_tokens: int) -> None:
     """Raise `ConfigError` unless there is at least one token to generate."""
-    if max_new_tokens < 1:
-        raise ConfigError("max-new-tokens", max_new_tokens, "give a whole number >= 1")
+    if not 1 <= max_new_tokens <= _MOST_TOKENS:
+        raise ConfigError("max-new-tokens", max_new_tokens, f"give a whole number >= 1 and <= {_MOST_TOKENS}")
+
+
+def check_threads(threads: int | None) -> None:
+    """Raise `ConfigError` for a number of CPU threads that the system would not start, or none at all."""
+    most = max(64, 4 * (os.cpu_count() or 1))
+    if threads is not None and not 1 <= threads <= most:
+        raise ConfigError("threads", threads, f"give a whole number >= 1 and <= {most}")
+
+
+def whole_numbers(name: str, text: str, least: int, example: str) -> list[int]:
+    """Whole numbers of at most nine digits with commas between them, none below `least`.
+
+    Raises:
+        ConfigError: there is something else.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) >= least for part in parts):
+        remedy = f"give whole numbers >= {least} with commas between them, such as {example}"
+        raise ConfigError(name, text if len(text) < 100 else f"{text[:100]}...", remedy)
+    return [int(part) for part in parts]
 
 
 def _option(*names: str, metavar: str | None = None, help: str) -> Any:
@@ -191,6 +215,9 @@ class Choices:
         check_ranges(given)
         for text in self.stop or ():
             check_text(text, "the text of --stop")
+            if len(text) > _LONGEST_STOP:
+                remedy = f"it has {len(text)} characters: give at most {_LONGEST_STOP}"
+                raise ConfigError("stop", f"{text[:20]}...", remedy)
         if self.do_sample and self.seed is None:
             return replace(self, seed=secrets.randbelow(_DRAWN_SEEDS) if seed is None else seed)
         return self

@@ -114,10 +114,7 @@ def numbers(name: str, text: str, least: int) -> list[int]:
     Raises:
         ConfigError: there is something else.
     """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and int(part) >= least for part in parts):
-        raise ConfigError(name, text, f"give whole numbers >= {least} with commas between them, such as 3,5,7")
-    return [int(part) for part in parts]
+    return options.whole_numbers(name, text, least, "3,5,7")
 
 
 def _study(subject: Subject, name: str, source: Workload, windows: list[int], ngrams: list[int], **terms: Any) -> Study:
@@ -263,8 +260,8 @@ def _check(threads: int | None, max_new_tokens: int, out: Path, *, resume: bool,
     """Find out before a model is loaded what would end the work."""
     if figures and find_spec("matplotlib") is None:
         raise MissingExtraError("matplotlib", "bench")
-    if threads is not None and threads < 1:
-        raise ConfigError("threads", threads, "give a whole number >= 1")
+    options.check_threads(threads)
+    options.check_max_new_tokens(max_new_tokens)
     if max_new_tokens < 2:
         raise ConfigError("max-new-tokens", max_new_tokens, "give a whole number >= 2: the first one takes no step")
     if out.exists() and not out.is_dir():

@@ -23,6 +23,7 @@ from lade.errors import FallbackWarning, LadeError
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 ASIDE = "dim"
+_NO_ROOM = "the memory is full: take a smaller model, dtype, batch or budget, or fewer beams or tokens"
 SAYS_ALL = Output()
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tab and newline
 
@@ -120,14 +121,31 @@ def terminal(output: Output = SAYS_ALL) -> Iterator[Terminal]:
             warnings.simplefilter("always", FallbackWarning)
             warnings.showwarning = term.show_warning
             yield term
-    except LadeError as problem:
+    except Exception as problem:
+        line = _one_line_for(problem)
+        if line is None:
+            raise
         if term.debug:
             term.say(traceback.format_exc())
-        term.fail(problem)
+        term.fail(line)
         raise typer.Exit(EXIT_BAD_INPUT) from None
     except KeyboardInterrupt:
         term.say("interrupted", "yellow")
         raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def _one_line_for(problem: Exception) -> str | None:
+    """What a user is told of an error that is theirs or their machine's; None for one of this program."""
+    if isinstance(problem, LadeError):
+        return str(problem)
+    # Torch is not imported just to ask for its class; on the CPU it raises a plain RuntimeError.
+    words = ("can't allocate memory", "not enough memory", "out of memory")
+    full = isinstance(problem, RuntimeError) and any(word in str(problem) for word in words)
+    if full or isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError":
+        return f"{_NO_ROOM} ({one_line(problem, 200)})"
+    if isinstance(problem, OSError) and not isinstance(problem, BrokenPipeError):
+        return f"{one_line(problem, 300)}: check paths, permissions and room on the disk"
+    return None
 
 
 @contextmanager
@@ -145,6 +163,6 @@ def _logging(term: Terminal) -> Iterator[None]:
 
 
 def one_line(problem: BaseException | str, limit: int = 500) -> str:
-    """The message of a problem on one line, not longer than `limit` characters."""
-    text = " ".join(str(problem).split()) or type(problem).__name__
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    """The message of a problem on one line, not longer than `limit` characters: what is too long lacks its middle."""
+    text, tail = " ".join(str(problem).split()) or type(problem).__name__, limit // 3
+    return text if len(text) <= limit else f"{text[: limit - 3 - tail]}...{text[-tail:]}"

@@ -28,6 +28,7 @@ FREE = 1.2
 """A pass of several tokens is called free if it takes at most so many times as long as a pass of one."""
 
 _WHAT = "What to measure"
+LONGEST_S = 86_400
 _FORMATS = (".svg", ".png", ".pdf")
 _BAR_WIDTH = 32
 _ROUNDS = 10_000  # time ends it, not their number
@@ -270,18 +271,14 @@ def draw(sweeps: list[Sweep], title: str, out: Path) -> None:
 
 
 def _lengths(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
-        raise ConfigError("cached", text, "give whole numbers >= 1 with commas between them, such as 64,1024")
-    return [int(part) for part in parts]
+    return options.whole_numbers("cached", text, 1, "64,1024")
 
 
 def _check(seconds: float, threads: int | None, out: Path | None) -> None:
     """Find out before the work begins what would end it."""
-    if not 0 < seconds < float("inf"):
-        raise ConfigError("seconds", seconds, "give a number > 0")
-    if threads is not None and threads < 1:
-        raise ConfigError("threads", threads, "give a whole number >= 1")
+    if not 0 < seconds <= LONGEST_S:
+        raise ConfigError("seconds", seconds, f"give a number > 0 and <= {LONGEST_S}, which is a day")
+    options.check_threads(threads)
     if out is None:
         return
     if out.suffix.lower() not in _FORMATS:

@@ -12,6 +12,7 @@ from lade.errors import ConfigError
 if TYPE_CHECKING:
     from lade.bench.roofline import Roofline
 
+_MOST = 10**12
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12, "p": 1e15}
 _UNITS = {"params": "", "bandwidth": "b/s", "flops": "flops|flop/s|flops/s"}
 _SUCH_AS = {"params": "7e9, 7B or 500M", "bandwidth": "3.35e12 or 900GB/s", "flops": "990e12 or 990T"}
@@ -87,8 +88,8 @@ class Wish:
 
         sizes = {"layers": self.layers, "kv-heads": self.kv_heads, "head-dim": self.head_dim}
         for name, value in {**sizes, "cached": self.cached or None}.items():
-            if value is not None and value < 1:
-                raise ConfigError(name, value, "give a whole number >= 1")
+            if value is not None and not 1 <= value <= _MOST:
+                raise ConfigError(name, value, f"give a whole number >= 1 and <= {_MOST}")
         missing = [name for name, value in sizes.items() if value is None]
         if self.cached and missing:
             needed = " ".join(f"--{name}" for name in missing)

@@ -248,6 +248,8 @@ def test_its_zeros_lie_in_memory_like_other_weights():
         ({"params": 1000}, "params=1000 is not valid: the model has 18"),
         ({"params": float("inf")}, "params=inf is not valid"),
         ({"params": float("nan")}, "params=nan is not valid"),
+        ({"params": 1e30}, r"params=1e\+30 is not valid: the memory of cpu holds .* in torch.float64: give fewer"),
+        ({"params": 1e15}, "params=1000000000000000.0 is not valid: the memory of cpu holds"),
         ({"params": None, "layers": 4}, "params=None is not valid: give a number, or layers, hidden_factor"),
         ({"hidden_factor": 2}, "hidden_factor=2 is not valid: give a power of four"),
         ({"hidden_factor": 0}, "hidden_factor=0 is not valid"),

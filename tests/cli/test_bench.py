@@ -271,6 +271,7 @@ def test_figures_are_drawn_only_if_asked_for_and_without_matplotlib_that_is_refu
         (["-w", "missing.jsonl"], ["missing.jsonl", "is not there"]),
         (["-m", "missing/folder/of/model"], ["missing/folder/of/model", "does not exist"]),
         (["--inflate", 5], ["params=5", "at least as many"]),
+        (["--inflate", "1e30"], ["params=1e+30", "memory", "give fewer"]),
     ],
 )
 def test_bad_input_is_one_line(bench, out, arguments, words):
