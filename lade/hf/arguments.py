@@ -21,6 +21,7 @@ from lade.errors import ConfigError, InputError, UnsupportedArgumentError
 from lade.model.lending import can_lend
 from lade.model.positions import LEARNED_POSITIONS
 from lade.model.runner import EagerRunner
+from lade.model.signature import accepted
 from lade.model.slots import padding_counts_from
 
 Lookahead = LookaheadConfig | str | None
@@ -82,6 +83,8 @@ def checked_paddings(
     check_padding(model, max(paddings), generation_config.max_length)
     if positions is not None:
         check_positions(positions[::beams].expand(len(paddings), -1), paddings)
+    elif any(paddings) and "position_ids" in accepted(model):
+        refuse("left padding", "a wrapper hides this model's position_ids from transformers, which then counts the padding")
     return paddings
 
 
