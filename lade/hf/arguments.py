@@ -25,6 +25,7 @@ from lade.model.lending import can_lend, why_unfit
 from lade.model.padding import counts_padding
 from lade.model.positions import LEARNED_POSITIONS
 from lade.model.runner import EagerRunner
+from lade.model.signature import accepted
 from lade.model.slots import padding_counts_from
 from lade.model.support import is_listed
 
@@ -86,6 +87,9 @@ def checked_paddings(
     if positions is not None:
         for axis in positions if positions.ndim == 3 else positions[None]:  # of time, height and width in some models
             check_positions(axis[::beams].expand(len(paddings), -1), paddings)
+    elif any(paddings) and "position_ids" in accepted(model):
+        hidden = "a wrapper hides this model's position_ids from transformers, which then counts the padding"
+        refuse("left padding", hidden)
     return paddings
 
 

@@ -53,6 +53,8 @@ def why_eager(model: Any) -> str:
         return "the caller is capturing a graph"
     for module in model.modules():
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if "forward" in vars(module):
+            return "the forward of a module was replaced, and a replay would not call it"
         if hasattr(module, "_hf_hook") or any(getattr(hook, "__module__", "") not in _IDLE_HOOKS for hook in hooks):
             return "its modules have hooks, which a replay would not call"
         if type(module).__module__.partition(".")[0] == "peft":

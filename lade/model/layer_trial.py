@@ -79,14 +79,15 @@ def foreign_layers(module: nn.Module, home: str, name: str = "") -> Iterator[tup
     if _is_linear(module) or _hides_quantised(module):
         yield name, module
         return
-    for child_name, child in module.named_children():
-        yield from foreign_layers(child, home, f"{name}.{child_name}" if name else child_name)
+    for child_name, child in module._modules.items():
+        if child is not None:
+            yield from foreign_layers(child, home, f"{name}.{child_name}" if name else child_name)
 
 
 def _is_known(module: Any, home: str) -> bool:
-    if isinstance(module, PackedLinear) or hasattr(module, "num_embeddings"):  # embeddings only look up
-        return True
     kind = type(module)
+    if kind is PackedLinear or _has(module, "num_embeddings"):  # embeddings only look up
+        return True
     part = kind.__module__ == home or kind.__module__.startswith("transformers.models.")
     if kind is not nn.Linear and not (part and isinstance(module, nn.Linear)):
         return False
@@ -97,7 +98,12 @@ def _is_known(module: Any, home: str) -> bool:
 
 def _is_linear(module: nn.Module) -> bool:
     """By the names that every maker gives; an adapter is looked into."""
-    return isinstance(getattr(module, "in_features", None), int) and "base_layer" not in module._modules
+    return _has(module, "in_features") and isinstance(module.in_features, int) and "base_layer" not in module._modules
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    """As `hasattr`, which is slow where a module has no such attribute; hundreds of modules are asked."""
+    return name in vars(module) or hasattr(type(module), name)
 
 
 def _hides_quantised(module: nn.Module) -> bool:

@@ -14,8 +14,19 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from lade.model.fields import field
+
 LEARNED_POSITIONS = frozenset({"gpt2", "gpt_bigcode", "opt", "biogpt", "xglm", "openai-gpt"})
 """Families that look positions up in a table: beyond its end even plain decoding fails."""
+
+
+CONTEXT_FIELDS = frozenset(
+    """
+    context_length max_context_length max_position_embeddings max_seq_len max_sequence_length model_max_length n_ctx
+    n_positions seq_length
+    """.split()  # noqa: SIM905 - a table of words reads better without the quotes
+)
+"""What configurations call the length of the context."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +49,10 @@ class Positions:
     @classmethod
     def of(cls, config: PretrainedConfig) -> Positions:
         """Read them from the text config of a model."""
-        length = getattr(config, "max_position_embeddings", None)
+        lengths = [field(config, name) for name in CONTEXT_FIELDS]
+        length = min((value for value in lengths if isinstance(value, int)), default=None)
         switch = _longrope_switch(config)
-        walls = sorted({wall for wall in (switch, length) if isinstance(wall, int)})
+        walls = sorted({wall for wall in (switch, length) if wall is not None and wall <= (length or wall)})
         dynamic = any("dynamic" in str(parameters.get("rope_type")) for parameters in _rope_parameters(config))
         return cls(tuple(walls), switch, length if dynamic else None)
 
@@ -54,13 +66,13 @@ class Positions:
 
 
 def _rope_parameters(config: PretrainedConfig) -> list[Mapping[str, Any]]:
-    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    rope: Mapping[str, Any] = field(config, "rope_parameters") or {}
     return [rope, *(value for value in rope.values() if isinstance(value, Mapping))]  # or one dict a layer type
 
 
 def _longrope_switch(config: PretrainedConfig) -> int | None:
     for parameters in _rope_parameters(config):
-        if parameters.get("rope_type") == "longrope":
+        if parameters.get("rope_type") in ("longrope", "su"):  # "su" in older code from a hub
             switch = parameters.get("original_max_position_embeddings")
-            return int(switch or getattr(config, "original_max_position_embeddings", config.max_position_embeddings))
+            return int(switch or field(config, "original_max_position_embeddings") or config.max_position_embeddings)
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -18,6 +17,7 @@ from lade.model.cache import TreeCache
 from lade.model.hidden import HiddenStates
 from lade.model.positions import Positions
 from lade.model.row_cache import RowCache
+from lade.model.signature import accepted
 from lade.model.slots import SlotCounters
 from lade.model.stopwatch import Stopwatch
 
@@ -38,7 +38,7 @@ class EagerRunner:
         self.device = input_device(model)
         self._stopwatch = Stopwatch()
         self._slot_counters = SlotCounters(model)
-        self._accepts = frozenset(inspect.signature(model.forward).parameters)
+        self._accepts = accepted(model)
 
     @property
     def forward_s(self) -> float:
@@ -168,7 +168,7 @@ class EagerRunner:
         kwargs: dict[str, Any] = {"attention_mask": masks, "past_key_values": cache, "use_cache": True}
         if "position_ids" in self._accepts:
             kwargs["position_ids"] = inputs.positions
-        logits: torch.Tensor = self.model(inputs.ids, **kwargs).logits
+        logits: torch.Tensor = self.model(input_ids=inputs.ids, **kwargs, return_dict=True).logits
         return logits
 
     def _timed(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:

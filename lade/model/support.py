@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
-import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lade.errors import UnsupportedModelError
 from lade.model.adapters import why_adapted_otherwise
 from lade.model.attention import MaskPlan
+from lade.model.fields import field
+from lade.model.foreign import foreign_code
 from lade.model.layer_trial import why_inexact
+from lade.model.lengths import named_lengths
+from lade.model.plan import LAYER_TYPES, plan_for, window_too_short
 from lade.model.probe import tolerance, worst_error
-from lade.model.reach import Reach, chunked, everything, sliding
+from lade.model.training import why_not_in_training
 from lade.model.tree_attention import NAME as TREE_ATTENTION
 
 MASK_PER_LAYER_TYPE = frozenset(
     """
-    cohere2 exaone4 gemma2 gemma3_text gpt_oss llama4_text olmo3 qwen2 qwen3 smollm3
+    cohere2 exaone4 gemma2 gemma3_text gemma4_text gemma4_unified_text gpt_oss llama4_text olmo3 qwen2 qwen3 smollm3
     """.split()  # noqa: SIM905 - a table of words reads better without the quotes
 )
 ONE_MASK = frozenset(
@@ -32,14 +36,12 @@ ONE_MASK = frozenset(
 """Families whose trees are compared with `model.generate` by this package's tests, by `config.model_type`."""
 
 REFUSED = {
+    "doge": "its attention picks keys by a score, and where scores are equal, by how many keys there are",
     "gpt_neo": "its local attention layers mask by cache slot and ignore the mask of a tree",
     "mpt": "its ALiBi biases go by cache slot, not by position",
 }
-ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 LONGEST_PROBE_TOKENS = 1024
 PLAIN_REMEDY = 'use plain model.generate, or lookahead="auto", which falls back to it'
-
-_probed: WeakKeyDictionary[PreTrainedModel, dict[str, Support]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,11 @@ class Support:
         return self.plan
 
 
+Known = dict[Hashable, tuple[list[Callable[[], Any]], Support]]
+"""By what a check depends on: the foreign code that it met, as long as that lives, and what came of it."""
+_checked: WeakKeyDictionary[PreTrainedModel, Known] = WeakKeyDictionary()
+
+
 def supports(model: Any) -> Support:
     """Whether `lade` decodes this model exactly.
 
@@ -88,17 +95,28 @@ def supports(model: Any) -> Support:
     """
     wrapped, model = model, unwrap(model)
     name = type(model).__name__
-    reason = _refusal(model) or _refusal_of_wrapper(wrapped, model) or why_inexact(model)
+    reason = _refusal(model) or _refusal_of_wrapper(wrapped, model) or why_inexact(model) or why_not_in_training(model)
     if reason:
         return Support(name, reason)
-    config = model.config.get_text_config(decoder=True)
-    if _is_listed(model, config):
-        return Support(name, plan=_plan(config, by_layer_type=config.model_type in MASK_PER_LAYER_TYPE))
-    known = _probed.setdefault(model, {})
-    key = f"{config._attn_implementation} {model.dtype}"
-    if key not in known:
-        known[key] = _probe(model, config)
-    return known[key]
+    config, foreign = model.config.get_text_config(decoder=True), foreign_code(model)
+    if not foreign and _is_listed(model, config):
+        return _listed(model, config)
+    known = _checked.setdefault(model, {})
+    state = (config._attn_implementation, model.dtype, *map(id, foreign))
+    things, support = known.get(state, ([], None))
+    # Another thing may have come to lie where one lay that is gone.
+    if support is None or any(thing() is None for thing in things):
+        support = _check(model, config)
+        known[state] = (list(map(_reference, foreign)), support)
+    return support
+
+
+def _reference(thing: Any) -> Callable[[], Any]:
+    """The thing as long as it lives; of what cannot be referred to weakly, nothing."""
+    try:
+        return ref(thing)
+    except TypeError:
+        return lambda: None
 
 
 def unwrap(model: Any) -> Any:
@@ -140,10 +158,10 @@ def _refusal_as_it_is_set_up(model: PreTrainedModel, config: PretrainedConfig) -
     if backend == TREE_ATTENTION and not model._can_set_attn_implementation():
         remedy = 'load it with attn_implementation="eager"'
         return f"its attention does not go through transformers' interface, so it does not know {backend!r}: {remedy}"
-    if getattr(config, "use_bidirectional_attention", False) not in (None, False, "vision"):
+    if field(config, "use_bidirectional_attention") not in (None, False, "vision"):  # of images, which are no text
         return "its attention is bidirectional"
-    if model.training and _drops_out(model, config):
-        return "it is in training mode, where dropout makes every pass differ: call model.eval()"
+    if window := window_too_short(config):
+        return f"its {window} is less than two tokens, and transformers' cache does not heed so short a window"
     return ""
 
 
@@ -152,12 +170,7 @@ def _refusal_of_wrapper(wrapped: Any, model: PreTrainedModel) -> str:
 
 
 def _foreign_layers(config: PretrainedConfig) -> list[str]:
-    return sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS)
-
-
-def _drops_out(model: PreTrainedModel, config: PretrainedConfig) -> bool:
-    modules = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())
-    return modules or bool(getattr(config, "attention_dropout", 0.0))
+    return sorted(set(field(config, "layer_types") or ()) - LAYER_TYPES)
 
 
 def _is_listed(model: PreTrainedModel, config: PretrainedConfig) -> bool:
@@ -165,36 +178,27 @@ def _is_listed(model: PreTrainedModel, config: PretrainedConfig) -> bool:
     return ours and config.model_type in MASK_PER_LAYER_TYPE | ONE_MASK and model.config is config
 
 
-def _plan(config: PretrainedConfig, *, by_layer_type: bool) -> MaskPlan:
-    reaches: dict[str, Reach] = {}
-    window = getattr(config, "sliding_window", None)
-    if not by_layer_type:
-        reaches["attention"] = sliding(window) if window else everything
-    for kind in sorted(set(config.layer_types)) if by_layer_type else ():
-        match kind:
-            case "sliding_attention":
-                reaches[kind] = sliding(config.sliding_window)
-            case "chunked_attention":
-                reaches[kind] = chunked(config.attention_chunk_size)
-            case _:
-                reaches[kind] = everything
-    backend = config._attn_implementation
-    return MaskPlan(
-        reaches, by_layer_type, additive=backend not in ("sdpa", TREE_ATTENTION), compact=backend == TREE_ATTENTION
-    )
-
-
-def _probe(model: PreTrainedModel, config: PretrainedConfig) -> Support:
-    """Try the ways in which a model may take its masks; the first one that is exact is the plan."""
+def _listed(model: PreTrainedModel, config: PretrainedConfig) -> Support:
     name = type(model).__name__
-    reach = max((getattr(config, field, None) or 0) for field in ("sliding_window", "attention_chunk_size"))
-    if reach > LONGEST_PROBE_TOKENS:
-        reason = f"its attention window of {reach} tokens is too long to be checked, and this package does not test it"
-        return Support(name, reason)
+    try:
+        return Support(name, plan=plan_for(config, by_layer_type=config.model_type in MASK_PER_LAYER_TYPE))
+    except ValueError as problem:
+        return Support(name, f"it {problem}")
+
+
+def _check(model: PreTrainedModel, config: PretrainedConfig) -> Support:
+    """Try the ways in which a model may take its masks; the first one that is exact is the plan."""
+    name, listed = type(model).__name__, _is_listed(model, config)
+    lengths = _windows(config) if listed else named_lengths(model)
+    longest = max(lengths, key=lambda name: lengths[name], default=None)
+    if longest and lengths[longest] > LONGEST_PROBE_TOKENS and not listed:
+        what = f"its {longest} of {lengths[longest]} tokens is too long to be checked"
+        return Support(name, f"{what}, and this package does not test it")
+    reach = max((length for length in lengths.values() if length <= LONGEST_PROBE_TOKENS), default=0)
     findings = []
-    for by_layer_type in (True, False) if getattr(config, "layer_types", None) else (False,):
-        plan = _plan(config, by_layer_type=by_layer_type)
+    for by_layer_type in _ways(config, listed=listed):
         try:
+            plan = plan_for(config, by_layer_type=by_layer_type)
             error = worst_error(model, plan, beyond=reach)
         except Exception as problem:  # noqa: BLE001 - any failure of an unknown model on a tree is the reason to refuse it
             findings.append(f"{type(problem).__name__}: {problem}".splitlines()[0])
@@ -204,3 +208,16 @@ def _probe(model: PreTrainedModel, config: PretrainedConfig) -> Support:
         findings.append(f"logits differ by {error:.2g} standard deviations")
     reason = f"a tree pass does not equal plain passes on it ({'; '.join(findings)})"
     return Support(name, reason)
+
+
+def _windows(config: PretrainedConfig) -> dict[str, int]:
+    """How far the layers of a listed architecture see."""
+    values = {name: field(config, name) for name in ("sliding_window", "attention_chunk_size")}
+    return {name: value for name, value in values.items() if isinstance(value, int)}
+
+
+def _ways(config: PretrainedConfig, *, listed: bool) -> Sequence[bool]:
+    """Whether to give masks by layer type."""
+    if listed:
+        return (config.model_type in MASK_PER_LAYER_TYPE,)
+    return (True, False) if field(config, "layer_types") else (False,)

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from lade.decoding.engine import Runner
 from lade.locks import ForkSafeLock
 from lade.model.cache import TreeCache
+from lade.model.fields import field
 from lade.model.graphs import GraphRunner
 from lade.model.weights import bytes_by_kind
 from lade.tuning import store
@@ -128,7 +129,7 @@ def key_of(model: PreTrainedModel, runner: Runner[TreeCache], batch: int = 1) ->
         "devices": devices_of(model),
         "threads": torch.get_num_threads(),
         "model": type(model).__name__,
-        "shape": {name: getattr(config, name, None) for name in _SHAPE},
+        "shape": {name: field(config, name) for name in _SHAPE},
         "parameters": model.num_parameters(),
         # These two tell packed, quantised and adapted weights from plain ones: they sit in modules of other classes,
         # or are tensors of other classes, or other numbers of bytes.

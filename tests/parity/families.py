@@ -50,6 +50,14 @@ _LATENT = {
 }
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 _WINDOWED = {"sliding_window": WINDOW}
+_GEMMA4 = {
+    **_GROUPED,
+    **_WINDOWED,
+    "layer_types": _ALTERNATING,
+    "global_head_dim": 16,  # of full layers: head_dim is no longer one number
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,7 @@ class Family:
         fields = copy.deepcopy({**_SIZES, **self.extra, **overrides})
         config = AutoConfig.for_model(self.model_type, **fields)
         chosen = {"attn_implementation": backend or self.backends[0]}
-        if hasattr(config, "num_experts_per_tok"):
+        if hasattr(config, "num_experts_per_tok") or getattr(config, "top_k_experts", None):
             chosen["experts_implementation"] = "eager"  # grouped matrix products refuse float64
         with warnings.catch_warnings():  # transformers 5.17, when it imports gpt_bigcode
             warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
@@ -134,6 +142,22 @@ FAMILIES = [
     Family("gemma", _GROUPED),
     Family("gemma2", {**_GROUPED, **_WINDOWED, "query_pre_attn_scalar": 8}, ("eager",)),
     Family("gemma3_text", {**_GROUPED, **_WINDOWED, "query_pre_attn_scalar": 8, "layer_types": _ALTERNATING}),
+    Family("gemma4_text", {**_GEMMA4, "num_kv_shared_layers": 2}),
+    Family(
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+        },
+        name="gemma4_text-experts",
+    ),
+    Family("gemma4_unified_text", {**_GEMMA4, "num_global_key_value_heads": 1}),
     Family("phi", {"partial_rotary_factor": 0.5}),
     Family("phi3", {"num_key_value_heads": 2, "sliding_window": None}),
     Family("phi3", {"num_key_value_heads": 2, **_WINDOWED}, name="phi3-window"),

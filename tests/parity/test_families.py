@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, Watch, assert_same, prompt
+from comparing import CONFIGS, PAPER, Watch, assert_same, lookahead, plain, prompt
 from families import FAMILIES, WINDOW, Family, family
 
 import lade
@@ -16,6 +16,10 @@ MORE_CONFIGS = [
     *CONFIGS,
     *(lade.LookaheadConfig(*sizes) for sizes in ((15, 5, 15), (2, 6, 3), (0, 2, 1), (1, 2, 0), (4, 4, 4))),
 ]
+
+
+def windowed(name: str, window: int) -> dict[str, int]:
+    return {"attention_chunk_size" if name == "llama4_text" else "sliding_window": window}
 
 
 @pytest.mark.parametrize(("case", "backend"), CASES)
@@ -39,12 +43,23 @@ def test_the_logits_at_every_node_are_those_of_plain_passes(case: Family, backen
 
 @pytest.mark.parametrize("name", ["mistral-window", "gemma3_text", "llama4_text"])
 def test_a_window_shorter_than_a_tree_is_deep(name: str) -> None:
-    window = {"attention_chunk_size": 3} if name == "llama4_text" else {"sliding_window": 3}
-    assert_same(family(name).build(**window), prompt(20), CONFIGS, max_new_tokens=40)
+    assert_same(family(name).build(**windowed(name, 3)), prompt(20), CONFIGS, max_new_tokens=40)
 
 
-def test_a_window_that_the_cache_of_plain_decoding_heeds_and_the_model_does_not() -> None:
-    model = family("llama").build(sliding_window=WINDOW)
+@pytest.mark.parametrize("window", [2, 19, 20, 21])
+@pytest.mark.parametrize("name", ["mistral-window", "gemma2", "cohere2", "llama4_text"])
+def test_the_shortest_window_and_one_as_long_as_the_prompt(name: str, window: int) -> None:
+    model = family(name).build(**windowed(name, window))
+    assert_same(model, prompt(20), CONFIGS[:2], max_new_tokens=30)
+    torch.manual_seed(4)
+    expected = plain(model, prompt(20), do_sample=True, max_new_tokens=20)
+    torch.manual_seed(4)
+    assert torch.equal(lookahead(model, prompt(20), do_sample=True, max_new_tokens=20), expected)
+
+
+@pytest.mark.parametrize("field", ["sliding_window", "attention_chunk_size"])
+def test_a_window_that_the_cache_of_plain_decoding_heeds_and_the_model_does_not(field: str) -> None:
+    model = family("llama").build(**{field: WINDOW})
     assert_same(model, prompt(20), CONFIGS)
 
 

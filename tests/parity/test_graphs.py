@@ -395,6 +395,7 @@ def test_who_is_served_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         ("hooks", lambda model: model.model.layers[1].register_forward_hook(lambda *given: None)),
         ("hooks", lambda model: model.lm_head.register_forward_pre_hook(lambda *given: None)),
         ("hooks", lambda model: setattr(model.model.layers[0], "_hf_hook", object())),
+        ("replaced", lambda model: setattr(model, "forward", model.forward)),
         ("several devices", lambda model: model.lm_head.to("meta")),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import PAPER, only_fallback, plain, prompt
-from families import VOCABULARY, family
+from families import VOCABULARY, WINDOW, family
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel, StaticCache
 
 import lade
@@ -32,6 +32,7 @@ _LINEAR = {f"linear_{kind}": 2 for kind in ("num_value_heads", "num_key_heads")}
     f"linear_{kind}_head_dim": 8 for kind in ("key", "value")
 }
 STATE = r"layers \(.+\) carry a state that the branches of a token tree cannot share"
+SCORES = "picks keys by a score, and where scores are equal, by how many keys there are"
 SLOTS = "ALiBi biases go by cache slot, not by position"
 REFUSED = {
     "mamba": (STATE, {"state_size": 4}),
@@ -72,6 +73,7 @@ REFUSED = {
             "shared_intermediate_size": 16,
         },
     ),
+    "doge": (SCORES, {"head_dim": 8, "keep_window_size": 16}),
     "gpt_neo": (
         "local attention layers mask by cache slot",
         {"attention_types": [[["global", "local"], 2]], "num_layers": 4, "num_heads": 4, "window_size": 8},
@@ -137,6 +139,30 @@ def custom_generate(model: PreTrainedModel, **arguments: Any) -> Any:
 
 
 WAYS: dict[str, Callable[..., Any]] = {"lade.generate": generate, "custom_generate": custom_generate}
+
+
+@pytest.mark.parametrize("window", [1, 0, -1])
+@pytest.mark.parametrize("name", ["mistral-window", "gemma2", "cohere2", "llama4_text"])
+def test_a_window_that_the_cache_of_plain_decoding_does_not_heed(name: str, window: int) -> None:
+    """Of one token it keeps all, so that a prompt is masked and what follows is not; shorter ones plainly fail."""
+    field = "attention_chunk_size" if name == "llama4_text" else "sliding_window"
+    model = family(name).build(**{field: window})
+    with pytest.raises(lade.UnsupportedModelError, match=f"{field}={window} is less than two tokens"):
+        generate(model, input_ids=prompt(5), lookahead=PAPER, max_new_tokens=5)
+    if window == 1:
+        with one_fallback(f"{field}=1"):
+            ours = generate(model, input_ids=prompt(20), lookahead="auto", max_new_tokens=20, do_sample=False)
+        assert torch.equal(ours, plain(model, prompt(20), max_new_tokens=20))
+
+
+def test_layers_that_the_cache_of_plain_decoding_tells_apart_and_the_model_does_not() -> None:
+    model = family("llama").build(layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=WINDOW)
+    assert "takes one mask for layers that see differently far" in lade.supports(model).reason
+
+
+def test_a_model_whose_attention_is_bidirectional() -> None:
+    model = family("gemma4_text").build(use_bidirectional_attention="all")
+    assert "its attention is bidirectional" in lade.supports(model).reason
 
 
 # --- a supported family in a state that is not -----------------------------------------------------------------------

@@ -1,0 +1,39 @@
+"""Which arguments a model's `forward` takes, also where it was replaced by a wrapper that takes any."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from transformers import PreTrainedModel
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def accepted(model: PreTrainedModel) -> frozenset[str]:
+    """Arguments that can be passed to `forward` by name and mean something there.
+
+    Those that it names itself; and if it takes any (`**kwargs`), as tracers and profilers do, those that the class, one
+    of its bases, or the base model names. Whether they arrive is for the check of the model to find out.
+    """
+    own = _parameters(model.forward)
+    names = _named(own)
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in own):
+        for forward in _forwards(model):
+            names |= _named(_parameters(forward))
+    return frozenset(names)
+
+
+def _forwards(model: PreTrainedModel) -> Iterator[Callable[..., Any]]:
+    """All that a wrapper may hand its arguments on to."""
+    for module in (model, model.base_model):
+        yield from (vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind))
+
+
+def _parameters(forward: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(forward).parameters.values())
+
+
+def _named(parameters: list[inspect.Parameter]) -> set[str]:
+    return {parameter.name for parameter in parameters if parameter.kind in _BY_NAME}

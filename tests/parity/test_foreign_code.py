@@ -1,0 +1,302 @@
+"""Code of others on a model, such as tracers and hooks: served where a check finds it exact, else refused."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from comparing import PAPER, assert_same, batch, build, lookahead, plain, prompt
+from families import family
+from torch.nn import functional
+from transformers import GPT2LMHeadModel, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+import lade
+from lade.model import support
+
+Change = Callable[[Any], None]
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Class names of the models that were checked, one entry a comparison."""
+    names: list[str] = []
+    worst_error = support.worst_error
+
+    def counted(model: Any, *args: Any, **kwargs: Any) -> float:
+        names.append(type(model).__name__)
+        return worst_error(model, *args, **kwargs)
+
+    monkeypatch.setattr(support, "worst_error", counted)
+    return names
+
+
+# --- a forward that was replaced
+
+
+def taking_anything(model: Any) -> None:
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)  # noqa: PLW0108 - the signature is what counts
+
+
+def bound_to_the_model(model: Any) -> None:
+    forward = type(model).forward
+    model.forward = types.MethodType(lambda self, *args, **kwargs: forward(self, *args, **kwargs), model)  # noqa: PLW0108
+
+
+def with_the_name_of_the_other(model: Any) -> None:
+    forward = model.forward
+    model.forward = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))  # noqa: PLW0108
+
+
+def of_a_class_made_for_it(model: Any) -> None:
+    class Traced(type(model)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    model.__class__ = Traced
+
+
+def around_every_layer(model: Any) -> None:
+    for module in list(model.modules()):
+        taking_anything(module)
+
+
+def with_an_argument_set(model: Any) -> None:
+    model.forward = functools.partial(model.forward, output_attentions=False)
+
+
+def compiled(model: Any) -> None:
+    model.forward = torch.compile(model.forward, backend="eager")
+
+
+def under_a_hook_of_accelerate(model: Any) -> None:
+    add_hook_to_module(model, ModelHook())
+
+
+TRANSPARENT = [
+    taking_anything,
+    bound_to_the_model,
+    with_the_name_of_the_other,
+    of_a_class_made_for_it,
+    around_every_layer,
+]
+NAMES = ["llama", "gpt2", "mistral-window", "gemma3_text", "bloom"]
+
+
+@pytest.mark.parametrize("change", TRANSPARENT)
+@pytest.mark.parametrize("name", NAMES)
+def test_positions_arrive_through_a_wrapper(name: str, change: Change, checks: list[str]) -> None:
+    model = family(name).build()
+    change(model)
+    assert assert_same(model, prompt(20), max_new_tokens=40).tokens_per_step > 1
+    assert len(checks) == 1, "one comparison serves all calls"
+
+
+@pytest.mark.parametrize("change", [with_an_argument_set, compiled, under_a_hook_of_accelerate])
+def test_wrappers_that_are_known_to_hand_everything_on_need_no_check(change: Change, checks: list[str]) -> None:
+    model = family("gpt2").build()
+    change(model)
+    assert_same(model, prompt(20), max_new_tokens=20)
+    assert not checks
+
+
+def test_a_known_wrapper_around_an_unknown_one_is_checked(checks: list[str]) -> None:
+    model = family("gpt2").build()
+    taking_anything(model)
+    under_a_hook_of_accelerate(model)
+    assert_same(model, prompt(20), max_new_tokens=20)
+    assert len(checks) == 1
+
+
+def test_a_class_whose_forward_was_replaced(monkeypatch: pytest.MonkeyPatch, checks: list[str]) -> None:
+    forward = GPT2LMHeadModel.forward
+    wrapper = lambda self, *args, **kwargs: forward(self, *args, **kwargs)  # noqa: E731, PLW0108
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", wrapper)
+    assert_same(family("gpt2").build(), prompt(20), max_new_tokens=40)
+    assert len(checks) == 1
+
+
+def test_a_class_of_a_layer_whose_forward_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = LlamaAttention.forward
+
+    def deaf_to_masks(
+        self: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any, **kwargs: Any
+    ) -> Any:
+        return forward(self, hidden_states, position_embeddings, None, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", deaf_to_masks)
+    assert "logits differ by" in lade.supports(family("llama").build()).reason
+
+
+def without_positions(model: Any) -> None:
+    forward = model.forward
+
+    def swallow(*args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    model.forward = swallow
+
+
+def not_naming_positions(model: Any) -> None:
+    forward = model.forward
+
+    def choose(input_ids: Any, attention_mask: Any = None, past_key_values: Any = None, use_cache: Any = None,
+               return_dict: Any = None) -> Any:  # fmt: skip
+        return forward(input_ids, attention_mask=attention_mask, past_key_values=past_key_values, use_cache=use_cache)
+
+    model.forward = choose
+
+
+def doubling_positions_of_plain_steps(model: Any) -> None:
+    prepare = model.prepare_inputs_for_generation
+
+    def doubled(*args: Any, **kwargs: Any) -> Any:
+        inputs = prepare(*args, **kwargs)
+        return {**inputs, "position_ids": 2 * inputs["position_ids"]}
+
+    model.prepare_inputs_for_generation = doubled
+
+
+@pytest.mark.parametrize("change", [without_positions, not_naming_positions, doubling_positions_of_plain_steps])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_wrapper_that_changes_positions_is_refused(name: str, change: Change) -> None:
+    model = family(name).build()
+    assert lade.supports(model)
+    change(model)
+    assert "a tree pass does not equal plain passes on it (logits differ by " in lade.supports(model).reason
+    with pytest.raises(lade.UnsupportedModelError, match="logits differ by"):
+        lookahead(model, prompt(20), PAPER)
+    with pytest.warns(lade.FallbackWarning, match="logits differ by"):
+        ours = lookahead(model, prompt(20), "auto")
+    assert torch.equal(ours, plain(model, prompt(20)))
+
+
+def test_another_wrapper_is_another_check(checks: list[str]) -> None:
+    model = family("gpt2").build()
+    without_positions(model)
+    assert not lade.supports(model) and len(checks) == 1
+    del model.forward
+    assert lade.supports(model) and len(checks) == 1
+    taking_anything(model)
+    assert lade.supports(model) and lade.supports(model) and len(checks) == 2
+
+
+def test_padding_that_a_wrapper_makes_transformers_count_is_refused() -> None:
+    model = build(family("gpt2"))
+    rows = batch(5, 11)
+    arguments = {"attention_mask": rows["attention_mask"], "pad_token_id": 0, "max_new_tokens": 30}
+    seen = plain(model, rows["ids"], **arguments)
+    assert torch.equal(lookahead(model, rows["ids"], PAPER, **arguments), seen)
+    taking_anything(model)
+    assert not torch.equal(plain(model, rows["ids"], **arguments), seen), "nothing is hidden from transformers"
+    with pytest.raises(lade.UnsupportedArgumentError, match=r"left padding .* hides this model's position_ids"):
+        lookahead(model, rows["ids"], PAPER, **arguments)
+
+
+class LlamaOfKeywords(LlamaForCausalLM):
+    """Code from elsewhere whose own forward names nothing."""
+
+    def forward(self, **kwargs: Any) -> Any:
+        return super().forward(**kwargs)
+
+
+def test_code_from_elsewhere_that_takes_keywords_only_is_served() -> None:
+    model = family("llama").build()
+    model.__class__ = LlamaOfKeywords
+    assert assert_same(model, prompt(20)).tokens_per_step > 1
+
+
+# --- hooks ---------------------------------------------------------------------------------------------------------
+
+
+def looking_on(model: Any) -> None:
+    model.model.layers[1].register_forward_hook(lambda module, args, output: None)
+
+
+def steering_every_token(model: Any) -> None:
+    model.model.layers[1].register_forward_hook(lambda module, args, output: output + 0.3)
+
+
+def steering_the_last_token(model: Any) -> None:
+    def steer(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        output = output.clone()
+        output[:, -1] += 0.3
+        return output
+
+    model.model.layers[1].register_forward_hook(steer)
+
+
+def adding_noise(model: Any) -> None:
+    model.model.layers[1].register_forward_hook(lambda module, args, output: output + 0.1 * torch.randn_like(output))
+
+
+@pytest.mark.parametrize("change", [looking_on, steering_every_token])
+def test_hooks_that_treat_all_tokens_alike_are_served(change: Change, checks: list[str]) -> None:
+    model = family("llama").build()
+    change(model)
+    assert assert_same(model, prompt(20)).tokens_per_step > 1
+    assert len(checks) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(steering_the_last_token, "logits differ by"), (adding_noise, "its passes draw random numbers")],
+)
+def test_hooks_that_do_not_are_refused(change: Change, reason: str) -> None:
+    model = family("llama").build()
+    change(model)
+    torch.manual_seed(5)
+    expected = plain(model, prompt(10), max_new_tokens=20)
+    torch.manual_seed(5)
+    with pytest.warns(lade.FallbackWarning, match=reason):
+        ours = lookahead(model, prompt(10), "auto", max_new_tokens=20)
+    assert torch.equal(ours, expected), "the check left traces"
+
+
+# --- modules and kernels of others -----------------------------------------------------------------------------------
+
+
+class Blurred(torch.nn.Module):
+    """Mixes each token with its neighbour in the pass."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.inner(states + 0.1 * states.roll(1, dims=1))
+        return output
+
+
+def test_a_module_of_another_make_is_checked(checks: list[str]) -> None:
+    model: Any = family("llama").build()
+    model.model.layers[1].mlp = Blurred(model.model.layers[1].mlp).eval()
+    assert "logits differ by" in lade.supports(model).reason
+    assert checks == ["LlamaForCausalLM"]
+
+
+def test_an_attention_function_of_another_make_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def deaf_to_masks(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        return sdpa(module, query, key, value, None, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", deaf_to_masks)
+    assert "logits differ by" in lade.supports(family("llama").build()).reason
+
+
+def test_a_kernel_that_was_put_into_torch_is_checked(monkeypatch: pytest.MonkeyPatch, checks: list[str]) -> None:
+    kernel = functional.scaled_dot_product_attention
+
+    def another(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return kernel(*args, **kwargs)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", another)
+    assert lade.supports(family("llama").build()) and len(checks) == 1
