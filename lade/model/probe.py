@@ -6,7 +6,7 @@ import copy
 import inspect
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -123,7 +123,7 @@ class PlainDecoding:
     """
 
     def __init__(self, model: PreTrainedModel, prefix: Sequence[int]) -> None:
-        self._model: Any = model
+        self._model = cast(Any, model)
         self._ids = torch.tensor([prefix[:-1]], device=input_device(model))
         kwargs = self._kwargs(DynamicCache(config=model.config.get_text_config(decoder=True)))
         self._take(self._model._prefill(self._ids, model.generation_config, kwargs))
