@@ -36,7 +36,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "seed": (lambda value: 0 <= value < _SEEDS, f"give a whole number from 0 to {_SEEDS - 1}"),
     "repetition_penalty": (
         lambda value: 0.01 <= value <= 100.0,
-        "give a number > 0, from 0.01 to 100; 1 is no penalty",
+        "give a number > 0, 0.01 to 100; 1 is no penalty",
     ),
     "num_beams": (lambda value: 1 <= value <= _MOST_BEAMS, f"give a whole number >= 1 and <= {_MOST_BEAMS}"),
 }

@@ -73,7 +73,8 @@ def pack(model: _Model, keep_original: bool = False, *, min_weights: int = MIN_W
         _pack(model, layers, keep_original=keep_original)
         if layers and isinstance(model, PreTrainedModel):  # a container, such as nn.Sequential, would call a guard
             Guard.put_into(model)
-    logger.info("packed %d layers of %s in %.1f s", len(layers), type(model).__name__, perf_counter() - start)
+    if layers:
+        logger.info("packed %d layers of %s in %.1f s", len(layers), type(model).__name__, perf_counter() - start)
     return model
 
 

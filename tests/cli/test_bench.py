@@ -247,7 +247,7 @@ def test_figures_are_drawn_only_if_asked_for_and_without_matplotlib_that_is_refu
     assert not out.exists()
     result = bench()
     assert result.exit_code == 0 and "results.json, report.html are in" in result.stderr
-    assert sorted(file.name for file in out.iterdir()) == ["journal.jsonl", "report.html", "results.json"]
+    assert sorted(file.name for file in out.iterdir()) == ["report.html", "results.json"]
 
 
 @pytest.mark.parametrize(

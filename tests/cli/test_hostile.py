@@ -42,7 +42,7 @@ GENERATE = ["generate", "-p", "x"]
 MANY = ["generate", "--prompt-file", "PROMPTS.jsonl"]
 BENCH = ["bench", "--out", "OUT"]
 SCALING = ["bench", "scaling", "--out", "OUT"]
-PLAN = ["plan"]
+PLAN = ["bench", "plan"]
 WARM = ["warm", "--prompts", "PROMPTS.jsonl", "--out", "OUT"]
 CASES = [
     ([*GENERATE, "--budget", "10000000000"], ["budget=10000000000", "<= 1024"]),
@@ -90,7 +90,7 @@ CASES = [
     ([*BENCH, "--methods", "adaptive=99999"], ["budget=99999", "<= 1024"]),
     ([*BENCH, "--workload", "DEEP.jsonl"], ["line 1", "no JSON"]),
     ([*BENCH, "--threads", "99999999999"], ["threads=99999999999"]),
-    (["bench", "compare", "DEEP.json", "DEEP.json"], ["cannot read results file", "recursion"]),
+    (["bench", "compare", "DEEP.json", "DEEP.json"], ["cannot read", "recursion"]),
     ([*SCALING, "--windows", DIGITS], ["windows='999"]),
     ([*SCALING, "-n", HUGE], [f"max-new-tokens={HUGE}"]),
     ([*PLAN, "--params", "1e308", "--device", "h100-sxm"], ["params=1e+308", "1e+30"]),
