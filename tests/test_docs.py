@@ -210,7 +210,7 @@ def test_the_reference_has_every_public_name_once():
     public = [f"lade.{name}" for name in lade.__all__ if name not in ("__version__", "bench")]
     assert sorted(listed) == sorted([*public, "lade.testing"])
     in_bench = re.findall(r"^::: lade\.bench\.(\w+)$", pages, re.MULTILINE)
-    assert sorted(in_bench) == sorted(lade.bench.__all__)
+    assert sorted(in_bench) == sorted({*lade.bench.__all__} - {"workloads"})
 
 
 def test_every_page_is_in_the_navigation():

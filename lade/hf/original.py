@@ -42,9 +42,14 @@ def check_generate(model: Any) -> None:
     model = unwrap(model)
     attributes = getattr(model, "__dict__", {})
     own = attributes.get(REPLACED, attributes.get("generate"))
-    if isinstance(own, functools.partial) and own.keywords.get("model") is model:
+    if isinstance(own, functools.partial) and own.keywords.get("model") is model and not _is_our_recipe(own.func):
         reason = f"{type(model).__name__} decodes by the custom_generate of its checkpoint"
         raise UnsupportedModelError(reason, PLAIN_REMEDY)
+
+
+def _is_our_recipe(function: Any) -> bool:
+    """Whether it is the `generate` that `lade export-recipe` writes, which hands a callable on."""
+    return getattr(function, "__globals__", {}).get("PACKAGE") == "lookahead-decoding"
 
 
 def is_decoded_plainly(model: Any) -> bool:

@@ -36,7 +36,7 @@ class PackedLinear(nn.Module):
     def __init__(self, layer: nn.Module, *, keep: bool) -> None:
         super().__init__()
         self.transposed = type(layer) is Conv1D
-        self.keeps_original = keep
+        self.keeps_original, self.training = keep, layer.training
         self._parameters["weight"] = weight = layer._parameters["weight"]
         self._parameters["bias"] = layer._parameters["bias"]
         assert weight is not None
@@ -163,7 +163,7 @@ class Guard(nn.Module):
         """Put one in front of the children of `model`, in place of an older one."""
         dtypes = {module._packed.dtype for module in model.modules() if isinstance(module, PackedLinear)}
         others = {name: child for name, child in model._modules.items() if name != GUARD}
-        model.__dict__["_modules"] = {GUARD: Guard(dtypes), **others}
+        model.__dict__["_modules"] = {GUARD: Guard(dtypes).train(model.training), **others}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         for dtype in self.dtypes:

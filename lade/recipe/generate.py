@@ -7,6 +7,7 @@ from typing import Any
 
 from lade.hf.generate import Generated
 from lade.hf.generate import generate as lookahead_generate
+from lade.hf.original import is_decoded_plainly
 from lade.recipe.lookahead import lookahead_from
 
 
@@ -52,7 +53,7 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Generated:
     """
     arguments = _named(model, args, kwargs)
     own = OwnGenerate(model)
-    if arguments.get("custom_generate") is not None:
+    if arguments.get("custom_generate") is not None or is_decoded_plainly(model):
         plain: Generated = own.generate(**arguments)
         return plain
     lookahead = lookahead_from(arguments.pop("lookahead", "auto"))

@@ -22,7 +22,6 @@ from lade.bench.methods import parse_all
 from lade.bench.results import Results, Settings
 from lade.decoding.memory import Memory
 from lade.errors import ConfigError, InputError, UnsupportedError
-from lade.model import support
 from lade.stats import Stats
 from lade.testing import toy_model
 
@@ -140,8 +139,7 @@ def test_the_record_says_what_ran(results, tmp_path):
     assert Results.load(tmp_path / "results.json") == results
 
 
-def test_packed_weights_are_for_this_librarys_methods(monkeypatch):
-    monkeypatch.setattr(support, "foreign_code", lambda model: [])  # what counts passes is ours
+def test_packed_weights_are_for_this_librarys_methods():
     model = models(dtype=torch.float32)
     packed = lade.pack(copy.deepcopy(model.plain), min_weights=1)
     experiment = prepared(["hf,hf-prompt-lookup,plain,jacobi,adaptive=4"], toy=replace(model, packed=packed))

@@ -1,4 +1,4 @@
-"""A tokenizer for the toy models, and trust in what these tests put on a model."""
+"""A tokenizer for the toy models."""
 
 import pytest
 from tokenizers import Tokenizer
@@ -6,17 +6,6 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
-
-from lade.model import support
-
-
-@pytest.fixture(autouse=True)
-def trusted(monkeypatch):
-    """Hooks of these tests break passes off or watch them; a check of the model would meet them first.
-
-    `tests/parity/test_foreign_code.py` is about foreign code on a model.
-    """
-    monkeypatch.setattr(support, "foreign_code", lambda model: [])
 
 
 @pytest.fixture

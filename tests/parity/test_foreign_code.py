@@ -20,6 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import lade
 from lade.model import support
 
+pytestmark = pytest.mark.foreign_code
+
 Change = Callable[[Any], None]
 
 

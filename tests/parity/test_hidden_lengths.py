@@ -17,6 +17,8 @@ from lade.model.lengths import named_lengths
 from lade.model.plan import plan_for
 from lade.model.probe import worst_error
 
+pytestmark = pytest.mark.foreign_code
+
 LENGTH = 60
 
 

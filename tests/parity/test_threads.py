@@ -171,6 +171,7 @@ def test_only_passes_of_the_own_thread_are_counted() -> None:
     assert (stats.generations, stats.new_tokens, stats.steps) == (1, 20, 19)
 
 
+@pytest.mark.foreign_code
 def test_a_model_that_counts_slots_in_a_thread_of_its_own_is_refused() -> None:
     """What holds for the thread that decodes does not reach it: its texts would be wrong."""
     model, ids = family("llama4_text").build(), prompt(10)

@@ -14,6 +14,8 @@ from families import FAMILIES, family
 
 import lade
 
+pytestmark = pytest.mark.foreign_code
+
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_:FutureWarning")
 
 RANDOM = [
