@@ -100,8 +100,7 @@ def _why_of_layers(model: PreTrainedModel) -> str:
     for name, layer in model.named_modules():
         if not _is_peft(type(layer)) or "base_layer" not in layer._modules or not _is_on(layer):
             continue
-        variants = getattr(layer, "lora_variant", {})
-        if any(type(variants.get(adapter)).__name__.startswith("ALora") for adapter in layer.active_adapters):
+        if _is_activated(layer):
             return ACTIVATED
         kind = type(layer).__module__.split(".")[2]
         if kind in MIXING or (kind not in TOKEN_WISE and _mixes_tokens(layer, model)):
@@ -111,6 +110,12 @@ def _why_of_layers(model: PreTrainedModel) -> str:
 
 def _is_on(layer: Any) -> bool:
     return bool(layer.active_adapters) and not layer.disable_adapters and not layer.merged
+
+
+def _is_activated(layer: Any) -> bool:
+    variants = getattr(layer, "lora_variant", {})  # classes or instances of them
+    active = [variants[adapter] for adapter in layer.active_adapters if adapter in variants]
+    return any(getattr(it, "__name__", type(it).__name__).startswith("ALora") for it in active)
 
 
 def _mixes_tokens(layer: Any, model: PreTrainedModel) -> bool:

@@ -92,6 +92,7 @@ class Multimodal:
         extra: fields of the whole config.
         without: common fields of text configs that it does not have.
         dtype: of its weights.
+        seed: of its weights.
     """
 
     kind: str
@@ -100,21 +101,23 @@ class Multimodal:
     extra: dict[str, Any] = field(default_factory=dict)
     without: tuple[str, ...] = ()
     dtype: torch.dtype = torch.float64
+    seed: int = 0
 
     def __str__(self) -> str:
         return self.kind
 
-    def build(self, seed: int = 0, **text: Any) -> PreTrainedModel:
-        """A model in evaluation mode, its weights drawn from `seed`; `text`: further fields of its text config."""
+    def build(self) -> PreTrainedModel:
+        """A model in evaluation mode."""
         fields = {name: value for name, value in _TEXT.items() if name not in self.without}
-        parts = {"text_config": {**fields, **self.text, **text}, "vision_config": self.vision, **self.extra}
+        parts = {"text_config": {**fields, **self.text}, "vision_config": self.vision, **self.extra}
         parts = copy.deepcopy({name: part for name, part in parts.items() if part is not None})
         config = getattr(transformers, f"{self.kind}Config")(tie_word_embeddings=False, **parts)
         model = getattr(transformers, f"{self.kind}ForConditionalGeneration")._from_config(
             config, experts_implementation="eager" if "experts" in str(self.text) else None
         )
         model.generation_config = GenerationConfig(pad_token_id=0)
-        return randomize(model, seed).to(self.dtype).eval()
+        model = randomize(model, self.seed).eval()
+        return model if self.dtype is torch.float32 else model.to(self.dtype)  # which would spoil complex buffers
 
 
 GEMMA3 = Multimodal(
@@ -188,6 +191,7 @@ OTHERS = [
         {**_VISION, "intermediate_size": 128, "vision_output_dim": 32, "projector_input_dim": 32}
         | {"projector_output_dim": 32, "pixel_shuffle_ratio": 0.5},
         _GEMMA_IDS,
+        dtype=torch.float32,
     ),
     Multimodal("LlavaNext", {"model_type": "llama"}, _CLIP, {"image_token_index": IMAGE}),
     Multimodal("LlavaOnevision", {"model_type": "qwen2"}, _SIGLIP, _BOTH),
@@ -206,7 +210,7 @@ OTHERS = [
         _SIGLIP,
         {"image_token_id": IMAGE, "downsample_factor": 2},
     ),
-    Multimodal("DeepseekVL", {"model_type": "llama"}, _SIGLIP, {"image_token_id": IMAGE}),
+    Multimodal("DeepseekVL", {"model_type": "llama"}, _SIGLIP, {"image_token_id": IMAGE}, seed=1),
     Multimodal(
         "Qwen2Audio",
         {"model_type": "qwen2"},

@@ -164,7 +164,11 @@ SEVERAL = {
 @pytest.mark.parametrize("case", SEVERAL)
 def test_adapters_named_for_several_rows_are_refused(case: str, way: str) -> None:
     model = adapted(two={})
-    expected = model.generate(**SEVERAL[case])
+    try:
+        expected = model.generate(**SEVERAL[case])
+    except ValueError:
+        assert case == "beams", "of adapter_names, old versions of PEFT cannot have beams"
+        pytest.skip("plain decoding fails with this PEFT")
     with pytest.raises(lade.UnsupportedModelError, match="adapter_names are for a whole batch"):
         WAYS[way](model, lookahead=PAPER, **SEVERAL[case])
     assert not hooks(model)
@@ -283,12 +287,12 @@ def test_an_adapter_that_mixes_tokens_is_refused(known: bool, monkeypatch: pytes
 @pytest.mark.parametrize("kind", sorted(kind for kind in OTHER_PASSES if kind in PEFT_TYPE_TO_CONFIG_MAPPING))
 def test_an_adapter_that_changes_the_passes_is_refused(kind: str, tmp_path: Any) -> None:
     if kind == "XLORA":
-        adapted().save_pretrained(tmp_path, selected_adapters=["default"])
         base = family("llama").build()
         base.config.use_cache = False
         config = peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=32, adapters={"0": str(tmp_path)})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            adapted().save_pretrained(tmp_path, selected_adapters=["default"])
             model = get_peft_model(base, config).eval()
     else:
         model = _of_kind(kind)
