@@ -152,6 +152,10 @@ def _refusal_of_architecture(model: PreTrainedModel, config: PretrainedConfig) -
 
 
 def _refusal_as_it_is_set_up(model: PreTrainedModel, config: PretrainedConfig) -> str:
+    if getattr(model, "_pp_stage", None) is not None:
+        return (
+            "it is split into pipeline stages (pp_size), and each process has but one of them: load it with device_map"
+        )
     backend = config._attn_implementation or "eager"
     if backend not in ("sdpa", "eager", TREE_ATTENTION):
         return f'its attention kernel {backend!r} takes no tree mask: load it with attn_implementation="sdpa"'

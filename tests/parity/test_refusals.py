@@ -11,6 +11,8 @@ import pytest
 import torch
 from comparing import PAPER, only_fallback, plain, prompt
 from families import VOCABULARY, WINDOW, family
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel, StaticCache
 
 import lade
@@ -200,6 +202,26 @@ def test_training_mode_without_dropout_is_served() -> None:
         generate(model, input_ids=prompt(10), lookahead=PAPER, max_new_tokens=40),
         plain(model, prompt(10), max_new_tokens=40),
     )
+
+
+@pytest.fixture
+def pipeline() -> Iterator[PreTrainedModel]:
+    """A model in one pipeline stage, as transformers loads it in each process of a group."""
+    parallel = pytest.importorskip("transformers.distributed.pipeline_parallel")  # not in every version
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
+    yield parallel.apply_pipeline_parallelism(family("llama").build(), mesh)
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_in_pipeline_stages(way: str, pipeline: PreTrainedModel) -> None:
+    """The passes of one process would wait for those of the others, which make other ones."""
+    with pytest.raises(lade.UnsupportedModelError, match=r"pipeline stages \(pp_size\).*: load it with device_map"):
+        WAYS[way](pipeline, input_ids=prompt(5), lookahead=PAPER, max_new_tokens=5)
+    with one_fallback("pipeline stages"):
+        ours = WAYS[way](pipeline, input_ids=prompt(5), lookahead="auto", max_new_tokens=12, do_sample=False)
+    assert torch.equal(ours, plain(pipeline, prompt(5), max_new_tokens=12))
 
 
 @pytest.mark.parametrize("thing", [torch.nn.Linear(2, 2), None, "a name"])

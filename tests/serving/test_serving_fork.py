@@ -3,16 +3,14 @@
 import asyncio
 import contextlib
 import gc
-import json
 import os
-import signal
 import subprocess
 import sys
 import threading
-import warnings
 from itertools import chain
 
 import pytest
+from forked import in_fork
 from serving_toys import VOCABULARY, alone, new_tokens, random_ids
 
 import lade
@@ -24,28 +22,6 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)
 IDS = random_ids(4)
 SOON = 30.0
-
-
-def in_fork(check):
-    """What a function returns in a forked process, or `[name, message]` of what it raises."""
-    read, write = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # what Python thinks of forks beside threads
-        child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(20)  # ends it where it hangs
-        try:
-            answer = check()
-        except BaseException as problem:
-            answer = [type(problem).__name__, str(problem)]
-        os.write(write, json.dumps(answer).encode())
-        os._exit(0)
-    os.close(write)
-    with open(read) as pipe:
-        answer = pipe.read()
-    assert os.waitpid(child, 0)[1] == 0, "it hangs"
-    return json.loads(answer)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,41 @@
+"""A model whose layers lie on two devices, as `device_map="auto"` places those that one GPU has no room for."""
+
+import os
+
+import pytest
+from forked import in_fork
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+DEFAULT = ["default/greedy/llama", "paper/greedy/llama", "default/sampled-batch/llama"]
+METHODS = ("paper", "budget", "default")
+OTHERS = ("gpt2", "gemma3_text", "qwen3_moe", "bloom", "llama4_text", "mistral-window", "deepseek_v3")
+
+
+def compared(cases):
+    """What came out, by case. The fake devices change torch for good, so that is done in a process of its own."""
+
+    def compare():
+        import split_models
+
+        return {case: split_models.compared(case) for case in cases}
+
+    return in_fork(compare, seconds=100)
+
+
+def test_a_split_model_writes_what_it_writes_in_one_place():
+    assert compared(DEFAULT) == dict.fromkeys(DEFAULT, "equal")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", ["greedy", "sampled", "batch", "sampled-batch", "beams", "scores", "chunks"])
+def test_with_any_arguments_and_method(arguments):
+    cases = [f"{method}/{arguments}/llama" for method in METHODS if (method, arguments) != ("budget", "beams")]
+    assert compared(cases) == dict.fromkeys(cases, "equal")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families(name):
+    batch = "batch" if name not in ("llama4_text",) else "sampled"
+    cases = [f"default/{arguments}/{name}" for arguments in ("greedy", batch)] + [f"paper/sampled/{name}"]
+    assert compared(cases) == dict.fromkeys(cases, "equal")
