@@ -1,7 +1,7 @@
 """The file that `lade generate --batch-size` writes, which is its own journal: its lines say what they were made from.
 
 Lines come in the order of the prompts, so whatever ends a run, the file has the answers to the first prompts, and a run
-that goes on with it begins behind them. A process that is killed while it writes leaves a torn last line.
+that goes on with it begins after them. A process that is killed while it writes leaves a torn last line.
 """
 
 from __future__ import annotations

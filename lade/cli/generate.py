@@ -77,6 +77,8 @@ def generate(
         choices = choices.settled(batch.seed if batch else None)
         if batch and choices.num_beams > 1:
             raise ConfigError("num-beams", choices.num_beams, "a beam search is for one prompt: leave out --batch-size")
+        if text in (None, "-") and prompt is None and prompt_file is None:
+            term.working("reading standard input")
         prompts = [] if batch else read_prompts(text, prompt, prompt_file)
         from lade.cli.batch_answers import Recipe
         from lade.cli.encoder import Encoder

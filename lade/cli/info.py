@@ -63,6 +63,7 @@ def _facts(subject: Subject) -> dict[str, Any]:
         "vocabulary": model.get_input_embeddings().num_embeddings,
         "chat_template": bool(getattr(subject.tokenizer, "chat_template", None)),
         "device": str(model.device),
+        **subject.variant,
         **_packing(model),
         "threads": torch.get_num_threads(),
         "lade": __version__,

@@ -175,7 +175,7 @@ def remembering(subject: Subject, lookahead: Lookahead, memory: Path | None) -> 
 
 
 def _pack(model: Any, term: Terminal, *, wanted: bool) -> None:
-    """Nobody has asked for packing where it is not `wanted`, so nobody is told why there is none."""
+    """Without `wanted` the user has not asked for packing: what cannot be packed is then said with --debug only."""
     term.working("packing the weights")
     try:
         packing.pack(model)

@@ -32,7 +32,7 @@ class Loading:
     """Which model to load, and how; see `loading.load`.
 
     Attributes:
-        model: a folder or a hub id; None for the embedded model.
+        model: a folder or a hub id; None, or "embedded", for the embedded model.
         revision: branch, tag or commit on the hub; None for its main branch.
         adapter: folder or hub id of a PEFT adapter to put into the model.
         dtype: one of `DTYPES`.
@@ -87,6 +87,10 @@ class Loading:
     local_files_only: Annotated[
         bool, _option("--local-files-only", metavar="", envvar="LADE_LOCAL_FILES_ONLY", help="Download nothing.")
     ] = False
+
+    def __post_init__(self) -> None:
+        if self.model == EMBEDDED and not Path(EMBEDDED).is_dir():  # so that it can be had though LADE_MODEL is set
+            object.__setattr__(self, "model", None)
 
     def check(self) -> None:
         """Raise `ConfigError` for what is wrong whatever the model."""

@@ -167,10 +167,10 @@ class Choices:
     Attributes:
         do_sample: draw each token instead of taking the most likely one.
         temperature, top_k, top_p, min_p: as in transformers; not given: as the checkpoint's generation_config has it.
-        seed: of torch's generator, set anew before each generation.
+        seed: of torch's generator, set before each generation.
         repetition_penalty: as in transformers.
         num_beams: 1 is no beam search.
-        stop: a text ends behind any of these.
+        stop: a text ends after any of these.
     """
 
     do_sample: Annotated[

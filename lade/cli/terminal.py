@@ -135,7 +135,7 @@ def terminal(output: Output = SAYS_ALL) -> Iterator[Terminal]:
 
 
 def _one_line_for(problem: Exception) -> str | None:
-    """What a user is told of an error that is theirs or their machine's; None for one of this program."""
+    """The message of an error that the user or a full machine causes; None for one of this program."""
     if isinstance(problem, LadeError):
         return str(problem)
     # Torch is not imported just to ask for its class; on the CPU it raises a plain RuntimeError.

@@ -118,7 +118,7 @@ def warm(
         typer.Option(metavar="M", help="Largest size of the memory in RAM. Not given: as it was, or 128."),
     ] = None,
     limit: Annotated[int | None, typer.Option(metavar="P", help="Only the first P prompts.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew, whatever the file has.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin again, whatever the file has.")] = False,
     template: options.Template,
     loading: options.Loading,
     pack: options.Pack = None,
@@ -149,7 +149,7 @@ def _run(encode: Encoder, subject: Subject, job: Job, term: Terminal, *, json: b
     memory, goes_on = _memory(subject, job), job.goes_on
     check_served(subject, LookaheadConfig(memory=memory))
     if goes_on:
-        term.say(f"going on with the {len(memory)} contexts of {str(job.out)!r}; --fresh begins anew", "dim")
+        term.say(f"going on with the {len(memory)} contexts of {str(job.out)!r}; --fresh begins again", "dim")
     start = perf_counter()
     harvest = _fill(memory, encode, subject, job, term)
     if json:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer.main
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from test_cli_errors import fails
 from transformers import LlamaForCausalLM, dynamic_module_utils
@@ -65,13 +66,16 @@ def test_every_command_hands_the_options_on(lade, command, tmp_path):
     fails(lade(*command, *needs.get(command[-1], []), "--dtype", "int3"), "dtype='int3'", "bf16")
 
 
-def test_the_environment_names_the_model(lade, folder, monkeypatch):
+def test_the_environment_names_the_model(lade, folder, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LADE_MODEL", str(folder))
     monkeypatch.setenv("LADE_DTYPE", "bf16")
     facts = json.loads(lade("info", "--json").stdout)
     assert (facts["model"], facts["dtype"]) == (str(folder), "bfloat16")
     facts = json.loads(lade("info", "--json", "--dtype", "fp64").stdout)
     assert facts["dtype"] == "float64", "the command line comes first"
+    facts = json.loads(lade("info", "--json", "--model", "embedded").stdout)
+    assert facts["model"] == "embedded", "it can be had all the same"
 
 
 def test_nothing_but_the_command_line_lets_code_be_run(lade, folder, monkeypatch):
@@ -160,7 +164,7 @@ def adapter(folder, tmp_path_factory):
     return path
 
 
-def test_an_adapter_says_what_peft_says(generate, folder, adapter, plain, tokenizer):
+def test_an_adapter_says_what_peft_says(lade, generate, folder, adapter, plain, tokenizer):
     from peft import PeftModel
 
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
@@ -169,6 +173,8 @@ def test_an_adapter_says_what_peft_says(generate, folder, adapter, plain, tokeni
     result = generate("--adapter", adapter)
     assert ids_of(result) == expected != plain(ids[0].tolist(), NEW)
     assert json.loads(result.stdout)["config"] is not None, "it is accelerated"
+    facts = json.loads(lade("info", "-m", folder, "--adapter", adapter, "--json").stdout)
+    assert facts["adapter"] == str(adapter) and facts["supported"] is True
 
 
 def test_adapters_that_do_not_fit(generate, adapter, tmp_path, monkeypatch):
@@ -181,6 +187,9 @@ def test_adapters_that_do_not_fit(generate, adapter, tmp_path, monkeypatch):
     for changed in (missing, {**weights, first.replace("layers.0", "layers.7"): weights[first].clone()}):
         save_file(changed, tmp_path / "other" / "adapter_model.safetensors")
         fails(generate("--adapter", tmp_path / "other"), "adapter=", "its weights are not those", "made for")
+    fails(generate("--adapter", "./none"), "adapter='./none'", "no folder")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    fails(generate("--adapter", "someone/no-such"), "someone/no-such", "hub cannot be reached")  # asked once
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     fails(generate("--adapter", adapter), "adapter=", "pip install peft")
 
@@ -235,7 +244,7 @@ def test_revisions_are_the_hubs(generate, lade):
 
 @pytest.fixture
 def with_code(folder, tmp_path, edited, monkeypatch):
-    """A checkpoint that brings its class along, which leaves a file behind when it is imported."""
+    """A checkpoint that brings its class along, which leaves a file when it is imported."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))
     config = {"model_type": "mine", "auto_map": {

@@ -18,6 +18,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Torc
 
 import lade
 from lade.bench import inflate
+from lade.cli.quantization import SCHEMES, quantization_config
 
 # What these libraries warn of while they are imported and used is theirs.
 pytestmark = [
@@ -205,3 +206,17 @@ def test_layers_that_were_quantised_in_place_are_left_unpacked(folder: Path) -> 
         lade.pack(model, min_weights=1)
     with pytest.raises(lade.UnsupportedModelError, match="a quantized model cannot be inflated"):
         inflate(model, 1e7)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_what_the_shell_calls_a_scheme_is_one(name: str, folder: Path) -> None:
+    """`--quantization NAME` of all commands; what cannot be served exactly is decoded plainly."""
+    if not SCHEMES[name].installed:
+        pytest.skip(f"{SCHEMES[name].package} is not installed")
+    model = loaded(folder, lambda dtype: quantization_config(name), torch.bfloat16)
+    assert model.hf_quantizer is not None
+    ids = prompt(20)
+    if lade.supports(model):
+        assert_near_ties(model, ids)
+    else:
+        assert torch.equal(lade.generate(model, input_ids=ids, max_new_tokens=30), plain(model, ids, max_new_tokens=30))
