@@ -25,7 +25,6 @@ from lade.model.lending import can_lend, why_unfit
 from lade.model.padding import counts_padding
 from lade.model.positions import LEARNED_POSITIONS
 from lade.model.runner import EagerRunner
-from lade.model.signature import accepted
 from lade.model.slots import padding_counts_from
 from lade.model.support import is_listed
 
@@ -87,9 +86,8 @@ def checked_paddings(
     if positions is not None:
         for axis in positions if positions.ndim == 3 else positions[None]:  # of time, height and width in some models
             check_positions(axis[::beams].expand(len(paddings), -1), paddings)
-    elif any(paddings) and "position_ids" in accepted(model):
-        hidden = "a wrapper hides this model's position_ids from transformers, which then counts the padding"
-        refuse("left padding", hidden)
+    elif any(paddings) and not hasattr(model.base_model, "build_alibi_tensor"):  # ALiBi goes by the mask
+        refuse("left padding", "transformers sees no position_ids in this model's forward, and would count the padding")
     return paddings
 
 

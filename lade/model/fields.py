@@ -28,5 +28,5 @@ def field(config: PretrainedConfig, name: str, default: Any = None) -> Any:
 def per_layer(config: PretrainedConfig, name: str) -> list[Any]:
     """The value of a field in each layer; None where there is no such field."""
     value = field(config, name)
-    layers = field(config, "num_hidden_layers", 1)
+    layers = field(config, "num_hidden_layers") or 1
     return value if isinstance(value, list) and len(value) == layers else [value] * layers

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 TRUSTED = frozenset({"accelerate", "lade", "peft", "torch", "transformers"})
@@ -27,19 +27,24 @@ _METHODS = ("forward", "prepare_inputs_for_generation")
 def foreign_code(model: PreTrainedModel) -> list[Any]:
     """Functions, hooks and classes that take part in a pass of this model and come from none of the trusted packages.
 
-    Linear layers of other makes are none of them: each is tried by itself.
+    So do configurations that are not the model's: what is read in that one, a layer may not go by. Linear layers of
+    other makes are none of them, as each is tried by itself.
     """
+    config = model.config.get_text_config(decoder=True)
     kinds: dict[type, nn.Module] = {}
     found = [*_attention_of(model), *_hooks(vars(torch_module), "_global_forward_hooks", "_global_forward_pre_hooks")]
     found.extend(vars(model).get(name) for name in _METHODS)
+    strays: list[Any] = []
     for module in model.modules():
         kinds.setdefault(type(module), module)
         state = vars(module)
+        if isinstance(own := state.get("config"), PretrainedConfig) and own is not config:
+            strays.append(own)
         if state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state:
             found.extend((state.get("forward"), state.get("_hf_hook")))  # the latter is called by accelerate's forward
             found.extend(_hooks(state, "_forward_hooks", "_forward_pre_hooks"))
     found.extend(_of_classes([kind for kind in kinds if _is_trusted(kind) or not _is_tried_by_itself(kinds[kind])]))
-    return [thing for thing in found if thing is not None and not _is_trusted(thing)]
+    return strays + [thing for thing in found if thing is not None and not _is_trusted(thing)]
 
 
 def _of_classes(kinds: Sequence[type]) -> Iterator[Any]:

@@ -58,12 +58,16 @@ def window_too_short(config: PretrainedConfig) -> str:
 
 def _layers(config: PretrainedConfig) -> list[tuple[str, int | None]]:
     """Type and window of each layer, as transformers' own cache reads them."""
-    pairs = list(zip(per_layer(config, _FIELDS[SLIDING]), per_layer(config, _FIELDS[CHUNKED]), strict=True))
+    pairs = list(zip(_lengths(config, _FIELDS[SLIDING]), _lengths(config, _FIELDS[CHUNKED]), strict=True))
     kinds = field(config, "layer_types") or [
         SLIDING if window is not None else CHUNKED if chunk is not None else FULL for window, chunk in pairs
     ]
     windows = ({SLIDING: window, CHUNKED: chunk} for window, chunk in pairs)
     return [(kind, window.get(kind)) for kind, window in zip(kinds, windows, strict=False)]
+
+
+def _lengths(config: PretrainedConfig, name: str) -> list[int | None]:
+    return [length if isinstance(length, int) else None for length in per_layer(config, name)]
 
 
 def _only(windows: Iterable[int | None]) -> int | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 
 from lade.errors import UnsupportedModelError
 from lade.model.adapters import why_adapted_otherwise
@@ -82,8 +82,9 @@ _checked: WeakKeyDictionary[PreTrainedModel, Known] = WeakKeyDictionary()
 def supports(model: Any) -> Support:
     """Whether `lade` decodes this model exactly.
 
-    An architecture that this package does not test is checked once by a small forward pass on the model itself: a tree
-    against plain passes. Linear layers that are not torch's own, such as quantised ones, are each tried once.
+    What this package does not test, an unlisted architecture or code of others on a listed one, is checked once on the
+    model itself: a small tree against plain decoding. Linear layers that are not torch's own, such as quantised ones,
+    are each tried once, and training mode by three small passes at every call.
 
     Args:
         model: a transformers model; one wrapped by PEFT or `torch.compile` is looked into.
@@ -139,6 +140,8 @@ def _refusal(model: Any) -> str:
 
 
 def _refusal_of_architecture(model: PreTrainedModel, config: PretrainedConfig) -> str:
+    if type(model)._sample is not GenerationMixin._sample:
+        return "its class chooses tokens in a way of its own (_sample)"
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder model, and token trees need a decoder-only one"
     if config.model_type in REFUSED:

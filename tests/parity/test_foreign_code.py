@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Callable
@@ -40,21 +41,26 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 # --- a forward that was replaced
+def handing_on(function: Callable[..., Any]) -> Callable[..., Any]:
+    def hand_on(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return hand_on
 
 
 def taking_anything(model: Any) -> None:
     forward = model.forward
-    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)  # noqa: PLW0108 - the signature is what counts
+    model.forward = handing_on(forward)
 
 
 def bound_to_the_model(model: Any) -> None:
     forward = type(model).forward
-    model.forward = types.MethodType(lambda self, *args, **kwargs: forward(self, *args, **kwargs), model)  # noqa: PLW0108
+    model.forward = types.MethodType(handing_on(forward), model)
 
 
 def with_the_name_of_the_other(model: Any) -> None:
     forward = model.forward
-    model.forward = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))  # noqa: PLW0108
+    model.forward = functools.wraps(forward)(handing_on(forward))
 
 
 def of_a_class_made_for_it(model: Any) -> None:
@@ -119,8 +125,7 @@ def test_a_known_wrapper_around_an_unknown_one_is_checked(checks: list[str]) -> 
 
 def test_a_class_whose_forward_was_replaced(monkeypatch: pytest.MonkeyPatch, checks: list[str]) -> None:
     forward = GPT2LMHeadModel.forward
-    wrapper = lambda self, *args, **kwargs: forward(self, *args, **kwargs)  # noqa: E731, PLW0108
-    monkeypatch.setattr(GPT2LMHeadModel, "forward", wrapper)
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", handing_on(forward))
     assert_same(family("gpt2").build(), prompt(20), max_new_tokens=40)
     assert len(checks) == 1
 
@@ -198,7 +203,7 @@ def test_padding_that_a_wrapper_makes_transformers_count_is_refused() -> None:
     assert torch.equal(lookahead(model, rows["ids"], PAPER, **arguments), seen)
     taking_anything(model)
     assert not torch.equal(plain(model, rows["ids"], **arguments), seen), "nothing is hidden from transformers"
-    with pytest.raises(lade.UnsupportedArgumentError, match=r"left padding .* hides this model's position_ids"):
+    with pytest.raises(lade.UnsupportedArgumentError, match=r"left padding .* sees no position_ids"):
         lookahead(model, rows["ids"], PAPER, **arguments)
 
 
@@ -215,7 +220,7 @@ def test_code_from_elsewhere_that_takes_keywords_only_is_served() -> None:
     assert assert_same(model, prompt(20)).tokens_per_step > 1
 
 
-# --- hooks ---------------------------------------------------------------------------------------------------------
+# --- hooks -----------------------------------------------------------------------------------------------------------
 
 
 def looking_on(model: Any) -> None:
@@ -302,3 +307,42 @@ def test_a_kernel_that_was_put_into_torch_is_checked(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", another)
     assert lade.supports(family("llama").build()) and len(checks) == 1
+
+
+def test_layers_with_a_configuration_of_their_own_are_checked(checks: list[str]) -> None:
+    """The model's may say later on what they do not hear of."""
+    model: Any = family("llama").build("eager")
+    model.config = copy.deepcopy(model.config)
+    assert lade.supports(model) and len(checks) == 1
+    model.config._attn_implementation = "sdpa"
+    assert not lade.supports(model), "masks for SDPA are of no use to eager attention"
+
+
+class WithItsOwnLoop(LlamaForCausalLM):
+    """A class that chooses tokens by itself."""
+
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._sample(*args, **kwargs)
+
+
+def test_a_class_with_a_loop_of_its_own_is_refused() -> None:
+    model = family("llama").build()
+    model.__class__ = WithItsOwnLoop
+    assert "chooses tokens in a way of its own" in lade.supports(model).reason
+
+
+class WithoutPositions(GPT2LMHeadModel):
+    """Code from elsewhere that counts positions by itself, padding included."""
+
+    def forward(
+        self, input_ids: Any = None, attention_mask: Any = None, past_key_values: Any = None, **kwargs: Any
+    ) -> Any:
+        return super().forward(input_ids, attention_mask=attention_mask, past_key_values=past_key_values, **kwargs)
+
+
+def test_padding_that_a_class_from_elsewhere_counts_is_refused() -> None:
+    model = build(family("gpt2"))
+    model.__class__ = WithoutPositions
+    assert_same(model, prompt(20), max_new_tokens=20)
+    with pytest.raises(lade.UnsupportedArgumentError, match=r"left padding .* counts it as text"):
+        lookahead(model, batch(5, 11)["ids"], PAPER, attention_mask=batch(5, 11)["attention_mask"], pad_token_id=0)
