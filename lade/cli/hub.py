@@ -80,7 +80,7 @@ def find_adapter(loading: Loading) -> Source:
         raise ConfigError("adapter", name, "it is no folder: check the path, or give a hub id such as org/name")
     if loading.local_files_only:
         return Source(name, name, local=True)
-    return Source(name, name, local=False)
+    return Source(name, name, local=_commit(loading.of(name), file="adapter_config.json") is None)
 
 
 def _cached(file: str, loading: Loading, commit: str | None = None) -> Path | None:
