@@ -274,7 +274,7 @@ def _adapt(model: Any, loading: Loading, source: Source) -> None:
     hub = {name: value for name, value in loading.hub.items() if name != "revision"}  # which is the model's
     remedy = "give an adapter's folder, and the --model that it was made for"
     try:
-        found = model.load_adapter(where.name, adapter_kwargs=hub, local_files_only=where.local)
+        found = model.load_adapter(where.name, adapter_kwargs={**hub, "local_files_only": where.local})
     except Exception as problem:
         reason = f"it cannot be put into {source.shown!r} ({one_line(problem, 240)})"
         raise ConfigError("adapter", adapter, f"{reason}: {remedy}") from problem
