@@ -7,7 +7,7 @@ from typing import Any
 from comparison import DTYPE, MODEL, compare
 from transformers import pipeline
 
-from lade.demo.embedded import prompts
+from lade.embedded.files import prompts
 
 pipe = pipeline("text-generation", model=MODEL, dtype=DTYPE)
 

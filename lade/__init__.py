@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lade.neighbour import warn_of_the_old_library
+from lade.name_clash import warn_of_the_old_library
 from lade.version import __version__
 
 if TYPE_CHECKING:
     from lade import bench
     from lade.config import LookaheadConfig
-    from lade.decoding.memory import Memory
+    from lade.decoding.drafting.memory import Memory
     from lade.errors import (
         CaptureWarning,
         ConfigError,
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
         UnsupportedError,
         UnsupportedModelError,
     )
-    from lade.hf.compat import augment_all, config_lade, log_history, restore_all, save_log
+    from lade.hf.legacy_api import augment_all, config_lade, log_history, restore_all, save_log
     from lade.hf.enable import disable, enable
     from lade.hf.generate import decode, decoder, generate, stream
-    from lade.model.cache import TreeCache
-    from lade.model.packing import pack, unpack
-    from lade.model.support import Support, supports
-    from lade.model.workspace import release
+    from lade.model.kv_cache import TreeCache
+    from lade.model.packing.pack import pack, unpack
+    from lade.model.support.supports import Support, supports
+    from lade.model.cuda_graphs.workspace import release
     from lade.serving.engine import Engine
     from lade.serving.handle import Handle
     from lade.stats import Stats, Step
@@ -81,7 +81,7 @@ __all__ = [
 
 _HOMES = {
     "lade.config": ("LookaheadConfig",),
-    "lade.decoding.memory": ("Memory",),
+    "lade.decoding.drafting.memory": ("Memory",),
     "lade.errors": (
         "CaptureWarning",
         "ConfigError",
@@ -95,13 +95,13 @@ _HOMES = {
         "UnsupportedError",
         "UnsupportedModelError",
     ),
-    "lade.hf.compat": ("augment_all", "config_lade", "log_history", "restore_all", "save_log"),
+    "lade.hf.legacy_api": ("augment_all", "config_lade", "log_history", "restore_all", "save_log"),
     "lade.hf.enable": ("disable", "enable"),
     "lade.hf.generate": ("decode", "decoder", "generate", "stream"),
-    "lade.model.cache": ("TreeCache",),
-    "lade.model.packing": ("pack", "unpack"),
-    "lade.model.support": ("Support", "supports"),
-    "lade.model.workspace": ("release",),
+    "lade.model.kv_cache": ("TreeCache",),
+    "lade.model.packing.pack": ("pack", "unpack"),
+    "lade.model.support.supports": ("Support", "supports"),
+    "lade.model.cuda_graphs.workspace": ("release",),
     "lade.serving.engine": ("Engine",),
     "lade.serving.handle": ("Handle",),
     "lade.stats": ("Stats", "Step"),

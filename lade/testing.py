@@ -20,9 +20,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from lade.decoding.engine import Watch
+from lade.decoding.loop import Watch
 from lade.decoding.tree import TokenTree
-from lade.tuning.cost import StepCost
+from lade.tuning.step_cost import StepCost
 
 
 def toy_model(

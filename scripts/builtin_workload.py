@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from lade.demo.corpus import HELD_OUT, standard_library
-from lade.demo.embedded import model_path
-from lade.demo.evaluate import load
+from training.corpus import HELD_OUT, standard_library
+from lade.embedded.files import model_path
+from training.evaluate import load
 from lade.stats import distinct_ngrams
 
 LEAST_LEFT = 4

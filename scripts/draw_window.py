@@ -19,7 +19,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from lade.decoding.window import Window
+from lade.decoding.drafting.window import Window
 
 COLUMNS, NGRAM = 4, 4
 LOOKED_AT = (2, 2)  # row and column of the cell whose sight is shown

@@ -23,15 +23,15 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.decoding import engine
-from lade.decoding.adaptive import AdaptiveDrafter
+from lade.decoding import loop as engine
+from lade.decoding.drafting.adaptive import AdaptiveDrafter
 from lade.decoding.choose import Greedy
-from lade.decoding.controller import FixedBudget
+from lade.decoding.drafting.tree_size import FixedBudget
 from lade.decoding.readout import Readout
 from lade.decoding.row import Row
 from lade.decoding.verify import walk
 from lade.hf.session import special_ids, vocabulary_of
-from lade.model.static_inputs import StaticInputs
+from lade.model.cuda_graphs.inputs import StaticInputs
 
 PARTS = ("growing", "inputs", "walk", "learning")
 NO_LOGITS = torch.empty(0)

@@ -113,7 +113,7 @@ def main(  # noqa: PLR0917 - the options of a command
 def load(model: str, dtype: str, inflate: float | None, random_weights: bool) -> tuple[Any, Any]:
     """The model in evaluation mode, and its tokenizer."""
     if model == "embedded":
-        from lade.demo.embedded import model_path
+        from lade.embedded.files import model_path
 
         model = str(model_path())
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
@@ -123,7 +123,7 @@ def load(model: str, dtype: str, inflate: float | None, random_weights: bool) ->
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.1)
     if inflate:
-        loaded = lade.bench.inflate(loaded, params=inflate)
+        loaded = lade.bench.inflation.inflate(loaded, params=inflate)
     tokenizer = AutoTokenizer.from_pretrained(model)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -133,7 +133,7 @@ def load(model: str, dtype: str, inflate: float | None, random_weights: bool) ->
 def texts_of(prompts: Path | None) -> list[str]:
     """The prompts."""
     if prompts is None:
-        from lade.demo.embedded import prompts as embedded
+        from lade.embedded.files import prompts as embedded
 
         return list(embedded())
     return [json.loads(line)["prompt"] for line in prompts.read_text(encoding="utf-8").splitlines()]

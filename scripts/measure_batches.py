@@ -35,9 +35,9 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.bench import inflate
+from lade.bench.inflation import inflate
 from lade.bench.workloads import load
-from lade.demo.embedded import model_path
+from lade.embedded.files import model_path
 
 PLAIN = lade.LookaheadConfig(window=0, ngram=2, guesses=0)
 Texts = list[list[int]]

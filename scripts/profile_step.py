@@ -18,10 +18,10 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.decoding import engine
+from lade.decoding import loop as engine
 from lade.decoding.row import Row
-from lade.model.attention import MaskPlan, StepInputs
-from lade.model.cache import TreeCache
+from lade.model.masks import MaskPlan, StepInputs
+from lade.model.kv_cache import TreeCache
 
 PARTS: list[tuple[Any, str, str]] = [
     (Row, "learn", "learning"),

@@ -19,7 +19,7 @@ from torchao import quantization as ao
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import lade
-from lade.model import support
+from lade.model.support import supports as support
 
 Make = Callable[[Path, torch.dtype], Any]
 BUDGET = 16

@@ -24,19 +24,19 @@ import typer
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import lade
-from lade.model.packing import packed_layers
+from lade.model.packing.pack import packed_layers
 
 STEPS = (1, 2, 4, 8, 16, 32, 64)
 Pass = Callable[[torch.Tensor, DynamicCache], None]
 
 
 def load(model: Path | None, inflate: float | None, dtype: str) -> PreTrainedModel:
-    from lade.demo.embedded import model_path
+    from lade.embedded.files import model_path
 
     loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model or model_path(), dtype=getattr(torch, dtype))
     if inflate is None:
         return loaded.eval()
-    from lade.bench.inflate import inflate as inflated
+    from lade.bench.inflation.inflate import inflate as inflated
 
     return inflated(loaded, params=inflate).eval()
 

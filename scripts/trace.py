@@ -19,11 +19,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lade import LookaheadConfig, Stats, Step
 from lade.bench.workloads import load
-from lade.decoding.drafter import Drafter
-from lade.decoding.drafting import drafter_for
+from lade.decoding.drafting.drafter import Drafter
+from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.tree import ROOT, TokenTree
-from lade.demo.embedded import model_path
-from lade.demo.evaluate import load as load_model
+from lade.embedded.files import model_path
+from training.evaluate import load as load_model
 from lade.hf.session import Session, special_ids
 
 

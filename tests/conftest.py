@@ -8,10 +8,10 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from lade.hf import session
-from lade.model import support
+from lade.model.support import supports as support
 from lade.serving import batch as serving
 from lade.testing import nearly_flat_cost
-from lade.tuning import store
+from lade.tuning import cost_file as store
 
 # `.ci/run` asks for the same examples every time; at home each run tries others.
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

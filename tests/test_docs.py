@@ -13,8 +13,8 @@ import typer.main
 
 import lade
 from lade.cli.main import app
-from lade.model.support import MASK_PER_LAYER_TYPE, ONE_MASK
-from lade.model.support import REFUSED as REFUSED_BY_NAME
+from lade.model.support.supports import MASK_PER_LAYER_TYPE, ONE_MASK
+from lade.model.support.supports import REFUSED as REFUSED_BY_NAME
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -249,7 +249,7 @@ def test_names_in_examples_are_there_after_import_lade():
 
 
 def test_a_name_that_is_not_there_would_be_noticed():
-    assert not any(map(is_public, ["lade.bench.arms", "lade.bench.none", "lade.Memory.none", "lade.decoding"]))
+    assert not any(map(is_public, ["lade.bench.run.arms", "lade.bench.none", "lade.Memory.none", "lade.decoding"]))
 
 
 def test_the_example_of_the_benchmark_runs_in_a_fresh_interpreter():

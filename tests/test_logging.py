@@ -12,10 +12,10 @@ import torch
 
 import lade
 from lade.decoding import kernels
-from lade.model import probe
-from lade.model.support import supports
+from lade.model.support import tree_check as probe
+from lade.model.support.supports import supports
 from lade.testing import toy_model
-from lade.tuning import profile
+from lade.tuning import cost_cache as profile
 
 IDS = torch.tensor([[1, 2, 1, 2]])
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.demo.embedded import model_path
+from lade.embedded.files import model_path
 from lade.recipe.export import export_recipe
 
 ROOT = Path(__file__).parent.parent

@@ -39,12 +39,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import lade
-from lade.bench.environment import commit_of
+from lade.bench.run.environment import commit_of
 from lade.decoding.tree import TokenTree
-from lade.model.attention import StepInputs
-from lade.model.reach import everything
-from lade.model.tree_attention import kernel_for
-from lade.model.tree_inputs import TreeInputs
+from lade.model.masks import StepInputs
+from lade.model.attention_span import everything
+from lade.model.tree_attention.backend import kernel_for
+from lade.model.tree_attention.inputs import TreeInputs
 
 POOL_BYTES = 256 << 20  # of all copies of a cache: several times the second-level cache of any GPU
 MOST_COPIES = 64

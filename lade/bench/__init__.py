@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lade.bench import workloads
-    from lade.bench.benchmark import run
-    from lade.bench.inflate import inflate
+    from lade.bench.run.benchmark import run
+    from lade.bench.inflation.inflate import inflate
     from lade.bench.results import Results, Settings
 
 __all__ = ["Results", "Settings", "inflate", "run", "workloads"]
@@ -16,8 +16,8 @@ __all__ = ["Results", "Settings", "inflate", "run", "workloads"]
 _HOME_OF = {
     "Results": "lade.bench.results",
     "Settings": "lade.bench.results",
-    "inflate": "lade.bench.inflate",
-    "run": "lade.bench.benchmark",
+    "inflate": "lade.bench.inflation.inflate",
+    "run": "lade.bench.run.benchmark",
 }
 _PACKAGES = ("workloads",)
 

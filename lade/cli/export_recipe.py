@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lade.cli import options
+from lade.cli.options import decoding as options
 from lade.cli.terminal import terminal
 
 EXAMPLE = (

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lade.cli import options
-from lade.cli.batch import batch_of
+from lade.cli.options import decoding as options
+from lade.cli.batch.request import batch_of
 from lade.cli.prompts import read_prompts
 from lade.cli.terminal import ASIDE, EXIT_INTERRUPTED, Terminal, terminal
 from lade.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lade.cli.batch_answers import Recipe
-    from lade.cli.decoding import Generation
+    from lade.cli.batch.answers import Recipe
+    from lade.cli.run import Generation
     from lade.cli.prompts import Prompt
 
 EXAMPLE = 'Example:  [bold]lade generate "def mean(values):" --max-new-tokens 100[/bold]'
@@ -80,15 +80,15 @@ def generate(
         if text in (None, "-") and prompt is None and prompt_file is None:
             term.working("reading standard input")
         prompts = [] if batch else read_prompts(text, prompt, prompt_file)
-        from lade.cli.batch_answers import Recipe
+        from lade.cli.batch.answers import Recipe
         from lade.cli.encoder import Encoder
-        from lade.cli.loading import load, remembering
+        from lade.cli.loading.load import load, remembering
 
         subject = load(loading, term=term, pack=pack)
         lookahead = remembering(subject, lookahead, memory)
         recipe = Recipe(subject, Encoder(subject, template), lookahead, choices, max_new_tokens)
         if batch:
-            from lade.cli.batch_run import carry_out
+            from lade.cli.batch.run import carry_out
 
             carry_out(batch, recipe, term, quiet=json)
         else:
@@ -96,7 +96,7 @@ def generate(
 
 
 def _run(recipe: Recipe, prompts: list[Prompt], term: Terminal, *, json: bool) -> None:
-    from lade.cli.decoding import check_served, decode, warn_of_length
+    from lade.cli.run import check_served, decode, warn_of_length
 
     subject, lookahead, choices = recipe.subject, recipe.lookahead, recipe.choices
     encoded = [recipe.encode(prompt) for prompt in prompts]  # all are checked before the first one is decoded
@@ -124,7 +124,7 @@ def _as_text(
     recipe: Recipe, prompt: Prompt, ids: list[int], decode: Callable[..., Generation], term: Terminal
 ) -> Generation:
     """Decode one prompt and write the text as it comes; `decode` wants its `on_step` only."""
-    from lade.cli.painter import Painter, legend
+    from lade.cli.step_colours import Painter, legend
 
     if term.interactive:
         shown = prompt.text if len(prompt.text) <= _LONGEST_ECHO else "..." + prompt.text[-_LONGEST_ECHO:]

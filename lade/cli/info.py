@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from lade.cli import options
+from lade.cli.options import decoding as options
 from lade.cli.terminal import terminal
 
 if TYPE_CHECKING:
-    from lade.cli.loading import Subject
+    from lade.cli.loading.load import Subject
 
 EXAMPLE = "Example:  [bold]lade info --model gpt2[/bold]"
 
@@ -26,7 +26,7 @@ def info(
 ) -> None:
     """Whether lookahead decoding can serve a model exactly, and why not; its sizes, and versions."""
     with terminal(output) as term:
-        from lade.cli.loading import load
+        from lade.cli.loading.load import load
 
         facts = _facts(load(loading, term=term))
         if json:
@@ -43,7 +43,7 @@ def _facts(subject: Subject) -> dict[str, Any]:
     import torch
     import transformers
 
-    from lade.model.support import supports
+    from lade.model.support.supports import supports
     from lade.version import __version__
 
     model = subject.model
@@ -76,7 +76,7 @@ def _facts(subject: Subject) -> dict[str, Any]:
 def _packing(model: Any) -> dict[str, Any]:
     """How many layers `lade generate --pack` packs, which takes seconds of a large model, so it is not done here."""
     from lade.errors import UnsupportedModelError
-    from lade.model.packing import packable
+    from lade.model.packing.pack import packable
 
     try:
         return {"packable_layers": len(packable(model)), "not_packable": None}

@@ -16,7 +16,7 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
-from lade.cli.output_options import Output
+from lade.cli.options.output import Output
 from lade.cli.status import LogHandler, Status, YieldingConsole
 from lade.errors import FallbackWarning, LadeError
 

@@ -13,15 +13,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from lade.cli import options
+from lade.cli.options import decoding as options
 from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
 from lade.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
     from lade.cli.interrupt import Interrupt
-    from lade.cli.loading import Subject
+    from lade.cli.loading.load import Subject
     from lade.model.runner import EagerRunner
-    from lade.tuning.cost import StepCost
+    from lade.tuning.step_cost import StepCost
 
 EXAMPLE = "Example:  [bold]lade tune --model gpt2 --cached 64,1024 --out cost.svg[/bold]"
 FREE = 1.2
@@ -123,7 +123,7 @@ def tune(
     with terminal(output) as term:
         lengths = _lengths(cached)
         _check(seconds, threads, out)
-        from lade.cli.loading import load
+        from lade.cli.loading.load import load
 
         subject = load(loading, term=term, pack=pack)
         _run(subject, lengths, seconds, threads, out, term, json=json)
@@ -141,10 +141,10 @@ def _run(
 ) -> None:
     import torch
 
-    from lade.bench.words import count
+    from lade.bench.report.prose import count
     from lade.cli.interrupt import Interrupt
-    from lade.model.choice import runner_for
-    from lade.model.support import supports, unwrap
+    from lade.model.select_runner import runner_for
+    from lade.model.support.supports import supports, unwrap
 
     plan = supports(subject.model).require()
     if threads is not None:
@@ -187,7 +187,7 @@ def _measure(
 def _sweep(runner: EagerRunner, cached: int, seconds: float, interrupt: Interrupt, progress: Progress) -> Sweep:
     from time import perf_counter
 
-    from lade.tuning.cost import KNOTS
+    from lade.tuning.step_cost import KNOTS
     from lade.tuning.measure import SIZES, StepTimer, samples_of
 
     vocabulary = runner.model.get_input_embeddings().weight.shape[0]
@@ -216,8 +216,9 @@ def _save(model: Any, runner: EagerRunner, sweeps: list[Sweep], *, interrupted: 
     from math import log
     from time import time
 
-    from lade.tuning import profile, store
-    from lade.tuning.cost import StepCost
+    from lade.tuning import cost_cache as profile
+    from lade.tuning import cost_file as store
+    from lade.tuning.step_cost import StepCost
     from lade.tuning.measure import CACHED_TOKENS
 
     usual = min(sweeps, key=lambda sweep: abs(log(sweep.cached / CACHED_TOKENS)))

@@ -15,15 +15,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from lade.cli import options
+from lade.cli.options import decoding as options
 from lade.cli.prompts import Prompt, read_prompts
 from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
 from lade.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from lade.cli.encoder import Encoder
-    from lade.cli.loading import Subject
-    from lade.decoding.memory import Memory
+    from lade.cli.loading.load import Subject
+    from lade.decoding.drafting.memory import Memory
     from lade.stats import Stats
 
 EXAMPLE = "Example:  [bold]lade warm --model gpt2 --prompts questions.jsonl --out questions.memory[/bold]"
@@ -136,14 +136,14 @@ def warm(
         max_bytes = None if max_mib is None else max_mib * _MIB
         job = Job(_read(prompts)[:limit], max_new_tokens, out, max_bytes, fresh)
         from lade.cli.encoder import Encoder
-        from lade.cli.loading import load
+        from lade.cli.loading.load import load
 
         subject = load(loading, term=term, pack=pack)
         _run(Encoder(subject, template), subject, job, term, json=json)
 
 
 def _run(encode: Encoder, subject: Subject, job: Job, term: Terminal, *, json: bool) -> None:
-    from lade.cli.decoding import check_served
+    from lade.cli.run import check_served
     from lade.config import LookaheadConfig
 
     memory, goes_on = _memory(subject, job), job.goes_on
@@ -165,7 +165,7 @@ def _run(encode: Encoder, subject: Subject, job: Job, term: Terminal, *, json: b
 
 
 def _memory(subject: Subject, job: Job) -> Memory:
-    from lade.decoding.memory import DEFAULT_BYTES, Memory
+    from lade.decoding.drafting.memory import DEFAULT_BYTES, Memory
 
     if job.goes_on:
         return Memory.load(job.out, subject.tokenizer, max_bytes=job.max_bytes)
@@ -199,7 +199,7 @@ def _answered(
     memory: Memory, encode: Encoder, subject: Subject, job: Job, term: Terminal, harvest: Harvest
 ) -> Iterator[int]:
     """Answer one prompt after the other; yields how many are done."""
-    from lade.cli.decoding import decode
+    from lade.cli.run import decode
     from lade.config import LookaheadConfig
 
     config = LookaheadConfig(memory=memory)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lade.decoding.choose import Chooser
-from lade.decoding.drafter import Drafter
+from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.kernels import Ints
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Verdict

@@ -16,16 +16,16 @@ from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lade.config import LookaheadConfig
-from lade.decoding.beams import BeamLogits
+from lade.decoding.beams.logits import BeamLogits
 from lade.errors import UnsupportedArgumentError
-from lade.hf.arguments import check_cache, checked_paddings, refuse
+from lade.hf.refusals import check_cache, checked_paddings, refuse
 from lade.hf.plain import decoding_method
-from lade.hf.rows import check_lengths
+from lade.hf.batch_rules import check_lengths
 from lade.hf.session import special_ids
-from lade.model.cache import TreeCache
-from lade.model.positions import Positions
+from lade.model.kv_cache import TreeCache
+from lade.model.position_limits import Positions
 from lade.model.runner import EagerRunner
-from lade.model.support import supports
+from lade.model.support.supports import supports
 from lade.stats import Stats
 
 BEAM_MODES = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)

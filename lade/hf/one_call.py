@@ -10,9 +10,9 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from lade.errors import LadeError, UnsupportedArgumentError
-from lade.hf.fields import ALWAYS, SAMPLING, Nonsense, nonsense_in
-from lade.model.adapters import remove_hooks_of_one_call, values_of_one_call
-from lade.model.support import unwrap
+from lade.hf.generation_fields import ALWAYS, SAMPLING, Nonsense, nonsense_in
+from lade.model.support.adapters import remove_hooks_of_one_call, values_of_one_call
+from lade.model.support.supports import unwrap
 
 P = ParamSpec("P")
 T = TypeVar("T")

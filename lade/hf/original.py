@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from lade.errors import UnsupportedModelError
-from lade.model.support import PLAIN_REMEDY, unwrap
+from lade.model.support.supports import PLAIN_REMEDY, unwrap
 
 REPLACED = "_generate_before_lade"
 """Where an enabled model keeps a `generate` that was an attribute of its own before."""

@@ -21,7 +21,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from lade.errors import LadeError, UnsupportedArgumentError
 from lade.hf.one_call import clean_up
 from lade.hf.original import original_generate
-from lade.model.support import unwrap
+from lade.model.support.supports import unwrap
 from lade.model.thread_hooks import hooked
 from lade.stats import Stats, Step
 

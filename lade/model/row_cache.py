@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from lade.decoding.engine import Cache
-from lade.model.cache import TreeCache
+from lade.decoding.loop import Cache
+from lade.model.kv_cache import TreeCache
 from lade.model.sizing import Sizing
 
 

@@ -10,15 +10,15 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lade.decoding.engine import Watch
+from lade.decoding.loop import Watch
 from lade.decoding.tree import TokenTree
-from lade.model.attention import Inputs, Mask, MaskPlan
-from lade.model.cache import TreeCache
-from lade.model.hidden import HiddenStates
-from lade.model.positions import Positions
+from lade.model.masks import Inputs, Mask, MaskPlan
+from lade.model.kv_cache import TreeCache
+from lade.model.prompt_logits import HiddenStates
+from lade.model.position_limits import Positions
 from lade.model.row_cache import RowCache
 from lade.model.signature import accepted
-from lade.model.slots import SlotCounters
+from lade.model.slot_patches import SlotCounters
 from lade.model.stopwatch import Stopwatch
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from lade.model.buckets import batch_bucket, key_bucket, step_bucket
+from lade.model.shapes import batch_bucket, key_bucket, step_bucket
 
 AHEAD_TOKENS = 4096
 """Slots beyond a text that static buffers begin with at most: a request may allow far more tokens than it will get."""

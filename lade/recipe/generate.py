@@ -29,7 +29,7 @@ class OwnGenerate:
         return type(self._model).generate(self._model, **arguments)
 
     def get_base_model(self) -> Any:
-        """The model itself; by this name `lade.model.support.unwrap` finds it, as in PEFT's wrappers."""
+        """The model itself; by this name `lade.model.support.supports.unwrap` finds it, as in PEFT's wrappers."""
         return self._model
 
 

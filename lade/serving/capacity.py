@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lade.config import LookaheadConfig
-from lade.decoding.controller import LARGEST
+from lade.decoding.drafting.tree_size import LARGEST
 from lade.errors import InputError
 from lade.model.sizing import Exact, Sizing
 

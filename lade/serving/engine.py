@@ -14,8 +14,8 @@ import torch
 
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError, EngineClosedError, EngineFullError
-from lade.hf.arguments import resolve
-from lade.model.support import supports, unwrap
+from lade.hf.refusals import resolve
+from lade.model.support.supports import supports, unwrap
 from lade.serving.batch import Batch, Seat
 from lade.serving.capacity import Capacity
 from lade.serving.handle import Handle, check_process

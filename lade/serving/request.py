@@ -11,17 +11,17 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from lade.config import LookaheadConfig
-from lade.decoding.drafter import Drafter
+from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.row import Row
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
-from lade.hf.arguments import checked_paddings, why_no_ids, with_stop_strings
-from lade.hf.draws import LoneSampler
+from lade.hf.refusals import checked_paddings, why_no_ids, with_stop_strings
+from lade.hf.sampling import LoneSampler
 from lade.hf.generate import check_request
 from lade.hf.one_call import guarded, refuse_hooks_of_one_call, refuse_values_of_one_call
 from lade.hf.session import Output, output_of, record_for, row_for, special_ids
-from lade.model.positions import LEARNED_POSITIONS, Positions
+from lade.model.position_limits import LEARNED_POSITIONS, Positions
 from lade.model.runner import input_device
-from lade.model.support import unwrap
+from lade.model.support.supports import unwrap
 from lade.serving.capacity import Need, largest_tree
 
 REMEDY = "leave it out, or use lade.generate"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lade.tuning.cost import StepCost
+from lade.tuning.step_cost import StepCost
 
 
 class BatchCost:

@@ -19,12 +19,12 @@ from contextlib import closing
 from time import perf_counter
 from typing import Any
 
-from lade.decoding.engine import Runner
+from lade.decoding.loop import Runner
 from lade.decoding.tree import ROOT, TokenTree
-from lade.model.buckets import step_bucket
-from lade.model.cache import TreeCache
-from lade.model.graphs import GraphRunner
-from lade.tuning.cost import KNOTS, StepCost, typical
+from lade.model.shapes import step_bucket
+from lade.model.kv_cache import TreeCache
+from lade.model.cuda_graphs.runner import GraphRunner
+from lade.tuning.step_cost import KNOTS, StepCost, typical
 
 SIZES = (1, 8, 32, 2, 4, 16, 64, 128)
 """In this order: should the time be over early, the first ones tell most."""

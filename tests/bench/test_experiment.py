@@ -10,17 +10,17 @@ import torch
 from bench_toys import Chatty, Letters, models, workload
 
 import lade
-from lade.bench import arms as arms_module
-from lade.bench import benchmark
-from lade.bench import experiment as module
-from lade.bench.arms import OwnArm, TransformersArm
-from lade.bench.benchmark import prepare
-from lade.bench.completion import Completion, digest
-from lade.bench.experiment import jobs_of
-from lade.bench.meter import Meter
-from lade.bench.methods import parse_all
+from lade.bench.run import arms as arms_module
+from lade.bench.run import benchmark
+from lade.bench.run import experiment as module
+from lade.bench.run.arms import OwnArm, TransformersArm
+from lade.bench.run.benchmark import prepare
+from lade.bench.run.completion import Completion, digest
+from lade.bench.run.experiment import jobs_of
+from lade.bench.run.pass_counter import Meter
+from lade.bench.run.methods import parse_all
 from lade.bench.results import Results, Settings
-from lade.decoding.memory import Memory
+from lade.decoding.drafting.memory import Memory
 from lade.errors import ConfigError, InputError, UnsupportedError
 from lade.stats import Stats
 from lade.testing import toy_model
@@ -542,7 +542,7 @@ def test_jobs_in_order():
 
 
 def test_commits(tmp_path):
-    from lade.bench.environment import commit_of
+    from lade.bench.run.environment import commit_of
 
     assert commit_of(tmp_path) is None
     git = shutil.which("git")

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from lade.bench.fit import expected, fit_expectation, fit_line
+from lade.bench.scaling.fit import expected, fit_expectation, fit_line
 
 SIZES = [(ngram, b) for ngram in range(3, 8) for b in (1, 2, 3, 5, 7, 10, 15, 20, 30, 40, 60)]
 

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import lade
-from lade.bench import inflate
-from lade.bench.sizes import Growth, Wanted, choose
-from lade.demo.embedded import model_path, prompts
+from lade.bench.inflation import inflate
+from lade.bench.inflation.search import Growth, Wanted, choose
+from lade.embedded.files import model_path, prompts
 from lade.errors import ConfigError, UnsupportedModelError
 from lade.testing import toy_model
 
@@ -292,4 +292,4 @@ def test_quantized_and_offloaded_models_are_refused():
 
 
 def test_the_package_has_it_as_an_attribute():
-    assert lade.bench.inflate is inflate
+    assert lade.bench.inflation.inflate is inflate

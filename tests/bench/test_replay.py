@@ -2,7 +2,7 @@
 
 import pytest
 
-from lade.bench.replay import pieces_of
+from lade.bench.run.replay import pieces_of
 
 
 class Bytes:

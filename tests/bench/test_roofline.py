@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from lade.bench.forecast import SHIPPED, Acceptance, Measured, best_sizes, measured_in, predict
+from lade.bench.forecast.forecast import SHIPPED, Acceptance, Measured, best_sizes, measured_in, predict
 from lade.bench.results import Environment, Method, Model, Results, Sample, Settings, Workload
-from lade.bench.roofline import DEVICES, Roofline, cache_bytes_of
+from lade.bench.forecast.roofline import DEVICES, Roofline, cache_bytes_of
 from lade.errors import ConfigError, InputError
 
 # 1 GB read at 1 GB/s is a second; a token's 1e9 operations at 16e9 a second are a sixteenth of it.

@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 from made_results import METHODS, made_results
 
-from lade.bench.acceptance import acceptance
-from lade.bench.answers import answers
-from lade.bench.curve import Curve, curve_of, curves_of
-from lade.bench.lanes import shows_of
+from lade.bench.analysis.acceptance import acceptance
+from lade.bench.analysis.answers import answers
+from lade.bench.analysis.curve import Curve, curve_of, curves_of
+from lade.bench.report.replay_view import shows_of
 from lade.bench.results import Method, Mismatch, Replay, Sample, StepCurve, Workload
-from lade.bench.speed import Spread
-from lade.bench.summary import summarise
-from lade.bench.trade import break_even, points_of, timed_points
-from lade.bench.words import closing, findings
+from lade.bench.analysis.speed import Spread
+from lade.bench.analysis.summary import summarise
+from lade.bench.analysis.cost_benefit import break_even, points_of, timed_points
+from lade.bench.report.prose import closing, findings
 
 HF, PLAIN, FAST = Method("hf", "hf"), Method("plain", "plain", packed=True), Method("fast", "adaptive", packed=True)
 

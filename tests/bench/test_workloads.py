@@ -10,9 +10,9 @@ import pytest
 
 from lade.bench import results
 from lade.bench.workloads import FORMATS, Item, load
-from lade.demo.corpus import HELD_OUT
-from lade.demo.embedded import model_path
-from lade.demo.evaluate import load as load_model
+from training.corpus import HELD_OUT
+from lade.embedded.files import model_path
+from training.evaluate import load as load_model
 from lade.errors import InputError
 from lade.stats import distinct_ngrams
 

@@ -13,13 +13,16 @@ import torch
 from test_cli_errors import fails
 from typer.testing import CliRunner
 
-from lade.bench import experiment as experiment_module
-from lade.bench.arms import OwnArm
+from lade.bench.run import experiment as experiment_module
+from lade.bench.run.arms import OwnArm
 from lade.bench.results import Results
 from lade.bench.workloads import load
-from lade.cli import bench as module
-from lade.cli import bench_report, bench_run, hub, loading
-from lade.cli.bench_run import duration
+from lade.cli.bench import command as module
+from lade.cli.bench import report as bench_report
+from lade.cli.bench import run as bench_run
+from lade.cli.loading import hub
+from lade.cli.loading import load as loading
+from lade.cli.bench.run import duration
 from lade.cli.main import app
 
 NEW = 8
@@ -146,7 +149,7 @@ def test_a_mismatch_is_told_and_is_exit_code_1(bench, wrong, tokenizer):
 
 
 def test_near_ties_are_exit_code_1_unless_they_are_allowed(bench, wrong, monkeypatch):
-    monkeypatch.setattr("lade.bench.mismatch.NEAR_ULPS_OTHERWISE", float("inf"))
+    monkeypatch.setattr("lade.bench.run.mismatch.NEAR_ULPS_OTHERWISE", float("inf"))
     result = bench()
     assert result.exit_code == 1 and "a near tie" in result.stderr
     assert bench("--resume", "--allow-near-ties").exit_code == 0
@@ -190,7 +193,7 @@ def test_complete_results_are_reported_anew_without_a_model(bench, lade, out, pr
 
 
 def test_packed_weights(bench, folder, out, monkeypatch):
-    from lade.model import packing
+    from lade.model.packing import pack as packing
 
     assert bench("--pack").exit_code == 0, "no layer of it is large enough, and nothing is copied"
     assert not any(method.packed for method in Results.load(out / "results.json").methods)

@@ -9,7 +9,7 @@ from test_cli_errors import fails
 from typer.testing import CliRunner
 
 from lade.bench.results import Environment, Method, Model, Results, Sample, Settings, Workload
-from lade.cli import compare as module
+from lade.cli.bench import compare as module
 
 PROMPTS = 12
 

@@ -6,9 +6,10 @@ import signal
 import pytest
 from test_cli_errors import fails
 
-from lade.bench import scaling_figure, study
-from lade.bench.scaling import NAME, Scaling
-from lade.cli import scaling as module
+from lade.bench.scaling import figure as scaling_figure
+from lade.bench.scaling import run as study
+from lade.bench.scaling.records import NAME, Scaling
+from lade.cli.bench import scaling as module
 
 NEW = 12
 TEXTS = ["say it again, say it", "one two three"]

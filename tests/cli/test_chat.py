@@ -3,10 +3,10 @@ import signal
 import pytest
 import torch
 
-from lade.cli.conversation import Conversation
-from lade.cli.decoding import Generation, decode
-from lade.cli.loading import load
-from lade.cli.model_options import Loading
+from lade.cli.chat.conversation import Conversation
+from lade.cli.run import Generation, decode
+from lade.cli.loading.load import load
+from lade.cli.options.model import Loading
 from lade.cli.terminal import terminal
 from lade.errors import InputError
 
@@ -159,7 +159,7 @@ def test_input_that_is_not_utf8_is_bad_input(lade, folder):
 
 @pytest.mark.parametrize("method", ["plain", "lookahead"])
 def test_ctrl_c_stops_the_answer_and_not_the_chat(lade, templated, subject, method, monkeypatch):
-    from lade.cli import decoding
+    from lade.cli import run as decoding
 
     original = decoding.stream
 

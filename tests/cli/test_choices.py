@@ -8,9 +8,9 @@ import torch
 from test_cli_errors import fails
 from transformers import StoppingCriteria
 
-from lade.cli.loading import load
-from lade.cli.model_options import Loading
-from lade.cli.options import Choices
+from lade.cli.loading.load import load
+from lade.cli.options.model import Loading
+from lade.cli.options.decoding import Choices
 from lade.cli.terminal import terminal
 from lade.errors import ConfigError
 
@@ -196,7 +196,7 @@ class _Interrupting(StoppingCriteria):
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_gives_the_best_beam_so_far_and_a_second_one_nothing(lade, folder, monkeypatch, times, tokenizer):
-    from lade.cli import decoding
+    from lade.cli import run as decoding
 
     original, length = decoding.generate, len(tokenizer(PROMPT)["input_ids"]) + 6
 

@@ -143,7 +143,7 @@ def test_a_table_of_positions_ends_the_text(lade, unsupported, tmp_path, edited)
 
 @pytest.mark.parametrize("method", ["plain", "lookahead"])
 def test_ctrl_c_gives_what_there_is(lade, folder, plain, tokenizer, method, monkeypatch):
-    from lade.cli import decoding
+    from lade.cli import run as decoding
 
     original = decoding.stream
 
@@ -169,7 +169,7 @@ def test_ctrl_c_gives_what_there_is(lade, folder, plain, tokenizer, method, monk
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_step(lade, folder, monkeypatch):
-    from lade.cli import decoding
+    from lade.cli import run as decoding
 
     original = decoding.stream
 

@@ -6,16 +6,17 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from lade.cli import rounds, views
-from lade.cli.loading import load
-from lade.cli.model_options import Loading
-from lade.cli.noise import Noise
-from lade.cli.options import Choices
-from lade.cli.race import Race
+from lade.cli.demo import rounds
+from lade.cli.demo import screen as views
+from lade.cli.loading.load import load
+from lade.cli.options.model import Loading
+from lade.cli.rng_state import Noise
+from lade.cli.options.decoding import Choices
+from lade.cli.demo.side_by_side import Race
 from lade.cli.terminal import Terminal, terminal
-from lade.cli.views import LiveView, Tail, summary, verdict
+from lade.cli.demo.screen import LiveView, Tail, summary, verdict
 from lade.config import LookaheadConfig
-from lade.decoding.memory import Memory
+from lade.decoding.drafting.memory import Memory
 from lade.stats import distinct_ngrams
 
 PROMPT = "say it again, say it"
@@ -58,7 +59,7 @@ def test_both_lanes_write_what_plain_generate_writes(race, plain, tokenizer):
 
 def test_neither_waiting_nor_drawing_counts(race, monkeypatch):
     """On a clock that only drawing moves, nothing else takes any time."""
-    import lade.cli.race as module
+    import lade.cli.demo.side_by_side as module
 
     now = [0.0]
     monkeypatch.setattr(module, "perf_counter", lambda: now[0])
@@ -73,7 +74,7 @@ def test_neither_waiting_nor_drawing_counts(race, monkeypatch):
 
 
 def test_a_difference_is_said_loudly(lade, folder, monkeypatch):
-    from lade.cli.race import Lane
+    from lade.cli.demo.side_by_side import Lane
 
     original = Lane.take
 
@@ -133,7 +134,7 @@ def test_the_adaptive_method_is_shown_and_then_with_a_memory_of_other_texts(lade
 
 
 def test_a_memory_learns_from_other_texts_than_those_shown(loaded, monkeypatch):
-    from lade.demo import embedded
+    from lade.embedded import files as embedded
     from lade.hf import generate
 
     shown, read = embedded.prompts()[:3], []

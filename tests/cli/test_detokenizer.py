@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from lade.cli.detokenizer import Detokenizer
-from lade.cli.painter import RUNS, Palette
+from lade.cli.step_colours import RUNS, Palette
 
 TEXTS = [
     "plain words, and more of them, so many that the window has to move on several times while they come",

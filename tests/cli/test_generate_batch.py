@@ -15,9 +15,10 @@ from test_cli_generate import FIELDS
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
-from lade.cli import batch_answers, batch_run
-from lade.cli.batch_answers import Answers, in_order
-from lade.cli.batch_file import AnswerFile
+from lade.cli.batch import answers as batch_answers
+from lade.cli.batch import run as batch_run
+from lade.cli.batch.answers import Answers, in_order
+from lade.cli.batch.output import AnswerFile
 from lade.cli.main import app
 from lade.serving import batch as serving_batch
 from lade.serving import engine as serving_engine

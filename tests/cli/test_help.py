@@ -7,8 +7,8 @@ import typer.main
 from typer.testing import CliRunner
 
 from lade.cli.main import app
-from lade.cli.model_options import DEVICES, DTYPES, QUANTIZATIONS
-from lade.cli.options import METHODS
+from lade.cli.options.model import DEVICES, DTYPES, QUANTIZATIONS
+from lade.cli.options.decoding import METHODS
 
 PANELS = {
     "Arguments": ["PROMPT"],

@@ -8,13 +8,13 @@ import sys
 import pytest
 from test_processes import on_a_terminal
 
-from lade.cli import line_input
-from lade.cli.line_input import Entry, LineInput
+from lade.cli.chat import line_input
+from lade.cli.chat.line_input import Entry, LineInput
 
 READER = """
 import sys
 from pathlib import Path
-from lade.cli.line_input import LineInput
+from lade.cli.chat.line_input import LineInput
 lines = LineInput(Path(sys.argv[1]) if sys.argv[1:] else None)
 print(lines.problem or "ready")
 while True:

@@ -15,13 +15,13 @@ from test_cli_errors import fails
 from transformers import LlamaForCausalLM, dynamic_module_utils
 
 import lade
-from lade.cli import loading as module
-from lade.cli.loading import load
+from lade.cli.loading import load as module
+from lade.cli.loading.load import load
 from lade.cli.main import app
-from lade.cli.model_options import QUANTIZATIONS, Loading, command_line
-from lade.cli.quantization import SCHEMES, Scheme
+from lade.cli.options.model import QUANTIZATIONS, Loading, command_line
+from lade.cli.loading.quantization import SCHEMES, Scheme
 from lade.cli.terminal import terminal
-from lade.demo.embedded import model_path
+from lade.embedded.files import model_path
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -227,7 +227,7 @@ def test_a_gated_model_is_called_that(lade, monkeypatch):
         def model_info(self, name, **arguments):
             raise errors.GatedRepoError.__new__(errors.GatedRepoError)
 
-    monkeypatch.setattr("lade.cli.hub.HfApi", Hub)
+    monkeypatch.setattr("lade.cli.loading.hub.HfApi", Hub)
     fails(lade("info", "-m", "some/model"), "gated", "hf auth login")
 
 

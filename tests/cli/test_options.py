@@ -6,7 +6,7 @@ import pytest
 from test_cli_errors import fails
 
 from lade import LookaheadConfig
-from lade.cli.options import lookahead_of
+from lade.cli.options.decoding import lookahead_of
 
 PROMPT = "say it again, say it"
 

@@ -5,10 +5,10 @@ from functools import partial
 
 import pytest
 
-from lade.cli.loading import load
-from lade.cli.model_options import Loading
+from lade.cli.loading.load import load
+from lade.cli.options.model import Loading
 from lade.cli.terminal import terminal
-from lade.model import packing
+from lade.model.packing import pack as packing
 
 PROMPT = "say it again, say it"
 COMMANDS = {

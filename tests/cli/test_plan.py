@@ -6,10 +6,10 @@ import math
 import pytest
 from test_cli_errors import fails
 
-from lade.bench.forecast import SHIPPED
+from lade.bench.forecast.forecast import SHIPPED
 from lade.bench.results import Environment, Method, Model, Results, Sample, Settings, Workload
-from lade.cli import plan as module
-from lade.cli.wish import quantity
+from lade.cli.bench import plan as module
+from lade.cli.bench.plan_inputs import quantity
 from lade.errors import ConfigError
 
 PEAKS = ("--bandwidth", "3.35e12", "--flops", "990e12")
@@ -190,7 +190,7 @@ def test_what_cannot_be_planned(arguments, words, plan):
 
 
 def test_help_has_an_example_and_all_devices(plan):
-    from lade.bench.roofline import DEVICES
+    from lade.bench.forecast.roofline import DEVICES
 
     out = " ".join(plan("--help").stdout.replace("│", " ").split())
     assert "lade bench plan --params 7B" in out and all(name in out for name in DEVICES)

@@ -264,7 +264,7 @@ def test_the_end_of_the_context_is_a_length(generate, unsupported, tmp_path, edi
 
 
 def test_an_interrupted_answer_says_so(generate, monkeypatch):
-    from lade.cli import decoding
+    from lade.cli import run as decoding
 
     original = decoding.stream
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from lade.cli import status as module
 from lade.cli.main import app
-from lade.cli.output_options import Output
+from lade.cli.options.output import Output
 from lade.cli.status import Status
 from lade.cli.terminal import Terminal, terminal
 
@@ -133,8 +133,8 @@ def test_a_download_has_bars_on_a_terminal_only(hub, tmp_path):
 
 def test_a_download_that_was_broken_off_has_bars_again(hub, tmp_path, folder):
     """The index is there, a part that it names is not."""
-    from lade.cli.hub import find
-    from lade.cli.model_options import Loading
+    from lade.cli.loading.hub import find
+    from lade.cli.options.model import Loading
 
     loading = Loading("some/model", cache_dir=tmp_path)
     assert find(loading).download
@@ -157,19 +157,19 @@ def test_what_the_library_logs_is_what_it_is_doing(monkeypatch, capsys):
     logger = logging.getLogger("lade")
     before = logger.level, list(logger.handlers)
     with terminal():
-        logging.getLogger("lade.tuning.profile").info("measuring the cost of a step")
-        logging.getLogger("lade.tuning.profile").debug("details")
+        logging.getLogger("lade.tuning.cost_cache").info("measuring the cost of a step")
+        logging.getLogger("lade.tuning.cost_cache").debug("details")
     assert texts(capsys.readouterr().err) == ["starting", "measuring the cost of a step"]
     with terminal(Output(debug=True)):
-        logging.getLogger("lade.tuning.profile").debug("details")
-    assert "lade.tuning.profile: details" in capsys.readouterr().err
+        logging.getLogger("lade.tuning.cost_cache").debug("details")
+    assert "lade.tuning.cost_cache: details" in capsys.readouterr().err
     assert (logger.level, logger.handlers) == before
 
 
 def test_a_warning_in_the_log_is_a_line(capsys):
     with terminal(Output(quiet=True)):
-        logging.getLogger("lade.tuning.store").info("nothing")
-        logging.getLogger("lade.tuning.store").warning("the folder is gone")
+        logging.getLogger("lade.tuning.cost_file").info("nothing")
+        logging.getLogger("lade.tuning.cost_file").warning("the folder is gone")
     assert capsys.readouterr().err == "the folder is gone\n"
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from lade.cli import tune as module
-from lade.tuning import measure, store
-from lade.tuning.cost import KNOTS, StepCost
+from lade.tuning import measure
+from lade.tuning import cost_file as store
+from lade.tuning.step_cost import KNOTS, StepCost
 
 
 def knee(size):
@@ -68,8 +69,8 @@ def test_it_measures_and_saves_the_curve(lade, folder, steady, saved):
 
 def test_generation_finds_what_was_saved(lade, folder, model, saved):
     from lade.model.runner import EagerRunner
-    from lade.model.support import supports
-    from lade.tuning import profile
+    from lade.model.support.supports import supports
+    from lade.tuning import cost_cache as profile
 
     lade("tune", "-m", folder, "--seconds", 3, "--no-pack")
     runner = EagerRunner(model, supports(model).require(), model.generation_config)

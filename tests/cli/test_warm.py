@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from lade import InputError, LookaheadConfig, Memory, generate
 from lade.cli import warm as module
-from lade.cli.loading import Subject
+from lade.cli.loading.load import Subject
 from lade.cli.main import app
 from lade.cli.warm import Harvest
 from lade.decoding.kernels import ORDERS, TEXT_ORDERS
-from lade.decoding.memory_file import fingerprint_of
+from lade.decoding.drafting.memory_file import fingerprint_of
 from lade.stats import Stats
 
 CONTEXT = 512  # of the model in conftest.py
@@ -45,7 +45,7 @@ def warm(lade, folder, prompts, out):
 @pytest.fixture
 def interrupting(monkeypatch):
     """Presses Ctrl-C in a step of a generation, both counted from 1."""
-    from lade.cli import decoding
+    from lade.cli import run as decoding
 
     original, state = decoding.stream, {"generations": 0}
 

@@ -19,7 +19,7 @@ from lade.decoding.kernels import (
     Doubles,
     Ints,
 )
-from lade.decoding.memory import Memory, tail_of
+from lade.decoding.drafting.memory import Memory, tail_of
 
 Row = dict[int, int]
 """Value by token."""

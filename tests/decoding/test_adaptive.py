@@ -13,9 +13,9 @@ from memories import downhill, filled_memory, known, likeliest, mixed, said_of
 
 import lade
 from lade import LookaheadConfig, Memory, Stats
-from lade.decoding import growth as growth_module
-from lade.decoding.adaptive import LEAST_COLUMNS, NGRAM, AdaptiveDrafter
-from lade.decoding.controller import LARGEST, Controller, FixedBudget
+from lade.decoding.drafting import best_first as growth_module
+from lade.decoding.drafting.adaptive import LEAST_COLUMNS, NGRAM, AdaptiveDrafter
+from lade.decoding.drafting.tree_size import LARGEST, Controller, FixedBudget
 from lade.decoding.kernels import ORDERS, TEXT_ORDERS, Ints
 from lade.decoding.readout import read as read_out
 from lade.decoding.tree import ROOT, TokenTree

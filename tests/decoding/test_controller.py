@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lade.decoding import controller as controller_module
-from lade.decoding.controller import LARGEST, TUITION, Controller, FixedBudget
-from lade.tuning.cost import KNOTS, StepCost
+from lade.decoding.drafting import tree_size as controller_module
+from lade.decoding.drafting.tree_size import LARGEST, TUITION, Controller, FixedBudget
+from lade.tuning.step_cost import KNOTS, StepCost
 
 PLAIN_S = 0.01
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from lade import LookaheadConfig, Stats
 from lade.decoding.choose import Greedy
-from lade.decoding.drafting import drafter_for
-from lade.decoding.engine import Engine
+from lade.decoding.drafting.factory import drafter_for
+from lade.decoding.loop import Engine
 from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
 from lade.testing import FunctionRunner, ListCache, nearly_flat_cost

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memories import downhill, filled_memory, known, learn, likeliest, mixed, probability, rows_of, said_of
 
-from lade.decoding import growth as module
-from lade.decoding.growth import PROMISE, Growth
+from lade.decoding.drafting import best_first as module
+from lade.decoding.drafting.best_first import PROMISE, Growth
 from lade.decoding.kernels import ORDERS, TEXT_ORDERS
-from lade.decoding.memory import Memory
+from lade.decoding.drafting.memory import Memory
 from lade.decoding.tree import ROOT, TokenTree
 
 VOCABULARY = 8

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from lade.decoding.controller import Controller
-from lade.decoding.joint import JointBudget
-from lade.tuning.cost import StepCost
+from lade.decoding.drafting.tree_size import Controller
+from lade.decoding.drafting.batch_budget import JointBudget
+from lade.tuning.step_cost import StepCost
 
 PLAIN_S = 1e-3
 

@@ -11,8 +11,8 @@ from memories import Reference, rows_of, tails_of, unpacked
 
 from lade.decoding import kernels
 from lade.decoding.kernels import END, LENGTHS, LINES, LONGEST, ORDERS, TEXT, TEXT_ORDERS, WIDTH, Ints
-from lade.decoding.memory import tail_of
-from lade.decoding.mixer import prior_weights
+from lade.decoding.drafting.memory import tail_of
+from lade.decoding.drafting.mixer import prior_weights
 
 COLUMNS = 2 + WIDTH
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from memories import Reference, Row, known, learn, likeliest, random_rows, rows_of, tails_of, unpacked
 
 from lade.decoding import kernels
-from lade.decoding import memory as module
+from lade.decoding.drafting import memory as module
 from lade.decoding.kernels import BITS, END, LONGEST, ORDERS, TEXT, TEXT_ORDERS, TOKEN, WIDTH
-from lade.decoding.memory import SLOT_BYTES, Memory, tail_of
-from lade.decoding.memory_file import LEAST_BYTES
+from lade.decoding.drafting.memory import SLOT_BYTES, Memory, tail_of
+from lade.decoding.drafting.memory_file import LEAST_BYTES
 from lade.errors import ConfigError
 
 HUGE = TOKEN - 1  # the largest token that fits into a row

@@ -4,7 +4,7 @@ import torch
 
 from lade import LookaheadConfig
 from lade.decoding.choose import Greedy
-from lade.decoding.lookahead import LookaheadDrafter, chosen_ngrams
+from lade.decoding.drafting.lookahead import LookaheadDrafter, chosen_ngrams
 from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import walk

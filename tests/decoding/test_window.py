@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lade.decoding.tree import ROOT, TokenTree
-from lade.decoding.window import Window
+from lade.decoding.drafting.window import Window
 
 sizes = st.tuples(st.integers(1, 9), st.integers(2, 7))
 

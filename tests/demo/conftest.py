@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lade.demo.plan import Shape, TrainPlan
-from lade.demo.tokens import EncodedCorpus
+from training.plan import Shape, TrainPlan
+from training.tokens import EncodedCorpus
 
 ORDINARY = '''"""Count words, number {n}."""
 

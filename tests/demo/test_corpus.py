@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lade.demo.cleaning import clean, is_prose_or_code
-from lade.demo.corpus import (
+from training.cleaning import clean, is_prose_or_code
+from training.corpus import (
     HELD_OUT,
     held_out_documents,
     is_held_out,

@@ -8,10 +8,10 @@ import torch
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
-from lade.demo.corpus import Document
-from lade.demo.evaluate import app, bits_per_byte
-from lade.demo.plan import Shape
-from lade.demo.tokens import train_tokenizer
+from training.corpus import Document
+from training.evaluate import app, bits_per_byte
+from training.plan import Shape
+from training.tokens import train_tokenizer
 
 TEXT = "def area(width, height):\n    return width * height\n" * 5
 

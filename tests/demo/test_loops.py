@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from lade.demo.loops import TOLERATED, loop_loss, make_loops
-from lade.demo.rows import RowOrder
-from lade.demo.tokens import EncodedCorpus
+from training.loops import TOLERATED, loop_loss, make_loops
+from training.batch_order import RowOrder
+from training.tokens import EncodedCorpus
 
 
 def test_a_looping_row_is_text_first_and_then_repeats_it(corpus: EncodedCorpus) -> None:

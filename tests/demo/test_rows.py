@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from lade.demo.rows import RowOrder
-from lade.demo.tokens import BOS_ID, EncodedCorpus
+from training.batch_order import RowOrder
+from training.tokens import BOS_ID, EncodedCorpus
 
 
 def test_the_order_depends_on_the_seed_alone(corpus: EncodedCorpus) -> None:

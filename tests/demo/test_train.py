@@ -7,11 +7,11 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from lade.demo.export import export
-from lade.demo.plan import Shape, TrainPlan
-from lade.demo.tokens import EOS_ID, EncodedCorpus
-from lade.demo.train import app, prepare, train
-from lade.demo.trainer import Trainer
+from training.export import export
+from training.plan import Shape, TrainPlan
+from training.tokens import EOS_ID, EncodedCorpus
+from training.train import app, prepare, train
+from training.trainer import Trainer
 from lade.errors import InputError
 
 

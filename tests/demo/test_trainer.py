@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lade.demo.plan import Shape, TrainPlan
-from lade.demo.tokens import EncodedCorpus
-from lade.demo.trainer import Trainer
+from training.plan import Shape, TrainPlan
+from training.tokens import EncodedCorpus
+from training.trainer import Trainer
 from lade.errors import InputError
 
 

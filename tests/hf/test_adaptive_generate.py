@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import lade
 from lade import LookaheadConfig, Memory, Stats
 from lade.testing import toy_model
-from lade.tuning import profile
+from lade.tuning import cost_cache as profile
 
 DTYPES = (torch.float32, torch.float64)
 VOCABULARIES = {"llama": 48, "qwen3": 33, "gpt2": 90}  # tokens of one may be unknown to another

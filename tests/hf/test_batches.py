@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 import lade
 from lade import LookaheadConfig, Memory, Stats, TreeCache, UnsupportedArgumentError
 from lade.hf import session
-from lade.hf.draws import Draws
+from lade.hf.sampling import Draws
 from lade.model.runner import EagerRunner
 from lade.testing import nearly_flat_cost, toy_model
 

@@ -11,8 +11,8 @@ from transformers.cache_utils import DynamicCache
 
 import lade
 from lade import FallbackWarning, LookaheadConfig, Memory, Stats, UnsupportedArgumentError
-from lade.decoding.beams import BeamLogits
-from lade.model.cache import TreeCache
+from lade.decoding.beams.logits import BeamLogits
+from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.testing import toy_model
 

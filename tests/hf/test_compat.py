@@ -9,7 +9,7 @@ from transformers import GenerationMixin, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 import lade
-from lade.hf import compat
+from lade.hf import legacy_api as compat
 from lade.testing import toy_model
 
 IDS = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3]])

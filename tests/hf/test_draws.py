@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lade.hf.draws import MOST_BYTES, NO_TOKEN, Draws, LoneSampler, Noise, RowSampler
+from lade.hf.sampling import MOST_BYTES, NO_TOKEN, Draws, LoneSampler, Noise, RowSampler
 
 
 def distributions(rows, tokens, vocabulary, seed):

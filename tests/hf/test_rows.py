@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.generation import logits_process, stopping_criteria
 
 from lade import UnsupportedArgumentError
-from lade.hf.rows import (
+from lade.hf.batch_rules import (
     BATCH_CRITERIA,
     BATCH_PROCESSORS,
     ROW_WISE_CRITERIA,
@@ -19,7 +19,7 @@ from lade.hf.rows import (
     check_rows,
     processors_of_row,
 )
-from lade.model.positions import Positions
+from lade.model.position_limits import Positions
 
 ROWS, LENGTH, VOCABULARY = 4, 7, 40
 PROMPTS = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))

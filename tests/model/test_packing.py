@@ -15,8 +15,8 @@ from transformers.pytorch_utils import Conv1D
 
 import lade
 from lade.errors import UnsupportedModelError
-from lade.model import packing
-from lade.model.packing import PackedLinear, packable, packed_layers
+from lade.model.packing import pack as packing
+from lade.model.packing.pack import PackedLinear, packable, packed_layers
 from lade.testing import toy_model
 
 pytestmark = pytest.mark.filterwarnings(

@@ -9,10 +9,10 @@ import torch
 from hypothesis import strategies as st
 
 from lade.decoding.tree import TokenTree
-from lade.model.attention import StepInputs
-from lade.model.reach import Reach
-from lade.model.tree_inputs import TreeInputs
-from lade.model.tree_mask import TreeMask
+from lade.model.masks import StepInputs
+from lade.model.attention_span import Reach
+from lade.model.tree_attention.inputs import TreeInputs
+from lade.model.tree_attention.tree_mask import TreeMask
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from comparing import Watch
 
-from lade.model.cache import TreeCache
+from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 
 

@@ -10,11 +10,11 @@ from tape import Counted, Counts, Tape
 from transformers import GenerationConfig, PreTrainedModel
 
 import lade
-from lade.model.capture import CudaCapture
-from lade.model.choice import why_eager
-from lade.model.graphs import GraphRunner
+from lade.model.cuda_graphs.capture import CudaCapture
+from lade.model.select_runner import why_eager
+from lade.model.cuda_graphs.runner import GraphRunner
 from lade.model.runner import EagerRunner
-from lade.model.workspace import Workspace
+from lade.model.cuda_graphs.workspace import Workspace
 
 
 class Graphs:

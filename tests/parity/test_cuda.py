@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 import lade
-from lade.bench import Settings, inflate, workloads
-from lade.demo.embedded import model_path
+from lade.bench import Settings, workloads
+from lade.bench.inflation import inflate
+from lade.embedded.files import model_path
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import lade
-from lade.model import support
+from lade.model.support import supports as support
 
 pytestmark = pytest.mark.foreign_code
 

@@ -12,10 +12,10 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import lade
-from lade.model import support
-from lade.model.lengths import named_lengths
-from lade.model.plan import plan_for
-from lade.model.probe import worst_error
+from lade.model.support import supports as support
+from lade.model.support.lengths import named_lengths
+from lade.model.mask_plan import plan_for
+from lade.model.support.tree_check import worst_error
 
 pytestmark = pytest.mark.foreign_code
 

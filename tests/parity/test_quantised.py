@@ -32,12 +32,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.bench import inflate
-from lade.demo.embedded import model_path
-from lade.model import layer_trial, support
+from lade.bench.inflation import inflate
+from lade.embedded.files import model_path
+from lade.model.support import linear_check as layer_trial
+from lade.model.support import supports as support
 from lade.model.runner import EagerRunner
-from lade.model.workspace import setup_of
-from lade.tuning.profile import key_of
+from lade.model.cuda_graphs.workspace import setup_of
+from lade.tuning.cost_cache import key_of
 
 # PEFT asks transformers for a name that transformers is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

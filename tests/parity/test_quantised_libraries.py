@@ -17,8 +17,8 @@ from families import VOCABULARY
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, TorchAoConfig
 
 import lade
-from lade.bench import inflate
-from lade.cli.quantization import SCHEMES, quantization_config
+from lade.bench.inflation import inflate
+from lade.cli.loading.quantization import SCHEMES, quantization_config
 
 # What these libraries warn of while they are imported and used is theirs.
 pytestmark = [

@@ -23,8 +23,8 @@ from transformers import BloomForCausalLM
 import lade
 from lade.hf import session
 from lade.hf.plain import metered
-from lade.model import workspace
-from lade.model.choice import why_eager
+from lade.model.cuda_graphs import workspace
+from lade.model.select_runner import why_eager
 from lade.model.thread_hooks import hooked
 
 FAMILIES = ("llama", "bloom", "llama4_text", "gemma2")

@@ -13,7 +13,7 @@ from accelerating import Way, by_enabling, by_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 
 import lade
-from lade.demo.embedded import model_path, prompts
+from lade.embedded.files import model_path, prompts
 from lade.recipe.export import recipe_path
 
 

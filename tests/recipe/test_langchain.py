@@ -9,7 +9,7 @@ import pytest
 from accelerating import Way, accelerated
 from transformers import pipeline
 
-from lade.demo.embedded import prompts
+from lade.embedded.files import prompts
 
 langchain_huggingface = pytest.importorskip("langchain_huggingface")
 

@@ -10,7 +10,7 @@ import pytest
 from accelerating import RECIPE, counted
 
 import lade
-from lade.demo.embedded import prompts
+from lade.embedded.files import prompts
 
 lm_eval = pytest.importorskip("lm_eval")
 

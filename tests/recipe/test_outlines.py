@@ -11,7 +11,7 @@ import torch
 from accelerating import RECIPE, Way, accelerated
 
 import lade
-from lade.demo.embedded import prompts
+from lade.embedded.files import prompts
 
 outlines = pytest.importorskip("outlines")
 

@@ -12,7 +12,7 @@ from accelerating import RECIPE, Way, accelerated
 from transformers import Pipeline, TextIteratorStreamer, pipeline
 
 import lade
-from lade.demo.embedded import prompts
+from lade.embedded.files import prompts
 
 GREEDY = {"do_sample": False, "max_new_tokens": 40}
 

@@ -7,9 +7,9 @@ import torch
 
 from lade import Stats, supports
 from lade.config import LookaheadConfig
-from lade.hf.arguments import resolve
-from lade.model.graph_cache import GraphCache
-from lade.model.static_cache import StaticCache
+from lade.hf.refusals import resolve
+from lade.model.cuda_graphs.fallback_cache import GraphCache
+from lade.model.cuda_graphs.static_cache import StaticCache
 from lade.serving.batch import Batch
 from lade.serving.engine import PLAIN
 from lade.serving.handle import Handle

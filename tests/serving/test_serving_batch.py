@@ -20,9 +20,9 @@ from serving_toys import (
 )
 
 from lade import InputError, LookaheadConfig, Memory
-from lade.decoding.adaptive import AdaptiveDrafter
-from lade.hf.arguments import resolve
-from lade.model.cache import TreeCache
+from lade.decoding.drafting.adaptive import AdaptiveDrafter
+from lade.hf.refusals import resolve
+from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.serving import batch
 from lade.serving.capacity import Capacity, Need, largest_tree

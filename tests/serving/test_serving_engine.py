@@ -26,7 +26,7 @@ from lade import (
     TreeCache,
     UnsupportedArgumentError,
 )
-from lade.demo.embedded import model_path
+from lade.embedded.files import model_path
 from lade.model.runner import EagerRunner
 from lade.serving.engine import Desk
 from lade.testing import toy_model

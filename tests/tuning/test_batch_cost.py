@@ -1,7 +1,7 @@
 """The cost of a batch that loses rows."""
 
 from lade.tuning.batch_cost import BatchCost, bucket
-from lade.tuning.cost import REFRESH_S, StepCost
+from lade.tuning.step_cost import REFRESH_S, StepCost
 
 
 def made():

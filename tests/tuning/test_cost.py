@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lade.tuning.cost import KNOTS, LARGEST, MAX_WEIGHT, StepCost
+from lade.tuning.step_cost import KNOTS, LARGEST, MAX_WEIGHT, StepCost
 
 TIMES = st.floats(1e-5, 10.0)
 CURVES = st.lists(TIMES, min_size=len(KNOTS), max_size=len(KNOTS))

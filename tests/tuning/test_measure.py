@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import lade
-from lade.model.cache import TreeCache
+from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
-from lade.model.support import supports
+from lade.model.support.supports import supports
 from lade.testing import toy_model
 from lade.tuning.measure import SIZES, StepTimer, measure_step_cost, samples_of
 

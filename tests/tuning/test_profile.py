@@ -9,10 +9,11 @@ import torch
 
 import lade
 from lade.model.runner import EagerRunner
-from lade.model.support import supports
+from lade.model.support.supports import supports
 from lade.testing import toy_model
-from lade.tuning import profile, store
-from lade.tuning.cost import StepCost
+from lade.tuning import cost_cache as profile
+from lade.tuning import cost_file as store
+from lade.tuning.step_cost import StepCost
 
 
 def runner_of(model):

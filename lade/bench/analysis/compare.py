@@ -1,0 +1,295 @@
+"""What got faster or slower between two benchmark runs, with noise considered.
+
+Answers are paired: the same workload, prompt, turn, method, seed and repeat. What is compared is the logarithm of the
+ratio of their speeds, B over A; where both runs have the same reference method, its own ratio for the same answer is
+taken off, so that a machine that was slower as a whole says nothing about a method.
+
+The prompt is the unit that is drawn again and again: answers to one prompt share what is special about it. (Of fewer
+than eight prompts the single answers are drawn: what is found then holds for these prompts.) Intervals are the
+studentized bootstrap's of the mean, which stays honest with few units, where the percentile bootstrap's would be too
+narrow. They hold *together*: each is widened (Bonferroni) so that in one comparison in twenty at most any interval of
+all misses its true value. So two runs that differ by noise alone are called slower somewhere in about one of forty
+comparisons, and seldomer still by more than the tolerance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean, median
+from typing import Any, Literal
+
+import numpy as np
+
+from lade.bench.analysis.comparable import missing, refused, worth_knowing
+from lade.bench.analysis.interval import Interval, Verdict, interval_of
+from lade.bench.results import Results, Sample
+from lade.bench.analysis.speed import DECODING, Clock, Key, key_of
+from lade.errors import ConfigError, InputError
+
+ALARMS = 0.05
+"""In so many comparisons of the same thing at most any interval misses, all of them counted together."""
+
+TOLERANCE = 0.03
+"""A method may get slower by this share before a comparison fails."""
+
+_FEW_PROMPTS = 8
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What no noise is in: tokens emitted after prefill, and the passes that took."""
+
+    tokens: int
+    passes: int
+
+    @classmethod
+    def of(cls, samples: Iterable[Sample]) -> Steps:
+        """Of all of them."""
+        found = list(samples)
+        return cls(sum(sum(sample.accepted) for sample in found), sum(sample.steps for sample in found))
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """S; None without a pass."""
+        return self.tokens / self.passes if self.passes else None
+
+
+@dataclass(frozen=True)
+class Change:
+    """One method on one workload in both runs.
+
+    Attributes:
+        workload, method: their names.
+        pairs: answers that both runs have.
+        rate: ratio of tokens per second.
+        speedup: ratio of the speed-ups over the reference; None where there is none, and for the reference itself.
+        judged: whether its verdict is the speed-up's, the rate's, or that nothing is said of it: the reference is
+            what others are measured by.
+        steps_before, steps_after: of the answers that both runs have.
+        paths: answers that took other steps: of another size, or yielding other numbers of tokens.
+        texts: answers whose tokens differ.
+    """
+
+    workload: str
+    method: str
+    pairs: int
+    rate: Interval
+    speedup: Interval | None
+    judged: Literal["speedup", "rate", "reference"]
+    steps_before: Steps
+    steps_after: Steps
+    paths: int
+    texts: int
+
+    @property
+    def interval(self) -> Interval:
+        """The one that counts."""
+        return self.speedup if self.judged == "speedup" and self.speedup is not None else self.rate
+
+    @property
+    def verdict(self) -> Verdict:
+        """What is to be said of the method."""
+        return self.interval.verdict
+
+    def fails(self, tolerance: float) -> bool:
+        """Whether it got slower: beyond noise, and by a larger share than `tolerance`."""
+        return self.judged != "reference" and self.verdict == "slower" and self.interval.ratio < 1.0 - tolerance
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that two runs have in common, and what not.
+
+    Attributes:
+        changes: by workload and method, in the order of A.
+        reference: the method that speed-ups are over; None if the runs share none, or rates were asked for.
+        tolerance: see `Change.fails`.
+        forced: differences that would have been refused.
+        warnings: other differences that a reader should know.
+        only_a, only_b: methods, workloads and prompts of one run alone.
+    """
+
+    changes: tuple[Change, ...]
+    reference: str | None
+    tolerance: float
+    forced: tuple[str, ...]
+    warnings: tuple[str, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+
+    @property
+    def failures(self) -> list[Change]:
+        """What got slower by more than the tolerance."""
+        return [change for change in self.changes if change.fails(self.tolerance)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; an interval without an end has None there."""
+        found = asdict(self)
+        for change, entry in zip(self.changes, found["changes"], strict=True):
+            entry["verdict"], entry["fails"] = change.verdict, change.fails(self.tolerance)
+            entry["steps_before"]["tokens_per_step"] = change.steps_before.tokens_per_step
+            entry["steps_after"]["tokens_per_step"] = change.steps_after.tokens_per_step
+            for name in ("rate", "speedup"):
+                if entry[name] is not None and not math.isfinite(entry[name]["high"]):
+                    entry[name] |= {"low": None, "high": None}
+        return {**found, "failed": bool(self.failures)}
+
+
+def compare(
+    a: Results,
+    b: Results,
+    *,
+    tolerance: float = TOLERANCE,
+    force: bool = False,
+    absolute: bool = False,
+    clock: Clock = DECODING,
+    seed: int = 0,
+) -> Comparison:
+    """What is faster or slower in B than in A.
+
+    Args:
+        a: the run before.
+        b: the run after.
+        tolerance: share by which a method may get slower, from 0 to 1.
+        force: compare runs of different models, settings or methods all the same.
+        absolute: judge tokens per second and not speed-ups, the reference's included.
+        clock: which seconds and tokens make a speed: those of decoding, or of the whole call.
+        seed: of the bootstrap.
+
+    Raises:
+        ConfigError: the tolerance is out of range.
+        InputError: the runs are of different things, or have no answer in common.
+
+    >>> compare(Results.load("before.json"), Results.load("after.json")).failures
+    []
+    """
+    if not 0.0 <= tolerance < 1.0:
+        raise ConfigError("tolerance", tolerance, "give a share from 0 to 1, such as 0.03")
+    forced = refused(a, b)
+    if forced and not force:
+        raise InputError(f"these runs cannot be compared: {'; '.join(forced)}; give --force to compare all the same")
+    pairs = _Pairs.of(a, b)
+    if not pairs.shared:
+        raise InputError("the two runs have no answer in common: give runs of the same prompts and methods")
+    reference = None if absolute else _reference(a, b, pairs)
+    groups = _grouped(pairs.shared, a)
+    alpha = ALARMS / max(1, sum(method != reference for _, method in groups))
+    changes = []
+    for number, ((workload, method), keys) in enumerate(groups.items()):
+        generator, base = np.random.default_rng((seed, number)), None if method == reference else reference
+        change = _change(pairs, workload, method, keys, base, clock, alpha, generator)
+        changes.append(replace(change, judged="reference") if method == reference else change)
+    return Comparison(
+        changes=tuple(changes),
+        reference=reference,
+        tolerance=tolerance,
+        forced=tuple(forced),
+        warnings=(*worth_knowing(a, b), *pairs.warnings()),
+        only_a=tuple(missing(a, b)),
+        only_b=tuple(missing(b, a)),
+    )
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Samples of both runs by what they have in common.
+
+    Attributes:
+        a, b: samples by method and key.
+        shared: what both have, with the same prompt, in the order of A.
+        altered: prompts that have the same name in both runs, and other ids.
+    """
+
+    a: Mapping[tuple[str, Key], Sample]
+    b: Mapping[tuple[str, Key], Sample]
+    shared: list[tuple[str, Key]]
+    altered: set[tuple[str, str, int]]
+
+    @classmethod
+    def of(cls, a: Results, b: Results) -> _Pairs:
+        before, after = ({(s.method, key_of(s)): s for s in run.samples} for run in (a, b))
+        both = [each for each in before if each in after]
+        altered = {each for each in both if before[each].prompt_sha256 != after[each].prompt_sha256}
+        shared = [each for each in both if each not in altered]
+        return cls(before, after, shared, {(key[0], key[1], key[2]) for _, key in altered})
+
+    def warnings(self) -> list[str]:
+        """What is left out though both have it."""
+        return [
+            f"prompt {prompt!r} of {workload}, turn {turn}, has other tokens in B: left out"
+            for workload, prompt, turn in sorted(self.altered)
+        ]
+
+    def log_ratio(self, method: str, key: Key, clock: Clock) -> float | None:
+        """Logarithm of B's speed over A's; None where one of them has none."""
+        samples = self.a.get((method, key)), self.b.get((method, key))
+        if samples[0] is None or samples[1] is None or not all(clock.runs(s) for s in samples if s is not None):
+            return None
+        return math.log(clock.rate([samples[1]]) / clock.rate([samples[0]]))
+
+
+def _grouped(shared: Iterable[tuple[str, Key]], a: Results) -> dict[tuple[str, str], list[Key]]:
+    """Keys by workload and method, in the order of A."""
+    order = {each.name: i for i, each in enumerate(a.workloads)}, {each.name: i for i, each in enumerate(a.methods)}
+    groups: dict[tuple[str, str], list[Key]] = {}
+    for method, key in shared:
+        groups.setdefault((key[0], method), []).append(key)
+    return dict(sorted(groups.items(), key=lambda item: (order[0].get(item[0][0], -1), order[1].get(item[0][1], -1))))
+
+
+def _change(
+    pairs: _Pairs,
+    workload: str,
+    method: str,
+    keys: list[Key],
+    reference: str | None,
+    clock: Clock,
+    alpha: float,
+    generator: np.random.Generator,
+) -> Change:
+    rates = {key: log for key in keys if (log := pairs.log_ratio(method, key, clock)) is not None}
+    speedups = None
+    if reference is not None:
+        drifts = {key: pairs.log_ratio(reference, key, clock) for key in rates}
+        speedups = {key: rates[key] - drift for key, drift in drifts.items() if drift is not None}
+    before, after = [pairs.a[method, key] for key in keys], [pairs.b[method, key] for key in keys]
+    return Change(
+        workload=workload,
+        method=method,
+        pairs=len(keys),
+        rate=interval_of(_by_unit(rates), alpha, generator),
+        speedup=interval_of(_by_unit(speedups), alpha, generator) if speedups else None,
+        judged="speedup" if speedups else "rate",
+        steps_before=Steps.of(before),
+        steps_after=Steps.of(after),
+        paths=sum(
+            (x.accepted, x.step_tokens) != (y.accepted, y.step_tokens) for x, y in zip(before, after, strict=True)
+        ),
+        texts=sum(x.output_sha256 != y.output_sha256 for x, y in zip(before, after, strict=True)),
+    )
+
+
+def _by_unit(logs: Mapping[Key, float]) -> list[float]:
+    """One for each prompt, the median over its turns, seeds and repeats, so that one hiccup does not count.
+
+    With few prompts, one for each answer.
+    """
+    prompts: dict[str, list[float]] = {}
+    for key, log in logs.items():
+        prompts.setdefault(key[1], []).append(log)
+    return list(logs.values()) if len(prompts) < _FEW_PROMPTS else [median(found) for found in prompts.values()]
+
+
+def _reference(a: Results, b: Results, pairs: _Pairs) -> str | None:
+    """A's reference, or B's, or a plain method: the first of them that both runs have answers of."""
+    answered = {method for method, _ in pairs.shared}
+    plain = [each.name for each in a.methods if each.kind in ("hf", "plain")]
+    return next((name for name in (a.reference, b.reference, *plain) if name in answered), None)
+
+
+def drift(comparison: Comparison) -> float | None:
+    """How many times as fast the reference itself was in B, all workloads alike; None if there is none."""
+    found = [change.rate.ratio for change in comparison.changes if change.method == comparison.reference]
+    return math.exp(fmean(map(math.log, found))) if found else None

@@ -1,0 +1,1 @@
+"""What to expect of hardware by its peaks."""

@@ -1,0 +1,1 @@
+"""Larger models that compute the same function."""

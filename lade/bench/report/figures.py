@@ -1,0 +1,284 @@
+"""A run as pictures for READMEs: SVG and PNG, each for light and for dark backgrounds, the same bytes every time."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lade.bench.analysis.acceptance import SOURCES, acceptance
+from lade.bench.analysis.curve import Curve, curves_of
+from lade.bench.report.labels import around, place
+from lade.bench.results import Results
+from lade.bench.analysis.summary import Row, summarise
+from lade.bench.report.theme import DARK, LIGHT, Theme
+from lade.bench.analysis.cost_benefit import break_even, points_of
+from lade.bench.report.prose import LOSS, caption, is_loss, workload_name
+from lade.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_RATIOS = (0.1, 0.2, 0.25, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16)
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_DASHES = ("-", "--", ":", "-.")
+_MOST_PLACES = 10
+_FONT = 9
+_RC = {
+    "svg.hashsalt": "lade",  # the same picture gives the same file
+    "text.parse_math": False,  # a name may hold dollar signs
+    "font.family": "DejaVu Sans",
+    "font.size": _FONT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
+def save_figures(results: Results, folder: str | os.PathLike[str]) -> list[Path]:
+    """Draw what the run has data for.
+
+    Up to four pictures: `speedup`, `trade` (tokens per step against tokens fed), `step_cost` and `acceptance`.
+
+    Args:
+        results: a run, complete or not.
+        folder: made if it does not exist. Files are named like `speedup_light.svg`.
+
+    Returns:
+        The files.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise MissingExtraError("matplotlib", "bench")
+    from matplotlib.style import context
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures: dict[str, Callable[[Results, Theme], Figure | None]] = {
+        "speedup": _speedup,
+        "trade": _trade,
+        "step_cost": _step_cost,
+        "acceptance": _acceptance,
+    }
+    written = []
+    for name, draw in pictures.items():
+        for theme in (LIGHT, DARK):
+            with context(_RC | _colours(theme)):
+                figure = draw(results, theme)
+                if figure is not None:
+                    written += _save(figure, folder / f"{name}_{theme.name}")
+    return written
+
+
+def _colours(theme: Theme) -> dict[str, str]:
+    inked = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
+    return dict.fromkeys(inked, theme.ink) | {
+        "figure.facecolor": theme.paper,
+        "savefig.facecolor": theme.paper,
+        "axes.facecolor": theme.paper,
+        "axes.edgecolor": theme.soft,
+        "grid.color": theme.soft,
+    }
+
+
+def _save(figure: Figure, stem: Path) -> list[Path]:
+    """Without the date and the version that matplotlib writes down, which would differ from day to day."""
+    svg, png = stem.with_name(stem.name + ".svg"), stem.with_name(stem.name + ".png")
+    figure.savefig(svg, metadata={"Date": None, "Creator": None})
+    figure.savefig(png, dpi=144, metadata={"Software": None})
+    return [svg, png]
+
+
+def _blank(results: Results, width: float, height: float) -> Figure:
+    """An empty sheet with the caption below."""
+    from matplotlib.figure import Figure
+
+    lines = textwrap.wrap(caption(results), int(width * 17))
+    figure = Figure(figsize=(width, height + 0.17 * len(lines)), layout="constrained")
+    figure.supxlabel("\n".join(lines), fontsize=7, x=0.01, ha="left", alpha=0.75)
+    return figure
+
+
+def _speedup(results: Results, theme: Theme) -> Figure | None:
+    """Bars from the line at 1: gains to the right, losses to the left, half as fast as long as twice as fast."""
+    summary = summarise(results)
+    rows = [
+        (f"{workload_name(block)}\n" if not number else "", row)
+        for block in summary.blocks
+        for number, row in enumerate(row for row in block.rows if row.method != summary.reference)
+    ]
+    spreads = [row.speedup.each for _, row in rows if row.speedup]
+    if not spreads:
+        return None
+    figure = _blank(results, 7.5, 0.9 + 0.2 * len(rows) + 0.3 * len(summary.blocks))
+    axes = figure.subplots()
+    low, high = min([0.9, *(each.low for each in spreads)]), max([1.1, *(each.high for each in spreads)])
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(low / 1.05, high * 1.22)
+    ticks = [tick for tick in _RATIOS if low / 1.05 <= tick <= high * 1.05]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.grid(axis="x", linewidth=0.6)
+    axes.set_axisbelow(True)
+    y, places = 0.0, []
+    for heading, row in rows:
+        if heading:
+            y += 1.0
+            axes.text(
+                -0.01, y, heading.strip(), transform=axes.get_yaxis_transform(), weight="bold", ha="right", va="center"
+            )
+            y += 1.0
+        places.append(y)
+        _bar(axes, y, row, theme)
+        y += 1.0
+    axes.axvline(1, color=theme.ink, linewidth=1.2)
+    axes.set_yticks(places, [row.method for _, row in rows])
+    axes.tick_params(length=0)
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.set_ylim(y, 0.3)
+    axes.set_title(f"speed-up over {summary.reference}: median and middle half of the answers", fontsize=10, loc="left")
+    return figure
+
+
+def _bar(axes: Axes, y: float, row: Row, theme: Theme) -> None:
+    if row.speedup is None:
+        axes.text(1.02, y, "not measured", va="center", alpha=0.7)
+        return
+    each = row.speedup.each
+    lost = is_loss(each.median)
+    axes.barh(y, each.median - 1, left=1, height=0.62, color=theme.loss if lost else theme.gain)
+    axes.errorbar(
+        each.median,
+        y,
+        xerr=[[each.median - each.low], [each.high - each.median]],
+        color=theme.ink,
+        linewidth=1,
+        capsize=2,
+    )
+    value = f"{LOSS} {each.median:.2f}" if lost else f"{each.median:.2f}"
+    colour = theme.loss if lost else theme.ink
+    spot = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "center", "weight": "bold"}
+    axes.text(1, y, value, color=colour, **spot)  # type: ignore[arg-type]
+
+
+def _trade(results: Results, theme: Theme) -> Figure | None:
+    points = points_of(results, summarise(results))
+    if not points:
+        return None
+    figure = _blank(results, 6.5, 4.2)
+    axes = figure.subplots()
+    right, top = 1.5 * max([2.0, *(each.fed for each in points)]), 1.12 * max([2.0, *(each.gained for each in points)])
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(0.9, right)
+    axes.set_ylim(0.8, top)
+    _size_ticks(axes, right)
+    axes.axhline(1, color=theme.soft, linewidth=1)
+    lines = break_even(results)
+    paths = [_line(axes, curve, number, theme, right, top) for number, curve in lines]
+    for each in points:
+        axes.plot(each.fed, each.gained, "v" if each.kind == "loss" else "o", color=theme.of(each.kind), markersize=7)
+    axes.set_xlabel("tokens fed per step" if not lines else "tokens fed per step (a method gains above its line)")
+    axes.set_ylabel("tokens per step")
+    axes.set_title("tokens per step, and their price", fontsize=10, loc="left")
+    if lines:
+        axes.legend(frameon=False, loc="upper left", fontsize=8)
+    figure.draw_without_rendering()  # settles the layout, in which names are then placed
+
+    def pixels(x: float, y: float) -> tuple[float, float]:
+        """In points, downwards."""
+        across, up = axes.transData.transform((x, y))
+        return float(across) * 72 / figure.dpi, -float(up) * 72 / figure.dpi
+
+    sheet = (*pixels(0.95, top), *pixels(right, 0.8))
+    taken = [around(*pixels(each.fed, each.gained), 5) for each in points]
+    taken += [around(*pixels(*spot), 3) for path in paths for spot in path]
+    for each in points:
+        spot = place(each.name, *pixels(each.fed, each.gained), _FONT, taken, sheet)
+        align = {"start": "left", "middle": "center", "end": "right"}[spot.anchor]
+        axes.annotate(each.name, (each.fed, each.gained), (spot.dx, -spot.dy), textcoords="offset points", ha=align)
+    return figure
+
+
+def _line(axes: Axes, curve: Curve, number: int, theme: Theme, right: float, top: float) -> list[tuple[float, float]]:
+    """Draw a break-even line; many short pieces, since it is straight only where sizes are evenly spaced."""
+    sizes = [right ** (piece / 120) for piece in range(121)]
+    path = [(size, curve.relative(size)) for size in sizes if size <= curve.sizes[-1] and curve.relative(size) <= top]
+    label = f"breaks even, {'packed' if curve.packed else 'plain'} weights"
+    style = {"color": theme.lines[number % len(theme.lines)], "linestyle": _DASHES[number % len(_DASHES)]}
+    axes.plot([x for x, _ in path], [y for _, y in path], label=label, **style)  # type: ignore[arg-type]
+    return path
+
+
+def _size_ticks(axes: Axes, last: float) -> None:
+    ticks = [size for size in _SIZES if size <= last]
+    axes.set_xticks(ticks, [str(size) for size in ticks])
+    axes.minorticks_off()
+
+
+def _step_cost(results: Results, theme: Theme) -> Figure | None:
+    curves = curves_of(results)
+    if not curves:
+        return None
+    figure = _blank(results, 6.5, 3.8)
+    axes = figure.subplots()
+    axes.set_xscale("log", base=2)
+    for number, curve in enumerate(curves):
+        colour = theme.lines[number % len(theme.lines)]
+        spreads = curve.relative_spreads
+        weights = "packed" if curve.packed else "plain"
+        label = f"{weights} weights, {curve.cached} cached: {1e3 * curve.seconds(1):.3g} ms for one token"
+        low, high = [spread.low for spread in spreads], [spread.high for spread in spreads]
+        axes.fill_between(curve.sizes, low, high, color=colour, alpha=0.2, linewidth=0)
+        medians = [spread.median for spread in spreads]
+        axes.plot(curve.sizes, medians, color=colour, linestyle=_DASHES[number % len(_DASHES)], label=label)
+    axes.axhline(1, color=theme.soft, linewidth=1)
+    _size_ticks(axes, max(curve.sizes[-1] for curve in curves))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens fed by a forward pass")
+    axes.set_ylabel("time, one token = 1")
+    axes.set_title("what a step costs", fontsize=10, loc="left")
+    axes.legend(frameon=False, loc="upper left", fontsize=8)
+    return figure
+
+
+def _acceptance(results: Results, theme: Theme) -> Figure | None:
+    found = {method.name: acceptance(results, method.name)[:_MOST_PLACES] for method in results.methods}
+    found = {name: places for name, places in found.items() if len(places) > 1}
+    if not found:
+        return None
+    columns = min(3, len(found))
+    rows = -(-len(found) // columns)
+    figure = _blank(results, 2.6 * columns, 0.7 + 1.9 * rows)
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
+    colours = theme.sources | dict.fromkeys(
+        (source for places in found.values() for shares in places for source in shares if source not in SOURCES),
+        theme.loss,
+    )
+    for axes, (name, places) in zip(grid, found.items(), strict=False):
+        _columns(axes, places, colours)
+        axes.set_title(name, fontsize=_FONT, loc="left")
+    for axes in grid[len(found) :]:
+        axes.set_visible(False)
+    seen = [source for source in colours if any(source in shares for places in found.values() for shares in places)]
+    handles = [grid[0].bar(0, 0, color=colours[source], label=source) for source in seen]
+    figure.legend(handles=handles, loc="outside upper left", ncols=len(seen), frameon=False, fontsize=8, handlelength=1)
+    figure.supylabel("steps that emitted a token there, %", fontsize=8)
+    return figure
+
+
+def _columns(axes: Axes, places: list[dict[str, float]], colours: dict[str, str]) -> None:
+    for place_number, shares in enumerate(places, start=1):
+        below = 0.0
+        for source, share in shares.items():
+            axes.bar(place_number, 100 * share, bottom=below, width=0.8, color=colours[source])
+            below += 100 * share
+        axes.text(place_number, below + 2, f"{below:.0f}", ha="center", fontsize=7)
+    axes.set_xticks(range(1, len(places) + 1))
+    axes.set_yticks([0, 50, 100])
+    axes.set_ylim(0, 112)
+    axes.tick_params(length=0)

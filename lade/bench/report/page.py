@@ -1,0 +1,199 @@
+"""A run as one page that needs nothing else: no network, no other files, readable with scripts switched off."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from lade.bench.report import charts
+from lade.bench.report import glossary
+from lade.bench.analysis.acceptance import SOURCES, acceptance
+from lade.bench.analysis.answers import Answer, answers
+from lade.bench.analysis.curve import curves_of
+from lade.bench.report.replay_view import Lane, Show, shows_of
+from lade.bench.results import Results
+from lade.bench.analysis.summary import Summary, summarise
+from lade.bench.report.table import COLUMNS, Column, named
+from lade.bench.analysis.cost_benefit import timed_points
+from lade.bench.report.prose import (
+    LOSS,
+    closing,
+    count,
+    findings,
+    is_loss,
+    machine_line,
+    manner,
+    method_detail,
+    model_line,
+    number,
+    parameters,
+    percent,
+    workload_name,
+)
+
+MOST_ANSWERS = 1000
+"""Rows of the table of single answers; a page with more is slow to open."""
+
+MOST_MISMATCHES = 200
+MOST_SHOWS = 8
+MOST_PLACES = 10
+"""Places of a step in the pictures of what was accepted there."""
+
+SPEEDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)
+"""Of a replay, by the speed at which it ran."""
+
+FIRST = ("method", "text", "speed-up", "tok/s", "S", "cost")
+"""Columns that are always shown, by their headings; a switch shows the others after them."""
+
+_WATCHABLE_S = 14.0
+
+
+@dataclass(frozen=True)
+class Panel:
+    """What one method's steps brought, by place."""
+
+    method: str
+    drawing: Markup
+
+
+def write_report(results: Results, path: str | os.PathLike[str]) -> None:
+    """Write the page.
+
+    Args:
+        results: a run, complete or not; what is missing is left out or shown as missing.
+        path: of the file, usually with the ending `.html`.
+    """
+    Path(path).write_text(page(results), encoding="utf-8")
+
+
+def page(results: Results) -> str:
+    """The whole page as text."""
+    summary = summarise(results)
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("lade.bench", "report_template"),
+        autoescape=True,  # texts of prompts and answers are anybody's
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals.update(
+        count=count, is_loss=is_loss, number=number, percent=percent, method_detail=method_detail, parameters=parameters
+    )
+    template = environment.get_template("page.html")
+    return template.render(**_context(results, summary))
+
+
+def _context(results: Results, summary: Summary) -> dict[str, Any]:
+    every, shows = answers(results), _fastest_first(shows_of(results, summary.base), summary)[:MOST_SHOWS]
+    points = timed_points(summary)
+    return {
+        "style": _asset("style.css"),
+        "script": _asset("page.js"),
+        "results": results,
+        "summary": summary,
+        "findings": findings(results, summary),
+        "lines": {"model": model_line(results), "machine": machine_line(results), "manner": manner(results)},
+        "command": shlex.join(results.command),
+        "columns": [_heading(column, summary) for column in _columns()],
+        "first": len(FIRST),
+        "words": glossary.columns(summary),
+        "terms": glossary.terms(summary),
+        "kinds": glossary.methods(results),
+        "blocks": [_block(summary, place) for place in range(len(summary.blocks))],
+        "closing": closing(summary),
+        "bars": charts.speed_bars(summary) if results.samples else None,
+        "curves": curves_of(results),
+        "step_curves": charts.step_curves(curves_of(results)) if curves_of(results) else None,
+        "trade": charts.trade(points) if points else None,
+        "due": any(point.even is not None for point in points),
+        "panels": _panels(results),
+        "sources": _sources(results, shows),
+        "shows": shows,
+        "tapes": [[_tape(lane) for lane in show.lanes] for show in shows],
+        "timeline": [_timeline(show) for show in shows],
+        "speeds": SPEEDS,
+        "answers": every[:MOST_ANSWERS],
+        "answer_count": len(every),
+        "answer_columns": _answer_columns(every),
+        "mismatches": sorted(results.mismatches, key=lambda each: each.near_tie)[:MOST_MISMATCHES],
+        "data": {"command": results.command, "created": results.created, "summary": summary.as_dict()},
+        "loss_mark": LOSS,
+    }
+
+
+def _asset(name: str) -> Markup:
+    return Markup((files("lade.bench") / "report_template" / name).read_text(encoding="utf-8"))
+
+
+def _columns() -> list[Column]:
+    """In the order of the report."""
+    first = [column for head in FIRST for column in COLUMNS if column.head == head]
+    return [*first, *(column for column in COLUMNS if column not in first)]
+
+
+def _heading(column: Column, summary: Summary) -> tuple[str, str]:
+    """The heading, and in short what it stands for."""
+    return named(column.head, summary), named(column.meaning, summary)
+
+
+def _block(summary: Summary, place: int) -> dict[str, Any]:
+    block = summary.blocks[place]
+    rows = [
+        {"row": row, "cells": [column.cell(row, summary) for column in _columns()], "fault": row.mismatches > 0}
+        for row in block.rows
+    ]
+    return {"name": workload_name(block), "answers": block.answers, "rows": rows}
+
+
+def _panels(results: Results) -> list[Panel]:
+    found = {method.name: acceptance(results, method.name)[:MOST_PLACES] for method in results.methods}
+    several = {name: places for name, places in found.items() if len(places) > 1}
+    columns = max(map(len, several.values()), default=0)
+    return [Panel(name, charts.acceptance_columns(places, columns)) for name, places in several.items()]
+
+
+def _sources(results: Results, shows: list[Show]) -> list[str]:
+    """Those that occur, in the order of the legend."""
+    seen = {source for show in shows for lane in show.lanes for source in lane.sources}
+    seen |= {source for sample in results.samples for place in sample.sources for source in place}
+    known = [source for source in ("prefill", *SOURCES) if source in seen]
+    return known + sorted(seen - set(known))
+
+
+def _fastest_first(shows: list[Show], summary: Summary) -> list[Show]:
+    speeds = {row.method: row.speedup.each.median for row in summary.overall.rows if row.speedup}
+    return sorted(shows, key=lambda show: -speeds.get(show.lanes[0].name, 0.0))
+
+
+def _tape(lane: Lane) -> Markup:
+    """All tokens of a lane, each step one group, so that the text is there without scripts too."""
+    token = Markup('<span class="token {}" title="{}">{}</span>')
+    group = Markup('<span class="{}" data-step>{}</span>')
+    steps = []
+    for step in lane.steps:
+        pairs = zip(step.pieces, step.sources, strict=False)
+        tokens = Markup("").join(token.format(source, source, piece) for piece, source in pairs)
+        steps.append(group.format("run" if len(step.pieces) > 1 else "single", tokens))
+    return Markup("").join(steps)
+
+
+def _timeline(show: Show) -> dict[str, Any]:
+    """What the script needs: for each lane seconds and number of tokens of each step; and a speed one can follow."""
+    slowest_first = [speed for speed in SPEEDS if show.seconds / speed <= _WATCHABLE_S]
+    lanes = [[[round(step.seconds, 6), len(step.pieces)] for step in lane.steps] for lane in show.lanes]
+    return {"lanes": lanes, "speed": slowest_first[0] if slowest_first else SPEEDS[-1]}
+
+
+def _answer_columns(every: list[Answer]) -> dict[str, bool]:
+    """Which columns tell answers apart."""
+    return {
+        "turn": any(each.turn for each in every),
+        "seed": len({each.seed for each in every}) > 1,
+    }

@@ -1,0 +1,1 @@
+"""Running methods side by side on the same prompts."""

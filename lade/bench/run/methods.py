@@ -1,0 +1,132 @@
+"""The methods that a benchmark compares, and how they are written: `hf`, `lookahead=15,5,15`, `adaptive-warm=32`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from lade.bench.results import Method
+from lade.config import MOST_BUDGET, LookaheadConfig
+from lade.decoding.drafting.jacobi import GUESSES
+from lade.errors import ConfigError
+
+KINDS = {
+    "hf": "model.generate",
+    "hf-prompt-lookup": "model.generate with n-grams of the prompt as guesses",
+    "hf-assisted": "model.generate with a draft model",
+    "plain": "this library's loop, one token a step",
+    "jacobi": "plain Jacobi decoding; jacobi=K: with K guesses",
+    "lookahead": "the paper's method; lookahead=W,N,G: of these sizes",
+    "adaptive": "this library's own method; adaptive=B: with B tokens fed in a step",
+    "adaptive-warm": "the same, its memory kept across the prompts of a workload",
+}
+"""Kinds of methods, and what they are."""
+
+DEFAULT = ("hf", "hf-prompt-lookup", "plain", "jacobi", "lookahead", "adaptive", "adaptive-warm")
+TRANSFORMERS = frozenset({"hf", "hf-prompt-lookup", "hf-assisted"})
+PROMPT_LOOKUP_TOKENS = 10
+
+_SIZES = {
+    "jacobi": {"K": "guesses"},
+    "lookahead": {"W": "window", "N": "ngram", "G": "guesses"},
+    "adaptive": {"B": "budget"},
+    "adaptive-warm": {"B": "budget"},
+}
+"""What may stand behind the equals sign, by its letters."""
+
+_DRAW_OTHERWISE = frozenset({"hf-prompt-lookup", "hf-assisted"})
+
+
+def parse(text: str) -> Method:
+    """The method that a text names.
+
+    >>> parse("lookahead=15,5,15").config
+    {'window': 15, 'ngram': 5, 'guesses': 15}
+
+    Raises:
+        ConfigError: there is no such kind, or its sizes are not valid.
+    """
+    kind, given, sizes = (part.strip() for part in text.partition("="))
+    if kind not in KINDS:
+        raise ConfigError("method", text, f"give one of {', '.join(KINDS)}")
+    if not given:
+        return Method(kind, kind, _settled(kind, {}))
+    names, parts = _SIZES.get(kind, {}), [part.strip() for part in sizes.split(",")]
+    if len(parts) != len(names) or not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        raise ConfigError(
+            "method", text, f"write {kind}={','.join(names)} with whole numbers" if names else f"write {kind}"
+        )
+    values = dict(zip(names.values(), map(int, parts), strict=True))
+    return Method(f"{kind} {','.join(map(str, values.values()))}", kind, _settled(kind, values))
+
+
+def parse_all(texts: Sequence[str], *, sampling: bool = False, draft: bool = False) -> list[Method]:
+    """The methods that several texts name.
+
+    Args:
+        texts: each may name several, with commas between them.
+        sampling: whether tokens are drawn. Transformers' assisted methods then draw otherwise than `model.generate`
+            does, from the same distribution, so that their texts are not compared.
+        draft: whether there is a draft model.
+
+    Raises:
+        ConfigError: as `parse` does; or none is named, one is named twice, or `hf-assisted` lacks its draft model.
+    """
+    methods = [parse(text) for line in texts for text in _split(line)]
+    names = [method.name for method in methods]
+    if not methods:
+        raise ConfigError("methods", ",".join(texts), f"give some of {', '.join(KINDS)}")
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError("methods", ",".join(texts), f"{name} is named twice: name it once")
+    if any(method.kind == "hf-assisted" for method in methods) != draft:
+        value = ",".join(texts)
+        remedy = "only hf-assisted uses a draft model: name it too" if draft else "hf-assisted needs --draft MODEL"
+        raise ConfigError("methods", value, remedy)
+    return [replace(method, compared=not (sampling and method.kind in _DRAW_OTHERWISE)) for method in methods]
+
+
+def reference_of(methods: Sequence[Method]) -> Method:
+    """The one that all others are compared with: `hf`, else `plain`, else the first.
+
+    Raises:
+        ConfigError: only methods are left that draw otherwise than all others.
+    """
+    comparable = [method for method in methods if method.compared]
+    for kind in ("hf", "plain"):
+        for method in comparable:
+            if method.kind == kind:
+                return method
+    if not comparable:
+        raise ConfigError("methods", ",".join(m.name for m in methods), "when sampling, add one such as hf or plain")
+    return comparable[0]
+
+
+def _settled(kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """All sizes of a method, checked."""
+    match kind:
+        case "hf-prompt-lookup":
+            return {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
+        case "jacobi":
+            guesses = sizes.get("guesses", GUESSES)
+            if not 1 <= guesses <= MOST_BUDGET:
+                raise ConfigError("guesses", guesses, f"give a whole number >= 1 and <= {MOST_BUDGET}")
+            return {"guesses": guesses}
+        case "lookahead":
+            config = LookaheadConfig(**sizes, adaptive=False)
+            return {"window": config.window, "ngram": config.ngram, "guesses": config.guesses}
+        case "adaptive" | "adaptive-warm":
+            return {"budget": LookaheadConfig(**sizes, adaptive=True).budget}
+    return {}
+
+
+def _split(line: str) -> list[str]:
+    """At the commas between methods, not at those between the sizes of one."""
+    found: list[str] = []
+    for part in filter(None, (part.strip() for part in line.split(","))):
+        if part.isdigit() and found:
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    return found

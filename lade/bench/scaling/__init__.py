@@ -1,0 +1,1 @@
+"""Tokens per step over a grid of sizes."""

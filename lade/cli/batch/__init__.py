@@ -1,0 +1,1 @@
+"""`lade generate --batch-size`."""

@@ -1,0 +1,61 @@
+"""Loads what a benchmark runs: the model as it is, inflated, packed, and a draft model."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+from lade.bench.run.arms import Models
+from lade.bench.inflation.inflate import inflate
+from lade.bench.run.methods import TRANSFORMERS
+from lade.bench.results import Model
+from lade.cli.loading import load as loading
+from lade.cli.bench.command import Plan
+from lade.cli.terminal import Terminal
+from lade.decoding.drafting.memory_file import fingerprint_of
+from lade.errors import InputError, UnsupportedModelError
+from lade.model.packing import pack as packing
+
+
+def load_models(plan: Plan, term: Terminal) -> tuple[Models, Any]:
+    """The model, packed and unpacked, the draft, and the tokenizer."""
+    threads = torch.get_num_threads()
+    subject = loading.load(plan.loading, term=term)
+    model, own_parameters = subject.model, subject.model.num_parameters()
+    if plan.inflate is not None:
+        model = inflate(model, plan.inflate)
+        torch.set_num_threads(threads)  # one thread is for the embedded model at its own size
+    draft = None
+    if plan.draft is not None:
+        draft = loading.load(plan.loading.of(plan.draft), term=term)
+        if fingerprint_of(draft.tokenizer) != fingerprint_of(subject.tokenizer):
+            raise InputError(f"draft {plan.draft!r} has another tokenizer than {plan.name!r}: give one of its family")
+    if plan.threads is not None:
+        torch.set_num_threads(plan.threads)
+    record = Model(
+        name=plan.name,
+        kind=model.config.model_type,
+        parameters=model.num_parameters(),
+        dtype=subject.dtype,
+        inflated_from=None if plan.inflate is None else own_parameters,
+        draft=None if plan.draft is None else plan.loading.of(plan.draft).label,
+    )
+    return Models(record, model, _packed(model, plan, term), None if draft is None else draft.model), subject.tokenizer
+
+
+def _packed(model: Any, plan: Plan, term: Terminal) -> Any:
+    """A packed copy where that is wanted, or can be done and pays; else None."""
+    may_pay = model.device.type == "cpu" and (plan.loading.model is not None or plan.inflate is not None)
+    ours = any(method.kind not in TRANSFORMERS for method in plan.methods)
+    if not (plan.pack or (plan.pack is None and may_pay and ours)):
+        return None
+    try:
+        return packing.pack(deepcopy(model)) if packing.packable(model) else None
+    except UnsupportedModelError as problem:
+        if plan.pack:
+            raise
+        if term.debug:
+            term.say(f"not packed: {problem}", "dim")
+        return None

@@ -1,0 +1,121 @@
+"""The model and the hardware that `lade bench plan` is asked about, as the command line has them."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lade.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lade.bench.forecast.roofline import Roofline
+
+_MOST = 10**12
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12, "p": 1e15}
+_UNITS = {"params": "", "bandwidth": "b/s", "flops": "flops|flop/s|flops/s"}
+_SUCH_AS = {"params": "7e9, 7B or 500M", "bandwidth": "3.35e12 or 900GB/s", "flops": "990e12 or 990T"}
+_QUANTITY = r"(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?)\s*([kmgbtp]?)(?:{unit})?"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be planned for, as the command line has it.
+
+    Attributes:
+        params, dtype: of the model.
+        bandwidth, flops: of the hardware; None: of the device.
+        device: name of a known one.
+        layers, kv_heads, head_dim, cached: what a cache of keys and values needs; `cached` 0: there is none.
+        overhead: seconds of each pass.
+        bandwidth_share, flops_share: of the peaks, what passes reach; None: the defaults.
+    """
+
+    params: str
+    dtype: str
+    bandwidth: str | None
+    flops: str | None
+    device: str | None
+    layers: int | None
+    kv_heads: int | None
+    head_dim: int | None
+    cached: int
+    overhead: float
+    bandwidth_share: float | None
+    flops_share: float | None
+
+    def roofline(self) -> Roofline:
+        """What it amounts to.
+
+        Raises:
+            ConfigError: a value is out of range or missing.
+        """
+        from lade.bench.forecast.roofline import BANDWIDTH_SHARE, FLOPS_SHARE, Roofline
+
+        params, (bandwidth, flops) = quantity("params", self.params), self._peaks()
+        cache_bytes = self._cache_bytes()
+        shares = {
+            "bandwidth_share": BANDWIDTH_SHARE if self.bandwidth_share is None else self.bandwidth_share,
+            "flops_share": FLOPS_SHARE if self.flops_share is None else self.flops_share,
+        }
+        try:
+            return Roofline(params, self.dtype, bandwidth, flops, cache_bytes, self.overhead, **shares)
+        except ConfigError as problem:  # its fields are spelt otherwise than the options
+            name = problem.field.removesuffix("_s").replace("_", "-")
+            raise ConfigError(name, problem.value, problem.remedy) from problem
+
+    def _peaks(self) -> tuple[float, float]:
+        """Bandwidth and operations per second: as given, or of the device."""
+        from lade.bench.forecast.roofline import BYTES, DEVICES
+
+        if self.device is not None and self.device not in DEVICES:
+            raise ConfigError("device", self.device, f"give one of {', '.join(DEVICES)}, or --bandwidth and --flops")
+        known = DEVICES[self.device] if self.device is not None else None
+        bandwidth = quantity("bandwidth", self.bandwidth) if self.bandwidth is not None else None
+        flops = quantity("flops", self.flops) if self.flops is not None else None
+        if known is not None and flops is None and BYTES.get(self.dtype, 2.0) != 2.0:
+            remedy = f"the figure known for {self.device} is for 16 bits: give that for {self.dtype}"
+            raise ConfigError("flops", None, remedy)
+        for name, value in (("bandwidth", bandwidth), ("flops", flops)):
+            if value is None and known is None:
+                raise ConfigError(name, None, f"give a number such as {_SUCH_AS[name]}, or a device with --device")
+        assert known is not None or (bandwidth is not None and flops is not None)
+        return bandwidth or known.bandwidth, flops or known.flops  # type: ignore[union-attr]
+
+    def _cache_bytes(self) -> float:
+        from lade.bench.forecast.roofline import BYTES, cache_bytes_of
+
+        sizes = {"layers": self.layers, "kv-heads": self.kv_heads, "head-dim": self.head_dim}
+        for name, value in {**sizes, "cached": self.cached or None}.items():
+            if value is not None and not 1 <= value <= _MOST:
+                raise ConfigError(name, value, f"give a whole number >= 1 and <= {_MOST}")
+        missing = [name for name, value in sizes.items() if value is None]
+        if self.cached and missing:
+            needed = " ".join(f"--{name}" for name in missing)
+            raise ConfigError("cached", self.cached, f"give {needed} too: they say how large its keys and values are")
+        if not self.cached and len(missing) < len(sizes):
+            raise ConfigError(
+                "cached", self.cached, f"without cached tokens nothing uses --{min(sizes.keys() - missing)}"
+            )
+        if not self.cached or self.dtype not in BYTES:  # a dtype unknown is refused with all the rest
+            return 0.0
+        assert self.layers is not None and self.kv_heads is not None and self.head_dim is not None
+        return cache_bytes_of(self.dtype, self.cached, self.layers, self.kv_heads, self.head_dim)
+
+
+def quantity(name: str, text: str) -> float:
+    """A number as people write it: 7e9, 7B, 500M, 3.35TB/s, 990 TFLOPS.
+
+    Args:
+        name: params, bandwidth or flops; it decides which unit may follow.
+        text: as given.
+
+    Raises:
+        ConfigError: it is no number > 0.
+    """
+    found = re.fullmatch(_QUANTITY.format(unit=_UNITS[name]), text.strip().lower(), re.ASCII)
+    value = float(found[1]) * _PREFIXES[found[2]] if found else math.nan
+    if not 0.0 < value < math.inf:
+        raise ConfigError(name, text, f"give a number > 0, such as {_SUCH_AS[name]}")
+    return value

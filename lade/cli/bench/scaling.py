@@ -1,0 +1,271 @@
+"""`lade bench scaling`: the paper's scaling law on one's own model and text."""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from lade.cli.options import decoding as options
+from lade.cli.options.model import command_line
+from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
+from lade.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    from lade.bench.scaling.fit import Expectation
+    from lade.bench.scaling.records import Scaling
+    from lade.bench.scaling.run import Study
+    from lade.bench.workloads import Workload
+    from lade.cli.loading.load import Subject
+
+EXAMPLE = "Example:  [bold]lade bench scaling --model gpt2 --workload HumanEval.jsonl.gz --limit 20 --out law[/bold]"
+EXIT_DIFFERENT = 1
+
+_WHAT = "What to run"
+_LINE_EVERY_S = 30.0  # where there is no terminal to draw a bar on
+
+
+def _what(*names: str, metavar: str | None = None, help: str) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=_WHAT)
+
+
+def _results(*names: str, metavar: str | None = None, help: str) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="Results")
+
+
+@options.grouped
+def scaling(
+    workload: Annotated[
+        str,
+        typer.Option("--workload", "-w", metavar="FILE", rich_help_panel=_WHAT, help="Prompts, as for lade bench."),
+    ] = "builtin",
+    out: Annotated[Path, _results("--out", metavar="DIR", help="Folder for scaling.json, made if need be.")] = Path(
+        "scaling"
+    ),
+    windows: Annotated[
+        str, _what("--windows", metavar="W,W,...", help="Columns of the window, and as many guesses.")
+    ] = "1,2,3,5,7,10,15,20,30,40,60",
+    ngrams: Annotated[str, _what("--ngrams", metavar="N,N,...", help="Lengths of the n-grams.")] = "3,4,5,6,7",
+    *,
+    format: Annotated[
+        str | None, _what("--format", metavar="NAME", help="Format of the file. Default: seen by its keys.")
+    ] = None,
+    limit: Annotated[int | None, _what("--limit", metavar="P", help="Only the first P prompts.")] = None,
+    max_new_tokens: Annotated[
+        int, _what("--max-new-tokens", "-n", metavar="N", help="Tokens to generate at most.")
+    ] = 128,
+    ignore_eos: Annotated[bool, _what("--ignore-eos", help="Write on after the end of a text.")] = False,
+    prompt_ngrams: Annotated[
+        bool, _what("--prompt-ngrams/--no-prompt-ngrams", help="Guess n-grams of prompt and text too.")
+    ] = True,
+    resume: Annotated[
+        bool, _results("--resume", help="Go on with the sizes that DIR lacks; with none, only report again.")
+    ] = False,
+    figures: Annotated[
+        bool, _results("--figures", help="Draw figures too, SVG and PNG, for light and dark pages.")
+    ] = False,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", rich_help_panel="Model", help="CPU threads. Default: torch's (the embedded model: 1)."
+        ),
+    ] = None,
+    loading: options.Loading,
+    json: options.Json = False,
+    output: options.Output,
+) -> None:
+    """Measure how tokens per step grow with the tokens fed, for the paper's method at many sizes, and fit its law.
+
+    Nothing is timed, so a busy machine changes nothing.
+
+    Each size is saved as soon as it is done; after Ctrl-C the same command with --resume goes on.
+
+    Exit code 1: an output differs from plain decoding's. 2: bad input. 130: interrupted.
+    """
+    with terminal(output) as term:
+        sizes = numbers("windows", windows, least=1), numbers("ngrams", ngrams, least=2)
+        _check(threads, max_new_tokens, out, resume=resume, figures=figures)
+        from lade.bench import workloads
+        from lade.bench.results import Settings
+
+        source = workloads.load(workload, format, limit)
+        settings = Settings(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
+        from lade.cli.loading.load import load
+
+        subject = load(loading, term=term)
+        if threads is not None:
+            import torch
+
+            torch.set_num_threads(threads)
+        terms: dict[str, Any] = {"settings": settings, "prompt_ngrams": prompt_ngrams, "folder": out, "resume": resume}
+        _run(_study(subject, loading.label, source, *sizes, **terms), out, term, figures=figures, json=json)
+
+
+def numbers(name: str, text: str, least: int) -> list[int]:
+    """Whole numbers with commas between them, none below `least`.
+
+    Raises:
+        ConfigError: there is something else.
+    """
+    return options.whole_numbers(name, text, least, "3,5,7")
+
+
+def _study(subject: Subject, name: str, source: Workload, windows: list[int], ngrams: list[int], **terms: Any) -> Study:
+    from lade.bench.results import Model
+    from lade.bench.scaling.run import Study
+
+    record = Model(
+        name=name,
+        kind=subject.model.config.model_type,
+        parameters=subject.model.num_parameters(),
+        dtype=subject.dtype,
+    )
+    command = command_line()
+    return Study(subject.model, subject.tokenizer, source, windows, ngrams, record=record, command=command, **terms)
+
+
+def _run(study: Study, out: Path, term: Terminal, *, figures: bool, json: bool) -> None:
+    found = study.scaling
+    term.say(
+        f"{found.model.name}, {found.model.dtype}: {found.workload.prompts} prompts of {found.workload.name}, at most "
+        f"{found.settings.max_new_tokens} new tokens, {len(study.todo)} sizes"
+        + (f"; {study.kept} are there already" if study.kept else "")
+    )
+    if study.outgrowing:
+        term.say(f"warning: {study.outgrowing} prompts may outgrow the model's context with their answers", "yellow")
+    interrupted = False
+    try:
+        _watch(study, term)
+    except KeyboardInterrupt:
+        interrupted = True
+    files = _figures(found, out) if figures else []
+    if json:
+        term.write_json({**summary(found), "out": str(out), "figures": files, "interrupted": interrupted})
+    else:
+        _print(found, term)
+    for each in found.wrong:
+        tie = ", a near tie" if each.near_tie else ""
+        term.say(f"{each.method}: prompt {each.prompt!r} differs from plain decoding at token {each.place}{tie}", "red")
+    excused = len(found.mismatches) - len(found.wrong)
+    if excused:
+        term.say(
+            f"{excused} answers differ from plain decoding's in a near tie, as {found.model.dtype} rounds", "yellow"
+        )
+    if interrupted:
+        term.say(f"interrupted: {len(found.points)} sizes are in {str(out)!r}; --resume goes on", "yellow")
+        raise typer.Exit(EXIT_INTERRUPTED)
+    if found.wrong:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _watch(study: Study, term: Terminal) -> None:
+    """Show how far it is: with a bar on a terminal, with a line now and then elsewhere."""
+    from lade.cli.bench.run import duration
+
+    bar, start, said = term.animated, perf_counter(), perf_counter()
+    columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description} · time left"), TimeRemainingColumn())
+    with Progress(*columns, console=term.err, transient=True, disable=not bar) as progress:
+        task = progress.add_task("sizes", total=1.0)
+        for share in study:
+            progress.update(task, completed=share, description=f"{len(study.scaling.points)} sizes")
+            now = perf_counter()
+            if not bar and now - said > _LINE_EVERY_S and share < 1.0:
+                left = (now - start) / share * (1.0 - share)
+                term.say(f"{len(study.scaling.points)} sizes, {share:.0%}, about {duration(left)} left", "dim")
+                said = now
+
+
+def _figures(found: Scaling, out: Path) -> list[str]:
+    """Draw what can be drawn; the files' names."""
+    if not found.points:
+        return []
+    from lade.bench.scaling.figure import save_figures
+
+    return [str(file) for file in save_figures(found, out)]
+
+
+def summary(found: Scaling) -> dict[str, Any]:
+    """What `--json` says of it: sums, where scaling.json has each prompt."""
+    record = found.as_dict()
+    points = [
+        {
+            "window": point.window,
+            "ngram": point.ngram,
+            "guesses": point.guesses,
+            "fed_per_step": point.fed_per_step,
+            "tokens_per_step": point.tokens_per_step,
+            "steps": sum(point.steps),
+        }
+        for point in found.points
+    ]
+    kept = ("model", "settings", "workload", "prompt_ngrams", "complete", "mismatches", "fits")
+    return {**{name: record[name] for name in kept}, "points": points, "different": len(found.wrong)}
+
+
+def _print(found: Scaling, term: Terminal) -> None:
+    if not found.points:
+        return
+    term.out.print(Text("Tokens per step, and tokens fed per step in brackets, for W = G", "bold"))
+    term.out.print(_grid(found))
+    term.out.print(Text("\nS = a + b · log2 of the tokens fed", "bold"))
+    term.out.print(_lines(found))
+    term.out.print(Text("\nS = (f - 1 + E) / f with E = N - sum over 0 < i < N of (1 - alpha^i)^G", "bold"))
+    term.out.print(_expectations(found))
+
+
+def _grid(found: Scaling) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("W", justify="right")
+    known = {(point.window, point.ngram): point for point in found.points}
+    for ngram in found.ngrams:
+        table.add_column(f"N = {ngram}", justify="right")
+    for window in sorted({point.window for point in found.points}):
+        own = [known.get((window, ngram)) for ngram in found.ngrams]
+        cells = ["" if point is None else f"{point.tokens_per_step:.3f} ({point.fed_per_step:.0f})" for point in own]
+        table.add_row(str(window), *cells)
+    return table
+
+
+def _lines(found: Scaling) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("N", "a", "b", "R²"):
+        table.add_column(name, justify="right")
+    for ngram in found.ngrams:
+        line = found.line(ngram)
+        cells = ("", "", "") if line is None else (line.intercept, line.slope, line.r_squared)
+        table.add_row(str(ngram), *(cell if isinstance(cell, str) else f"{cell:.3f}" for cell in cells))
+    return table
+
+
+def _expectations(found: Scaling) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("N", "alpha", "f", "rms error", "largest error"):
+        table.add_column(name, justify="right")
+    rows: list[tuple[str, Expectation | None]] = [(str(ngram), found.expectation(ngram)) for ngram in found.ngrams]
+    for name, fit in [*rows, ("all", found.expectation())]:
+        if fit is not None:
+            f = f"{fit.f:.3f}" if math.isfinite(fit.f) else "∞"
+            table.add_row(name, f"{fit.alpha:.3f}", f, f"{fit.rms:.3f}", f"{fit.worst:.3f}")
+    return table
+
+
+def _check(threads: int | None, max_new_tokens: int, out: Path, *, resume: bool, figures: bool) -> None:
+    """Find out before a model is loaded what would end the work."""
+    if figures and find_spec("matplotlib") is None:
+        raise MissingExtraError("matplotlib", "bench")
+    options.check_threads(threads)
+    options.check_max_new_tokens(max_new_tokens)
+    if max_new_tokens < 2:
+        raise ConfigError("max-new-tokens", max_new_tokens, "give a whole number >= 2: the first one takes no step")
+    if out.exists() and not out.is_dir():
+        raise ConfigError("out", str(out), "it is a file: give a folder")
+    from lade.bench.scaling.run import check_folder
+
+    check_folder(out, resume=resume)

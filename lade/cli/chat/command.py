@@ -1,0 +1,305 @@
+"""`lade chat`: talk to a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lade.cli.chat import choices as chat_choices
+from lade.cli.options import decoding as options
+from lade.cli.chat.line_input import Entry, LineInput, history_path
+from lade.cli.prompts import check_text
+from lade.cli.terminal import Terminal, terminal
+from lade.errors import InputError, LadeError
+
+if TYPE_CHECKING:
+    from lade.cli.chat.conversation import Conversation, Turn
+    from lade.cli.run import Generation
+    from lade.cli.loading.load import Subject
+    from lade.config import Lookahead
+
+EXAMPLE = "Example:  [bold]lade chat --model Qwen/Qwen3-0.6B[/bold]"
+HELP = """\
+/help           this
+/system TEXT    instructions for the model, from the next turn on; without TEXT: none
+/retry          answer the last turn again
+/reset          forget the conversation; the system prompt stays
+/save FILE      write the conversation to a file
+/load FILE      go on with the conversation of a file
+/stats          figures of this session
+/quit           leave (so does the end of input, Ctrl-D)
+A line that ends with a backslash goes on with the next one.
+\"\"\" opens a text of several lines, which ends with \"\"\"; in it, a / begins no command.
+Ctrl-C stops an answer; what was said so far stays in the conversation."""
+_WITH_TEXT = ("/system", "/save", "/load")
+_ALONE = ("/help", "/retry", "/reset", "/stats", "/quit", "/exit")
+_PANEL = "Conversation"
+
+
+@options.grouped
+def chat(
+    *,
+    max_new_tokens: options.MaxNewTokens = 256,
+    choices: options.Choices,
+    method: options.Method = None,
+    window: options.Window = None,
+    ngram: options.Ngram = None,
+    guesses: options.Guesses = None,
+    budget: options.Budget = None,
+    memory: options.MemoryFile = None,
+    loading: options.Loading,
+    pack: options.Pack = None,
+    greedy: Annotated[
+        bool,
+        typer.Option(
+            "--greedy",
+            rich_help_panel="Choosing tokens",
+            help="Take the most likely token each time, though the checkpoint asks for sampling.",
+        ),
+    ] = False,
+    system: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", rich_help_panel=_PANEL, help="System prompt: instructions for the model."),
+    ] = None,
+    no_history: Annotated[
+        bool,
+        typer.Option("--no-history", rich_help_panel=_PANEL, help="Do not read or write the file of lines typed."),
+    ] = False,
+    output: options.Output,
+) -> None:
+    """Talk to a model. It keeps the conversation and its KV cache; /help lists what else one can say.
+
+    Tokens are chosen as the checkpoint's generation_config asks, which the first lines say.
+    """
+    with terminal(output) as term:
+        lookahead = options.lookahead_of(method, window, ngram, guesses, budget=budget, memory=memory)
+        chat_choices.check(choices, greedy=greedy)
+        options.check_max_new_tokens(max_new_tokens)
+        if system is not None:
+            check_text(system, "the system prompt")
+        from lade.cli.run import check_served
+        from lade.cli.loading.load import load, remembering
+
+        subject = load(loading, term=term, pack=pack)
+        lookahead = remembering(subject, lookahead, memory)
+        settled = chat_choices.chosen(choices, subject, greedy=greedy)
+        check_served(subject, lookahead, settled)
+        lines = LineInput(None if no_history else history_path())
+        talk = Chat(subject, lookahead, settled, max_new_tokens, term, lines)
+        talk.begin(chat_choices.described(settled, subject, greedy=greedy, asked=choices.do_sample), system)
+        talk.run()
+
+
+class Chat:
+    """The loop around a conversation.
+
+    Args:
+        subject: the model and its tokenizer.
+        lookahead: as in `lade.generate`.
+        choices: settled ones; each answer has a seed of its own.
+        max_new_tokens: of one answer.
+        term: is written to.
+        lines: is read from.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        lookahead: Lookahead,
+        choices: options.Choices,
+        max_new_tokens: int,
+        term: Terminal,
+        lines: LineInput,
+    ) -> None:
+        from lade.cli.chat.conversation import Conversation
+        from lade.cli.run import Generation
+
+        self._subject, self._lookahead, self._choices = subject, lookahead, choices
+        self._max_new_tokens, self._term, self._lines = max_new_tokens, term, lines
+        self._conversation: Conversation = Conversation(subject)
+        self._total, self._answers, self._fed = Generation(), 0, 0
+
+    def begin(self, manner: str, system: str | None) -> None:
+        """Say what answers and how, and take the system prompt.
+
+        Raises:
+            InputError: the model has no place for a system prompt.
+        """
+        if system is not None:
+            self._conversation.instruct(system)
+        subject = self._subject
+        packed = ", packed" if subject.packed else ""
+        self._term.say(
+            f"{subject.name} · {type(subject.model).__name__} · {subject.dtype}{packed} · /help lists the commands",
+            "dim",
+        )
+        self._term.say(manner, "dim")
+        if not self._conversation.templated:
+            self._term.say(
+                "This model has no chat template: what you say and what it says are one text, continued.", "dim"
+            )
+        if self._lines.problem:
+            self._term.say(self._lines.problem, "yellow")
+
+    def run(self) -> None:
+        """Until /quit or the end of input."""
+        going = True
+        while going and (entry := self._read()) is not None:
+            text = entry.text.strip()
+            if _is_command(text) and not entry.quoted:
+                going = self._obey(text)
+            elif text:
+                self._say(text if self._conversation.templated else entry.text)
+
+    def _read(self) -> Entry | None:
+        """The next entry; None at the end of input."""
+        try:
+            return self._lines.entry("you> ")
+        except KeyboardInterrupt:
+            self._term.say("\n/quit or Ctrl-D ends the chat", "dim")
+            return Entry("")
+        except UnicodeDecodeError as problem:
+            raise InputError(f"the input is not UTF-8 at byte {problem.start}: type or save it as UTF-8") from problem
+
+    def _obey(self, text: str) -> bool:
+        """Carry out a command; whether the chat goes on."""
+        name, *others = text.split(maxsplit=1)
+        rest = "".join(others)
+        try:
+            if rest and name in _ALONE:
+                raise InputError(f"{name} takes nothing after it: give {name}")
+            match name:
+                case "/quit" | "/exit":
+                    return False
+                case "/help":
+                    self._term.say(HELP)
+                case "/system":
+                    self._instruct(rest)
+                case "/retry":
+                    self._answer(self._conversation.retry())
+                case "/reset":
+                    self._conversation.reset()
+                    self._term.say("the conversation is forgotten", "dim")
+                case "/save" | "/load":
+                    self._exchange(name, rest)
+                case "/stats":
+                    self._say_stats()
+                case _:
+                    self._term.say(f"there is no {name}: /help lists the commands", "yellow")
+        except InputError as problem:
+            self._term.fail(problem)
+        return True
+
+    def _instruct(self, text: str) -> None:
+        had = self._conversation.system is not None
+        if text:
+            check_text(text, "the system prompt")
+        self._conversation.instruct(text or None)
+        now = "the system prompt holds from the next turn on" if text else "the system prompt is gone"
+        self._term.say(now if text or had else "there is no system prompt", "dim")
+
+    def _exchange(self, name: str, file: str) -> None:
+        """Save the conversation to a file, or load one."""
+        from lade.cli.chat import conversation_file
+
+        if not file:
+            raise InputError(f"{name} needs the name of a file: give {name} FILE")
+        path = Path(file).expanduser()
+        if name == "/save" and not self._conversation.turns:
+            raise InputError("nothing was said yet: there is nothing to save")
+        if name == "/load":
+            self._conversation.take(conversation_file.load(path))
+            self._term.say(f"going on after {self._said()}", "dim")
+        else:
+            conversation_file.save(path, self._conversation.messages, self._subject.name)
+            self._term.say(f"{self._said()} saved to {str(path)!r}", "dim")
+
+    def _said(self) -> str:
+        """How long the conversation is."""
+        turns = self._conversation.turns
+        return f"{turns} turn{'' if turns == 1 else 's'}, {self._conversation.tokens} tokens"
+
+    def _say(self, text: str) -> None:
+        try:
+            check_text(text, "the turn")
+            self._answer(self._conversation.ask(text))
+        except InputError as problem:
+            self._term.fail(problem)
+
+    def _answer(self, turn: Turn) -> None:
+        """Answer a turn; Ctrl-C at any moment ends the answer, not the chat."""
+        from lade.cli.interrupt import Interrupt
+
+        self._fed = len(turn.prompt) - self._conversation.cached
+        try:
+            with Interrupt():
+                answer = self._decode(turn.prompt)
+                self._conversation.answered(turn, answer)
+        except KeyboardInterrupt:
+            self._conversation.forget_cache()
+            self._term.say("interrupted: the turn is as if not said", "yellow")
+            return
+        except LadeError as problem:
+            self._conversation.forget_cache()
+            self._term.fail(problem)
+            return
+        self._total.absorb(answer)
+        self._answers += 1
+
+    def _decode(self, prompt: list[int]) -> Generation:
+        from lade.cli.run import decode
+        from lade.cli.step_colours import Painter
+
+        room = self._subject.room(prompt, self._max_new_tokens, within=True)
+        painter = Painter(self._subject, self._term, () if self._conversation.templated else prompt)
+        try:
+            answer = decode(
+                self._subject,
+                prompt,
+                lookahead=self._lookahead,
+                choices=self._choices.after(self._answers),
+                max_new_tokens=room,
+                term=self._term,
+                on_step=painter,
+                cache=self._conversation.cache,
+            )
+        finally:
+            painter.finish()
+        if reason := self._cut(prompt, answer, room):
+            self._term.say(reason, "yellow")
+        self._term.say(answer.summary(), "dim")
+        return answer
+
+    def _cut(self, prompt: list[int], answer: Generation, room: int) -> str | None:
+        """Why an answer is not complete; None if it is."""
+        context = self._subject.context
+        if answer.interrupted:
+            return "[interrupted]"
+        if context and len(prompt) + len(answer.token_ids) >= context:
+            return f"[cut: the model's context of {context} tokens is full; /reset starts again]"
+        if len(answer.token_ids) < room or self._ended(answer):
+            return None
+        return f"[cut after {room} tokens; --max-new-tokens allows more]"
+
+    def _ended(self, answer: Generation) -> bool:
+        """Whether the last token ended the text: a token of the model's that does so, or the end of a --stop text."""
+        from lade.cli.chat.conversation import stop_ids
+
+        text = self._subject.tokenizer.decode(answer.token_ids)
+        return answer.token_ids[-1] in stop_ids(self._subject.model) or any(
+            stop in text for stop in self._choices.stop or ()
+        )
+
+    def _say_stats(self) -> None:
+        context = self._subject.context
+        of = f" of {context}" if context else ""
+        self._term.say(f"conversation: {self._said()}{of}, {self._conversation.cached} in the cache")
+        self._term.say(f"the last turn fed {self._fed} new tokens before its answer")
+        self._term.say(self._total.summary())
+
+
+def _is_command(text: str) -> bool:
+    """Whether it is meant as one; of several lines, such as a log that was pasted, the first word has to be known."""
+    return text.startswith("/") and ("\n" not in text or text.split(maxsplit=1)[0] in (*_ALONE, *_WITH_TEXT))

@@ -1,0 +1,215 @@
+"""A conversation and its KV cache: each turn feeds only what the cache does not hold yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lade.cli.run import Generation
+from lade.cli.loading.load import Subject
+from lade.cli.terminal import one_line
+from lade.errors import InputError
+from lade.model.kv_cache import TreeCache
+from lade.model.support.supports import supports
+
+Message = dict[str, str]
+"""With the keys `role` ("system", "user" or "assistant") and `content`."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of the user that waits for its answer.
+
+    Attributes:
+        text: what the user says.
+        prompt: ids of the conversation with it: what the answer continues.
+        messages: of the turns before it.
+        ids: of the conversation before it.
+    """
+
+    text: str
+    prompt: list[int]
+    messages: list[Message]
+    ids: list[int]
+
+
+class Conversation:
+    """The turns so far as token ids and as messages.
+
+    With a chat template every turn is templated again, and of the cache what its ids begin with is kept. Without one
+    the turns are one text that the model continues.
+
+    Args:
+        subject: the model and its tokenizer.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self.templated = bool(getattr(subject.tokenizer, "chat_template", None))
+        self._caches = bool(supports(subject.model))
+        self.system: str | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all turns; the system prompt stays."""
+        self._turns: list[Message] = []
+        self._ids: list[int] = []
+        self._before: list[int] = []  # ids of the conversation before its last turn
+        self.forget_cache()
+
+    def forget_cache(self) -> None:
+        """Begin with an empty cache: what the old one holds is not known."""
+        self._held: list[int] = []  # ids that the cache was made from; it may hold fewer of them
+        self.cache: TreeCache | None = TreeCache() if self._caches else None
+
+    @property
+    def messages(self) -> list[Message]:
+        """All of them, the system prompt first."""
+        return [*self._system(), *self._turns]
+
+    @property
+    def turns(self) -> int:
+        """How many were said and answered."""
+        return len(self._turns) // 2
+
+    @property
+    def tokens(self) -> int:
+        """Length of the conversation."""
+        return len(self._ids)
+
+    @property
+    def cached(self) -> int:
+        """How many of its tokens the cache holds."""
+        return 0 if self.cache is None else self.cache.get_seq_length()
+
+    def instruct(self, system: str | None) -> None:
+        """Set the system prompt, or none; it holds from the next turn on.
+
+        Raises:
+            InputError: the model has no chat template, or the template has no place for it; nothing has changed.
+        """
+        if system is not None:
+            self._check_system(system)
+        self.system = system
+
+    def ask(self, text: str) -> Turn:
+        """The user's next turn; the cache is cropped to what it shares with its ids.
+
+        Nothing else changes before `answered`: a turn that cannot be answered leaves the conversation as it was.
+
+        Raises:
+            InputError: it does not fit into the model's context, or the chat template refuses it.
+        """
+        return self._turn(text, self._turns, self._ids)
+
+    def retry(self) -> Turn:
+        """The last turn once more: its answer will replace the one that it has.
+
+        Raises:
+            InputError: there is none.
+        """
+        if not self._turns:
+            raise InputError("nothing was said yet: there is no answer to try again")
+        return self._turn(self._turns[-2]["content"], self._turns[:-2], self._before)
+
+    def answered(self, turn: Turn, answer: Generation) -> None:
+        """Take a turn and its answer, finished or not, into the conversation."""
+        reply: str = self._subject.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+        if self.templated:
+            reply = reply.strip()
+        own = [{"role": "user", "content": turn.text}, {"role": "assistant", "content": reply}]
+        self._turns, self._before = [*turn.messages, *own], turn.ids
+        self._ids = self._held = [*turn.prompt, *answer.token_ids]
+        if answer.torn:
+            self.forget_cache()  # a pass was broken off: its layers may disagree
+
+    def take(self, messages: Sequence[Message]) -> None:
+        """Go on with another conversation in place of this one.
+
+        Args:
+            messages: a system prompt or none, then turns of user and assistant.
+
+        Raises:
+            InputError: it is longer than the model's context, or the model has no place for its system prompt; nothing
+                has changed.
+        """
+        system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
+        if system is not None:
+            self._check_system(system)
+        turns = list(messages if system is None else messages[1:])
+        before, ids = (self._encoded(system, each) for each in (turns[:-2], turns))
+        self._check_length(ids, "the conversation", "load a shorter one")
+        self.system = system
+        self.reset()
+        self._turns, self._before, self._ids = turns, before, ids
+
+    def _turn(self, text: str, messages: list[Message], ids: list[int]) -> Turn:
+        said = {"role": "user", "content": text}
+        prompt = self._templated([*self._system(), *messages, said]) if self.templated else self._continued(ids, text)
+        self._check_length(prompt, "with this turn the conversation", "say something shorter, or give /reset")
+        self._subject.check(prompt)
+        self._crop(prompt)
+        return Turn(text, prompt, messages, ids)
+
+    def _system(self) -> list[Message]:
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def _check_system(self, system: str) -> None:
+        """Raise `InputError` unless the model gets to see this system prompt."""
+        if not self.templated:
+            raise InputError("this model has no chat template, so a system prompt has no place: say it as a turn")
+        probe = [{"role": "user", "content": "?"}]
+        if self._templated([{"role": "system", "content": system}, *probe]) == self._templated(probe):
+            raise InputError("the model's chat template leaves system prompts out: say it as a turn")
+
+    def _check_length(self, ids: list[int], what: str, remedy: str) -> None:
+        context = self._subject.context
+        if context and len(ids) >= context:
+            raise InputError(f"{what} has {len(ids)} tokens, and the model's context holds {context}: {remedy}")
+
+    def _templated(self, messages: list[Message], *, answer: bool = True) -> list[int]:
+        try:
+            ids: list[int] = self._subject.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=answer, tokenize=True, return_dict=False
+            )
+        except Exception as problem:
+            system = any(message["role"] == "system" for message in messages)
+            remedy = "try /reset, or /system without a text" if system else "try /reset"
+            raise InputError(f"the model's chat template refuses this ({one_line(problem)}): {remedy}") from problem
+        return ids
+
+    def _encoded(self, system: str | None, turns: list[Message]) -> list[int]:
+        """Ids of turns that were not said here."""
+        if not turns:
+            return []
+        if self.templated:
+            own = [] if system is None else [{"role": "system", "content": system}]
+            return self._templated([*own, *turns], answer=False)
+        ids: list[int] = self._subject.tokenizer("".join(turn["content"] for turn in turns))["input_ids"]
+        return ids
+
+    def _continued(self, ids: list[int], text: str) -> list[int]:
+        tokenizer = self._subject.tokenizer
+        if not ids:
+            first: list[int] = tokenizer(text)["input_ids"]
+            return first
+        before = ids[:-1] if ids[-1] in stop_ids(self._subject.model) else ids
+        return [*before, *tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    def _crop(self, ids: list[int]) -> None:
+        """Leave in the cache what `ids` begins with, but for the last token: one must be left to feed."""
+        if self.cache is None:
+            return
+        pairs = enumerate(zip(self._held, ids, strict=False))
+        shared = next((i for i, (old, new) in pairs if old != new), min(len(self._held), len(ids)))
+        # A plain decoder that was stopped may have cached a token never shown: it lies after `_held`, and goes.
+        keep = min(shared, len(ids) - 1)
+        if self.cached > keep:
+            self.cache.crop(keep - self.cached)
+
+
+def stop_ids(model: Any) -> set[int]:
+    """The tokens that end an answer, as the model's generation_config names them."""
+    eos = model.generation_config.eos_token_id
+    return set(eos if isinstance(eos, list) else [] if eos is None else [eos])

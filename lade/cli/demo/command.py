@@ -1,0 +1,220 @@
+"""`lade demo`: watch plain decoding and the adaptive method write the same texts, then with its memory kept."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from lade.cli.options import decoding as options
+from lade.cli.prompts import check_text
+from lade.cli.demo.rounds import Round, adaptive_rounds, fixed_rounds, learn
+from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
+from lade.config import LookaheadConfig
+from lade.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lade.cli.loading.load import Subject
+    from lade.cli.demo.side_by_side import Race
+    from lade.decoding.drafting.memory import Memory
+
+EXAMPLE = 'Example:  [bold]lade demo --prompt "class Stack:" --max-new-tokens 200[/bold]'
+EXIT_DIFFERENT = 1
+_WARMUP_TOKENS = 8
+_REPLAY_S = 4.0  # the embedded model writes several hundred tokens a second, which nobody can follow
+_AGAIN = 3.0  # what would not be at least so many times slower is slow enough to be followed
+
+
+@dataclass(frozen=True)
+class _Show:
+    """How a race is shown.
+
+    Attributes:
+        style: "live" panels, "text", or "json" at the end.
+        slow_motion: how many times slower than it ran live panels show it again; 1: not again; None: as it suits.
+    """
+
+    style: str
+    slow_motion: float | None
+
+    def slower(self, seconds: float) -> float:
+        """How many times slower to show a race again that ran so long; 1: not again."""
+        if self.slow_motion is not None:
+            return self.slow_motion
+        suiting = _REPLAY_S / seconds if seconds else 1.0
+        return suiting if suiting >= _AGAIN else 1.0
+
+
+@options.grouped
+def demo(
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="A text of your own.")] = None,
+    prompts: Annotated[int, typer.Option(metavar="N", help="How many of the built-in prompts.")] = 3,
+    max_new_tokens: options.MaxNewTokens = 120,
+    *,
+    do_sample: Annotated[
+        bool, typer.Option("--do-sample", help="Draw tokens at random: the same ones on both sides.")
+    ] = False,
+    temperature: Annotated[float, typer.Option(metavar="T", help="With --do-sample.")] = 0.7,
+    seed: Annotated[int, typer.Option(metavar="S", help="With --do-sample; both sides draw with it.")] = 0,
+    window: options.Window = None,
+    ngram: options.Ngram = None,
+    guesses: options.Guesses = None,
+    loading: options.Loading,
+    pack: options.Pack = None,
+    slow_motion: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Replay it X times slower; 1: do not. Not given: so that it takes 4 seconds."),
+    ] = None,
+    plain_text: Annotated[bool, typer.Option("--plain-text", help="Paragraphs instead of moving panels.")] = False,
+    json: options.Json = False,
+    output: options.Output,
+) -> None:
+    """Plain decoding and the adaptive method side by side: the same text, fewer passes, less time.
+
+    Then the same texts with a memory that has learned from others. Each round is shown as it runs, and replayed.
+
+    Exit code 1: a text differs.
+    """
+    with terminal(output) as term:
+        sampled = options.Choices(do_sample=True, temperature=temperature, seed=seed).settled()
+        options.check_max_new_tokens(max_new_tokens)
+        if slow_motion is not None and slow_motion < 1:
+            raise ConfigError("slow_motion", slow_motion, "give a number >= 1")
+        if prompts < 1:
+            raise ConfigError("prompts", prompts, "give a whole number >= 1")
+        if prompt is not None:
+            check_text(prompt, "the prompt")
+        sizes = options.lookahead_of(None, window, ngram, guesses)
+        from lade.cli.run import check_served
+        from lade.cli.loading.load import load
+        from lade.decoding.drafting.memory import Memory
+
+        subject = load(loading, term=term, pack=pack)
+        memory = Memory()
+        rounds = _rounds(_texts(prompt, prompts), sampled if do_sample else options.GREEDY, _sizes(sizes), memory)
+        check_served(subject, rounds[0].config, rounds[0].choices)
+        style = "json" if json else "text" if plain_text or not term.interactive else "live"
+        Demo(subject, rounds, memory, max_new_tokens, term, _Show(style, slow_motion)).run()
+
+
+def _sizes(lookahead: LookaheadConfig | str | None) -> LookaheadConfig | None:
+    """Those given on the command line, if any."""
+    return lookahead if isinstance(lookahead, LookaheadConfig) else None
+
+
+def _texts(prompt: str | None, count: int) -> list[str]:
+    from lade.embedded import files as embedded
+
+    return [prompt] if prompt is not None else embedded.prompts()[:count]
+
+
+def _rounds(texts: list[str], choices: options.Choices, sizes: LookaheadConfig | None, memory: Memory) -> list[Round]:
+    """The adaptive method without and with a memory kept; or the paper's, if sizes were given."""
+    if sizes is None:
+        return adaptive_rounds(texts, choices, memory)
+    return fixed_rounds(texts, choices, sizes, "lookahead")
+
+
+class Demo:
+    """Runs the rounds, shows each, and says at the end what they came to.
+
+    Args:
+        subject: what generates.
+        rounds: at least one.
+        memory: of those that keep one.
+        max_new_tokens: of each text.
+        term: is written to.
+        show: how.
+    """
+
+    def __init__(
+        self, subject: Subject, rounds: list[Round], memory: Memory, max_new_tokens: int, term: Terminal, show: _Show
+    ) -> None:
+        self._subject, self._rounds, self._memory = subject, rounds, memory
+        self._max_new_tokens, self._term, self._show = max_new_tokens, term, show
+        self._races: list[Race] = []
+        self._learned: int | None = None
+
+    def run(self) -> None:
+        """All of it.
+
+        Raises:
+            typer.Exit: a text differs, or Ctrl-C was pressed.
+        """
+        encoded = [self._subject.encode(each.text) for each in self._rounds]
+        try:
+            self._race(self._rounds[0], encoded[0], _WARMUP_TOKENS).run(draw=lambda: None)
+            for each, ids in zip(self._rounds, encoded, strict=True):
+                if each.keeps_memory and self._learned is None:
+                    self._learn()
+                self._run(each, self._race(each, ids, self._max_new_tokens))
+        except KeyboardInterrupt:
+            if self._races and self._show.style != "json":
+                self._conclude()
+            self._term.say("interrupted", "yellow")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        self._conclude()
+
+    def _race(self, each: Round, ids: list[int], max_new_tokens: int) -> Race:
+        from lade.cli.demo.side_by_side import Race
+
+        room = self._subject.room(ids, max_new_tokens, within=True)
+        return Race(self._subject, ids, each.config, room, each.choices, each.name)
+
+    def _learn(self) -> None:
+        from rich.status import Status
+
+        shown = [each.text for each in self._rounds]
+        said = "the memory learns from other texts"
+        with Status(said, console=self._term.err) if self._term.err.is_terminal else nullcontext():
+            self._learned = learn(self._subject, self._memory, shown, self._max_new_tokens)
+
+    def _run(self, each: Round, race: Race) -> None:
+        from lade.cli.demo.screen import LiveView, describe, manner
+
+        title = f"{len(self._races) + 1} of {len(self._rounds)} · {each.name} · {manner(each.choices)}"
+        if self._show.style == "live":
+            with LiveView(self._term, title, each.text, race) as view:
+                race.run(view.draw)
+                self._races.append(race)
+                slower = self._show.slower(race.seconds)
+                if slower > 1:
+                    view.replay(slower)
+            return
+        race.run(draw=lambda: None)
+        self._races.append(race)
+        if self._show.style == "text":
+            describe(self._term, title, each.text, race)
+
+    def _conclude(self) -> None:
+        from lade.cli.demo.screen import conclusion, footnote, summary, verdict
+
+        races, term = self._races, self._term
+        different = [race for race in races if not race.same]
+        if self._show.style == "json":
+            term.write_json(self._as_dict())
+        else:
+            term.out.print(summary(races))
+            if term.interactive:
+                term.out.print(footnote())
+            if not different:
+                term.out.print(Text(conclusion(races, self._learned or 0), "bold"))
+        if different:
+            term.fail(f"{verdict(different[0])}; with --dtype float32 they must be equal: please report this")
+            raise typer.Exit(EXIT_DIFFERENT)
+
+    def _as_dict(self) -> dict[str, Any]:
+        """What `--json` says."""
+        from lade.cli.demo.screen import total_speedup
+
+        groups = {each.name: [race for race in self._races if race.name == each.name] for each in self._rounds}
+        return {
+            "races": [race.as_dict() for race in self._races],
+            "speedups": {name: total_speedup(group) for name, group in groups.items()},
+            "memory_texts": self._learned or 0,
+            "same_tokens": all(race.same for race in self._races),
+            "packed": self._subject.packed,
+        }

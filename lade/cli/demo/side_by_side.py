@@ -1,0 +1,198 @@
+"""Plain and lookahead decoding of one prompt side by side, each timed by a clock of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from lade.cli.run import generate_arguments
+from lade.cli.detokenizer import Detokenizer
+from lade.cli.loading.load import Subject
+from lade.cli.rng_state import Noise
+from lade.cli.options.decoding import GREEDY, Choices
+from lade.cli.step_colours import Palette
+from lade.config import LookaheadConfig
+from lade.hf.generate import generate, stream
+from lade.stats import Stats, Step, distinct_ngrams
+
+
+class Lane:
+    """One of the two: its tokens, its text in styled pieces, its figures.
+
+    Args:
+        subject: has the tokenizer.
+        prompt: ids that the text continues.
+    """
+
+    def __init__(self, subject: Subject, prompt: Sequence[int]) -> None:
+        self.token_ids: list[int] = []
+        self.pieces: list[tuple[str, str]] = []  # text, style
+        self.stats = Stats()
+        self._steps: list[Step] = []
+        self._palette, self._detokenizer = Palette(), Detokenizer(subject.tokenizer, prompt)
+
+    def take(self, step: Step) -> None:
+        """Append a step."""
+        self.token_ids += step.tokens
+        self.stats.add(step)
+        self._steps.append(step)
+        self.pieces.append((self._detokenizer.push(step.tokens), self._palette.style(len(step.tokens))))
+
+    def finish(self) -> None:
+        """Append what the detokenizer held back."""
+        self.pieces.append((self._detokenizer.flush(), ""))
+
+    def at(self, seconds: float) -> Lane:
+        """The lane as it stood when it had decoded for so long; at 0.0 the prompt's own pass is over."""
+        past, done = copy(self), 0.0
+        past.token_ids, past.pieces, past.stats = [], [], Stats()
+        for step, piece in zip(self._steps, self.pieces, strict=False):
+            done += step.seconds if step.index else 0.0
+            if done > seconds:
+                return past
+            past.token_ids += step.tokens
+            past.stats.add(step)
+            past.pieces.append(piece)
+        return self
+
+    @property
+    def text(self) -> str:
+        """The continuation so far."""
+        return "".join(text for text, _ in self.pieces)
+
+    @property
+    def distinct_4grams(self) -> float:
+        """Share of distinct ones among the 4-grams of the output; low where a text repeats itself."""
+        return distinct_ngrams(self.token_ids)
+
+
+class Race:
+    """Both lanes on one prompt.
+
+    Plain decoding is transformers' own `model.generate`. While it hands over a token its clock stands still, and the
+    other lane makes steps until its own clock is as late. So neither waits in the other's time or in that of drawing.
+
+    Args:
+        subject: what generates.
+        prompt: ids.
+        config: of the other lane.
+        max_new_tokens: at least 1.
+        choices: settled ones, without beams. Each lane draws from a generator of its own with their seed.
+        name: of the method beside plain decoding.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        prompt: list[int],
+        config: LookaheadConfig,
+        max_new_tokens: int,
+        choices: Choices = GREEDY,
+        name: str = "lookahead",
+    ) -> None:
+        self.choices, self.name = choices, name
+        self.plain, self.lookahead = Lane(subject, prompt), Lane(subject, prompt)
+        self._model, self._config = subject.model, config
+        ids = torch.tensor([prompt], device=subject.model.device)
+        self._arguments: dict[str, Any] = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "max_new_tokens": max_new_tokens,
+            **generate_arguments(subject, choices),
+        }
+
+    def run(self, draw: Callable[[], None]) -> None:
+        """Decode both, calling `draw` after each token of the plain lane and each step after its end."""
+        ours, theirs = (Noise(self.choices.seed, self._model.device) for _ in range(2))
+        with ours.taken():
+            steps = stream(self._model, lookahead=self._config, **self._arguments)
+
+        def catch_up() -> None:
+            with ours.taken():  # amid a turn of theirs
+                while self.lookahead.stats.decode_s <= self.plain.stats.decode_s and (step := next(steps, None)):
+                    self.lookahead.take(step)
+            draw()
+
+        with theirs.taken():
+            generate(self._model, lookahead=None, streamer=_Pacer(self.plain, catch_up), **self._arguments)
+        with ours.taken():
+            for step in steps:
+                self.lookahead.take(step)
+                draw()
+        for lane in (self.plain, self.lookahead):
+            lane.finish()
+        draw()
+
+    def at(self, seconds: float) -> tuple[Lane, Lane]:
+        """Both lanes as they stood when either clock had run for so long."""
+        return self.plain.at(seconds), self.lookahead.at(seconds)
+
+    @property
+    def seconds(self) -> float:
+        """Until the slower lane was done, without prefill."""
+        return max(self.plain.stats.decode_s, self.lookahead.stats.decode_s)
+
+    @property
+    def same(self) -> bool:
+        """Whether both lanes wrote the same tokens."""
+        return self.plain.token_ids == self.lookahead.token_ids
+
+    @property
+    def speedup(self) -> float | None:
+        """Seconds of plain decoding after prefill by those of lookahead decoding."""
+        seconds = self.lookahead.stats.decode_s
+        return self.plain.stats.decode_s / seconds if seconds else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Figures and tokens of both lanes."""
+        lanes = {"plain": self.plain, "lookahead": self.lookahead}
+        return {
+            "method": self.name,
+            **{name: _lane_dict(lane) for name, lane in lanes.items()},
+            "do_sample": self.choices.do_sample,
+            "temperature": self.choices.temperature,
+            "seed": self.choices.seed,
+            "same_tokens": self.same,
+            "speedup": self.speedup,
+        }
+
+
+class _Pacer(BaseStreamer):
+    """Makes a `Step` of each token that `model.generate` puts; its clock runs only between two puts."""
+
+    def __init__(self, lane: Lane, after: Callable[[], None]) -> None:
+        self._lane, self._after = lane, after
+        self._index = -1  # the first put is the prompt
+        self._since = 0.0
+
+    def put(self, value: torch.Tensor) -> None:
+        seconds = perf_counter() - self._since
+        if self._index >= 0:
+            source = "bonus" if self._index else "prefill"
+            tokens: list[int] = value.flatten().tolist()
+            self._lane.take(Step(self._index, tokens, [source] * len(tokens), 1, seconds))
+            self._after()
+        self._index += 1
+        self._since = perf_counter()
+
+    def end(self) -> None:
+        """Nothing is held back here."""
+
+
+def _lane_dict(lane: Lane) -> dict[str, Any]:
+    stats = lane.stats
+    return {
+        "text": lane.text,
+        "token_ids": lane.token_ids,
+        "new_tokens": stats.new_tokens,
+        "steps": stats.steps,
+        "tokens_per_step": stats.tokens_per_step,
+        "prefill_s": stats.prefill_s,
+        "decode_s": stats.decode_s,
+        "distinct_4grams": lane.distinct_4grams,
+    }

@@ -1,0 +1,1 @@
+"""Models for the shell: where they are, and how they are loaded."""

@@ -1,0 +1,126 @@
+"""Where the name of a model leads: to a folder, to the hub, or to the embedded one."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from lade.cli.options.model import EMBEDDED, Loading, folder_of
+from lade.cli.terminal import one_line
+from lade.errors import ConfigError, InputError
+
+_TIMEOUT_S = 5.0
+_HUB_ID = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What `from_pretrained` loads.
+
+    Attributes:
+        shown: what the user calls it.
+        name: a folder or a hub id.
+        local: whether to keep off the network.
+        download: whether its weights are still to be fetched.
+    """
+
+    shown: str
+    name: str
+    local: bool
+    download: bool = False
+
+
+def find(loading: Loading) -> Source:
+    """Where to load a model from.
+
+    Raises:
+        ConfigError, InputError: there is no such folder, or the hub does not have it, or cannot be reached.
+    """
+    name = loading.model
+    if name is None:
+        from lade.embedded.files import model_path
+
+        return Source(EMBEDDED, str(model_path()), local=True)
+    folder = folder_of(name)
+    if folder.is_dir():
+        if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
+            raise InputError(f"model folder {name!r} has no config.json: give a folder that save_pretrained wrote")
+        if loading.revision is not None:
+            raise ConfigError("revision", loading.revision, f"the folder {name!r} has no revisions: leave it out")
+        return Source(name, str(folder), local=True)
+    if folder.exists():
+        raise InputError(f"model {name!r} is a file: give the folder it lies in")
+    if not _HUB_ID.fullmatch(name):
+        raise InputError(f"model folder {name!r} does not exist: check the path, or give a hub id such as org/name")
+    if loading.local_files_only:
+        if _cached("config.json", loading) is None:
+            raise InputError(f"model {name!r} has not been downloaded yet: leave out --local-files-only")
+        return Source(name, name, local=True)
+    commit = _commit(loading)
+    return Source(name, name, local=commit is None, download=commit is not None and not _has_weights(loading, commit))
+
+
+def find_adapter(loading: Loading) -> Source:
+    """Where to load the adapter from; errors are those of `find`."""
+    name = loading.adapter or ""
+    folder = folder_of(name)
+    if folder.is_dir():
+        return Source(name, str(folder), local=True)
+    if folder.exists() or not _HUB_ID.fullmatch(name):
+        raise ConfigError("adapter", name, "it is no folder: check the path, or give a hub id such as org/name")
+    if loading.local_files_only:
+        return Source(name, name, local=True)
+    return Source(name, name, local=_commit(loading.of(name), file="adapter_config.json") is None)
+
+
+def _cached(file: str, loading: Loading, commit: str | None = None) -> Path | None:
+    """The copy of a file of the model, if there is one."""
+    revision = commit or loading.revision
+    found = try_to_load_from_cache(loading.name, file, cache_dir=loading.cache_dir, revision=revision)
+    return Path(found) if isinstance(found, str) else None
+
+
+def _has_weights(loading: Loading, commit: str) -> bool:
+    """Whether all weights of a commit are there."""
+    index = _cached("model.safetensors.index.json", loading, commit)
+    files = ["model.safetensors"]
+    if index is not None:
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    return all(_cached(file, loading, commit) is not None for file in files)
+
+
+def _commit(loading: Loading, file: str = "config.json") -> str | None:
+    """Ask the hub once, without the retries of a download; None where only a cached copy can be had, with this file."""
+    name, revision = loading.name, loading.revision
+    try:
+        commit: str = HfApi(token=loading.token).model_info(name, revision=revision, timeout=_TIMEOUT_S).sha or ""
+    except GatedRepoError as problem:  # a kind of RepositoryNotFoundError
+        raise InputError(gated(name)) from problem
+    except RevisionNotFoundError as problem:
+        remedy = f"{name!r} has no such branch, tag or commit: give one that it has, or leave it out"
+        raise ConfigError("revision", revision, remedy) from problem
+    except (RepositoryNotFoundError, HFValidationError) as problem:
+        raise InputError(f"model {name!r} is neither a folder here nor a model on the hub: check the name") from problem
+    except Exception as problem:
+        if _cached(file, loading) is not None:
+            return None
+        raise InputError(
+            f"model {name!r} is no folder here, and the hub cannot be reached ({one_line(problem, 120)}): "
+            "check the network, or give a folder"
+        ) from problem
+    return commit
+
+
+def gated(name: str) -> str:
+    """What to do about a model that one has to ask for."""
+    return f"model {name!r} is gated on the hub: accept its terms there, then log in with hf auth login, or add --token"

@@ -1,0 +1,260 @@
+"""Options that several commands share, and what they mean together."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lade.cli.options import grouping
+from lade.cli.options import model as model_options
+from lade.cli.options import output as output_options
+from lade.cli.options import template as template_options
+from lade.cli.prompts import check_text
+from lade.config import Lookahead, LookaheadConfig
+from lade.errors import ConfigError, InputError
+
+grouped = grouping.grouped
+Loading = model_options.Loading
+Output = output_options.Output
+Template = template_options.Template
+
+METHODS = ("plain", "lookahead", "adaptive", "auto")
+
+_PANEL, _SPEED = "Choosing tokens", "Speed"
+_DRAWN_SEEDS = 2**32  # a drawn seed is short enough to be typed, and exact in every JSON reader
+_SEEDS = 2**63
+_MOST_BEAMS, _MOST_TOKENS, _LONGEST_STOP = 256, 10**9, 200
+_ONLY_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda value: 1e-10 <= value <= 1e10, "give a number > 0, from 1e-10 to 1e10"),
+    "top_k": (lambda value: value >= 0, "give a whole number >= 1, or 0 for no limit"),
+    "top_p": (lambda value: 0.0 < value <= 1.0, "give a number > 0 and <= 1"),
+    "min_p": (lambda value: 0.0 <= value <= 1.0, "give a number from 0 to 1"),
+    "seed": (lambda value: 0 <= value < _SEEDS, f"give a whole number from 0 to {_SEEDS - 1}"),
+    "repetition_penalty": (
+        lambda value: 0.01 <= value <= 100.0,
+        "give a number > 0, 0.01 to 100; 1 is no penalty",
+    ),
+    "num_beams": (lambda value: 1 <= value <= _MOST_BEAMS, f"give a whole number >= 1 and <= {_MOST_BEAMS}"),
+}
+
+
+def _speed(*names: str, metavar: str, help: str) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=_SPEED)
+
+
+Pack = Annotated[
+    bool | None,
+    typer.Option(
+        "--pack/--no-pack",
+        metavar="",
+        rich_help_panel=_SPEED,
+        help="Prepack the linear layers for the CPU, mostly faster. Default: where it can be done.",
+    ),
+]
+Method = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        autocompletion=lambda: list(METHODS),
+        rich_help_panel=_SPEED,
+        help="plain, adaptive, lookahead (the paper's), or auto: adaptive if it can be served, else plain.",
+    ),
+]
+Window = Annotated[int | None, _speed(metavar="W", help="Columns of the window. Implies lookahead.")]
+Ngram = Annotated[int | None, _speed(metavar="N", help="Length of the n-grams. Implies lookahead.")]
+Guesses = Annotated[int | None, _speed(metavar="G", help="Guesses verified in a step. Implies lookahead.")]
+Budget = Annotated[int | None, _speed(metavar="B", help="Tokens fed in a step. Implies adaptive.")]
+MemoryFile = Annotated[
+    Path | None,
+    _speed("--memory", metavar="FILE", help="What lade warm has learned. Implies adaptive."),
+]
+MaxNewTokens = Annotated[
+    int,
+    typer.Option("--max-new-tokens", "-n", metavar="N", help="Tokens to generate at most."),
+]
+Json = Annotated[
+    bool, typer.Option("--json", metavar="", rich_help_panel=output_options.PANEL, help="JSON instead of text.")
+]
+
+
+def lookahead_of(
+    method: str | None,
+    window: int | None = None,
+    ngram: int | None = None,
+    guesses: int | None = None,
+    *,
+    budget: int | None = None,
+    memory: Path | None = None,
+) -> Lookahead:
+    """What `--method`, the sizes, `--budget` and `--memory` ask for, as the library's `lookahead=`.
+
+    The memory is not loaded: that takes a tokenizer, see `loading.remembering`.
+
+    Raises:
+        ConfigError: unknown method, a size out of range, or options that contradict each other.
+        InputError: there is no such memory.
+    """
+    if method not in (*METHODS, None):
+        raise ConfigError("method", method, f"give one of {', '.join(METHODS)}")
+    sizes: dict[str, Any] = _given(window=window, ngram=ngram, guesses=guesses)
+    extras: dict[str, Any] = _given(budget=budget, memory=memory)
+    if method == "plain" and (sizes or extras):
+        remedy = f"plain decoding has no {_listed(sizes | extras)}: leave out --method, or what it has not"
+        raise ConfigError("method", method, remedy)
+    if method == "lookahead" and extras:
+        raise ConfigError("method", method, f"only the adaptive method has {_listed(extras)}: give --method adaptive")
+    if sizes and (extras or method == "adaptive"):
+        unlike = _listed(extras) or "--method adaptive"
+        name, size = next(iter(sizes.items()))
+        raise ConfigError(name, size, f"the adaptive method has no sizes: leave out {_listed(sizes)}, or {unlike}")
+    if memory is not None and not memory.is_file():
+        raise InputError(f"memory file {str(memory)!r} is not there: check the path, or fill one with lade warm")
+    if method == "plain":
+        return None
+    if sizes or method == "lookahead":
+        return LookaheadConfig(**sizes, adaptive=False)
+    return LookaheadConfig(budget=budget) if extras or method == "adaptive" else "auto"
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """Those that are."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _listed(options: Mapping[str, Any]) -> str:
+    """As on the command line."""
+    return " ".join(f"--{_spelt(name)} {value}" for name, value in options.items())
+
+
+def check_max_new_tokens(max_new_tokens: int) -> None:
+    """Raise `ConfigError` unless there is at least one token to generate."""
+    if not 1 <= max_new_tokens <= _MOST_TOKENS:
+        raise ConfigError("max-new-tokens", max_new_tokens, f"give a whole number >= 1 and <= {_MOST_TOKENS}")
+
+
+def check_threads(threads: int | None) -> None:
+    """Raise `ConfigError` for a number of CPU threads that the system would not start, or none at all."""
+    most = max(64, 4 * (os.cpu_count() or 1))
+    if threads is not None and not 1 <= threads <= most:
+        raise ConfigError("threads", threads, f"give a whole number >= 1 and <= {most}")
+
+
+def whole_numbers(name: str, text: str, least: int, example: str) -> list[int]:
+    """Whole numbers of at most nine digits with commas between them, none below `least`.
+
+    Raises:
+        ConfigError: there is something else.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) >= least for part in parts):
+        remedy = f"give whole numbers >= {least} with commas between them, such as {example}"
+        raise ConfigError(name, text if len(text) < 100 else f"{text[:100]}...", remedy)
+    return [int(part) for part in parts]
+
+
+def _option(*names: str, metavar: str | None = None, help: str) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=_PANEL)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the shell's options say about choosing tokens; None is "not given".
+
+    Attributes:
+        do_sample: draw each token instead of taking the most likely one.
+        temperature, top_k, top_p, min_p: as in transformers; not given: as the checkpoint's generation_config has it.
+        seed: of torch's generator, set before each generation.
+        repetition_penalty: as in transformers.
+        num_beams: 1 is no beam search.
+        stop: a text ends after any of these.
+    """
+
+    do_sample: Annotated[
+        bool, _option("--do-sample", metavar="", help="Draw tokens instead of taking the likeliest one each time.")
+    ] = False
+    temperature: Annotated[float | None, _option(metavar="T", help="With --do-sample: below 1 is less random.")] = None
+    top_k: Annotated[int | None, _option(metavar="K", help="With --do-sample: among the K likeliest; 0: all.")] = None
+    top_p: Annotated[
+        float | None, _option(metavar="P", help="With --do-sample: among the likeliest that add up to P.")
+    ] = None
+    min_p: Annotated[
+        float | None, _option(metavar="P", help="With --do-sample: those at least P times as likely as the best.")
+    ] = None
+    seed: Annotated[
+        int | None,
+        _option(
+            metavar="S",
+            help="With --do-sample: for each prompt S, in a chat S, S+1, ... Default: drawn, and reported.",
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, _option(metavar="R", help="Above 1: what the text has already gets less likely.")
+    ] = None
+    num_beams: Annotated[int, _option(metavar="B", help="Beam search; its text is shown when complete.")] = 1
+    stop: Annotated[
+        list[str] | None, _option("--stop", metavar="TEXT", help="End after this text. May be given several times.")
+    ] = None
+
+    def settled(self, seed: int | None = None) -> Choices:
+        """The same, checked, and with a seed if one is needed.
+
+        Args:
+            seed: to take where none is given; None: one is drawn.
+
+        Raises:
+            ConfigError, InputError: a value out of range, or one that nothing would use.
+        """
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in _ONLY_SAMPLING:
+            if given[name] is not None and not self.do_sample:
+                raise ConfigError(_spelt(name), given[name], "only sampling uses it: add --do-sample, or leave it out")
+        check_ranges(given)
+        for text in self.stop or ():
+            check_text(text, "the text of --stop")
+            if len(text) > _LONGEST_STOP:
+                remedy = f"it has {len(text)} characters: give at most {_LONGEST_STOP}"
+                raise ConfigError("stop", f"{text[:20]}...", remedy)
+        if self.do_sample and self.seed is None:
+            return replace(self, seed=secrets.randbelow(_DRAWN_SEEDS) if seed is None else seed)
+        return self
+
+    def after(self, generations: int) -> Choices:
+        """The choices of a later generation of the same session: the next seed, so that it draws something else."""
+        return self if self.seed is None else replace(self, seed=(self.seed + generations) % _SEEDS)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `--json` says of them."""
+        return {"do_sample": self.do_sample, "num_beams": self.num_beams, "seed": self.seed}
+
+    def summary(self) -> str:
+        """The end of a statistics line: nothing for greedy decoding."""
+        beams = f" · {self.num_beams} beams" if self.num_beams > 1 else ""
+        return beams + (f" · seed {self.seed}" if self.do_sample else "")
+
+
+GREEDY = Choices()
+
+
+def check_ranges(values: Mapping[str, Any], origin: str = "") -> None:
+    """Raise `ConfigError` for the first value out of its range.
+
+    Args:
+        values: by the names of `Choices`' fields; None and unknown names are passed over.
+        origin: where they come from, if not from the command line.
+    """
+    for name, (fits, remedy) in _RANGES.items():
+        value = values.get(name)
+        if value is not None and not fits(value):
+            raise ConfigError(_spelt(name), value, f"{origin}; {remedy} with --{_spelt(name)}" if origin else remedy)
+
+
+def _spelt(name: str) -> str:
+    """As on the command line."""
+    return name.replace("_", "-")

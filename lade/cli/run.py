@@ -1,0 +1,254 @@
+"""One generation as the shell runs it: step by step, stoppable with Ctrl-C, and what it came to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from transformers import StoppingCriteriaList, StopStringCriteria
+
+from lade.cli.loading import checkpoint
+from lade.cli.detokenizer import Detokenizer
+from lade.cli.interrupt import Interrupt
+from lade.cli.loading.load import BEAM_FIELDS, SAMPLING_FIELDS, Subject
+from lade.cli.options.decoding import GREEDY, Choices
+from lade.cli.terminal import Terminal
+from lade.config import Lookahead, LookaheadConfig
+from lade.errors import ConfigError
+from lade.hf.refusals import resolve
+from lade.hf.generate import generate, stream
+from lade.model.support.supports import supports
+from lade.stats import Stats, Step
+
+
+@dataclass
+class Generation:
+    """What a generation came to.
+
+    Attributes:
+        token_ids: the new tokens.
+        prompt: the ids before them.
+        stats: figures of these tokens.
+        config: the sizes it ran with; None where it decoded plainly.
+        choices: how its tokens were chosen.
+        interrupted: whether Ctrl-C ended it.
+        torn: whether that happened inside a forward pass, so that the cache is not to be used again.
+        finish_reason: "stop": the model or a stop text ended it; "length": it was cut off, by the number of tokens or
+            by the end of the context; "interrupted".
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+    config: LookaheadConfig | None = None
+    choices: Choices = GREEDY
+    interrupted: bool = False
+    torn: bool = False
+    finish_reason: str = "stop"
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens after the first one by the time they took; None where there is no such time."""
+        stats = self.stats
+        return (stats.new_tokens - stats.generations) / stats.decode_s if stats.decode_s else None
+
+    def absorb(self, other: Generation) -> None:
+        """Add another generation's figures, and take over its sizes."""
+        self.stats.merge(other.stats)
+        self.config, self.choices = other.config, other.choices
+
+    def as_dict(self, subject: Subject) -> dict[str, Any]:
+        """The object that `--json` prints."""
+        stats = self.stats
+        return {
+            "text": Detokenizer(subject.tokenizer, self.prompt).whole(self.token_ids),
+            "token_ids": self.token_ids,
+            "new_tokens": stats.new_tokens,
+            "steps": stats.steps,
+            "tokens_per_step": stats.tokens_per_step,
+            "step_tokens_mean": stats.fed_tokens / stats.steps if stats.steps else None,
+            "prefill_s": stats.prefill_s,
+            "decode_s": stats.decode_s,
+            "tokens_per_s": self.tokens_per_s,
+            "model": subject.name,
+            "dtype": subject.dtype,
+            "config": config_dict(self.config),
+            **self.choices.as_dict(),
+            "interrupted": self.interrupted,
+            "finish_reason": self.finish_reason,
+        }
+
+    def summary(self) -> str:
+        """The statistics line."""
+        stats = self.stats
+        rate = "" if self.tokens_per_s is None else f" · {self.tokens_per_s:.1f} tokens/s"
+        fed = stats.fed_tokens / stats.steps if stats.steps else 0.0
+        how = _how(self.config) + self.choices.summary()
+        return (
+            f"{stats.new_tokens} tokens in {stats.generations} + {stats.steps} passes · "
+            f"{stats.tokens_per_step:.2f} tokens a step · {fed:.1f} fed a step · "
+            f"prefill {stats.prefill_s:.2f} s · decode {stats.decode_s:.2f} s{rate} · {how}"
+        )
+
+
+def config_dict(config: LookaheadConfig | None) -> dict[str, Any] | None:
+    """The fields; of a memory, whether there is one."""
+    if config is None:
+        return None
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    return {**values, "memory": config.memory is not None}
+
+
+def _how(config: LookaheadConfig | None) -> str:
+    """The method, for the statistics line."""
+    if config is None:
+        return "plain"
+    if not config.adaptive:
+        return f"lookahead ({config.window}, {config.ngram}, {config.guesses})"
+    budget = "" if config.budget is None else f", budget {config.budget}"
+    return f"adaptive{budget}{', memory' if config.memory is not None else ''}"
+
+
+def check_served(subject: Subject, lookahead: Lookahead, choices: Choices = GREEDY) -> None:
+    """Raise what would be wrong with every prompt.
+
+    Raises:
+        UnsupportedModelError: a method was asked for that the model cannot be decoded with.
+        ConfigError: a stop text that its tokenizer cannot spell, or a checkpoint's value that is out of range.
+    """
+    if isinstance(lookahead, LookaheadConfig):
+        supports(subject.model).require()
+    checkpoint.check_choices(generate_arguments(subject, choices), subject.name)
+    for text in choices.stop or ():
+        try:
+            StopStringCriteria(subject.tokenizer, [text])
+        except ValueError as problem:
+            raise ConfigError("stop", text, f"no tokens of {subject.name!r} spell it: give another") from problem
+
+
+def warn_of_length(subject: Subject, longest: int, max_new_tokens: int, term: Terminal) -> None:
+    """Say so where the longest prompt and the new tokens together leave the model's context."""
+    if subject.context and longest + max_new_tokens > subject.context:
+        then = "the text ends there" if subject.ends else "beyond it the text may get worse"
+        term.say(
+            f"warning: {longest} prompt tokens and {max_new_tokens} new ones exceed the model's context of "
+            f"{subject.context}: {then}",
+            "yellow",
+        )
+
+
+def generate_arguments(subject: Subject, choices: Choices) -> dict[str, Any]:
+    """What `model.generate` is to be told about choosing tokens; what is not said it takes from the model."""
+    told: dict[str, Any] = {"repetition_penalty": choices.repetition_penalty}
+    if choices.do_sample:
+        wishes = {name: subject.wishes.get(name) for name in SAMPLING_FIELDS}
+        mine = {name: getattr(choices, name, None) for name in SAMPLING_FIELDS}
+        told |= {name: wish if mine[name] is None else mine[name] for name, wish in wishes.items()}
+        told["do_sample"] = True
+    if choices.num_beams > 1:
+        told |= {name: subject.wishes.get(name) for name in BEAM_FIELDS}
+        told["num_beams"] = choices.num_beams
+    if choices.stop:
+        told |= {"stop_strings": choices.stop, "tokenizer": subject.tokenizer}
+    return {name: value for name, value in told.items() if value is not None}
+
+
+def finish_reason(subject: Subject, run: Generation, room: int) -> str:
+    """Why a generation ended that nobody interrupted; see `Generation`.
+
+    Args:
+        subject: what generated.
+        run: its tokens, its prompt, and its stop texts.
+        room: the number of tokens that it might have.
+    """
+    if len(run.token_ids) < room:
+        return "stop"  # nothing else ends it before
+    end = subject.model.generation_config.eos_token_id
+    if run.token_ids[-1] in (end if isinstance(end, list) else [end]):
+        return "stop"
+    if not run.choices.stop:
+        return "length"
+    text = torch.tensor([run.prompt + run.token_ids])
+    stopped = StopStringCriteria(subject.tokenizer, run.choices.stop)(text, None)
+    return "stop" if stopped.all() else "length"
+
+
+def decode(
+    subject: Subject,
+    prompt: list[int],
+    *,
+    lookahead: Lookahead,
+    max_new_tokens: int,
+    term: Terminal,
+    on_step: Callable[[Step], None],
+    choices: Choices = GREEDY,
+    cache: Any = None,
+) -> Generation:
+    """Generate, telling `on_step` each step, or each token of a beam search when it is complete.
+
+    Args:
+        subject: what generates.
+        prompt: ids, at least one.
+        lookahead: as in `lade.generate`.
+        max_new_tokens: at least 1.
+        term: learns of a fallback to plain decoding.
+        on_step: is called with each `Step`; its time counts for nothing where lookahead decodes.
+        choices: settled ones; their seed becomes that of torch's generator.
+        cache: a `TreeCache` that may hold a part of the prompt; it is left holding all tokens but the last.
+    """
+    run, fallbacks = Generation(prompt=prompt, choices=choices), len(term.fallbacks)
+    ids, room = torch.tensor([prompt], device=subject.model.device), subject.room(prompt, max_new_tokens)
+    arguments = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": room,
+        "lookahead": lookahead,
+        **({} if cache is None else {"past_key_values": cache}),
+        **generate_arguments(subject, choices),
+    }
+    if choices.seed is not None:
+        torch.manual_seed(choices.seed)
+    term.working("reading the prompt" if choices.num_beams == 1 else "searching with beams")
+    (_steps if choices.num_beams == 1 else _beams)(subject, arguments, run, on_step)
+    run.finish_reason = "interrupted" if run.interrupted else finish_reason(subject, run, room)
+    if len(term.fallbacks) == fallbacks:
+        run.config = resolve(lookahead)[0]
+    return run
+
+
+def _steps(subject: Subject, arguments: dict[str, Any], run: Generation, on_step: Callable[[Step], None]) -> None:
+    measured = Stats()
+    with Interrupt() as interrupt:
+        steps: Any = stream(subject.model, stats=measured, **arguments)  # a generator
+        try:
+            for step in steps:
+                run.token_ids += step.tokens
+                run.stats.add(step)
+                on_step(step)
+                if interrupt.requested:
+                    run.interrupted = True
+                    break
+        except KeyboardInterrupt:
+            run.interrupted = run.torn = True
+        finally:
+            steps.close()
+    if measured.new_tokens == run.stats.new_tokens:  # else plain decoding was a token ahead when it was stopped
+        run.stats = measured
+
+
+def _beams(subject: Subject, arguments: dict[str, Any], run: Generation, on_step: Callable[[Step], None]) -> None:
+    """Beams change until the last of them ends, so their text comes at the end; so it does after Ctrl-C."""
+    with Interrupt() as interrupt:
+        try:
+            criteria = StoppingCriteriaList([interrupt])
+            output: Any = generate(subject.model, stats=run.stats, stopping_criteria=criteria, **arguments)
+        except KeyboardInterrupt:
+            run.stats, run.interrupted, run.torn = Stats(), True, True
+            return
+        run.interrupted = interrupt.requested
+    run.token_ids = output[0, arguments["input_ids"].shape[1] :].tolist()
+    run.stats.new_tokens = len(run.token_ids)  # of the best beam; it may have ended before the search did
+    for index, token in enumerate(run.token_ids):
+        on_step(Step(index, [token], ["bonus"], 1, 0.0))

@@ -1,0 +1,1 @@
+"""Beam search: one token tree for all beams of a prompt."""

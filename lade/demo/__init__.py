@@ -1,1 +1,0 @@
-"""The embedded model: how it was trained, how it is measured, and where it lies."""

@@ -1,0 +1,75 @@
+"""Transformers' processors asked about all nodes of a tree at once, and the draws made there, without a wait per token.
+
+Node by node, each emitted token costs a dozen kernels and a wait for the device; on a GPU that is much of a small
+model's step. Processors that do not read the text may as well be asked about every node, reached or not, before
+anybody waits. On a CPU that would be work for nodes that are mostly rejected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process
+
+from lade.decoding.choose import Choose
+from lade.hf.sampling import NO_TOKEN
+from lade.hf.processors import Processed
+
+BLIND_PROCESSORS = frozenset(
+    """
+    EpsilonLogitsWarper InfNanRemoveLogitsProcessor LogitNormalization MinPLogitsWarper SuppressTokensLogitsProcessor
+    TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper TypicalLogitsWarper
+    """.split()  # noqa: SIM905 - a table of words reads better without the quotes
+)
+"""Transformers' processors that make of each row what they would make of it alone, whatever the text, and that do not
+wait for the device."""
+
+
+def pays_at_once(device: torch.device) -> bool:
+    """Whether a wait costs more there than processing all nodes; also, whether torch draws there as `draws` knows."""
+    return device.type == "cuda"
+
+
+def can_be_asked_at_once(processors: LogitsProcessorList) -> bool:
+    """Whether all of them are `BLIND_PROCESSORS`."""
+    return all(
+        type(processor).__module__ == logits_process.__name__ and type(processor).__name__ in BLIND_PROCESSORS
+        for processor in processors
+    )
+
+
+class AtOnce(Processed):
+    """Makes the choices for all nodes of a step on the device; see `Processed`, whose tokens it emits.
+
+    What was drawn ahead is taken only as it is emitted, so that torch's generator is where plain decoding has it
+    whenever anybody else may look.
+    """
+
+    _probabilities: torch.Tensor | None = None  # [S, V]
+
+    def look_ahead(self, logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor:
+        """See `lade.decoding.choose.Chooser.look_ahead`."""
+        raw = logits.float()  # which none of these processors writes to
+        nothing = torch.empty((len(raw), 0), dtype=torch.long, device=raw.device)
+        scores = self._processors(nothing, raw)  # [S, V]
+        if self._sampler is None:
+            choices: torch.Tensor = scores.argmax(dim=-1)
+            return choices
+        self._probabilities = scores.softmax(dim=-1)
+        return self._sampler.draw_ahead(self._probabilities, depths)
+
+    def open(self, logits: torch.Tensor, picks: Sequence[int], tokens: Sequence[int]) -> Choose:
+        """See `lade.decoding.choose.Chooser.open`."""
+        sampler, probabilities = self._sampler, self._probabilities
+        if sampler is None or probabilities is None:
+            return picks.__getitem__
+
+        def choose(node: int) -> int:
+            if picks[node] == NO_TOKEN:
+                return sampler.draw(probabilities[node : node + 1])  # which says what is wrong
+            sampler.take()
+            return picks[node]
+
+        return choose

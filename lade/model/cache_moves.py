@@ -1,0 +1,48 @@
+"""What is moved within the rows of a cache, once it is known which tokens stay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from lade.model.host_to_device import upload
+
+
+@dataclass
+class Moves:
+    """What is to be moved within its row, the same in all layers; token i of M from one slot to another.
+
+    Attributes:
+        rows: `[M]`, of the batch.
+        sources: `[M]`, slots where the tokens lie.
+        targets: `[M]`, slots where they belong, never behind where they lie.
+    """
+
+    rows: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+
+    def add(self, row: int, sources: Sequence[int], target: int) -> None:
+        """Move tokens of a row to where one slot follows the other, beginning with `target`."""
+        self.rows += [row] * len(sources)
+        self.sources += sources
+        self.targets += range(target, target + len(sources))
+
+    def make(self, wholes: Sequence[torch.Tensor]) -> None:
+        """Make them in tensors `[N, rows, H, capacity, D]`; each device is told once where to."""
+        one_row = self.rows[0] == self.rows[-1]  # they come row by row
+        columns = [self.sources] if one_row else [self.sources, self.rows, self.targets]
+        told: dict[torch.device, list[torch.Tensor]] = {}
+        for whole in wholes:
+            if whole.device not in told:
+                told[whole.device] = upload([np.array(column) for column in columns], whole.device)
+            sources, *rest = told[whole.device]
+            if one_row:  # as a slice, which is faster
+                states = whole[:, self.rows[0]].index_select(2, sources)
+                whole[:, self.rows[0], :, self.targets[0] : self.targets[-1] + 1] = states
+            else:
+                rows, targets = rest
+                whole[:, rows, :, targets] = whole[:, rows, :, sources]

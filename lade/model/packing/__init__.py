@@ -1,0 +1,1 @@
+"""Linear layers prepacked for the CPU."""

@@ -1,0 +1,78 @@
+"""How far ahead of the text a tree may reach.
+
+Window cells and guesses lie at positions that plain decoding has not reached yet. Two things must not notice them: a
+table of learned positions, which ends, and rotary scalings that look at the longest position of a pass and switch all
+frequencies (dynamic NTK at the model's length, longrope at the original one). So no tree crosses such a *wall*; the
+token that crosses it is fed alone, as in plain decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from lade.model.config_fields import field
+
+LEARNED_POSITIONS = frozenset({"gpt2", "gpt_bigcode", "opt", "biogpt", "xglm", "openai-gpt"})
+"""Families that look positions up in a table: beyond its end even plain decoding fails."""
+
+
+CONTEXT_FIELDS = frozenset(
+    """
+    context_length max_context_length max_position_embeddings max_seq_len max_sequence_length model_max_length n_ctx
+    n_positions seq_length
+    """.split()  # noqa: SIM905 - a table of words reads better without the quotes
+)
+"""What configurations call the length of the context."""
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Walls of one model.
+
+    Attributes:
+        walls: positions, ascending: no tree crosses them, and the token that lies on one is fed alone. Beyond the
+            last one every token is fed alone.
+        switch: the wall at which longrope changes its frequencies; some models then compute the whole text anew.
+        dynamic: the wall from which on dynamic NTK changes its frequencies with every token.
+
+    Such frequencies go by the longest row of a pass.
+    """
+
+    walls: tuple[int, ...] = ()
+    switch: int | None = None
+    dynamic: int | None = None
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> Positions:
+        """Read them from the text config of a model."""
+        lengths = [field(config, name) for name in CONTEXT_FIELDS]
+        length = min((value for value in lengths if isinstance(value, int)), default=None)
+        switch = _longrope_switch(config)
+        walls = sorted({wall for wall in (switch, length) if wall is not None and wall <= (length or wall)})
+        dynamic = any("dynamic" in str(parameters.get("rope_type")) for parameters in _rope_parameters(config))
+        return cls(tuple(walls), switch, length if dynamic else None)
+
+    def room(self, cached: int) -> int | None:
+        """Greatest depth of a tree whose root lies at position `cached`; None where there is no wall."""
+        if not self.walls:
+            return None
+        if cached in self.walls:
+            return 0
+        return next((wall - 1 - cached for wall in self.walls if cached < wall), 0)
+
+
+def _rope_parameters(config: PretrainedConfig) -> list[Mapping[str, Any]]:
+    rope: Mapping[str, Any] = field(config, "rope_parameters") or {}
+    return [rope, *(value for value in rope.values() if isinstance(value, Mapping))]  # or one dict a layer type
+
+
+def _longrope_switch(config: PretrainedConfig) -> int | None:
+    for parameters in _rope_parameters(config):
+        if parameters.get("rope_type") in ("longrope", "su"):  # "su" in older code from a hub
+            switch = parameters.get("original_max_position_embeddings")
+            return int(switch or field(config, "original_max_position_embeddings") or config.max_position_embeddings)
+    return None

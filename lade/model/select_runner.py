@@ -1,0 +1,62 @@
+"""Which runner serves a model: graphs where they can be captured, else one launch after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from lade.model import thread_hooks
+from lade.model.masks import MaskPlan
+from lade.model.cuda_graphs.runner import GraphRunner
+from lade.model.position_limits import Positions
+from lade.model.runner import EagerRunner, input_device
+from lade.model.cuda_graphs.workspace import workspace_of
+
+_IDLE_HOOKS = frozenset({"transformers.utils.output_capturing", thread_hooks.__name__})
+"""Modules whose hooks do nothing here: transformers' stay on a model once hidden states were asked for, and ours are
+those of other threads."""
+
+
+def runner_for(
+    model: PreTrainedModel, plan: MaskPlan, generation_config: GenerationConfig, *, own_cache: bool = True
+) -> EagerRunner:
+    """A `GraphRunner` where nothing speaks against it, and an `EagerRunner` elsewhere, on a CPU always.
+
+    Args:
+        model: a decoder-only model that `lade.supports`.
+        plan: how it takes its masks.
+        generation_config: see `EagerRunner`.
+        own_cache: whether the cache is ours to make; a user's own has no fixed addresses.
+    """
+    device = input_device(model)
+    if device.type != "cuda" or not own_cache or why_eager(model):
+        return EagerRunner(model, plan, generation_config)
+    workspace = workspace_of(model, device)
+    if workspace.trouble is not None:  # it has told so once
+        return EagerRunner(model, plan, generation_config)
+    return GraphRunner(model, plan, generation_config, workspace)
+
+
+def why_eager(model: Any) -> str:
+    """What a graph would miss of this model's passes, on any device; empty if nothing is known."""
+    positions = Positions.of(model.config.get_text_config(decoder=True))
+    if positions.switch is not None or positions.dynamic is not None:
+        return "its rotary frequencies depend on the longest position, which the host looks at"
+    if len({tensor.device for tensor in (*model.parameters(), *model.buffers())}) > 1:
+        return "its weights lie on several devices"
+    device = input_device(model)
+    if torch.is_autocast_enabled(device.type):
+        return "autocast decides about dtypes from call to call"
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return "the caller is capturing a graph"
+    for module in model.modules():
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if "forward" in vars(module):
+            return "the forward of a module was replaced, and a replay would not call it"
+        if hasattr(module, "_hf_hook") or any(getattr(hook, "__module__", "") not in _IDLE_HOOKS for hook in hooks):
+            return "its modules have hooks, which a replay would not call"
+        if type(module).__module__.partition(".")[0] == "peft":
+            return "its adapters can be switched from call to call"
+    return ""

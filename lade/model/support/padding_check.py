@@ -1,0 +1,53 @@
+"""Trust, but check: whether plain decoding of an unlisted architecture takes left padding for nothing.
+
+Rows are fed without their padding here, so texts are equal only where plain decoding sees it neither in its positions
+nor in its masks. Transformers sees to that, unless a class prepares its inputs in a way of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from lade.model.support.tree_check import tolerance
+from lade.model.runner import input_device
+
+TOKENS, PADDING = 12, 5
+
+_known: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+
+
+def counts_padding(model: PreTrainedModel) -> bool:
+    """Whether plain decoding gives another text where padding stands left of the prompt; tried once for a model."""
+    if model not in _known:
+        _known[model] = _error_of_padding(model) > tolerance(model.dtype)
+    return _known[model]
+
+
+@torch.no_grad()
+def _error_of_padding(model: PreTrainedModel) -> float:
+    """How far padding moves the logits of two steps, in standard deviations."""
+    embeddings: Any = model.get_input_embeddings()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(embeddings.weight.shape[0], (1, TOKENS + 1), generator=generator).to(input_device(model))
+    alone = _logits(model, ids, torch.ones_like(ids))
+    columns = ids.new_zeros(1, PADDING)
+    padded = _logits(model, torch.cat([columns, ids], 1), torch.cat([columns, torch.ones_like(ids)], 1))
+    if not torch.isfinite(padded).all():
+        return float("inf")
+    return float((padded - alone).abs().max() / alone.std())
+
+
+def _logits(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Of the last two tokens `[1, L]`, `[2, V]`, the last one fed alone behind the others, as `generate` does it."""
+    kwargs: dict[str, Any] = {"attention_mask": mask[:, :-1], "past_key_values": DynamicCache(), "use_cache": True}
+    if "position_ids" in inspect.signature(type(model).forward).parameters:
+        kwargs["position_ids"] = model._prepare_position_ids_for_generation(ids[:, :-1], kwargs)
+    first = model(**model.prepare_inputs_for_generation(ids[:, :-1], is_first_iteration=True, **kwargs))
+    kwargs = model._update_model_kwargs_for_generation(first, kwargs, is_encoder_decoder=False)
+    second = model(**model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs))
+    return torch.stack([output.logits[0, -1] for output in (first, second)])

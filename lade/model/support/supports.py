@@ -1,0 +1,230 @@
+"""Which models can be served exactly, and why not the others. A model we cannot serve exactly is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+
+from lade.errors import UnsupportedModelError
+from lade.model.support.adapters import why_adapted_otherwise
+from lade.model.masks import MaskPlan
+from lade.model.config_fields import field
+from lade.model.support.foreign_code import foreign_code
+from lade.model.support.linear_check import why_inexact
+from lade.model.support.lengths import named_lengths
+from lade.model.mask_plan import LAYER_TYPES, plan_for, window_too_short
+from lade.model.support.tree_check import tolerance, worst_error
+from lade.model.support.training_mode import why_not_in_training
+from lade.model.tree_attention.backend import NAME as TREE_ATTENTION
+
+MASK_PER_LAYER_TYPE = frozenset(
+    """
+    cohere2 exaone4 gemma2 gemma3_text gemma4_text gemma4_unified_text gpt_oss llama4_text olmo3 qwen2 qwen3 smollm3
+    """.split()  # noqa: SIM905 - a table of words reads better without the quotes
+)
+ONE_MASK = frozenset(
+    """
+    bloom codegen cohere deepseek_v2 deepseek_v3 ernie4_5 falcon gemma glm glm4 gpt2 gpt_bigcode gpt_neox gptj granite
+    granitemoe helium hunyuan_v1_dense llama mistral mixtral nemotron olmo olmo2 olmoe opt persimmon phi phi3 qwen3_moe
+    stablelm starcoder2
+    """.split()  # noqa: SIM905
+)
+"""Families whose trees are compared with `model.generate` by this package's tests, by `config.model_type`."""
+
+REFUSED = {
+    "doge": "its attention picks keys by a score, and where scores are equal, by how many keys there are",
+    "gpt_neo": "its local attention layers mask by cache slot and ignore the mask of a tree",
+    "mpt": "its ALiBi biases go by cache slot, not by position",
+}
+LONGEST_PROBE_TOKENS = 1024
+PLAIN_REMEDY = 'use plain model.generate, or lookahead="auto", which falls back to it'
+
+
+@dataclass(frozen=True)
+class Support:
+    """The answer of `supports`: truthy where the model can be served.
+
+    Attributes:
+        model: class name of the model.
+        reason: why not; empty where it can be served.
+        plan: how the model takes its masks; None where it cannot be served.
+    """
+
+    model: str
+    reason: str = ""
+    plan: MaskPlan | None = None
+
+    def __bool__(self) -> bool:
+        return not self.reason
+
+    def __str__(self) -> str:
+        return f"{self.model}: " + (self.reason or "supported")
+
+    def __repr__(self) -> str:
+        return f"Support({self})"
+
+    def require(self) -> MaskPlan:
+        """The plan, or `UnsupportedModelError`."""
+        if self.plan is None:
+            raise UnsupportedModelError(str(self), PLAIN_REMEDY)
+        return self.plan
+
+
+Known = dict[Hashable, tuple[list[Callable[[], Any]], Support]]
+"""By what a check depends on: the foreign code that it met, as long as that lives, and what came of it."""
+_checked: WeakKeyDictionary[PreTrainedModel, Known] = WeakKeyDictionary()
+
+
+def supports(model: Any) -> Support:
+    """Whether `lade` decodes this model exactly.
+
+    What this package does not test, an unlisted architecture or code of others on a listed one, is checked once on the
+    model itself: a small tree against plain decoding. Linear layers that are not torch's own, such as quantised ones,
+    are each tried once, and training mode by three small passes at every call.
+
+    Args:
+        model: a transformers model; one wrapped by PEFT or `torch.compile` is looked into.
+
+    Returns:
+        A truthy `Support`, or a falsy one with the reason.
+
+    >>> if not lade.supports(model): print(lade.supports(model).reason)
+    """
+    wrapped, model = model, unwrap(model)
+    name = type(model).__name__
+    reason = _refusal(model) or _refusal_of_wrapper(wrapped, model) or why_inexact(model) or why_not_in_training(model)
+    if reason:
+        return Support(name, reason)
+    config, foreign = model.config.get_text_config(decoder=True), foreign_code(model)
+    if not foreign and _is_listed(model, config):
+        return _listed(model, config)
+    known = _checked.setdefault(model, {})
+    state = (config._attn_implementation, model.dtype, *map(id, foreign))
+    things, support = known.get(state, ([], None))
+    # Another thing may have come to lie where one lay that is gone.
+    if support is None or any(thing() is None for thing in things):
+        support = _check(model, config)
+        known[state] = (list(map(_reference, foreign)), support)
+    return support
+
+
+def _reference(thing: Any) -> Callable[[], Any]:
+    """The thing as long as it lives; of what cannot be referred to weakly, nothing."""
+    try:
+        return ref(thing)
+    except TypeError:
+        return lambda: None
+
+
+def unwrap(model: Any) -> Any:
+    """The transformers model inside PEFT's and `torch.compile`'s wrappers."""
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def is_listed(model: PreTrainedModel) -> bool:
+    """Whether it is of an architecture that this package tests; others are checked on the model itself."""
+    return _is_listed(model, model.config.get_text_config(decoder=True))
+
+
+def _refusal(model: Any) -> str:
+    """Why a model cannot be served whatever its masks; empty if there is no such reason."""
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        return "it is not a transformers model with a language modeling head"
+    config = model.config.get_text_config(decoder=True)
+    return _refusal_of_architecture(model, config) or _refusal_as_it_is_set_up(model, config)
+
+
+def _refusal_of_architecture(model: PreTrainedModel, config: PretrainedConfig) -> str:
+    if type(model)._sample is not GenerationMixin._sample:
+        return "its class chooses tokens in a way of its own (_sample)"
+    if model.config.is_encoder_decoder:
+        return "it is an encoder-decoder model, and token trees need a decoder-only one"
+    if config.model_type in REFUSED:
+        return REFUSED[config.model_type]
+    if getattr(config, "alibi", False):
+        return "its ALiBi biases go by cache slot, not by position"
+    if getattr(model, "_is_stateful", False) or _foreign_layers(config):
+        kinds = ", ".join(_foreign_layers(config)) or "a recurrent state"
+        return f"its layers ({kinds}) carry a state that the branches of a token tree cannot share"
+    return ""
+
+
+def _refusal_as_it_is_set_up(model: PreTrainedModel, config: PretrainedConfig) -> str:
+    if getattr(model, "_pp_stage", None) is not None:
+        return (
+            "it is split into pipeline stages (pp_size), and each process has but one of them: load it with device_map"
+        )
+    backend = config._attn_implementation or "eager"
+    if backend not in ("sdpa", "eager", TREE_ATTENTION):
+        return f'its attention kernel {backend!r} takes no tree mask: load it with attn_implementation="sdpa"'
+    if backend == TREE_ATTENTION and not model._can_set_attn_implementation():
+        remedy = 'load it with attn_implementation="eager"'
+        return f"its attention does not go through transformers' interface, so it does not know {backend!r}: {remedy}"
+    if field(config, "use_bidirectional_attention") not in (None, False, "vision"):  # of images, which are no text
+        return "its attention is bidirectional"
+    if window := window_too_short(config):
+        return f"its {window} is less than two tokens, and transformers' cache does not heed so short a window"
+    return ""
+
+
+def _refusal_of_wrapper(wrapped: Any, model: PreTrainedModel) -> str:
+    return why_adapted_otherwise(wrapped, model)
+
+
+def _foreign_layers(config: PretrainedConfig) -> list[str]:
+    return sorted(set(field(config, "layer_types") or ()) - LAYER_TYPES)
+
+
+def _is_listed(model: PreTrainedModel, config: PretrainedConfig) -> bool:
+    ours = type(model).__module__.startswith("transformers.models.")  # remote code may borrow a model_type
+    return ours and config.model_type in MASK_PER_LAYER_TYPE | ONE_MASK and model.config is config
+
+
+def _listed(model: PreTrainedModel, config: PretrainedConfig) -> Support:
+    name = type(model).__name__
+    try:
+        return Support(name, plan=plan_for(config, by_layer_type=config.model_type in MASK_PER_LAYER_TYPE))
+    except ValueError as problem:
+        return Support(name, f"it {problem}")
+
+
+def _check(model: PreTrainedModel, config: PretrainedConfig) -> Support:
+    """Try the ways in which a model may take its masks; the first one that is exact is the plan."""
+    name, listed = type(model).__name__, _is_listed(model, config)
+    lengths = _windows(config) if listed else named_lengths(model)
+    longest = max(lengths, key=lambda name: lengths[name], default=None)
+    if longest and lengths[longest] > LONGEST_PROBE_TOKENS and not listed:
+        what = f"its {longest} of {lengths[longest]} tokens is too long to be checked"
+        return Support(name, f"{what}, and this package does not test it")
+    reach = max((length for length in lengths.values() if length <= LONGEST_PROBE_TOKENS), default=0)
+    findings = []
+    for by_layer_type in _ways(config, listed=listed):
+        try:
+            plan = plan_for(config, by_layer_type=by_layer_type)
+            error = worst_error(model, plan, beyond=reach)
+        except Exception as problem:  # noqa: BLE001 - any failure of an unknown model on a tree is the reason to refuse it
+            findings.append(f"{type(problem).__name__}: {problem}".splitlines()[0])
+            continue
+        if error <= tolerance(model.dtype):
+            return Support(name, plan=plan)
+        findings.append(f"logits differ by {error:.2g} standard deviations")
+    reason = f"a tree pass does not equal plain passes on it ({'; '.join(findings)})"
+    return Support(name, reason)
+
+
+def _windows(config: PretrainedConfig) -> dict[str, int]:
+    """How far the layers of a listed architecture see."""
+    values = {name: field(config, name) for name in ("sliding_window", "attention_chunk_size")}
+    return {name: value for name, value in values.items() if isinstance(value, int)}
+
+
+def _ways(config: PretrainedConfig, *, listed: bool) -> Sequence[bool]:
+    """Whether to give masks by layer type."""
+    if listed:
+        return (config.model_type in MASK_PER_LAYER_TYPE,)
+    return (True, False) if field(config, "layer_types") else (False,)

@@ -1,0 +1,56 @@
+"""Models in training mode: do their passes draw random numbers, and does one go on from the cache of another?
+
+Dropout comes in many forms: modules, calls of a function, dropped layers, jitter in a router; and some are on only
+where the module that holds them is in training mode, whatever the model as a whole says. So nothing is concluded from
+names: three passes over two or three tokens are tried, whenever any module is in training mode. Random numbers count
+even where no dropout uses them: a sample after fewer passes would be another one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lade.model.kv_cache import TreeCache
+from lade.model.support.tree_check import distance, tolerance
+from lade.model.support.randomness import watch_draws
+from lade.model.runner import input_device
+
+REMEDY = "call model.eval()"
+
+
+def why_not_in_training(model: PreTrainedModel) -> str:
+    """What training mode does to the passes of a model; empty if nothing, or if no module is in training mode."""
+    if not any(module.training for module in model.modules()):
+        return ""
+    with watch_draws(model) as draws:
+        try:
+            error = _error_of_cache(model)
+        except Exception as problem:  # noqa: BLE001 - whatever keeps a pass in training mode from working is the reason
+            return f"it is in training mode, where a pass fails ({_first_line(problem)}): {REMEDY}"
+    if draws.happened:
+        return f"it is in training mode, where it draws random numbers, such as dropout's: {REMEDY}"
+    if not error <= tolerance(model.dtype):
+        return (
+            "it is in training mode, where a pass does not go on from the cache of the one before, "
+            f"as with gradient checkpointing: {REMEDY}"
+        )
+    return ""
+
+
+@torch.no_grad()
+def _error_of_cache(model: Any) -> float:
+    """How far a token fed after two others is from the same token fed together with them."""
+    ids = torch.arange(3, device=input_device(model))[None]
+    cache = TreeCache()
+    model(input_ids=ids[:, :2], past_key_values=cache, use_cache=True, return_dict=True)
+    last = model(input_ids=ids[:, 2:], past_key_values=cache, use_cache=True, return_dict=True).logits[0, -1]
+    if not all(layer.lengths == [3] for layer in cache.layers):
+        return float("inf")
+    return distance(model(input_ids=ids, use_cache=False, return_dict=True).logits[0, -1], last)
+
+
+def _first_line(problem: Exception) -> str:
+    return f"{type(problem).__name__}: {problem}".splitlines()[0]

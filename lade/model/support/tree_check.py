@@ -1,0 +1,154 @@
+"""Trust, but check: one small comparison of a tree pass with plain decoding, for models that no test vouches for."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from lade.decoding.tree import ROOT, TokenTree
+from lade.model.masks import MaskPlan
+from lade.model.kv_cache import TreeCache
+from lade.model.support.randomness import watch_draws
+from lade.model.runner import EagerRunner, input_device
+
+logger = logging.getLogger(__name__)
+
+PREFIX_TOKENS, PREFIX_KINDS = 12, 32  # of few kinds, since tokens recur in texts, too
+BRANCHES = ((0, 1, 2), (3, 4, 5), (3, 6))  # indices into random tokens; two of them share a node
+FOLLOWING = 7  # likewise: what comes after the second branch
+BYSTANDERS = 24  # more children of the root, before the branches, whose slots are then far from their positions
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # of the logits' standard deviation; wrong masks miss by 0.1 up
+HALF_TOLERANCE = 0.1
+
+
+class RandomModelError(ValueError):
+    """A model draws random numbers, so that two passes over the same tokens differ."""
+
+
+@torch.no_grad()
+def worst_error(model: PreTrainedModel, plan: MaskPlan, beyond: int = 0) -> float:
+    """Largest difference between a tree's logits and those of plain decoding along its branches.
+
+    The accepted path is kept and one more token is fed, so that compaction is checked too.
+
+    Args:
+        model: any causal language model.
+        plan: the masks to try.
+        beyond: length of a sliding window or chunk: the prefix is made longer than that.
+
+    Returns:
+        The difference in standard deviations of the plain logits.
+
+    Raises:
+        RandomModelError: the model draws random numbers.
+    """
+    logger.info("checking %s, which is not a tested architecture: a tree pass against plain ones", type(model).__name__)
+    with watch_draws(model) as draws:
+        error = _worst_error(model, plan, PREFIX_TOKENS + beyond)
+    if draws.happened:
+        raise RandomModelError("its passes draw random numbers")
+    logger.debug("the logits of %s differ by %.2g standard deviations at most", type(model).__name__, error)
+    return error
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Greatest `worst_error` that rounding explains."""
+    return TOLERANCE.get(dtype, HALF_TOLERANCE)
+
+
+def _worst_error(model: PreTrainedModel, plan: MaskPlan, prefix_length: int) -> float:
+    generator = torch.Generator().manual_seed(0)
+    embeddings: Any = model.get_input_embeddings()
+    vocabulary: int = embeddings.weight.shape[0]
+    distinct: list[int] = torch.randperm(vocabulary, generator=generator).tolist()  # so that branches stay apart
+    kinds = torch.randint(min(PREFIX_KINDS, vocabulary), (prefix_length,), generator=generator)
+    prefix = [distinct[kind] for kind in kinds.tolist()]
+    branches = [tuple(distinct[i] for i in branch) for branch in BRANCHES]
+
+    runner = EagerRunner(model, plan, model.generation_config)
+    cache = TreeCache()
+    runner.prefill([prefix[:-1]], cache)
+    tree = TokenTree(prefix[-1])
+    for path in [*((token,) for token in distinct[FOLLOWING + 1 :][:BYSTANDERS]), *branches]:
+        tree.add_path(path, "pool")
+    logits = runner.forward([tree], [prefix], cache)[0]  # [S, V]
+
+    plain: dict[tuple[int, ...], PlainDecoding] = {(): PlainDecoding(model, prefix)}
+    errors = [distance(plain[()].logits, logits[ROOT])]
+    for path in [branch[:depth] for branch in branches for depth in range(1, len(branch) + 1)]:
+        plain[path] = plain.get(path) or plain[path[:-1]].after(path[-1])
+        errors.append(distance(plain[path].logits, logits[_nodes(tree, path)[-1]]))
+
+    kept = branches[1]  # its keys must move forward
+    cache.keep([_nodes(tree, kept)], fed=len(tree))
+    following = distinct[FOLLOWING]
+    logits = runner.forward([TokenTree(following)], [[*prefix, *kept, following]], cache)[0]
+    errors.append(distance(plain[kept].after(following).logits, logits[ROOT]))
+    return max(errors)
+
+
+def _nodes(tree: TokenTree, path: Sequence[int]) -> list[int]:
+    """The nodes of a path, the root first."""
+    nodes = [ROOT]
+    for token in path:
+        node = tree.child(nodes[-1], token)
+        assert node is not None
+        nodes.append(node)
+    return nodes
+
+
+def distance(plain: torch.Tensor, logits: torch.Tensor) -> float:
+    """Largest difference between logits `[V]` and those of plain decoding, in standard deviations of the latter."""
+    plain = plain.to(logits.device)
+    if not torch.isfinite(logits).all():
+        return float("inf")
+    return float((plain - logits).abs().max() / plain.std())
+
+
+class PlainDecoding:
+    """A text as `model.generate` computes it: the prompt, then token by token, in the cache that transformers makes.
+
+    Args:
+        model: the model.
+        prefix: the text; its last token is fed by itself.
+
+    Attributes:
+        logits: after the last token, `[V]`.
+    """
+
+    def __init__(self, model: PreTrainedModel, prefix: Sequence[int]) -> None:
+        self._model = cast(Any, model)
+        self._ids = torch.tensor([prefix[:-1]], device=input_device(model))
+        kwargs = self._kwargs(DynamicCache(config=model.config.get_text_config(decoder=True)))
+        self._take(self._model._prefill(self._ids, model.generation_config, kwargs))
+        self._feed(prefix[-1])
+
+    def after(self, token: int) -> PlainDecoding:
+        """The same with one more token."""
+        longer = copy.copy(self)
+        longer._cache = copy.deepcopy(self._cache)
+        longer._feed(token)
+        return longer
+
+    def _feed(self, token: int) -> None:
+        self._ids = torch.cat([self._ids, self._ids.new_tensor([[token]])], dim=1)
+        kwargs = self._kwargs(self._cache)
+        inputs = self._model.prepare_inputs_for_generation(self._ids, next_sequence_length=1, **kwargs)
+        self._take(self._model(**inputs, return_dict=True))
+
+    def _kwargs(self, cache: Any) -> dict[str, Any]:
+        """What `model.generate` passes on for a text without padding, judging by the signature that it sees."""
+        kwargs: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+        if "position_ids" in inspect.signature(self._model.forward).parameters:
+            kwargs["position_ids"] = torch.arange(self._ids.shape[1], device=self._ids.device)[None]
+        return kwargs
+
+    def _take(self, output: Any) -> None:
+        self._cache: Any = output.past_key_values
+        self.logits: torch.Tensor = output.logits[0, -1]

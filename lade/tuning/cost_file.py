@@ -1,0 +1,87 @@
+"""Saved step costs: one small JSON file for each combination of machine, model and versions.
+
+    <user's cache folder>/lookahead-decoding/step-cost/<hash of the key>.json    {"key": {...}, "cost": {...}}
+
+It is only a cache: a file that is damaged, foreign or too old is as good as none, and a folder that cannot be written
+to costs a second at the next start. So none of this is an error; the logger `lade` tells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import platformdirs
+
+from lade.files import write_whole
+from lade.tuning.step_cost import StepCost
+
+Key = Mapping[str, object]
+"""What a saved curve is good for, by readable names; anything JSON can hold."""
+
+MAX_AGE_S = 30 * 24 * 3600.0
+"""A curve is measured anew after so long: of drivers, kernels and power settings a key knows nothing, and passes only
+refresh the sizes they have."""
+
+logger = logging.getLogger(__name__)
+
+
+def default_folder() -> Path:
+    """Where curves are kept unless a caller names another folder."""
+    return Path(platformdirs.user_cache_dir("lookahead-decoding", appauthor=False)) / "step-cost"
+
+
+def path_of(key: Key, folder: Path | None = None) -> Path:
+    """The file of a key."""
+    return (default_folder() if folder is None else folder) / f"{digest_of(key)}.json"
+
+
+def digest_of(key: Key) -> str:
+    """A short name of a key, the same in every process."""
+    return hashlib.sha256(_text(key).encode()).hexdigest()[:32]
+
+
+def load(key: Key, folder: Path | None = None, *, now: Callable[[], float] = time.time) -> StepCost | None:
+    """The curve saved under a key; None where there is none that can be used."""
+    path = path_of(key, folder)
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(record, dict) or _text(record.get("key")) != _text(key):
+            raise ValueError("it was saved under another key")
+        cost = StepCost.from_json(record.get("cost"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as problem:  # ValueError: also what is no JSON and no UTF-8
+        logger.warning("step cost %s cannot be used and will be measured anew: %s", path, problem)
+        return None
+    if abs(now() - cost.measured_at) > MAX_AGE_S:
+        logger.info("step cost %s is older than %.0f days and will be measured anew", path, MAX_AGE_S / 86400)
+        return None
+    return cost
+
+
+def save(key: Key, cost: StepCost, folder: Path | None = None) -> bool:
+    """Save a curve: whoever reads meanwhile finds the old file or the new one, whole.
+
+    Returns:
+        Whether it was saved; if not, the logger has told why.
+    """
+    path = path_of(key, folder)
+    record = json.dumps({"key": dict(key), "cost": cost.to_json()}, indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, record)
+    except OSError as problem:
+        logger.warning(
+            "step cost cannot be saved in %s, and the next process measures it anew: %s", path.parent, problem
+        )
+        return False
+    return True
+
+
+def _text(key: object) -> str:
+    return json.dumps(key, sort_keys=True)

@@ -1,0 +1,1 @@
+"""How the embedded model was trained; not part of the wheel."""
