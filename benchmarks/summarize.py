@@ -25,11 +25,11 @@ from pathlib import Path
 
 from catalogue import BENCHMARKS, FOLDER, Benchmark
 
+from lade.bench.analysis.summary import Row, Summary, summarise
+from lade.bench.report.prose import LOSS, MISSING, count, is_loss, number, rate
+from lade.bench.report.table import as_markdown
 from lade.bench.results import Results
 from lade.bench.scaling.records import Scaling
-from lade.bench.analysis.summary import Row, Summary, summarise
-from lade.bench.report.table import as_markdown
-from lade.bench.report.prose import LOSS, MISSING, count, is_loss, number, rate
 
 NOT_YET = "Not run yet."
 FIGURES = {

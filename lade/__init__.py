@@ -29,13 +29,13 @@ if TYPE_CHECKING:
         UnsupportedError,
         UnsupportedModelError,
     )
-    from lade.hf.legacy_api import augment_all, config_lade, log_history, restore_all, save_log
     from lade.hf.enable import disable, enable
     from lade.hf.generate import decode, decoder, generate, stream
+    from lade.hf.legacy_api import augment_all, config_lade, log_history, restore_all, save_log
+    from lade.model.cuda_graphs.workspace import release
     from lade.model.kv_cache import TreeCache
     from lade.model.packing.pack import pack, unpack
     from lade.model.support.supports import Support, supports
-    from lade.model.cuda_graphs.workspace import release
     from lade.serving.engine import Engine
     from lade.serving.handle import Handle
     from lade.stats import Stats, Step

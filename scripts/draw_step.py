@@ -21,8 +21,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from lade.decoding.drafting.ngram_pool import NGramPool
-from lade.decoding.tree import ROOT, TokenTree
 from lade.decoding.drafting.window import Window
+from lade.decoding.tree import ROOT, TokenTree
 
 WORDS = "the cat sat on the mat and the cat ran to a dog in the sun with one red hat".split()  # noqa: SIM905
 COLOURS = {"root": "#8c8c8c", "window": "#4c8bf5", "pool": "#f29d38"}

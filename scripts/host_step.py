@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
 from lade.decoding import loop as engine
-from lade.decoding.drafting.adaptive import AdaptiveDrafter
 from lade.decoding.choose import Greedy
+from lade.decoding.drafting.adaptive import AdaptiveDrafter
 from lade.decoding.drafting.tree_size import FixedBudget
 from lade.decoding.readout import Readout
 from lade.decoding.row import Row

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lade
 from lade.decoding import loop as engine
 from lade.decoding.row import Row
-from lade.model.masks import MaskPlan, StepInputs
 from lade.model.kv_cache import TreeCache
+from lade.model.masks import MaskPlan, StepInputs
 
 PARTS: list[tuple[Any, str, str]] = [
     (Row, "learn", "learning"),

@@ -15,7 +15,7 @@ import functools
 from collections.abc import Iterator
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from lade import LookaheadConfig, Stats, Step
 from lade.bench.workloads import load
@@ -23,7 +23,6 @@ from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.tree import ROOT, TokenTree
 from lade.embedded.files import model_path
-from training.evaluate import load as load_model
 from lade.hf.session import Session, special_ids
 
 
@@ -79,7 +78,8 @@ def drawn(tree: TokenTree, step: Step, names: list[str]) -> Iterator[str]:
 def main() -> None:
     arguments = parsed()
     torch.set_num_threads(1)
-    model, tokenizer = load_model(model_path())
+    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
     texts = {item.id: item.turns[0] for item in load("builtin").items}
     config = LookaheadConfig(budget=arguments.budget)
     if arguments.window is not None:

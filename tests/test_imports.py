@@ -3,6 +3,7 @@
 import ast
 import importlib
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,13 @@ import lade
 PACKAGE = Path(lade.__file__).parent
 # From the ground up: a layer imports from itself and from those below it.
 LAYERS = [
-    "version neighbour config errors locks stats lines files",
+    "version name_clash config errors locks stats jsonl files",
     "decoding",
     "model",
     "tuning",
     "hf testing",
     "serving recipe",
-    "demo",
+    "embedded",
     "bench",
     "cli",
     "__init__ __main__",
@@ -53,6 +54,45 @@ def test_a_module_imports_only_from_its_own_layer_and_below(path):
     assert not above, f"{path.name} imports {sorted(above)} from above"
 
 
+def dotted(path: Path) -> str:
+    return ".".join(("lade", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def dependencies(path: Path) -> set[str]:
+    """The modules that a file imports from this package, wherever in the file it does so."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "lade":
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in NAMES else node.module for name in inner}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name in NAMES}
+    return found - {dotted(path)}
+
+
+NAMES = {dotted(path) for path in MODULES}
+GRAPH = {dotted(path): dependencies(path) for path in MODULES}
+FOLDERS = sorted(dotted(path) for path in MODULES if path.name == "__init__.py")
+
+
+def test_files_do_not_import_each_other_in_circles():
+    TopologicalSorter(GRAPH).prepare()  # raises CycleError, which names them
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_arrows_between_the_parts_of_a_folder_point_one_way(folder):
+    """A part is a file or a folder. Two that need each other are one, or lack a third below them."""
+
+    def part(name: str) -> str | None:
+        return name.removeprefix(f"{folder}.").partition(".")[0] if name.startswith(f"{folder}.") else None
+
+    arrows: dict[str, set[str]] = {}
+    for name, targets in GRAPH.items():
+        if (own := part(name)) is not None:
+            arrows.setdefault(own, set()).update({part(target) for target in targets} - {None, own})
+    TopologicalSorter(arrows).prepare()
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_the_algorithm_knows_nothing_of_transformers(path):
     if layer_of(path) == "decoding":
@@ -67,7 +107,7 @@ def test_only_the_kernels_know_of_a_compiler():
 
 def test_only_the_compatibility_module_reads_the_environment():
     readers = {path.name for path in MODULES if "os.environ" in path.read_text() or "getenv" in path.read_text()}
-    assert readers == {"compat.py"}
+    assert readers == {"legacy_api.py"}
 
 
 def test_every_public_name_is_there():

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.cleaning import clean, is_prose_or_code
 from lade.errors import InputError
+from training.cleaning import clean, is_prose_or_code
 
 HELD_OUT = ("bisect", "colorsys", "difflib", "fnmatch", "heapq", "shlex", "statistics", "textwrap")
 

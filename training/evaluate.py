@@ -18,8 +18,8 @@ from rich.console import Console
 from torch.nn import functional
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from training.corpus import Document, held_out_documents, standard_library, training_documents
 from lade.errors import InputError
+from training.corpus import Document, held_out_documents, standard_library, training_documents
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

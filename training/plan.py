@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from transformers import LlamaConfig
 
-from training.tokens import BOS_ID, EOS_ID, PAD_ID
 from lade.errors import InputError
+from training.tokens import BOS_ID, EOS_ID, PAD_ID
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerFast
 
+from lade.errors import InputError
 from training.corpus import question_documents, standard_library, training_documents
 from training.export import export
 from training.plan import Shape, TrainPlan
 from training.tokens import EncodedCorpus, encode_corpus, train_tokenizer
 from training.trainer import Trainer
-from lade.errors import InputError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -12,11 +12,11 @@ import torch
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
+from lade.errors import InputError
+from training.batch_order import RowOrder
 from training.loops import LoopRows, loop_loss, make_loops
 from training.plan import Shape, TrainPlan
-from training.batch_order import RowOrder
 from training.tokens import EncodedCorpus
-from lade.errors import InputError
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
 LossAndPenalty = Callable[..., tuple[torch.Tensor, torch.Tensor]]

@@ -39,10 +39,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import lade
-from lade.bench.run.environment import commit_of
+from lade.bench.harness.environment import commit_of
 from lade.decoding.tree import TokenTree
-from lade.model.masks import StepInputs
 from lade.model.attention_span import everything
+from lade.model.masks import StepInputs
 from lade.model.tree_attention.backend import kernel_for
 from lade.model.tree_attention.inputs import TreeInputs
 

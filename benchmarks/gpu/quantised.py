@@ -30,14 +30,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import lade
+from lade.bench.harness.environment import command_line, environment_of
 from lade.bench.inflation import inflate
-from lade.bench.run.environment import command_line, environment_of
 from lade.bench.inflation.search import Wanted, choose
 from lade.embedded.files import model_path
-from lade.model.select_runner import runner_for
 from lade.model.cuda_graphs.runner import GraphRunner
-from lade.model.weights import bytes_by_kind
 from lade.model.cuda_graphs.workspace import workspace_of
+from lade.model.select_runner import runner_for
+from lade.model.weights import bytes_by_kind
 
 DTYPE = torch.bfloat16
 GROUP, WIDTHS = 32, 128

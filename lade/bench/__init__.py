@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lade.bench import workloads
-    from lade.bench.run.benchmark import run
+    from lade.bench.harness.benchmark import run
     from lade.bench.inflation.inflate import inflate
     from lade.bench.results import Results, Settings
 
@@ -17,7 +17,7 @@ _HOME_OF = {
     "Results": "lade.bench.results",
     "Settings": "lade.bench.results",
     "inflate": "lade.bench.inflation.inflate",
-    "run": "lade.bench.run.benchmark",
+    "run": "lade.bench.harness.benchmark",
 }
 _PACKAGES = ("workloads",)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lade.cli.loading.load import Subject
-from lade.cli.prompts import Messages, Prompt
 from lade.cli.options.template import Template
+from lade.cli.prompts import Messages, Prompt
 from lade.cli.terminal import one_line
 from lade.errors import ConfigError, InputError
 

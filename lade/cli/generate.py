@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lade.cli.options import decoding as options
 from lade.cli.batch.request import batch_of
+from lade.cli.options import decoding as options
 from lade.cli.prompts import read_prompts
 from lade.cli.terminal import ASIDE, EXIT_INTERRUPTED, Terminal, terminal
 from lade.errors import ConfigError
 
 if TYPE_CHECKING:
     from lade.cli.batch.answers import Recipe
-    from lade.cli.run import Generation
     from lade.cli.prompts import Prompt
+    from lade.cli.run import Generation
 
 EXAMPLE = 'Example:  [bold]lade generate "def mean(values):" --max-new-tokens 100[/bold]'
 _LONGEST_ECHO = 2000

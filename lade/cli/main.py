@@ -9,9 +9,9 @@ import typer
 
 from lade.cli import export_recipe, generate, info, tune, warm
 from lade.cli.bench import command as bench
+from lade.cli.bench import plan
 from lade.cli.chat import command as chat
 from lade.cli.demo import command as demo
-from lade.cli.bench import plan
 from lade.version import __version__
 
 app = typer.Typer(

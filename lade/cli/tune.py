@@ -187,8 +187,8 @@ def _measure(
 def _sweep(runner: EagerRunner, cached: int, seconds: float, interrupt: Interrupt, progress: Progress) -> Sweep:
     from time import perf_counter
 
-    from lade.tuning.step_cost import KNOTS
     from lade.tuning.measure import SIZES, StepTimer, samples_of
+    from lade.tuning.step_cost import KNOTS
 
     vocabulary = runner.model.get_input_embeddings().weight.shape[0]
     timer = StepTimer(runner, vocabulary=vocabulary, largest=KNOTS[-1], cached=cached)
@@ -218,8 +218,8 @@ def _save(model: Any, runner: EagerRunner, sweeps: list[Sweep], *, interrupted: 
 
     from lade.tuning import cost_cache as profile
     from lade.tuning import cost_file as store
-    from lade.tuning.step_cost import StepCost
     from lade.tuning.measure import CACHED_TOKENS
+    from lade.tuning.step_cost import StepCost
 
     usual = min(sweeps, key=lambda sweep: abs(log(sweep.cached / CACHED_TOKENS)))
     if interrupted and len(usual.samples) < len(usual.wanted):

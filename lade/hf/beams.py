@@ -18,9 +18,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from lade.config import LookaheadConfig
 from lade.decoding.beams.logits import BeamLogits
 from lade.errors import UnsupportedArgumentError
-from lade.hf.refusals import check_cache, checked_paddings, refuse
-from lade.hf.plain import decoding_method
 from lade.hf.batch_rules import check_lengths
+from lade.hf.plain import decoding_method
+from lade.hf.refusals import check_cache, checked_paddings, refuse
 from lade.hf.session import special_ids
 from lade.model.kv_cache import TreeCache
 from lade.model.position_limits import Positions

@@ -18,9 +18,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from lade.config import Lookahead
 from lade.errors import UnsupportedModelError
-from lade.hf.refusals import resolve
 from lade.hf.generate import generate
 from lade.hf.original import REPLACED, check_generate, is_decoded_plainly
+from lade.hf.refusals import resolve
 from lade.model.support.supports import supports
 from lade.stats import Stats
 

@@ -16,11 +16,11 @@ from transformers.generation.utils import GenerateOutput
 
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import FallbackWarning, UnsupportedArgumentError, UnsupportedError
-from lade.hf.refusals import REMEDY, check_ids, check_prompt, refuse_media, resolve, with_stop_strings
 from lade.hf.beams import BeamSession, argument_of, num_beams, refuse_slow_beams, refuse_streamed_beams
 from lade.hf.one_call import guarded, refuse_values_of_one_call
 from lade.hf.original import check_generate, original_generate
 from lade.hf.plain import EVERY_PASS, decoding_method, lengths_of, metered, plain_steps
+from lade.hf.refusals import REMEDY, check_ids, check_prompt, refuse_media, resolve, with_stop_strings
 from lade.hf.session import Session, ids_of
 from lade.model.packing.linear import refuse_autocast
 from lade.model.support.supports import supports, unwrap

@@ -21,12 +21,12 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
 from lade.hf.media import WHY, is_empty, names_media, says_text
-from lade.model.user_cache import can_lend, why_unfit
-from lade.model.support.padding_check import counts_padding
 from lade.model.position_limits import LEARNED_POSITIONS
 from lade.model.runner import EagerRunner
 from lade.model.slot_patches import padding_counts_from
+from lade.model.support.padding_check import counts_padding
 from lade.model.support.supports import is_listed
+from lade.model.user_cache import can_lend, why_unfit
 
 REMEDY = 'leave it out, use plain model.generate, or lookahead="auto", which falls back to it'
 KNOWN_MODEL_KWARGS = frozenset(

@@ -16,26 +16,26 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lade.config import LookaheadConfig
 from lade.decoding.choose import Chooser, Greedy
+from lade.decoding.drafting.batch_budget import JointBudget
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.drafting.factory import drafter_for
-from lade.decoding.loop import Engine
-from lade.decoding.drafting.batch_budget import JointBudget
 from lade.decoding.drafting.memory import Memory
+from lade.decoding.loop import Engine
 from lade.decoding.row import Row, StopRule
-from lade.hf.refusals import check_cache, check_switch, checked_paddings
-from lade.hf.tree_processors import AtOnce, can_be_asked_at_once, pays_at_once
-from lade.hf.sampling import Draws, LoneSampler, RowSampler, Sampler
 from lade.hf.batch_rules import check_lengths, check_rows, processors_of_row
 from lade.hf.processors import Processed, Record, StopRules, Streamed, Transcript
+from lade.hf.refusals import check_cache, check_switch, checked_paddings
+from lade.hf.sampling import Draws, LoneSampler, RowSampler, Sampler
+from lade.hf.tree_processors import AtOnce, can_be_asked_at_once, pays_at_once
 from lade.model.kv_cache import TreeCache
-from lade.model.select_runner import runner_for
-from lade.model.user_cache import loan_for
 from lade.model.runner import EagerRunner
+from lade.model.select_runner import runner_for
 from lade.model.support.supports import supports
+from lade.model.user_cache import loan_for
 from lade.stats import Stats, Step
 from lade.tuning.batch_cost import BatchCost
-from lade.tuning.step_cost import StepCost
 from lade.tuning.cost_cache import save_refreshed, step_cost_for
+from lade.tuning.step_cost import StepCost
 
 Output = torch.Tensor | GenerateDecoderOnlyOutput
 

@@ -14,8 +14,8 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
 from lade.decoding.choose import Choose
-from lade.hf.sampling import NO_TOKEN
 from lade.hf.processors import Processed
+from lade.hf.sampling import NO_TOKEN
 
 BLIND_PROCESSORS = frozenset(
     """

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from transformers import PretrainedConfig
 
-from lade.model.masks import MaskPlan
-from lade.model.config_fields import field, per_layer
 from lade.model.attention_span import Reach, chunked, everything, sliding
+from lade.model.config_fields import field, per_layer
+from lade.model.masks import MaskPlan
 from lade.model.tree_attention.backend import NAME as TREE_ATTENTION
 
 SLIDING, CHUNKED, FULL = "sliding_attention", "chunked_attention", "full_attention"

@@ -12,10 +12,10 @@ from transformers.cache_utils import Cache
 
 from lade.decoding.loop import Watch
 from lade.decoding.tree import TokenTree
-from lade.model.masks import Inputs, Mask, MaskPlan
 from lade.model.kv_cache import TreeCache
-from lade.model.prompt_logits import HiddenStates
+from lade.model.masks import Inputs, Mask, MaskPlan
 from lade.model.position_limits import Positions
+from lade.model.prompt_logits import HiddenStates
 from lade.model.row_cache import RowCache
 from lade.model.signature import accepted
 from lade.model.slot_patches import SlotCounters

@@ -8,11 +8,11 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from lade.model import thread_hooks
-from lade.model.masks import MaskPlan
 from lade.model.cuda_graphs.runner import GraphRunner
+from lade.model.cuda_graphs.workspace import workspace_of
+from lade.model.masks import MaskPlan
 from lade.model.position_limits import Positions
 from lade.model.runner import EagerRunner, input_device
-from lade.model.cuda_graphs.workspace import workspace_of
 
 _IDLE_HOOKS = frozenset({"transformers.utils.output_capturing", thread_hooks.__name__})
 """Modules whose hooks do nothing here: transformers' stay on a model once hidden states were asked for, and ours are

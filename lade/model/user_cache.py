@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from lade.model.kv_cache import TreeCache, TreeLayer
 from lade.model.cuda_graphs.fallback_cache import GraphCache
 from lade.model.cuda_graphs.runner import GraphRunner
+from lade.model.kv_cache import TreeCache, TreeLayer
 from lade.model.runner import EagerRunner
 
 LENDERS = (DynamicLayer, DynamicSlidingWindowLayer)

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from lade.decoding.drafting.batch_budget import JointBudget
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.loop import Engine
-from lade.decoding.drafting.batch_budget import JointBudget
 from lade.decoding.readout import read
 from lade.decoding.row import Row
 from lade.hf.session import Output, vocabulary_of
-from lade.model.masks import MaskPlan
-from lade.model.kv_cache import TreeCache
-from lade.model.select_runner import runner_for
 from lade.model.cuda_graphs.workspace import release
+from lade.model.kv_cache import TreeCache
+from lade.model.masks import MaskPlan
+from lade.model.select_runner import runner_for
 from lade.serving.capacity import Capacity, default_max_tokens
 from lade.serving.handle import Handle
 from lade.serving.request import Request

@@ -14,10 +14,10 @@ from lade.config import LookaheadConfig
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.row import Row
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
-from lade.hf.refusals import checked_paddings, why_no_ids, with_stop_strings
-from lade.hf.sampling import LoneSampler
 from lade.hf.generate import check_request
 from lade.hf.one_call import guarded, refuse_hooks_of_one_call, refuse_values_of_one_call
+from lade.hf.refusals import checked_paddings, why_no_ids, with_stop_strings
+from lade.hf.sampling import LoneSampler
 from lade.hf.session import Output, output_of, record_for, row_for, special_ids
 from lade.model.position_limits import LEARNED_POSITIONS, Positions
 from lade.model.runner import input_device

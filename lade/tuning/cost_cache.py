@@ -21,14 +21,14 @@ from transformers import PreTrainedModel
 
 from lade.decoding.loop import Runner
 from lade.locks import ForkSafeLock
-from lade.model.kv_cache import TreeCache
 from lade.model.config_fields import field
 from lade.model.cuda_graphs.runner import GraphRunner
+from lade.model.kv_cache import TreeCache
 from lade.model.weights import bytes_by_kind
 from lade.tuning import cost_file as store
 from lade.tuning.batch_cost import bucket
-from lade.tuning.step_cost import StepCost
 from lade.tuning.measure import measure_step_cost
+from lade.tuning.step_cost import StepCost
 from lade.version import __version__
 
 logger = logging.getLogger(__name__)

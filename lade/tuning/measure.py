@@ -21,9 +21,9 @@ from typing import Any
 
 from lade.decoding.loop import Runner
 from lade.decoding.tree import ROOT, TokenTree
-from lade.model.shapes import step_bucket
-from lade.model.kv_cache import TreeCache
 from lade.model.cuda_graphs.runner import GraphRunner
+from lade.model.kv_cache import TreeCache
+from lade.model.shapes import step_bucket
 from lade.tuning.step_cost import KNOTS, StepCost, typical
 
 SIZES = (1, 8, 32, 2, 4, 16, 64, 128)

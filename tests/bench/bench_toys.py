@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lade.bench import results as records
-from lade.bench.run.arms import Models
+from lade.bench.harness.arms import Models
 from lade.bench.workloads import Item, Workload
 from lade.testing import toy_model
 

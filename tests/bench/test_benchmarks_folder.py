@@ -15,12 +15,12 @@ import torch
 import typer.main
 from made_results import METHODS, made_results
 
-from lade.bench.run.checks import check_settings
-from lade.bench.run.environment import command_line
-from lade.bench.run.methods import parse_all
+from lade.bench.analysis.summary import summarise
+from lade.bench.harness.checks import check_settings
+from lade.bench.harness.environment import command_line
+from lade.bench.harness.methods import parse_all
 from lade.bench.results import Environment, Model, Settings, Workload
 from lade.bench.scaling.records import Point, Reference, Scaling
-from lade.bench.analysis.summary import summarise
 from lade.cli.main import app
 
 ROOT = Path(__file__).parent.parent.parent

@@ -9,8 +9,8 @@ import pytest
 
 from lade.bench.analysis.compare import ALARMS, compare, drift
 from lade.bench.analysis.interval import interval_of
-from lade.bench.results import Environment, Method, Model, Results, Sample, Settings, Workload
 from lade.bench.analysis.speed import CALL
+from lade.bench.results import Environment, Method, Model, Results, Sample, Settings, Workload
 from lade.errors import ConfigError, InputError
 
 METHODS = {"hf": 1, "adaptive": 2, "lookahead": 2}  # tokens per step

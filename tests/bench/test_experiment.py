@@ -10,15 +10,15 @@ import torch
 from bench_toys import Chatty, Letters, models, workload
 
 import lade
-from lade.bench.run import arms as arms_module
-from lade.bench.run import benchmark
-from lade.bench.run import experiment as module
-from lade.bench.run.arms import OwnArm, TransformersArm
-from lade.bench.run.benchmark import prepare
-from lade.bench.run.completion import Completion, digest
-from lade.bench.run.experiment import jobs_of
-from lade.bench.run.pass_counter import Meter
-from lade.bench.run.methods import parse_all
+from lade.bench.harness import arms as arms_module
+from lade.bench.harness import benchmark
+from lade.bench.harness import experiment as module
+from lade.bench.harness.arms import OwnArm, TransformersArm
+from lade.bench.harness.benchmark import prepare
+from lade.bench.harness.completion import Completion, digest
+from lade.bench.harness.experiment import jobs_of
+from lade.bench.harness.methods import parse_all
+from lade.bench.harness.pass_counter import Meter
 from lade.bench.results import Results, Settings
 from lade.decoding.drafting.memory import Memory
 from lade.errors import ConfigError, InputError, UnsupportedError
@@ -542,7 +542,7 @@ def test_jobs_in_order():
 
 
 def test_commits(tmp_path):
-    from lade.bench.run.environment import commit_of
+    from lade.bench.harness.environment import commit_of
 
     assert commit_of(tmp_path) is None
     git = shutil.which("git")

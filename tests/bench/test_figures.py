@@ -8,11 +8,11 @@ from made_results import METHODS, made_results
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
+from lade.bench.analysis.summary import summarise
 from lade.bench.report import figures
 from lade.bench.report.figures import save_figures
-from lade.bench.results import Method
-from lade.bench.analysis.summary import summarise
 from lade.bench.report.theme import DARK, LIGHT
+from lade.bench.results import Method
 from lade.errors import MissingExtraError
 
 NAMES = ("speedup", "trade", "step_cost", "acceptance")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lade.bench.run.methods import DEFAULT, KINDS, parse, parse_all, reference_of
+from lade.bench.harness.methods import DEFAULT, KINDS, parse, parse_all, reference_of
 from lade.bench.results import Method
 from lade.errors import ConfigError
 

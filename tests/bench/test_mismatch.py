@@ -4,10 +4,10 @@ import pytest
 import torch
 from bench_toys import models
 
-from lade.bench.run.arms import arms_for
-from lade.bench.run.completion import Place
-from lade.bench.run.methods import parse_all
-from lade.bench.run.mismatch import Judge, first_difference, unit_of
+from lade.bench.harness.arms import arms_for
+from lade.bench.harness.completion import Place
+from lade.bench.harness.methods import parse_all
+from lade.bench.harness.mismatch import Judge, first_difference, unit_of
 from lade.bench.results import Settings
 
 PROMPT = [3, 1, 4, 1, 5]

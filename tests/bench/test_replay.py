@@ -2,7 +2,7 @@
 
 import pytest
 
-from lade.bench.run.replay import pieces_of
+from lade.bench.harness.replay import pieces_of
 
 
 class Bytes:

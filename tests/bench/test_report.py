@@ -9,12 +9,12 @@ from html.parser import HTMLParser
 import pytest
 from made_results import METHODS, made_results, replay_of
 
-from lade.bench.report import glossary
-from lade.bench.run.methods import KINDS
-from lade.bench.report.page import FIRST, MOST_ANSWERS, page, write_report
-from lade.bench.results import Method
 from lade.bench.analysis.summary import summarise
+from lade.bench.harness.methods import KINDS
+from lade.bench.report import glossary
+from lade.bench.report.page import FIRST, MOST_ANSWERS, page, write_report
 from lade.bench.report.table import COLUMNS, named
+from lade.bench.results import Method
 
 RESULTS = made_results(prompts=3)
 EVIL = "<script>alert('&')</script>"

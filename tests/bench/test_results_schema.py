@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lade.bench import results
-from lade.bench.run.methods import KINDS
-from lade.bench.run.mismatch import NEAR_ULPS, NEAR_ULPS_OTHERWISE
+from lade.bench.harness.methods import KINDS
+from lade.bench.harness.mismatch import NEAR_ULPS, NEAR_ULPS_OTHERWISE
 
 TEXT = (Path(__file__).parents[2] / "docs" / "results-schema.md").read_text(encoding="utf-8")
 RECORDS = [value for value in vars(results).values() if is_dataclass(value)]

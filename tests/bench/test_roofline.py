@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lade.bench.forecast.forecast import SHIPPED, Acceptance, Measured, best_sizes, measured_in, predict
-from lade.bench.results import Environment, Method, Model, Results, Sample, Settings, Workload
 from lade.bench.forecast.roofline import DEVICES, Roofline, cache_bytes_of
+from lade.bench.results import Environment, Method, Model, Results, Sample, Settings, Workload
 from lade.errors import ConfigError, InputError
 
 # 1 GB read at 1 GB/s is a second; a token's 1e9 operations at 16e9 a second are a sixteenth of it.
@@ -158,7 +158,7 @@ def test_what_ships_is_what_the_measurements_say():
         each.name: (each.fed, each.tokens_per_step) for each in SHIPPED.acceptances
     }
     (found,) = re.findall(r"([\d.]+) ms a plain step of ours, \*\*([\d.]+) at 16 tokens, ([\d.]+) at 64\*\*", text)
-    written = json.loads((resources.files("lade.bench") / "measured.json").read_text(encoding="utf-8"))
+    written = json.loads((resources.files("lade.bench.forecast") / "measured.json").read_text(encoding="utf-8"))
     assert list(written["library_ms"].items()) == list(zip(("1", "16", "64"), map(float, found), strict=True))
 
 

@@ -8,12 +8,12 @@ import torch
 from bench_toys import Letters, models, workload
 
 import lade
+from lade.bench.report.theme import DARK, LIGHT
+from lade.bench.results import Mismatch, Settings
 from lade.bench.scaling import figure as scaling_figure
 from lade.bench.scaling import run as study
-from lade.bench.results import Mismatch, Settings
 from lade.bench.scaling.records import NAME, Point, Scaling
 from lade.bench.scaling.run import Study
-from lade.bench.report.theme import DARK, LIGHT
 from lade.errors import ConfigError, InputError, MissingExtraError
 
 NEW = 16

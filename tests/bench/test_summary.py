@@ -7,13 +7,13 @@ from made_results import METHODS, made_results
 
 from lade.bench.analysis.acceptance import acceptance
 from lade.bench.analysis.answers import answers
+from lade.bench.analysis.cost_benefit import break_even, points_of, timed_points
 from lade.bench.analysis.curve import Curve, curve_of, curves_of
-from lade.bench.report.replay_view import shows_of
-from lade.bench.results import Method, Mismatch, Replay, Sample, StepCurve, Workload
 from lade.bench.analysis.speed import Spread
 from lade.bench.analysis.summary import summarise
-from lade.bench.analysis.cost_benefit import break_even, points_of, timed_points
 from lade.bench.report.prose import closing, findings
+from lade.bench.report.replay_view import shows_of
+from lade.bench.results import Method, Mismatch, Replay, Sample, StepCurve, Workload
 
 HF, PLAIN, FAST = Method("hf", "hf"), Method("plain", "plain", packed=True), Method("fast", "adaptive", packed=True)
 

@@ -7,8 +7,8 @@ import pytest
 from made_results import METHODS, made_results
 from rich.console import Console
 
-from lade.bench.results import Method
 from lade.bench.report.table import as_markdown, print_table
+from lade.bench.results import Method
 
 RESULTS = made_results(prompts=4)
 

@@ -10,11 +10,11 @@ import pytest
 
 from lade.bench import results
 from lade.bench.workloads import FORMATS, Item, load
-from training.corpus import HELD_OUT
 from lade.embedded.files import model_path
-from training.evaluate import load as load_model
 from lade.errors import InputError
 from lade.stats import distinct_ngrams
+from training.corpus import HELD_OUT
+from training.evaluate import load as load_model
 
 # One entry of each format with all the keys that the public files have, in words of our own.
 TALK = {"question_id": 81, "category": "writing", "turns": ["Write a note.", "Shorten it."], "reference": ["A note."]}

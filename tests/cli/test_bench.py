@@ -13,16 +13,16 @@ import torch
 from test_cli_errors import fails
 from typer.testing import CliRunner
 
-from lade.bench.run import experiment as experiment_module
-from lade.bench.run.arms import OwnArm
+from lade.bench.harness import experiment as experiment_module
+from lade.bench.harness.arms import OwnArm
 from lade.bench.results import Results
 from lade.bench.workloads import load
 from lade.cli.bench import command as module
 from lade.cli.bench import report as bench_report
 from lade.cli.bench import run as bench_run
+from lade.cli.bench.run import duration
 from lade.cli.loading import hub
 from lade.cli.loading import load as loading
-from lade.cli.bench.run import duration
 from lade.cli.main import app
 
 NEW = 8
@@ -149,7 +149,7 @@ def test_a_mismatch_is_told_and_is_exit_code_1(bench, wrong, tokenizer):
 
 
 def test_near_ties_are_exit_code_1_unless_they_are_allowed(bench, wrong, monkeypatch):
-    monkeypatch.setattr("lade.bench.run.mismatch.NEAR_ULPS_OTHERWISE", float("inf"))
+    monkeypatch.setattr("lade.bench.harness.mismatch.NEAR_ULPS_OTHERWISE", float("inf"))
     result = bench()
     assert result.exit_code == 1 and "a near tie" in result.stderr
     assert bench("--resume", "--allow-near-ties").exit_code == 0

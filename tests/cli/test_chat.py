@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from lade.cli.chat.conversation import Conversation
-from lade.cli.run import Generation, decode
 from lade.cli.loading.load import load
 from lade.cli.options.model import Loading
+from lade.cli.run import Generation, decode
 from lade.cli.terminal import terminal
 from lade.errors import InputError
 

@@ -9,8 +9,8 @@ from test_cli_errors import fails
 from transformers import StoppingCriteria
 
 from lade.cli.loading.load import load
-from lade.cli.options.model import Loading
 from lade.cli.options.decoding import Choices
+from lade.cli.options.model import Loading
 from lade.cli.terminal import terminal
 from lade.errors import ConfigError
 

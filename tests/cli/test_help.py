@@ -7,8 +7,8 @@ import typer.main
 from typer.testing import CliRunner
 
 from lade.cli.main import app
-from lade.cli.options.model import DEVICES, DTYPES, QUANTIZATIONS
 from lade.cli.options.decoding import METHODS
+from lade.cli.options.model import DEVICES, DTYPES, QUANTIZATIONS
 
 PANELS = {
     "Arguments": ["PROMPT"],

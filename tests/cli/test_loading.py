@@ -17,9 +17,9 @@ from transformers import LlamaForCausalLM, dynamic_module_utils
 import lade
 from lade.cli.loading import load as module
 from lade.cli.loading.load import load
+from lade.cli.loading.quantization import SCHEMES, Scheme
 from lade.cli.main import app
 from lade.cli.options.model import QUANTIZATIONS, Loading, command_line
-from lade.cli.loading.quantization import SCHEMES, Scheme
 from lade.cli.terminal import terminal
 from lade.embedded.files import model_path
 

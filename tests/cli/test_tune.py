@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lade.cli import tune as module
-from lade.tuning import measure
 from lade.tuning import cost_file as store
+from lade.tuning import measure
 from lade.tuning.step_cost import KNOTS, StepCost
 
 

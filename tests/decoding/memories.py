@@ -5,6 +5,7 @@ from math import exp
 
 import numpy as np
 
+from lade.decoding.drafting.memory import Memory, tail_of
 from lade.decoding.kernels import (
     BITS,
     END,
@@ -19,7 +20,6 @@ from lade.decoding.kernels import (
     Doubles,
     Ints,
 )
-from lade.decoding.drafting.memory import Memory, tail_of
 
 Row = dict[int, int]
 """Value by token."""

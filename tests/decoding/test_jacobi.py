@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from lade import Stats
 from lade.decoding.choose import Greedy
-from lade.decoding.loop import Engine
 from lade.decoding.drafting.jacobi import JacobiDrafter
+from lade.decoding.loop import Engine
 from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Verdict

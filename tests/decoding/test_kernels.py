@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from memories import Reference, rows_of, tails_of, unpacked
 
 from lade.decoding import kernels
-from lade.decoding.kernels import END, LENGTHS, LINES, LONGEST, ORDERS, TEXT, TEXT_ORDERS, WIDTH, Ints
 from lade.decoding.drafting.memory import tail_of
 from lade.decoding.drafting.mixer import prior_weights
+from lade.decoding.kernels import END, LENGTHS, LINES, LONGEST, ORDERS, TEXT, TEXT_ORDERS, WIDTH, Ints
 
 COLUMNS = 2 + WIDTH
 

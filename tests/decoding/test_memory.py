@@ -13,9 +13,9 @@ from memories import Reference, Row, known, learn, likeliest, random_rows, rows_
 
 from lade.decoding import kernels
 from lade.decoding.drafting import memory as module
-from lade.decoding.kernels import BITS, END, LONGEST, ORDERS, TEXT, TEXT_ORDERS, TOKEN, WIDTH
 from lade.decoding.drafting.memory import SLOT_BYTES, Memory, tail_of
 from lade.decoding.drafting.memory_file import LEAST_BYTES
+from lade.decoding.kernels import BITS, END, LONGEST, ORDERS, TEXT, TEXT_ORDERS, TOKEN, WIDTH
 from lade.errors import ConfigError
 
 HUGE = TOKEN - 1  # the largest token that fits into a row

@@ -17,9 +17,9 @@ from safetensors import numpy as container
 
 import lade
 from lade.decoding.drafting import memory_file
-from lade.decoding.kernels import BITS, END, LENGTHS, LINES, ORDERS, TEXT_ORDERS, TOKEN, WIDTH
 from lade.decoding.drafting.memory import SLOT_BYTES, Memory
 from lade.decoding.drafting.memory_file import LEAST_BYTES
+from lade.decoding.kernels import BITS, END, LENGTHS, LINES, ORDERS, TEXT_ORDERS, TOKEN, WIDTH
 from lade.errors import ConfigError, InputError, LadeError
 from lade.testing import toy_model
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lade.decoding.tree import ROOT, TokenTree
 from lade.decoding.drafting.window import Window
+from lade.decoding.tree import ROOT, TokenTree
 
 sizes = st.tuples(st.integers(1, 9), st.integers(2, 7))
 

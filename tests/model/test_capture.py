@@ -10,9 +10,9 @@ import torch
 import lade
 from lade.errors import CaptureWarning
 from lade.model.cuda_graphs import workspace as workspaces
-from lade.model.kv_cache import TreeCache
 from lade.model.cuda_graphs.capture import Rerun
 from lade.model.cuda_graphs.workspace import Workspace, setup_of, workspace_of
+from lade.model.kv_cache import TreeCache
 from lade.testing import toy_model
 
 

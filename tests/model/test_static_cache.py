@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lade.model.shapes import batch_bucket, key_bucket
-from lade.model.kv_cache import TreeCache, TreeLayer
-from lade.model.cuda_graphs.pool import OwnBuffers
 from lade.model.cuda_graphs.buffers import Buffers, Frame
+from lade.model.cuda_graphs.pool import OwnBuffers
 from lade.model.cuda_graphs.static_cache import StaticCache
+from lade.model.kv_cache import TreeCache, TreeLayer
+from lade.model.shapes import batch_bucket, key_bucket
 
 HEADS, DIM, LAYERS = 2, 3, 3
 

@@ -8,8 +8,8 @@ from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCau
 from trees import Case, attention, cases, tree_of
 
 import lade
-from lade.model.tree_attention import backend as module
 from lade.model.attention_span import Reach
+from lade.model.tree_attention import backend as module
 from lade.model.tree_attention.backend import NAME, kernel_for, tree_attention
 from lade.testing import toy_model
 

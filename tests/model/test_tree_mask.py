@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trees import CPU, Case, cases, tree_of
 
-from lade.model.masks import MaskPlan, StepInputs
 from lade.model.attention_span import Reach, everything, sliding
+from lade.model.masks import MaskPlan, StepInputs
 from lade.model.tree_attention.tree_mask import TreeMask
 
 

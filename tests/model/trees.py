@@ -9,8 +9,8 @@ import torch
 from hypothesis import strategies as st
 
 from lade.decoding.tree import TokenTree
-from lade.model.masks import StepInputs
 from lade.model.attention_span import Reach
+from lade.model.masks import StepInputs
 from lade.model.tree_attention.inputs import TreeInputs
 from lade.model.tree_attention.tree_mask import TreeMask
 

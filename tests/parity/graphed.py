@@ -11,10 +11,10 @@ from transformers import GenerationConfig, PreTrainedModel
 
 import lade
 from lade.model.cuda_graphs.capture import CudaCapture
-from lade.model.select_runner import why_eager
 from lade.model.cuda_graphs.runner import GraphRunner
-from lade.model.runner import EagerRunner
 from lade.model.cuda_graphs.workspace import Workspace
+from lade.model.runner import EagerRunner
+from lade.model.select_runner import why_eager
 
 
 class Graphs:

@@ -10,8 +10,8 @@ from comparing import CONFIGS, PAPER, Watch, assert_same, lookahead, plain, prom
 from families import FAMILIES, WINDOW, Family, family
 
 import lade
-from lade.model.tree_attention import backend as tree_attention
 from lade.model.support.tree_check import worst_error
+from lade.model.tree_attention import backend as tree_attention
 from lade.model.tree_attention.backend import NAME
 
 OUTSIDE = {"bloom", "codegen", "falcon", "gptj"}

@@ -22,21 +22,21 @@ from test_batch_families import batch, build
 from transformers import GenerationConfig
 
 import lade
-from lade.decoding import readout
 from lade.decoding import loop as engine
+from lade.decoding import readout
 from lade.errors import CaptureWarning
 from lade.hf import session
 from lade.model import select_runner as choice
 from lade.model.cuda_graphs import static_cache
-from lade.model.tree_attention import backend as tree_attention
-from lade.model.kv_cache import TreeCache
-from lade.model.cuda_graphs.capture import CudaCapture, Rerun
-from lade.model.select_runner import runner_for, why_eager
-from lade.model.cuda_graphs.runner import GraphRunner
-from lade.model.runner import EagerRunner
 from lade.model.cuda_graphs.buffers import Buffers
+from lade.model.cuda_graphs.capture import CudaCapture, Rerun
+from lade.model.cuda_graphs.runner import GraphRunner
 from lade.model.cuda_graphs.static_cache import StaticCache
 from lade.model.cuda_graphs.workspace import Workspace, setup_of, workspace_of
+from lade.model.kv_cache import TreeCache
+from lade.model.runner import EagerRunner
+from lade.model.select_runner import runner_for, why_eager
+from lade.model.tree_attention import backend as tree_attention
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]

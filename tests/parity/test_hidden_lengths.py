@@ -12,9 +12,9 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import lade
+from lade.model.mask_plan import plan_for
 from lade.model.support import supports as support
 from lade.model.support.lengths import named_lengths
-from lade.model.mask_plan import plan_for
 from lade.model.support.tree_check import worst_error
 
 pytestmark = pytest.mark.foreign_code

@@ -30,16 +30,16 @@ from lade import Engine, InputError, LookaheadConfig
 from lade.errors import CaptureWarning
 from lade.hf.refusals import resolve
 from lade.model.cuda_graphs import workspace as workspaces
-from lade.model.shapes import batch_bucket, key_bucket, step_bucket
-from lade.model.kv_cache import TreeCache, TreeLayer
+from lade.model.cuda_graphs.buffers import Buffers
 from lade.model.cuda_graphs.capture import CudaCapture, Rerun
 from lade.model.cuda_graphs.fallback_cache import GraphCache
 from lade.model.cuda_graphs.runner import GraphRunner
-from lade.model.runner import EagerRunner
-from lade.model.sizing import Bucketed
-from lade.model.cuda_graphs.buffers import Buffers
 from lade.model.cuda_graphs.static_cache import StaticCache
 from lade.model.cuda_graphs.workspace import Workspace, setup_of, workspace_of
+from lade.model.kv_cache import TreeCache, TreeLayer
+from lade.model.runner import EagerRunner
+from lade.model.shapes import batch_bucket, key_bucket, step_bucket
+from lade.model.sizing import Bucketed
 from lade.serving import batch
 from lade.serving.capacity import Capacity, Need, default_max_tokens, largest_tree
 from lade.serving.engine import PLAIN

@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from lade.decoding.drafting.tree_size import Controller
-from lade.model.shapes import STEP_SIZES, step_bucket
+from lade.model.cuda_graphs.buffers import Buffers
 from lade.model.cuda_graphs.capture import Rerun
 from lade.model.cuda_graphs.runner import GraphRunner
-from lade.model.runner import EagerRunner
-from lade.model.cuda_graphs.buffers import Buffers
-from lade.model.support.supports import supports
 from lade.model.cuda_graphs.workspace import Workspace
+from lade.model.runner import EagerRunner
+from lade.model.shapes import STEP_SIZES, step_bucket
+from lade.model.support.supports import supports
 from lade.testing import toy_model
 from lade.tuning import cost_cache as profile
-from lade.tuning.step_cost import KNOTS, StepCost
 from lade.tuning.measure import SIZES, StepTimer, measure_step_cost
+from lade.tuning.step_cost import KNOTS, StepCost
 
 STAIRS = {1: 1.0, 8: 1.05, 16: 1.1, 32: 1.25, 64: 1.6, 128: 2.6}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean
 
-from lade.bench.results import Results, Sample
 from lade.bench.analysis.speed import CALL, key_of, speedup
+from lade.bench.results import Results, Sample
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ import numpy as np
 
 from lade.bench.analysis.comparable import missing, refused, worth_knowing
 from lade.bench.analysis.interval import Interval, Verdict, interval_of
-from lade.bench.results import Results, Sample
 from lade.bench.analysis.speed import DECODING, Clock, Key, key_of
+from lade.bench.results import Results, Sample
 from lade.errors import ConfigError, InputError
 
 ALARMS = 0.05

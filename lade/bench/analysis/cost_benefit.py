@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lade.bench.analysis.curve import Curve, curve_of, curves_of
-from lade.bench.results import Results
 from lade.bench.analysis.summary import Summary
+from lade.bench.results import Results
 
 Kind = Literal["gain", "loss", "even"]
 

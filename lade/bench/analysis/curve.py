@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lade.bench.results import Results, StepCurve
 from lade.bench.analysis.speed import Spread
+from lade.bench.results import Results, StepCurve
 
 
 @dataclass(frozen=True)

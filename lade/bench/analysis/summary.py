@@ -12,8 +12,8 @@ from statistics import fmean
 from typing import Any
 
 from lade.bench.analysis.curve import curve_of
-from lade.bench.results import Method, Results, Sample
 from lade.bench.analysis.speed import CALL, DECODING, Key, Speedup, Spread, key_of, speedup
+from lade.bench.results import Method, Results, Sample
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from importlib import resources
 
 import numpy as np
 
-from lade.bench.run.methods import TRANSFORMERS
-from lade.bench.results import Results, Sample
 from lade.bench.forecast.roofline import Roofline
+from lade.bench.harness.methods import TRANSFORMERS
+from lade.bench.results import Results, Sample
 from lade.errors import InputError
 
 
@@ -88,7 +88,7 @@ class Prediction:
 
 def _shipped() -> Measured:
     """What was measured of this library: `measured.json`, whose figures are those of docs/measurements.md."""
-    found = json.loads((resources.files("lade.bench") / "measured.json").read_text(encoding="utf-8"))
+    found = json.loads((resources.files("lade.bench.forecast") / "measured.json").read_text(encoding="utf-8"))
     own_s = {int(fed): 1e-3 * library_ms for fed, library_ms in found["library_ms"].items()}
     acceptances = []
     for each in found["methods"]:

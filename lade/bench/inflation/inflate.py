@@ -78,7 +78,7 @@ def inflate(
         ConfigError: a size is smaller than the model's, the sizes and `params` disagree, or they do not fit in memory.
         UnsupportedModelError: the model is of another architecture, quantized, or has adapters.
 
-    >>> large = lade.bench.inflation.inflate(small, params=500e6, dtype=torch.bfloat16)
+    >>> large = lade.bench.inflate(small, params=500e6, dtype=torch.bfloat16)
     """
     _require_llama(model)
     if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):

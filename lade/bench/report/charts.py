@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 from markupsafe import Markup
 
-from lade.bench.analysis.curve import Curve
-from lade.bench.report.labels import around, place
-from lade.bench.analysis.summary import Row, Summary
-from lade.bench.report.svg import Drawing, Scale, fitted
 from lade.bench.analysis.cost_benefit import Point
+from lade.bench.analysis.curve import Curve
+from lade.bench.analysis.summary import Row, Summary
+from lade.bench.report.labels import around, place
 from lade.bench.report.prose import LOSS, is_loss, workload_name
+from lade.bench.report.svg import Drawing, Scale, fitted
 
 RATIOS = (1, 2, 0.5, 4, 0.25, 8, 0.1, 16, 1.5, 0.67, 3, 6, 12, 0.8, 1.25, 0.33)  # the roundest first
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

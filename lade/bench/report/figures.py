@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lade.bench.analysis.acceptance import SOURCES, acceptance
-from lade.bench.analysis.curve import Curve, curves_of
-from lade.bench.report.labels import around, place
-from lade.bench.results import Results
-from lade.bench.analysis.summary import Row, summarise
-from lade.bench.report.theme import DARK, LIGHT, Theme
 from lade.bench.analysis.cost_benefit import break_even, points_of
+from lade.bench.analysis.curve import Curve, curves_of
+from lade.bench.analysis.summary import Row, summarise
+from lade.bench.report.labels import around, place
 from lade.bench.report.prose import LOSS, caption, is_loss, workload_name
+from lade.bench.report.theme import DARK, LIGHT, Theme
+from lade.bench.results import Results
 from lade.errors import MissingExtraError
 
 if TYPE_CHECKING:

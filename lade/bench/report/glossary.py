@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lade.bench.results import Results
 from lade.bench.analysis.summary import Row, Summary
 from lade.bench.report.prose import LOSS, count, number, percent
+from lade.bench.results import Results
 
 COLUMNS = {
     "method": "A way to decode. What each one does stands below.",

@@ -12,16 +12,12 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from lade.bench.report import charts
-from lade.bench.report import glossary
 from lade.bench.analysis.acceptance import SOURCES, acceptance
 from lade.bench.analysis.answers import Answer, answers
-from lade.bench.analysis.curve import curves_of
-from lade.bench.report.replay_view import Lane, Show, shows_of
-from lade.bench.results import Results
-from lade.bench.analysis.summary import Summary, summarise
-from lade.bench.report.table import COLUMNS, Column, named
 from lade.bench.analysis.cost_benefit import timed_points
+from lade.bench.analysis.curve import curves_of
+from lade.bench.analysis.summary import Summary, summarise
+from lade.bench.report import charts, glossary
 from lade.bench.report.prose import (
     LOSS,
     closing,
@@ -37,6 +33,9 @@ from lade.bench.report.prose import (
     percent,
     workload_name,
 )
+from lade.bench.report.replay_view import Lane, Show, shows_of
+from lade.bench.report.table import COLUMNS, Column, named
+from lade.bench.results import Results
 
 MOST_ANSWERS = 1000
 """Rows of the table of single answers; a page with more is slow to open."""
@@ -77,7 +76,7 @@ def page(results: Results) -> str:
     """The whole page as text."""
     summary = summarise(results)
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("lade.bench", "report_template"),
+        loader=jinja2.PackageLoader("lade.bench.report", "template"),
         autoescape=True,  # texts of prompts and answers are anybody's
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -129,7 +128,7 @@ def _context(results: Results, summary: Summary) -> dict[str, Any]:
 
 
 def _asset(name: str) -> Markup:
-    return Markup((files("lade.bench") / "report_template" / name).read_text(encoding="utf-8"))
+    return Markup((files("lade.bench.report") / "template" / name).read_text(encoding="utf-8"))
 
 
 def _columns() -> list[Column]:

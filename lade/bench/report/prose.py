@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lade.bench.results import Method, Results
 from lade.bench.analysis.speed import Speedup
 from lade.bench.analysis.summary import Block, Row, Summary
+from lade.bench.results import Method, Results
 
 MISSING = "-"
 LOSS = "▼"

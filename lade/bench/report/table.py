@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lade.bench.results import Results
 from lade.bench.analysis.speed import Spread
 from lade.bench.analysis.summary import Block, Row, Summary, summarise
 from lade.bench.report.prose import (
@@ -28,6 +27,7 @@ from lade.bench.report.prose import (
     text_of,
     workload_name,
 )
+from lade.bench.results import Results
 
 STYLES = {
     "incomplete": "yellow",

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lade.bench.scaling.records import Scaling
 from lade.bench.report.theme import DARK, LIGHT, Theme
+from lade.bench.scaling.records import Scaling
 from lade.errors import InputError, MissingExtraError
 
 if TYPE_CHECKING:

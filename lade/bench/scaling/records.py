@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lade.bench import record_file
-from lade.bench.scaling.fit import Expectation, Line, fit_expectation, fit_line
 from lade.bench.results import Environment, Mismatch, Model, Settings, Workload
+from lade.bench.scaling.fit import Expectation, Line, fit_expectation, fit_line
 
 SCHEMA = "lade-scaling/1"
 NAME = "scaling.json"

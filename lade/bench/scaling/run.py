@@ -16,11 +16,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from lade.bench.run.arms import OwnArm, TransformersArm, generate_arguments
-from lade.bench.run.completion import Place, digest
-from lade.bench.run.environment import command_line, environment_of
-from lade.bench.run.mismatch import Judge
-from lade.bench.run.prompts import Prompts
+from lade.bench.harness.arms import OwnArm, TransformersArm, generate_arguments
+from lade.bench.harness.completion import Place, digest
+from lade.bench.harness.environment import command_line, environment_of
+from lade.bench.harness.mismatch import Judge
+from lade.bench.harness.prompts import Prompts
 from lade.bench.results import Method, Mismatch, Model, Settings
 from lade.bench.scaling.records import NAME, Point, Reference, Scaling
 from lade.bench.workloads.workload import Item, Workload

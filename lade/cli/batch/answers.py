@@ -12,8 +12,12 @@ from typing import Any
 import torch
 
 from lade import Engine, Handle, Memory
-from lade.cli.batch.request import Batch
 from lade.cli.batch.output import Entry
+from lade.cli.batch.request import Batch
+from lade.cli.encoder import Encoder
+from lade.cli.loading.load import Subject
+from lade.cli.options.decoding import Choices
+from lade.cli.prompts import Prompt
 from lade.cli.run import (
     Generation,
     check_served,
@@ -22,10 +26,6 @@ from lade.cli.run import (
     generate_arguments,
     warn_of_length,
 )
-from lade.cli.encoder import Encoder
-from lade.cli.loading.load import Subject
-from lade.cli.options.decoding import Choices
-from lade.cli.prompts import Prompt
 from lade.cli.terminal import Terminal, one_line
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import InputError

@@ -11,9 +11,9 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lade import Engine
-from lade.cli.batch.request import Batch
 from lade.cli.batch.answers import Answers, Recipe, in_order
 from lade.cli.batch.output import Entry
+from lade.cli.batch.request import Batch
 from lade.cli.interrupt import Interrupt
 from lade.cli.terminal import EXIT_INTERRUPTED, Terminal
 from lade.errors import InputError, UnsupportedError

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lade.cli.bench import compare
+from lade.cli.bench import compare, plan, scaling
+from lade.cli.bench.job import Plan
 from lade.cli.options import decoding as options
-from lade.cli.bench import plan
-from lade.cli.bench import scaling
 from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
 from lade.errors import InputError, MissingExtraError
 
@@ -26,42 +24,6 @@ FOLDER = Path("bench-results")
 _WHAT = "What to run"
 
 app = typer.Typer(invoke_without_command=True, rich_markup_mode="rich", subcommand_metavar="[COMMAND]")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is asked for, checked as far as that can be done without a model.
-
-    Attributes:
-        loading: the model, and how to load it.
-        draft: as on the command line.
-        methods, workloads, settings: what to run.
-        out: folder for everything.
-        resume: go on with what is in it.
-        figures: whether to draw SVG and PNG files.
-        pack, inflate, threads: how its weights are laid out and run.
-        json: whether the summary is printed as JSON.
-        allow_near_ties: whether they leave the exit code 0.
-    """
-
-    loading: options.Loading
-    draft: str | None
-    methods: list[Method]
-    workloads: list[Workload]
-    settings: Settings
-    out: Path
-    resume: bool
-    figures: bool
-    pack: bool | None
-    inflate: float | None
-    threads: int | None
-    json: bool
-    allow_near_ties: bool
-
-    @property
-    def name(self) -> str:
-        """Of the model, for the record."""
-        return self.loading.label
 
 
 def _what(*names: str, metavar: str | None = None, help: str) -> Any:
@@ -218,7 +180,7 @@ def run(plan: Plan, term: Terminal) -> None:
     Raises:
         typer.Exit: outputs differ, or Ctrl-C was pressed.
     """
-    from lade.bench.run.checks import check_settings
+    from lade.bench.harness.checks import check_settings
     from lade.cli.bench.models import load_models
     from lade.cli.bench.report import complete_results, exit_code, report
     from lade.cli.bench.run import carry_out
@@ -250,7 +212,7 @@ def _refuse_options(context: typer.Context) -> None:
 
 
 def _methods(given: list[str] | None, settings: Settings, draft: str | None) -> list[Method]:
-    from lade.bench.run.methods import DEFAULT, parse_all
+    from lade.bench.harness.methods import DEFAULT, parse_all
 
     texts = given or [*DEFAULT, *(["hf-assisted"] if draft is not None else [])]
     return parse_all(texts, sampling=settings.temperature is not None, draft=draft is not None)
@@ -271,6 +233,6 @@ def _check(out: Path, resume: bool, threads: int | None, figures: bool) -> None:
     if figures and find_spec("matplotlib") is None:
         raise MissingExtraError("matplotlib", "bench")
     options.check_threads(threads)
-    from lade.bench.run.benchmark import check_folder
+    from lade.bench.harness.benchmark import check_folder
 
     check_folder(out, resume=resume)

@@ -60,8 +60,8 @@ def compare(
         if clock not in _CLOCKS:
             raise ConfigError("clock", clock, f"give one of {', '.join(_CLOCKS)}")
         from lade.bench.analysis import compare as library
-        from lade.bench.results import Results
         from lade.bench.analysis.speed import CALL, DECODING
+        from lade.bench.results import Results
 
         found = library.compare(
             Results.load(before),

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from lade.bench.run.arms import Models
+from lade.bench.harness.arms import Models
+from lade.bench.harness.methods import TRANSFORMERS
 from lade.bench.inflation.inflate import inflate
-from lade.bench.run.methods import TRANSFORMERS
 from lade.bench.results import Model
+from lade.cli.bench.job import Plan
 from lade.cli.loading import load as loading
-from lade.cli.bench.command import Plan
 from lade.cli.terminal import Terminal
 from lade.decoding.drafting.memory_file import fingerprint_of
 from lade.errors import InputError, UnsupportedModelError

@@ -13,9 +13,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from lade.cli.bench.plan_inputs import Wish
 from lade.cli.options import decoding as options
 from lade.cli.terminal import Terminal, terminal
-from lade.cli.bench.plan_inputs import Wish
 from lade.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:

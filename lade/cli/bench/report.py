@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.text import Text
 
-from lade.bench.run.benchmark import RESULTS
+from lade.bench.harness.benchmark import RESULTS
 from lade.bench.results import Mismatch, Results
-from lade.cli.bench.command import Plan
+from lade.cli.bench.job import Plan
 from lade.cli.terminal import Terminal
 from lade.errors import InputError
 from lade.jsonl import differences

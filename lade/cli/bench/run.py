@@ -7,11 +7,11 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lade.bench.run.arms import Models
-from lade.bench.run.benchmark import prepare
-from lade.bench.run.experiment import Experiment
+from lade.bench.harness.arms import Models
+from lade.bench.harness.benchmark import prepare
+from lade.bench.harness.experiment import Experiment
 from lade.bench.results import Results
-from lade.cli.bench.command import Plan
+from lade.cli.bench.job import Plan
 from lade.cli.options.model import command_line
 from lade.cli.terminal import Terminal
 

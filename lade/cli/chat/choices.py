@@ -55,8 +55,8 @@ def described(choices: Choices, subject: Subject, *, greedy: bool, asked: bool) 
         asked: whether it has `--do-sample`.
     """
     if choices.do_sample:
-        from lade.cli.run import generate_arguments
         from lade.cli.loading.load import SAMPLING_FIELDS
+        from lade.cli.run import generate_arguments
 
         given = generate_arguments(subject, choices)
         values = ", ".join(f"{name} {given[name]:g}" for name in SAMPLING_FIELDS if name in given)

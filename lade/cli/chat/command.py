@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lade.cli.chat import choices as chat_choices
-from lade.cli.options import decoding as options
 from lade.cli.chat.line_input import Entry, LineInput, history_path
+from lade.cli.options import decoding as options
 from lade.cli.prompts import check_text
 from lade.cli.terminal import Terminal, terminal
 from lade.errors import InputError, LadeError
 
 if TYPE_CHECKING:
     from lade.cli.chat.conversation import Conversation, Turn
-    from lade.cli.run import Generation
     from lade.cli.loading.load import Subject
+    from lade.cli.run import Generation
     from lade.config import Lookahead
 
 EXAMPLE = "Example:  [bold]lade chat --model Qwen/Qwen3-0.6B[/bold]"
@@ -79,8 +79,8 @@ def chat(
         options.check_max_new_tokens(max_new_tokens)
         if system is not None:
             check_text(system, "the system prompt")
-        from lade.cli.run import check_served
         from lade.cli.loading.load import load, remembering
+        from lade.cli.run import check_served
 
         subject = load(loading, term=term, pack=pack)
         lookahead = remembering(subject, lookahead, memory)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lade.cli.run import Generation
 from lade.cli.loading.load import Subject
+from lade.cli.run import Generation
 from lade.cli.terminal import one_line
 from lade.errors import InputError
 from lade.model.kv_cache import TreeCache

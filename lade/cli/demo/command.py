@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from lade.cli.demo.rounds import Round, adaptive_rounds, fixed_rounds, learn
 from lade.cli.options import decoding as options
 from lade.cli.prompts import check_text
-from lade.cli.demo.rounds import Round, adaptive_rounds, fixed_rounds, learn
 from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
 from lade.config import LookaheadConfig
 from lade.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lade.cli.loading.load import Subject
     from lade.cli.demo.side_by_side import Race
+    from lade.cli.loading.load import Subject
     from lade.decoding.drafting.memory import Memory
 
 EXAMPLE = 'Example:  [bold]lade demo --prompt "class Stack:" --max-new-tokens 200[/bold]'
@@ -88,8 +88,8 @@ def demo(
         if prompt is not None:
             check_text(prompt, "the prompt")
         sizes = options.lookahead_of(None, window, ngram, guesses)
-        from lade.cli.run import check_served
         from lade.cli.loading.load import load
+        from lade.cli.run import check_served
         from lade.decoding.drafting.memory import Memory
 
         subject = load(loading, term=term, pack=pack)

@@ -17,8 +17,8 @@ from transformers.utils import logging as _logging
 
 from lade.cli.loading import checkpoint
 from lade.cli.loading.hub import Source, find, find_adapter, gated
-from lade.cli.options.model import Loading
 from lade.cli.loading.quantization import quantization_config
+from lade.cli.options.model import Loading
 from lade.cli.terminal import Terminal, one_line
 from lade.config import Lookahead, LookaheadConfig
 from lade.decoding.drafting.memory import Memory

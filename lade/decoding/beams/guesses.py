@@ -8,10 +8,10 @@ from heapq import nlargest
 import torch
 
 from lade.config import LookaheadConfig
+from lade.decoding.beams.recycling import Recycler
 from lade.decoding.beams.tree import Branches, Follow
 from lade.decoding.drafting.lookahead import chosen_ngrams
 from lade.decoding.drafting.ngram_pool import NGramPool
-from lade.decoding.beams.recycling import Recycler
 
 FOLLOWS = 8
 """Next tokens kept of a row of logits; with more beams than these, one a beam."""

@@ -26,8 +26,8 @@ import torch
 
 from lade.config import LookaheadConfig
 from lade.decoding.beams.guesses import BeamGuesser
-from lade.decoding.beams.row import BeamRow
 from lade.decoding.beams.recycling import Recycler
+from lade.decoding.beams.row import BeamRow
 from lade.decoding.tree import TokenTree
 from lade.stats import Stats, Step
 

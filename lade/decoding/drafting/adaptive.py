@@ -12,13 +12,13 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from lade.decoding import kernels
-from lade.decoding.drafting.tree_size import Budget
 from lade.decoding.drafting.best_first import Growth
-from lade.decoding.kernels import Ints
 from lade.decoding.drafting.memory import Memory
+from lade.decoding.drafting.tree_size import Budget
+from lade.decoding.drafting.window import Window
+from lade.decoding.kernels import Ints
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Verdict
-from lade.decoding.drafting.window import Window
 
 COLUMNS, NGRAM = 16, 5
 """Sizes of the lookahead window; each step plants as many of its columns as there is room for."""

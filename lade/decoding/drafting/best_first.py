@@ -7,9 +7,9 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from lade.decoding import kernels
-from lade.decoding.kernels import LONGEST, Ints
 from lade.decoding.drafting.memory import Memory
 from lade.decoding.drafting.mixer import RATE
+from lade.decoding.kernels import LONGEST, Ints
 from lade.decoding.tree import TokenTree
 
 PROMISE = 0.7

@@ -6,10 +6,10 @@ from collections.abc import Collection
 
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
-from lade.decoding.drafting.tree_size import Budget, Controller, FixedBudget, StepCost
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.drafting.lookahead import LookaheadDrafter
 from lade.decoding.drafting.memory import Memory
+from lade.decoding.drafting.tree_size import Budget, Controller, FixedBudget, StepCost
 
 
 def drafter_for(

@@ -6,11 +6,11 @@ import random
 from collections.abc import Collection, Iterator, Sequence
 
 from lade.config import LookaheadConfig
-from lade.decoding.kernels import Ints
 from lade.decoding.drafting.ngram_pool import NGramPool
+from lade.decoding.drafting.window import Window
+from lade.decoding.kernels import Ints
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Verdict
-from lade.decoding.drafting.window import Window
 
 
 class LookaheadDrafter:

@@ -20,9 +20,9 @@ import numpy.typing as npt
 from lade.config import BaseMemory
 from lade.decoding import kernels
 from lade.decoding.drafting import memory_file
-from lade.decoding.kernels import END, LOGITS, LONGEST, TEXT, WIDTH, Ints
 from lade.decoding.drafting.memory_file import LEAST_BYTES, Contents
 from lade.decoding.drafting.mixer import prior_weights
+from lade.decoding.kernels import END, LOGITS, LONGEST, TEXT, WIDTH, Ints
 from lade.errors import ConfigError
 from lade.locks import ForkSafeLock
 

@@ -10,9 +10,9 @@ from typing import TypeVar
 import torch
 
 from lade.errors import CaptureWarning
+from lade.model.cuda_graphs.static_cache import StaticCache
 from lade.model.kv_cache import TreeCache
 from lade.model.sizing import Sizing
-from lade.model.cuda_graphs.static_cache import StaticCache
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from lade.decoding.tree import TokenTree
-from lade.model.masks import StepInputs
 from lade.model.host_to_device import Layout
+from lade.model.masks import StepInputs
 from lade.model.tree_attention.inputs import TreeInputs
 from lade.model.tree_attention.tree_mask import TreeSlots, words_of
 

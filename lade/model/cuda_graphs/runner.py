@@ -17,16 +17,16 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from lade.decoding.loop import Watch
 from lade.decoding.tree import TokenTree
-from lade.model.masks import MaskPlan
-from lade.model.shapes import STEP_SIZES
-from lade.model.kv_cache import TreeCache
+from lade.model.cuda_graphs.buffers import Buffers, Frame, Shape
 from lade.model.cuda_graphs.capture import Recording
 from lade.model.cuda_graphs.fallback_cache import GraphCache
-from lade.model.runner import EagerRunner
-from lade.model.cuda_graphs.buffers import Buffers, Frame, Shape
-from lade.model.cuda_graphs.static_cache import StaticCache
 from lade.model.cuda_graphs.inputs import StaticInputs
+from lade.model.cuda_graphs.static_cache import StaticCache
 from lade.model.cuda_graphs.workspace import Workspace, setup_of
+from lade.model.kv_cache import TreeCache
+from lade.model.masks import MaskPlan
+from lade.model.runner import EagerRunner
+from lade.model.shapes import STEP_SIZES
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lade.model.shapes import LARGEST_STEP, batch_bucket, key_bucket, step_bucket
-from lade.model.kv_cache import TreeCache
-from lade.model.cuda_graphs.pool import Lender, OwnBuffers
-from lade.model.sizing import AHEAD_TOKENS, Bucketed
 from lade.model.cuda_graphs.buffers import Buffers, Layers, Shape, States
+from lade.model.cuda_graphs.pool import Lender, OwnBuffers
+from lade.model.kv_cache import TreeCache
+from lade.model.shapes import LARGEST_STEP, batch_bucket, key_bucket, step_bucket
+from lade.model.sizing import AHEAD_TOKENS, Bucketed
 
 
 class StaticCache:

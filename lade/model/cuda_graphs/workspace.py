@@ -23,10 +23,10 @@ from transformers import PreTrainedModel
 
 from lade.errors import CaptureWarning
 from lade.locks import ForkSafeLock
-from lade.model.cuda_graphs.capture import Call, Capture, CudaCapture, Recording, Rerun
-from lade.model.runner import input_device
 from lade.model.cuda_graphs.buffers import Buffers, Layers
+from lade.model.cuda_graphs.capture import Call, Capture, CudaCapture, Recording, Rerun
 from lade.model.cuda_graphs.static_cache import StaticCache
+from lade.model.runner import input_device
 from lade.model.support.supports import unwrap
 from lade.model.weights import parts_of
 

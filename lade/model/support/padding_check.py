@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from lade.model.support.tree_check import tolerance
 from lade.model.runner import input_device
+from lade.model.support.tree_check import tolerance
 
 TOKENS, PADDING = 12, 5
 

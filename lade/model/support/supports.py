@@ -10,15 +10,15 @@ from weakref import WeakKeyDictionary, ref
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 
 from lade.errors import UnsupportedModelError
-from lade.model.support.adapters import why_adapted_otherwise
-from lade.model.masks import MaskPlan
 from lade.model.config_fields import field
-from lade.model.support.foreign_code import foreign_code
-from lade.model.support.linear_check import why_inexact
-from lade.model.support.lengths import named_lengths
 from lade.model.mask_plan import LAYER_TYPES, plan_for, window_too_short
-from lade.model.support.tree_check import tolerance, worst_error
+from lade.model.masks import MaskPlan
+from lade.model.support.adapters import why_adapted_otherwise
+from lade.model.support.foreign_code import foreign_code
+from lade.model.support.lengths import named_lengths
+from lade.model.support.linear_check import why_inexact
 from lade.model.support.training_mode import why_not_in_training
+from lade.model.support.tree_check import tolerance, worst_error
 from lade.model.tree_attention.backend import NAME as TREE_ATTENTION
 
 MASK_PER_LAYER_TYPE = frozenset(
@@ -140,7 +140,7 @@ def _refusal(model: Any) -> str:
 
 
 def _refusal_of_architecture(model: PreTrainedModel, config: PretrainedConfig) -> str:
-    if type(model)._sample is not GenerationMixin._sample:
+    if getattr(type(model), "_sample", None) is not GenerationMixin._sample:
         return "its class chooses tokens in a way of its own (_sample)"
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder model, and token trees need a decoder-only one"

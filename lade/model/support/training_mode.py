@@ -14,9 +14,9 @@ import torch
 from transformers import PreTrainedModel
 
 from lade.model.kv_cache import TreeCache
-from lade.model.support.tree_check import distance, tolerance
-from lade.model.support.randomness import watch_draws
 from lade.model.runner import input_device
+from lade.model.support.randomness import watch_draws
+from lade.model.support.tree_check import distance, tolerance
 
 REMEDY = "call model.eval()"
 

@@ -12,10 +12,10 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from lade.decoding.tree import ROOT, TokenTree
-from lade.model.masks import MaskPlan
 from lade.model.kv_cache import TreeCache
-from lade.model.support.randomness import watch_draws
+from lade.model.masks import MaskPlan
 from lade.model.runner import EagerRunner, input_device
+from lade.model.support.randomness import watch_draws
 
 logger = logging.getLogger(__name__)
 

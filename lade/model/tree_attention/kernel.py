@@ -134,7 +134,7 @@ def attend_tile(
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     TILE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one KV head and row, and one part of their keys; see `lade.model.tree_attention.launch.attend`."""
+    """One tile of queries of one KV head and row, and one part of their keys; see `launch.attend`."""
     split, row, head = tl.program_id(1), tl.program_id(2) // KV_HEADS, tl.program_id(2) % KV_HEADS
     place = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE], of the queries of all heads of the group
     node, member, valid = place // GROUP, head * GROUP + place % GROUP, place < step * GROUP

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-import lade
 from lade.bench.results import Environment
 from lade.tuning.cost_cache import devices_of
 from lade.version import __version__
@@ -27,7 +26,7 @@ def environment_of(model: PreTrainedModel) -> Environment:
         threads=torch.get_num_threads(),
         versions=_versions(),
         platform=f"{platform.system()} {platform.machine()}",
-        commit=commit_of(Path(lade.__file__).parent.parent),
+        commit=commit_of(Path(__file__).parents[3]),
     )
 
 

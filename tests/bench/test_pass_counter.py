@@ -2,7 +2,7 @@
 
 import pytest
 
-from lade.bench.run.pass_counter import Meter, Pass
+from lade.bench.harness.pass_counter import Meter, Pass
 
 
 def test_what_a_pass_emitted_is_by_how_much_the_cache_grew_until_the_next_one():

@@ -12,12 +12,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from lade.bench.run import methods as known
 from lade.bench import results as records
-from lade.bench.run.arms import Models, arms_for
-from lade.bench.run.checks import check_settings, check_workloads
-from lade.bench.run.environment import command_line, environment_of
-from lade.bench.run.experiment import Experiment
+from lade.bench.harness import methods as known
+from lade.bench.harness.arms import Models, arms_for
+from lade.bench.harness.checks import check_settings, check_workloads
+from lade.bench.harness.environment import command_line, environment_of
+from lade.bench.harness.experiment import Experiment
 from lade.bench.results import Method, Results, Settings
 from lade.bench.workloads.workload import Workload
 from lade.errors import InputError
@@ -43,7 +43,7 @@ def prepare(
         models: what answers.
         tokenizer: of the models.
         workloads: the prompts.
-        methods: see `lade.bench.run.methods.parse_all`.
+        methods: see `lade.bench.harness.methods.parse_all`.
         settings: how answers are made.
         folder: for results.json, made if need be; None: an interrupted run cannot be resumed.
         resume: continue what is in the folder.

@@ -1,4 +1,4 @@
-"""Choose the prompts of `lade.bench.workloads.load("builtin")`: `python scripts/builtin_workload.py OUT.jsonl`.
+"""Choose the prompts of `lade.bench.workloads.load("builtin")`: `python -m training.builtin_workload OUT.jsonl`.
 
 A prompt is the beginning of a function in a standard library module that the embedded model was never trained on:
 everything up to the first line of its body, docstring included, methods below their class line. Functions of fewer than
@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from training.corpus import HELD_OUT, standard_library
 from lade.embedded.files import model_path
-from training.evaluate import load
 from lade.stats import distinct_ngrams
+from training.corpus import HELD_OUT, standard_library
+from training.evaluate import load
 
 LEAST_LEFT = 4
 MOST_TOKENS = 350

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from lade.errors import InputError
 from training.plan import Shape, TrainPlan
 from training.tokens import EncodedCorpus
 from training.trainer import Trainer
-from lade.errors import InputError
 
 
 def _steps(trainer: Trainer, count: int) -> list[float]:

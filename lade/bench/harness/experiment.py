@@ -18,14 +18,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lade.bench.run.arms import Arm, Models
-from lade.bench.run.completion import Completion, Place
-from lade.bench.run.warm_memory import KeptMemories
-from lade.bench.run.methods import TRANSFORMERS
-from lade.bench.run.mismatch import Judge
-from lade.bench.run.measure_curve import step_curve
-from lade.bench.run.prompts import Prompts
-from lade.bench.run.replay import replay_of
+from lade.bench.harness.arms import Arm, Models
+from lade.bench.harness.completion import Completion, Place
+from lade.bench.harness.measure_curve import step_curve
+from lade.bench.harness.methods import TRANSFORMERS
+from lade.bench.harness.mismatch import Judge
+from lade.bench.harness.prompts import Prompts
+from lade.bench.harness.replay import replay_of
+from lade.bench.harness.warm_memory import KeptMemories
 from lade.bench.results import Mismatch, Replay, Results, Sample, Settings, StepCurve
 from lade.bench.workloads.workload import Item, Workload
 from lade.errors import InputError, UnsupportedError

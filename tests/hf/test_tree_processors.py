@@ -15,10 +15,10 @@ from transformers.generation import logits_process
 import lade
 from lade import LookaheadConfig
 from lade.hf import session
-from lade.hf.tree_processors import BLIND_PROCESSORS, AtOnce, can_be_asked_at_once, pays_at_once
-from lade.hf.sampling import LoneSampler
 from lade.hf.batch_rules import ROW_WISE_PROCESSORS
 from lade.hf.processors import Processed, Record, Transcript
+from lade.hf.sampling import LoneSampler
+from lade.hf.tree_processors import BLIND_PROCESSORS, AtOnce, can_be_asked_at_once, pays_at_once
 
 MADE = {
     "EpsilonLogitsWarper": (0.02,),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lade.bench.run.arms import Arm
+from lade.bench.harness.arms import Arm
 from lade.decoding.drafting.memory import Memory
 from lade.errors import InputError
 

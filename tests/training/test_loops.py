@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from training.loops import TOLERATED, loop_loss, make_loops
 from training.batch_order import RowOrder
+from training.loops import TOLERATED, loop_loss, make_loops
 from training.tokens import EncodedCorpus
 
 

@@ -8,8 +8,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import Gemma2Config, Gemma2ForCausalLM, GenerationConfig, GraniteConfig, GraniteForCausalLM
 
 import lade
-from lade.model import runner
 from lade.model import prompt_logits as hidden
+from lade.model import runner
 from lade.model.kv_cache import TreeCache
 from lade.model.prompt_logits import HiddenStates
 from lade.model.runner import EagerRunner

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lade.decoding.tree import TokenTree
-from lade.model.masks import StepInputs
 from lade.model.attention_span import everything, sliding
-from lade.model.host_to_device import Layout, upload
 from lade.model.cuda_graphs.inputs import StaticInputs
+from lade.model.host_to_device import Layout, upload
+from lade.model.masks import StepInputs
 
 CPU = torch.device("cpu")
 PARTS = [

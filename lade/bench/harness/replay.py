@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lade.bench.run.completion import Completion, Place
+from lade.bench.harness.completion import Completion, Place
 from lade.bench.results import Replay
 
 _INCOMPLETE = "\ufffd"  # what tokenizers make of a character whose last bytes have not come yet

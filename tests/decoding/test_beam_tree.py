@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lade.decoding.beams.tree import Branches
 from lade.decoding.beams.recycling import Recycler
+from lade.decoding.beams.tree import Branches
 
 
 def text(branches, node):

@@ -13,9 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from lade.bench import results
-from lade.bench.run.completion import Completion
-from lade.bench.run.pass_counter import Meter
-from lade.bench.run.methods import TRANSFORMERS
+from lade.bench.harness.completion import Completion
+from lade.bench.harness.methods import TRANSFORMERS
+from lade.bench.harness.pass_counter import Meter
 from lade.bench.results import Method, Settings
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.drafter import Drafter
@@ -145,7 +145,7 @@ def arms_for(methods: Sequence[Method], models: Models, settings: Settings) -> l
     """Each method with the weights it runs on, which is noted in its record.
 
     Args:
-        methods: see `lade.bench.run.methods.parse_all`.
+        methods: see `lade.bench.harness.methods.parse_all`.
         models: what answers.
         settings: how.
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from lade.errors import InputError
 from training.cleaning import clean, is_prose_or_code
 from training.corpus import (
     HELD_OUT,
@@ -13,7 +14,6 @@ from training.corpus import (
     standard_library,
     training_documents,
 )
-from lade.errors import InputError
 
 
 def test_training_documents_come_in_the_same_order_every_time(root: Path) -> None:

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lade.decoding.tree import TokenTree
-from lade.model.masks import MaskPlan, StepInputs
 from lade.model.attention_span import chunked, everything, sliding
+from lade.model.masks import MaskPlan, StepInputs
 
 CPU = torch.device("cpu")
 

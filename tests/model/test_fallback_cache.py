@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from lade.errors import CaptureWarning
-from lade.model.kv_cache import TreeCache
 from lade.model.cuda_graphs.fallback_cache import GraphCache
 from lade.model.cuda_graphs.pool import OwnBuffers
-from lade.model.sizing import Bucketed, Exact
 from lade.model.cuda_graphs.static_cache import StaticCache
+from lade.model.kv_cache import TreeCache
+from lade.model.sizing import Bucketed, Exact
 
 
 class Lender(OwnBuffers):

@@ -7,12 +7,12 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from lade.errors import InputError
 from training.export import export
 from training.plan import Shape, TrainPlan
 from training.tokens import EOS_ID, EncodedCorpus
 from training.train import app, prepare, train
 from training.trainer import Trainer
-from lade.errors import InputError
 
 
 def test_the_corpus_is_made_once_and_kept(root: Path, tmp_path: Path) -> None:

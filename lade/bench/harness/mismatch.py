@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lade.bench.run.arms import generate_arguments, inputs_of, seeded
-from lade.bench.run.completion import Place
+from lade.bench.harness.arms import generate_arguments, inputs_of, seeded
+from lade.bench.harness.completion import Place
 from lade.bench.results import Mismatch, Settings
 from lade.hf.original import original_generate
 

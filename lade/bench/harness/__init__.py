@@ -1,0 +1,1 @@
+"""Runs methods side by side on the same prompts."""

@@ -1,1 +1,0 @@
-"""Running methods side by side on the same prompts."""
