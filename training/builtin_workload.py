@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -29,6 +30,7 @@ NEW_TOKENS = 120
 
 
 def main() -> None:
+    """Choose them, and write the file that the command line names."""
     torch.set_num_threads(1)
     model, tokenizer = load(model_path())
     lines = []
@@ -54,11 +56,12 @@ def beginnings(source: str) -> Iterator[tuple[str, str]]:
             if not isinstance(function, ast.FunctionDef):
                 continue
             body = function.body[1:] if ast.get_docstring(function) is not None else function.body
-            if body and function.end_lineno - body[0].lineno >= LEAST_LEFT:
+            if body and (function.end_lineno or 0) - body[0].lineno >= LEAST_LEFT:
                 own = lines[function.lineno - 1 : body[0].lineno]
-                inside = node is not function
-                head = [lines[node.lineno - 1]] if inside else []
-                yield f"{node.name}.{function.name}" if inside else function.name, "\n".join([*head, *own])
+                if isinstance(node, ast.ClassDef):
+                    yield f"{node.name}.{function.name}", "\n".join([lines[node.lineno - 1], *own])
+                else:
+                    yield function.name, "\n".join(own)
 
 
 def distinct_share(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompt: str) -> float | None:
@@ -66,7 +69,8 @@ def distinct_share(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, p
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     if ids.shape[1] > MOST_TOKENS:
         return None
-    output = model.generate(
+    generate: Any = model.generate
+    output = generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
     )
     return distinct_ngrams(output[0, ids.shape[1] :].tolist())
