@@ -1,8 +1,9 @@
 """The adaptive method's inner loops, compiled: the memory's tables, the mixing of rows, the growth of trees.
 
-numba compiles them when this module is first imported on a machine, in a few seconds, and keeps the machine code beside
-this file, or in the user's cache folder where that cannot be written. All of it is in one file with all the constants
-it depends on, since numba looks at the file alone to see whether its machine code is up to date.
+numba compiles each of them when it is first called on a machine, in some seconds all together, and keeps the machine
+code beside this file, or in the user's cache folder where that cannot be written: plain decoding and the paper's method
+call none, and `compile_all` compiles them ahead of time. All of it is in one file with all the constants it depends on,
+since numba looks at the file alone to see whether its machine code is up to date.
 
 Tokens of a context, its *tail*, are int32 `[LONGEST]`, the last one first, -1 before the text. Entries of a row are
 int32: a token in the lower `BITS` bits, its value above; so entries sort by value. Tables are int32 `[C, 2 + WIDTH]`,
@@ -136,21 +137,55 @@ _INT, _DOUBLE = numba.int64, numba.float64
 _WORK = cast(Any, numba).typeof(Work.of(1))
 
 
-def _compiled(*types: object) -> Callable[[FunctionT], FunctionT]:
-    """Compile at once, for arguments of these types."""
+class Kernel:
+    """A function that is compiled, or whose machine code is read from numba's cache, when it is first called.
 
-    def decorate(function: FunctionT) -> FunctionT:
-        start = perf_counter()
+    Args:
+        function: of numpy arrays and numbers.
+        types: of its arguments, as numba calls them.
+    """
+
+    def __init__(self, function: Callable[..., Any], types: tuple[object, ...]) -> None:
+        self.__wrapped__, self._types = function, types
+        self._machine_code: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        """What the function returns."""
+        return (self._machine_code or self.compile())(*args)
+
+    def compile(self) -> Callable[..., Any]:
+        """Compile it, unless that is done."""
+        if self._machine_code is None:
+            start = perf_counter()
+            self._machine_code = self._compiled()
+            _log_compilation(self._machine_code, perf_counter() - start)
+        return self._machine_code
+
+    def _compiled(self) -> Callable[..., Any]:
         try:
-            compiled = numba.njit(types, cache=True)(function)
+            return cast(Callable[..., Any], numba.njit(self._types, cache=True)(self.__wrapped__))
         except RuntimeError as problem:
             if "cannot cache" not in str(problem):
                 raise
-            compiled = numba.njit(types)(function)  # there is no folder to keep it in
-        _log_compilation(compiled, perf_counter() - start)
-        return cast(FunctionT, compiled)
+            return cast(
+                Callable[..., Any], numba.njit(self._types)(self.__wrapped__)
+            )  # there is no folder to keep it in
+
+
+def _compiled(*types: object) -> Callable[[FunctionT], FunctionT]:
+    """Compile at the first call, for arguments of these types."""
+
+    def decorate(function: FunctionT) -> FunctionT:
+        return cast(FunctionT, Kernel(function, types))
 
     return decorate
+
+
+def compile_all() -> None:
+    """Compile all kernels now, as far as no machine code was kept from before: 5 to 12 seconds, once on a machine."""
+    for thing in list(globals().values()):
+        if isinstance(thing, Kernel):
+            thing.compile()
 
 
 def _log_compilation(compiled: Any, seconds: float) -> None:
@@ -590,18 +625,6 @@ def follow(work: Work, kept: int, ids: npt.NDArray[np.int64], parents: npt.NDArr
     work.used[0] = kept
     for at in range(ids.shape[0]):
         _add(work, parents[at], ids[at])
-
-
-@_compiled(_LONGS)
-def closure(parents: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Ancestor closure of a tree, `[S, S]`: true where the row's node may see the column's; parents come first."""
-    size = parents.shape[0]
-    seen = np.zeros((size, size), np.bool_)
-    for node in range(size):
-        if parents[node] >= 0:
-            seen[node, :node] = seen[parents[node], :node]
-        seen[node, node] = True
-    return seen
 
 
 # ------------------------------------------------------------------------------------------------------------ reading

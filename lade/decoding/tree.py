@@ -16,8 +16,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from lade.decoding import kernels
-
 ROOT = 0
 
 
@@ -83,5 +81,13 @@ class TokenTree:
         return self._children.get((node, token))
 
     def closure(self) -> npt.NDArray[np.bool_]:
-        """Ancestor closure: `[S, S]`, true where the row's node may see the column's node."""
-        return kernels.closure(np.array(self.parents, dtype=np.int64))
+        """Ancestor closure: `[S, S]`, true where the row's node may see the column's node.
+
+        Each node has a whole number whose bits are its ancestors': as fast as need be without a compiler.
+        """
+        size, masks = len(self), list[int]()
+        for node, parent in enumerate(self.parents):
+            masks.append(1 << node | (masks[parent] if parent >= 0 else 0))
+        width = (size + 7) // 8
+        packed = np.frombuffer(b"".join(mask.to_bytes(width, "little") for mask in masks), np.uint8)
+        return np.unpackbits(packed.reshape(size, width), axis=1, count=size, bitorder="little").view(np.bool_)

@@ -1,4 +1,4 @@
-"""The compiled loops: hash tables that behave like dictionaries, contexts, closures, and how they are compiled."""
+"""The compiled loops: hash tables that behave like dictionaries, contexts, and how they are compiled."""
 
 import threading
 
@@ -231,7 +231,7 @@ def test_a_row_of_the_old_table_stays_as_it_is():
     assert known(table_of(1), old, [1])[0] == [{5: 100}] * TEXT
 
 
-# ----------------------------------------------------------------------------------------------- contexts and closures
+# ----------------------------------------------------------------------------------------------------------- contexts
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=20), st.data())
@@ -242,19 +242,6 @@ def test_contexts_of_a_text_are_the_tails_of_its_beginnings(text, data):
     assert tails.dtype == np.int32 and tails.flags.c_contiguous
     assert tails.shape == (count, LONGEST)
     assert tails.tolist() == tails_of([text[: start + row + 1] for row in range(count)]).tolist()
-
-
-@given(st.lists(st.integers(0, 10**6), max_size=140))
-def test_a_closure_is_what_following_the_parents_finds(numbers):
-    parents = np.array([-1, *(number % (node + 1) for node, number in enumerate(numbers))], dtype=np.int64)
-    seen = kernels.closure(parents)
-    assert seen.dtype == np.bool_
-    for node in range(len(parents)):
-        line, above = set(), node
-        while above >= 0:
-            line.add(above)
-            above = int(parents[above])
-        assert set(np.flatnonzero(seen[node]).tolist()) == line
 
 
 @given(st.integers(1, 5), st.integers(0, 9))
@@ -282,7 +269,7 @@ def test_what_cannot_be_kept_is_compiled_all_the_same():
     with pytest.raises(RuntimeError, match="cannot cache"):
         numba.njit((numba.int64,), cache=True)(without_a_file())
     compiled = kernels._compiled(numba.int64)(without_a_file())
-    assert compiled(21) == 42 and len(compiled.signatures) == 1
+    assert compiled(21) == 42 and len(compiled.compile().signatures) == 1
 
 
 def test_machine_code_is_kept_where_it_can_be(monkeypatch):
@@ -296,9 +283,9 @@ def test_machine_code_is_kept_where_it_can_be(monkeypatch):
 
     monkeypatch.setattr(numba, "njit", njit)
     fails = False
-    assert kernels._compiled(1, 2)(len) == (len, True)
+    assert kernels._compiled(1, 2)(len).compile() == (len, True)
     fails = True
-    assert kernels._compiled(1, 2)(len) == (len, False)
+    assert kernels._compiled(1, 2)(len).compile() == (len, False)
     assert asked == [((1, 2), True), ((1, 2), True), ((1, 2), False)]
 
 
@@ -310,7 +297,20 @@ def test_other_problems_of_the_compiler_are_not_hidden(monkeypatch):
 
     monkeypatch.setattr(numba, "njit", njit)
     with pytest.raises(RuntimeError, match="out of registers"):
-        kernels._compiled(1)(len)
+        kernels._compiled(1)(len).compile()
+
+
+def test_kernels_are_compiled_when_they_are_called_or_all_at_once(monkeypatch):
+    kernels.compile_all()
+    compiled = []
+    monkeypatch.setattr(kernels.Kernel, "_compiled", lambda kernel: compiled.append(kernel.__wrapped__) or len)
+    kernel = kernels._compiled(numba.int64)(len)
+    assert compiled == []
+    assert kernel("four") == kernel("four") == 4
+    assert compiled == [len], "once"
+    monkeypatch.setattr(kernels, "late", kernels._compiled(numba.int64)(abs), raising=False)
+    kernels.compile_all()
+    assert compiled == [len, abs], "all others had been compiled"
 
 
 def test_kernels_take_turns():

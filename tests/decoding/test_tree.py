@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lade.decoding.tree import ROOT, TokenTree
 
-additions = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 3)), max_size=40)
+additions = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 3)), max_size=140)
 
 
 def grown(pairs: list[tuple[int, int]], max_depth: int | None = None) -> TokenTree:
