@@ -35,7 +35,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.bench.inflation import inflate
+from lade.bench import inflate
 from lade.bench.workloads import load
 from lade.embedded.files import model_path
 

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 import lade
-from lade.bench import Settings, workloads
-from lade.bench.inflation import inflate
+from lade.bench import Settings, inflate, workloads
 from lade.embedded.files import model_path
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
