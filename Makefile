@@ -56,8 +56,8 @@ test: lint test-fast ## lint, types and the default tests: what CI runs
 test-fast: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-test-slow: $(VENV)/.installed ## the full cross products (many minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+test-slow: $(VENV)/.installed ## the full cross products, and more examples of each property (some 30 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m '(slow or hypothesis) and not gpu' --hypothesis-profile thorough
 
 test-gpu: $(VENV)/.installed ## what needs a CUDA device
 	$(BIN)/python -m pytest -m gpu

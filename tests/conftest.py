@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections import Counter
 
 import pytest
 import torch
@@ -13,10 +14,28 @@ from lade.serving import batch as serving
 from lade.testing import nearly_flat_cost
 from lade.tuning import cost_file as store
 
-# `.ci/run` asks for the same examples every time; at home each run tries others.
-settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("home", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("ci" if os.environ.get("CI") else "home")
+# `make test` tries fewer examples than `make test-slow`, see `effort`; in CI they are the same ones every time.
+for profile, most in (("quick", 25), ("thorough", 100)):
+    settings.register_profile(
+        profile,
+        max_examples=most,
+        deadline=None,
+        derandomize=bool(os.environ.get("CI")),
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+settings.load_profile("quick")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of the cases of a test that is marked `one_in(k)`, `make test` runs each k-th, and `make test-slow` the others."""
+    cases = Counter()
+    for item in items:
+        mark = item.get_closest_marker("one_in")
+        if mark is not None:
+            if cases[item.function] % mark.args[0]:
+                item.add_marker(pytest.mark.slow)
+            cases[item.function] += 1
 
 
 # Whoever starts tests in the background may have them ignore Ctrl-C, and the shell's tests would inherit that.
