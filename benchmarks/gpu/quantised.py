@@ -25,6 +25,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from lade.model.cuda_graphs.workspace import workspace_of
 from steps import Lane, measure, spread
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -35,7 +36,6 @@ from lade.bench.inflation import inflate
 from lade.bench.inflation.search import Wanted, choose
 from lade.embedded.files import model_path
 from lade.model.cuda_graphs.runner import GraphRunner
-from lade.model.cuda_graphs.workspace import workspace_of
 from lade.model.select_runner import runner_for
 from lade.model.weights import bytes_by_kind
 

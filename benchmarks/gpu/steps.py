@@ -24,6 +24,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from lade.model.cuda_graphs.workspace import Workspace, workspace_of
 from transformers import AutoModelForCausalLM
 
 import lade
@@ -32,7 +33,6 @@ from lade.bench.inflation import inflate
 from lade.embedded.files import model_path
 from lade.model.cuda_graphs.capture import Rerun
 from lade.model.cuda_graphs.runner import GraphRunner
-from lade.model.cuda_graphs.workspace import Workspace, workspace_of
 from lade.model.runner import EagerRunner
 from lade.model.select_runner import why_eager
 from lade.model.shapes import step_bucket

@@ -298,7 +298,7 @@ def check_cache(cache: Any, paddings: Sequence[int], length: int) -> None:
 def check_switch(runner: EagerRunner, prompt_length: int, max_length: int) -> None:
     """Refuse a text that crosses the length at which an old transformers loses it."""
     switch = runner.positions.switch
-    if switch is not None and prompt_length <= switch < max_length and runner.loses_text():
+    if switch is not None and prompt_length <= switch < max_length and runner.drops_cache_wrongly():
         refuse(f"max_length={max_length}", f"beyond {switch} tokens this transformers loses the text: upgrade it")
 
 

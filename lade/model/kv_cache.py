@@ -23,7 +23,6 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lade.model.cache_moves import Moves
-from lade.model.sizing import Exact
 
 _ROOM_TOKENS = 256
 _JOINED_LAYERS = 8
@@ -176,16 +175,29 @@ class JoinedLayers:
 class TreeCache(Cache):
     """KV cache of B rows for any decoder-only transformers model; layers appear as the model asks for them."""
 
-    sizing = Exact()
-
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=TreeLayer)
         self.layers: list[TreeLayer]  # type: ignore[assignment]
         self._groups: list[JoinedLayers] = []
 
+    @staticmethod
+    def buffer_rows(rows: int) -> int:
+        """See `lade.model.row_cache.BufferSizes`: as many as there are."""
+        return rows
+
+    @staticmethod
+    def buffer_slots(tokens: int, tree: int = 0) -> int:
+        """See `lade.model.row_cache.BufferSizes`: as many as there are tokens."""
+        return tokens + tree
+
+    @staticmethod
+    def spare_tokens(tokens: int) -> int:
+        """See `lade.model.row_cache.BufferSizes`: half as many again."""
+        return max(_ROOM_TOKENS, tokens // 2)
+
     @classmethod
     def of_length(cls, tokens: int) -> TreeCache:
-        """A cache that says it holds so many tokens, and holds none: for asking what a model would do with it."""
+        """A cache that reports `tokens` and holds none, to find out what a model would do with it."""
         cache, layer = cls(), TreeLayer()
         layer.lengths = [tokens]
         cache.layers.append(layer)
@@ -227,8 +239,8 @@ class TreeCache(Cache):
         for layer in self.layers:
             layer.lengths = lengths
 
-    def crop_to(self, tokens: int) -> None:
-        """Keep the first tokens of the only row, whatever layers an interrupted pass has updated.
+    def give_back(self, tokens: int) -> None:
+        """End a generation: keep the first tokens of the only row, whatever layers an interrupted pass has updated.
 
         Args:
             tokens: how many; every layer holds them.

@@ -1,8 +1,8 @@
-"""Runs an unmodified transformers model: prefill, and one pass over a token tree per step."""
+"""Runs an unmodified transformers model: prefill, and one forward pass over a token tree per step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,13 +13,14 @@ from transformers.cache_utils import Cache
 from lade.decoding.loop import Watch
 from lade.decoding.tree import TokenTree
 from lade.model.kv_cache import TreeCache
-from lade.model.masks import Inputs, Mask, MaskPlan
+from lade.model.masks import Inputs, MaskPlan
 from lade.model.position_limits import Positions
 from lade.model.prompt_logits import HiddenStates
-from lade.model.row_cache import RowCache
+from lade.model.row_cache import BufferSizes, RowCache
 from lade.model.signature import accepted
-from lade.model.slot_patches import SlotCounters
+from lade.model.slot_patches import SlotPatches
 from lade.model.stopwatch import Stopwatch
+from lade.model.user_cache import borrow
 
 
 class EagerRunner:
@@ -27,9 +28,14 @@ class EagerRunner:
 
     Args:
         model: a decoder-only model that `lade.supports`.
-        plan: how it takes its masks.
+        plan: how the model takes its masks.
         generation_config: transformers' prefill reads `prefill_chunk_size` from it.
     """
+
+    sizing: BufferSizes = TreeCache
+    """How large its caches make their buffers, as long as there is memory."""
+    step_sizes: Sequence[int] = ()
+    """Tokens a row that passes are padded to, ascending: what lies between costs as much. None where they are not."""
 
     def __init__(self, model: PreTrainedModel, plan: MaskPlan, generation_config: GenerationConfig) -> None:
         self.model: Any = model
@@ -37,12 +43,12 @@ class EagerRunner:
         self.positions = Positions.of(model.config.get_text_config(decoder=True))
         self.device = input_device(model)
         self._stopwatch = Stopwatch()
-        self._slot_counters = SlotCounters(model)
+        self._slot_patches = SlotPatches(model)
         self._accepts = accepted(model)
 
     @property
     def forward_s(self) -> float:
-        """Seconds that the last call of `forward` spent in the model; asking waits for the device to end it."""
+        """Seconds that the last call of `forward` spent in the model; reading waits for the device to end it."""
         return self._stopwatch.seconds
 
     @forward_s.setter
@@ -53,14 +59,41 @@ class EagerRunner:
         """How deep a tree may be whose root lies at position `cached`; None for no limit."""
         return self.positions.room(cached)
 
+    def eager(self) -> EagerRunner:
+        """A runner of the same model that captures nothing, and works on a `TreeCache`."""
+        return self
+
     def new_cache(self, *, tokens: int | None = None, limit: int | None = None) -> RowCache:
-        """An empty cache of the kind that suits this runner.
+        """An empty cache of the kind that this runner works on.
 
         Args:
             tokens: greatest length that a row is going to have, if that is known.
-            limit: slots in all that buffers from earlier generations may have; None for any number.
+            limit: slots of all rows together that buffers of earlier generations may have; None for no limit.
         """
         return TreeCache()
+
+    def borrow(self, given: Cache, tokens: int, *, handed_out: bool) -> RowCache:
+        """The cache to decode one generation with; `RowCache.give_back` ends it.
+
+        Args:
+            given: the user's cache, or an empty `TreeCache` of our own.
+            tokens: greatest length that a row is going to have.
+            handed_out: whether the caller gets `given` in the end.
+        """
+        return borrow(given)
+
+    def host(self, cache: TreeCache, tokens: int) -> Any:
+        """A cache that `forward` works on, with the rows of another one, which is not to be used any more.
+
+        Args:
+            cache: the other one.
+            tokens: greatest length that a row is going to have.
+        """
+        return cache
+
+    def pass_sizes(self, largest: int) -> Sequence[int]:
+        """Sizes whose first pass takes longer than the later ones, among those of up to `largest` tokens a row."""
+        return ()
 
     @torch.no_grad()
     def prefill(self, rows: Sequence[Sequence[int]], cache: TreeCache, watch: Watch | None = None) -> torch.Tensor:
@@ -93,7 +126,7 @@ class EagerRunner:
         self, texts: Sequence[Sequence[int]], places: Sequence[Sequence[int]], cache: TreeCache, watch: Watch | None
     ) -> torch.Tensor:
         """Feed texts of equal length; `places` are the rows that each of them is the text of."""
-        whole = self._forgets(texts, cache) or not cache.get_seq_length()
+        whole = self._recomputes_at_switch(texts, cache) or not cache.get_seq_length()
         try:
             if whole:
                 cache.reset()
@@ -138,11 +171,20 @@ class EagerRunner:
 
         Returns:
             Logits of all nodes, `[B, S, V]`, S being the largest tree's size; in rows with a smaller tree the
-            logits behind its last node mean nothing.
+            logits after its last node are undefined.
         """
-        if len(rows) == 1 and cache.lengths[0] == self.positions.switch and self._forgets(rows, cache):
-            return self._timed(lambda: self.prefill(rows, cache)[:, None])
-        return self._feed(self.plan.inputs(trees, cache.lengths, self.device), cache)
+        if len(rows) == 1 and cache.lengths[0] == self.positions.switch and self._recomputes_at_switch(rows, cache):
+            self._stopwatch.start(self.device)
+            logits: torch.Tensor = self.prefill(rows, cache)[:, None]
+            self._stopwatch.stop(logits.device)
+            return logits
+        inputs = self.plan.inputs(trees, cache.lengths, self.device)
+        arguments = self._arguments(inputs, cache)
+        with self._slot_patches.patched_for(inputs):
+            self._stopwatch.start(self.device)
+            logits = self.model(**arguments).logits
+            self._stopwatch.stop(logits.device)
+        return logits
 
     @torch.no_grad()
     def extend(self, trees: Sequence[TokenTree], held: Sequence[int], cache: TreeCache) -> torch.Tensor:
@@ -155,38 +197,39 @@ class EagerRunner:
 
         Returns:
             Logits of the nodes fed, `[B, S, V]`, S being the largest number of them; in rows with fewer the logits
-            behind the last one mean nothing.
+            after the last one are undefined.
         """
-        return self._feed(self.plan.inputs(trees, cache.lengths, self.device, held), cache)
+        inputs = self.plan.inputs(trees, cache.lengths, self.device, held)
+        arguments = self._arguments(inputs, cache)
+        with self._slot_patches.patched_for(inputs):
+            self._stopwatch.start(self.device)
+            logits: torch.Tensor = self.model(**arguments).logits
+            self._stopwatch.stop(logits.device)
+        return logits
 
-    def _feed(self, inputs: Inputs, cache: TreeCache) -> torch.Tensor:
-        masks = self.plan.masks(inputs, self.model.dtype)
-        with self._slot_counters.told(inputs):
-            return self._timed(lambda: self._call(inputs, masks, cache))
-
-    def _call(self, inputs: Inputs, masks: Mask, cache: Cache) -> torch.Tensor:
-        kwargs: dict[str, Any] = {"attention_mask": masks, "past_key_values": cache, "use_cache": True}
+    def _arguments(self, inputs: Inputs, cache: Cache) -> dict[str, Any]:
+        """The arguments of the model for one pass over trees."""
+        arguments: dict[str, Any] = {
+            "input_ids": inputs.ids,
+            "attention_mask": self.plan.masks(inputs, self.model.dtype),
+            "past_key_values": cache,
+            "use_cache": True,
+            "return_dict": True,
+        }
         if "position_ids" in self._accepts:
-            kwargs["position_ids"] = inputs.positions
-        logits: torch.Tensor = self.model(input_ids=inputs.ids, **kwargs, return_dict=True).logits
-        return logits
+            arguments["position_ids"] = inputs.positions
+        return arguments
 
-    def _timed(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
-        self._stopwatch.start(self.device)
-        logits = call()
-        self._stopwatch.stop(logits.device)
-        return logits
-
-    def _forgets(self, rows: Sequence[Sequence[int]], cache: TreeCache) -> bool:
-        """Whether plain decoding of this model would drop the cache here and compute the text with new frequencies."""
+    def _recomputes_at_switch(self, rows: Sequence[Sequence[int]], cache: TreeCache) -> bool:
+        """Whether plain decoding of this model drops the cache here and computes the text with new frequencies."""
         if self.positions.switch is None or not cache.get_seq_length():
             return False
         return self._prepared(torch.tensor(rows, device=self.device), cache).get("past_key_values") is None
 
-    def loses_text(self) -> bool:
-        """Whether plain decoding would drop the cache at the switch and feed the last token only, as if it were all.
+    def drops_cache_wrongly(self) -> bool:
+        """Whether plain decoding drops the cache at the switch and feeds the last token only, as if it were the text.
 
-        Transformers up to 5.19 does that with Phi3; later versions feed the whole text anew.
+        Transformers up to 5.19 does that with Phi3; later versions feed the whole text again.
         """
         if self.positions.switch is None:
             return False

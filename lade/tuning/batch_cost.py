@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from lade.model.shapes import batch_bucket
 from lade.tuning.step_cost import StepCost
 
 
@@ -40,11 +41,6 @@ class BatchCost:
 
     def resize(self, rows: int) -> None:
         """So many rows are left; 0 when all have ended."""
-        if rows and bucket(rows) != bucket(self._rows):
+        if rows and batch_bucket(rows) != batch_bucket(self._rows):
             self._current = self._cost_of(rows)
         self._rows = rows or self._rows
-
-
-def bucket(rows: int) -> int:
-    """The next power of two: batches that share a curve."""
-    return 1 << (rows - 1).bit_length()

@@ -19,14 +19,12 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from lade.decoding.loop import Runner
 from lade.locks import ForkSafeLock
 from lade.model.config_fields import field
-from lade.model.cuda_graphs.runner import GraphRunner
-from lade.model.kv_cache import TreeCache
+from lade.model.runner import EagerRunner
+from lade.model.shapes import batch_bucket
 from lade.model.weights import bytes_by_kind
 from lade.tuning import cost_file as store
-from lade.tuning.batch_cost import bucket
 from lade.tuning.measure import measure_step_cost
 from lade.tuning.step_cost import StepCost
 from lade.version import __version__
@@ -62,7 +60,7 @@ _measuring = ForkSafeLock()  # two threads that measured at once would measure e
 
 
 def step_cost_for(
-    model: PreTrainedModel, runner: Runner[TreeCache], *, batch: int = 1, folder: Path | None = None
+    model: PreTrainedModel, runner: EagerRunner, *, batch: int = 1, folder: Path | None = None
 ) -> StepCost:
     """The step cost of a model as this runner runs it; measured now, in a second or two, if it never was.
 
@@ -81,17 +79,16 @@ def step_cost_for(
     profile = profiles.get(name)
     if profile is None:
         with _measuring:
-            profile = profiles.get(name) or _new_profile(key, model, runner, batch=bucket(batch), folder=folder)
+            profile = profiles.get(name) or _new_profile(key, model, runner, batch=batch_bucket(batch), folder=folder)
             if profile is None:
-                assert isinstance(runner, GraphRunner)  # with others that is an error
                 return step_cost_for(model, runner.eager(), batch=batch, folder=folder)
             profiles[name] = profile
-    profile.cost.pad_to(runner.sizes if isinstance(runner, GraphRunner) else ())
+    profile.cost.pad_to(runner.step_sizes)
     return profile.cost
 
 
 def _new_profile(
-    key: store.Key, model: PreTrainedModel, runner: Runner[TreeCache], *, batch: int, folder: Path | None
+    key: store.Key, model: PreTrainedModel, runner: EagerRunner, *, batch: int, folder: Path | None
 ) -> Profile | None:
     """The saved curve, or one that is measured and saved now; None if it cannot be measured."""
     cost = store.load(key, folder)
@@ -119,7 +116,7 @@ def use(model: PreTrainedModel, key: store.Key, cost: StepCost, *, folder: Path 
     return store.save(key, cost, folder)
 
 
-def key_of(model: PreTrainedModel, runner: Runner[TreeCache], batch: int = 1) -> dict[str, object]:
+def key_of(model: PreTrainedModel, runner: EagerRunner, batch: int = 1) -> dict[str, object]:
     """All that a step's cost depends on, but for the length of the text and the machine's other load.
 
     These two change from step to step: the curve follows them while it is used.
@@ -138,7 +135,7 @@ def key_of(model: PreTrainedModel, runner: Runner[TreeCache], batch: int = 1) ->
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention": config._attn_implementation,
         "runner": type(runner).__name__,
-        "batch": bucket(batch),
+        "batch": batch_bucket(batch),
         "lade": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -166,7 +163,7 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _measured(model: PreTrainedModel, runner: Runner[TreeCache], batch: int) -> StepCost | None:
+def _measured(model: PreTrainedModel, runner: EagerRunner, batch: int) -> StepCost | None:
     """Measure; a model of someone's own may draw random numbers in its forward pass, and must not be seen doing so.
 
     None where there is no memory for captured passes. Those of an eager runner then tell more than nothing.
@@ -179,7 +176,7 @@ def _measured(model: PreTrainedModel, runner: Runner[TreeCache], batch: int) -> 
         with torch.random.fork_rng(devices=sorted(devices)):
             cost = measure_step_cost(runner, vocabulary=embeddings.weight.shape[0], batch=batch)
     except torch.OutOfMemoryError:
-        if not isinstance(runner, GraphRunner):
+        if runner.eager() is runner:
             raise
         logger.info("no memory to measure the captured passes of %s: those that are not captured are measured", name)
         return None

@@ -17,13 +17,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from time import perf_counter
-from typing import Any
 
-from lade.decoding.loop import Runner
 from lade.decoding.tree import ROOT, TokenTree
-from lade.model.cuda_graphs.runner import GraphRunner
 from lade.model.kv_cache import TreeCache
-from lade.model.shapes import step_bucket
+from lade.model.runner import EagerRunner
 from lade.tuning.step_cost import KNOTS, StepCost, typical
 
 SIZES = (1, 8, 32, 2, 4, 16, 64, 128)
@@ -50,7 +47,7 @@ class StepTimer:
 
     def __init__(
         self,
-        runner: Runner[TreeCache],
+        runner: EagerRunner,
         *,
         vocabulary: int,
         largest: int,
@@ -66,11 +63,9 @@ class StepTimer:
         self._room = runner.room(self.cached)
         if self._room == 0:
             self.largest = 1
-        self._cache: Any = self._filled()
-        if isinstance(runner, GraphRunner):
-            self._cache = runner.host(self._cache, self.cached + self.largest)
-            for size in {step_bucket(size) for size in range(1, self.largest + 1)}:
-                self(min(size, self.largest))  # captures it, which is not to count
+        self._cache = runner.host(self._filled(), self.cached + self.largest)
+        for size in runner.pass_sizes(self.largest):
+            self(min(size, self.largest))  # captures it, which is not to count
 
     def __call__(self, size: int) -> float:
         """Seconds of one pass that feeds `size` tokens a row, 1 to `largest`."""
@@ -94,7 +89,7 @@ class StepTimer:
     def _filled(self) -> TreeCache:
         """Run some tokens and multiply their keys and values: `cached` of them, and room for the largest pass."""
         cache, prefix = TreeCache(), self._text[:_PREFIX_TOKENS]
-        self._runner.prefill([prefix] * self._batch, cache)
+        self._runner.eager().prefill([prefix] * self._batch, cache)
         missing = self.cached + self.largest - len(prefix)
         for layer in cache.layers:
             assert layer.keys is not None and layer.values is not None
@@ -143,7 +138,7 @@ def samples_of(
 
 
 def measure_step_cost(
-    runner: Runner[TreeCache],
+    runner: EagerRunner,
     *,
     vocabulary: int,
     sizes: Sequence[int] = SIZES,

@@ -29,10 +29,11 @@ from lade.hf import session
 from lade.model import select_runner as choice
 from lade.model.cuda_graphs import static_cache
 from lade.model.cuda_graphs.buffers import Buffers
-from lade.model.cuda_graphs.capture import CudaCapture, Rerun
+from lade.model.cuda_graphs.capture import CudaCapture, EagerReplay
+from lade.model.cuda_graphs.model_pools import pool_of, setup_of
+from lade.model.cuda_graphs.pool import BufferPool
 from lade.model.cuda_graphs.runner import GraphRunner
 from lade.model.cuda_graphs.static_cache import StaticCache
-from lade.model.cuda_graphs.workspace import Workspace, setup_of, workspace_of
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.model.select_runner import runner_for, why_eager
@@ -135,13 +136,13 @@ def test_steps_larger_than_any_bucket(device: torch.device, graphs: Graphs) -> N
     config, stats = lade.LookaheadConfig(30, 8, 20), lade.Stats()
     expected = plain(model, ids, max_new_tokens=20)
     assert torch.equal(lookahead(model, ids, config, stats=stats, max_new_tokens=20), expected)
-    assert max(stats.step_tokens) > 128 and 256 in {size for _, size, _ in shapes_of(graphs.workspace(model))}
+    assert max(stats.step_tokens) > 128 and 256 in {size for _, size, _ in shapes_of(graphs.pool(model))}
 
 
 def test_a_text_that_grows_out_of_its_key_bucket(device: torch.device, graphs: Graphs) -> None:
     model, ids = built("mistral-window", device), prompt(210).to(device)
     assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=50), plain(model, ids, max_new_tokens=50))
-    assert {keys for _, _, keys in shapes_of(graphs.workspace(model))} == {256, 384}
+    assert {keys for _, _, keys in shapes_of(graphs.pool(model))} == {256, 384}
 
 
 def test_the_end_of_a_table_of_positions(device: torch.device, graphs: Graphs) -> None:
@@ -162,7 +163,7 @@ def test_batches_with_padding_whose_rows_end_in_turn(
     assert torch.equal(lookahead(model, **rows, config=config, stats=stats, **told), free)
     told |= {"eos_token_id": [int(free[1, 25]), int(free[3, 35])]}
     assert torch.equal(lookahead(model, **rows, config=config, stats=stats, **told), plain(model, **rows, **told))
-    assert len({rows for rows, _, _ in shapes_of(graphs.workspace(model))}) > 1, "rows leave"
+    assert len({rows for rows, _, _ in shapes_of(graphs.pool(model))}) > 1, "rows leave"
     assert stats.tokens_per_step > 1 or config == "auto"  # that goes by the clock
 
 
@@ -224,7 +225,7 @@ def test_what_is_not_kept_is_never_seen(
         for group in self.buffers.groups:
             group[:, :, :, seen:-1] = torch.nan
             for row, (path, length) in enumerate(zip(paths, self.lengths, strict=True)):
-                start, end = length - fed, self._ends[row]
+                start, end = length - fed, self.rows.ends[row]
                 dropped = [start + node for node in range(end - start) if node not in path]
                 group[:, row, :, dropped] = torch.nan
                 poisoned.append(len(dropped))
@@ -257,7 +258,7 @@ def test_a_shorter_text_is_not_shown_a_longer_one(device: torch.device, graphs: 
     for length, new in ((100, 5), (10, 30)):
         ids = prompt(length, seed=length).to(device)
         assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=new), plain(model, ids, max_new_tokens=new))
-    assert len(graphs.workspace(model)._entries) == 1
+    assert len(graphs.pool(model)._entries) == 1
 
 
 def test_buffers_grow_with_a_text_that_was_not_expected(
@@ -267,7 +268,7 @@ def test_buffers_grow_with_a_text_that_was_not_expected(
     monkeypatch.setattr(static_cache, "LARGEST_STEP", 32)  # the first buffers hold 256 slots
     model, ids = built("llama", device), prompt(210).to(device)
     assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=50), plain(model, ids, max_new_tokens=50))
-    (entry,) = graphs.workspace(model)._entries
+    (entry,) = graphs.pool(model)._entries
     assert entry.buffers.slots > 256
 
 
@@ -280,7 +281,7 @@ def test_generations_at_the_same_time_have_buffers_of_their_own(device: torch.de
         for tokens, step in zip(written, steps, strict=True):
             tokens.extend(step.tokens if step else [])
     assert written == [plain(model, ids, max_new_tokens=20)[0, 20:].tolist() for ids in texts]
-    assert len(graphs.workspace(model)._entries) == 1, "of idle ones one is kept"
+    assert len(graphs.pool(model)._entries) == 1, "of idle ones one is kept"
 
 
 def test_a_generation_that_nobody_ends_does_not_keep_its_buffers(device: torch.device, graphs: Graphs) -> None:
@@ -290,7 +291,7 @@ def test_a_generation_that_nobody_ends_does_not_keep_its_buffers(device: torch.d
     del stream
     gc.collect()
     lookahead(model, ids, PAPER, max_new_tokens=5)
-    assert len(graphs.workspace(model)._entries) == 1
+    assert len(graphs.pool(model)._entries) == 1
 
 
 @pytest.mark.parametrize("where", ["criterion", "model"])
@@ -318,8 +319,8 @@ def test_a_generation_that_fails_gives_its_buffers_back(
             told["stopping_criteria"] = [interrupt]
         with pytest.raises(KeyboardInterrupt):
             lookahead(model, ids, PAPER, **told)
-    (entry,) = graphs.workspace(model)._entries
-    assert entry.idle and entry.borrower is None
+    (entry,) = graphs.pool(model)._entries
+    assert entry.idle and entry.owner is None
     assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=30), plain(model, ids, max_new_tokens=30))
 
 
@@ -349,11 +350,11 @@ def test_changed_weights_are_captured_anew(device: torch.device, graphs: Graphs)
 def test_a_model_can_go(device: torch.device, graphs: Graphs) -> None:
     model, ids = built("llama", device), prompt(20).to(device)
     lookahead(model, ids, PAPER, max_new_tokens=10)
-    gone, workspace = weakref.ref(model), graphs.workspace(model)
-    graphs._workspaces.clear()
+    gone, pool = weakref.ref(model), graphs.pool(model)
+    graphs._pools.clear()
     del model
     gc.collect()
-    assert gone() is None and workspace._entries, "what was captured does not hold the model"
+    assert gone() is None and pool._entries, "what was captured does not hold the model"
 
 
 # --- where it does not work ------------------------------------------------------------------------------------------
@@ -369,7 +370,7 @@ def test_what_cannot_be_captured_runs_eagerly_with_one_warning(name: str, device
             assert torch.equal(lookahead(model, ids, config, max_new_tokens=20), expected), config
     (warning,) = caught
     assert warning.category is CaptureWarning and "cannot be captured" in str(warning.message)
-    assert graphs.counted.recorded == 0 and not graphs.workspace(model)._entries, "nobody will borrow them"
+    assert graphs.counted.recorded == 0 and not graphs.pool(model)._entries, "nobody will borrow them"
 
 
 def test_who_is_served_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,14 +380,14 @@ def test_who_is_served_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(runner_for(model, plan, config)) is EagerRunner, "never on a CPU"
     monkeypatch.setattr(choice, "input_device", lambda model: torch.device("cuda"))
     monkeypatch.setattr(choice, "why_eager", lambda model: "")
-    workspace = Workspace(Rerun)
-    monkeypatch.setattr(choice, "workspace_of", lambda model, device: workspace)
+    pool = BufferPool(EagerReplay)
+    monkeypatch.setattr(choice, "pool_of", lambda model, device: pool)
     assert type(runner_for(model, plan, config)) is GraphRunner
     assert type(runner_for(model, plan, config, own_cache=False)) is EagerRunner
     with pytest.warns(CaptureWarning, match="RuntimeError: the reason"):
-        workspace.fail(setup_of(model), RuntimeError("the reason\nand more"))
+        pool.capture_failed(setup_of(model), RuntimeError("the reason\nand more"))
     assert type(runner_for(model, plan, config)) is EagerRunner, "not a second time"
-    workspace.trouble = None
+    pool.capture_failed_in = None
     monkeypatch.setattr(choice, "why_eager", lambda model: "something")
     assert type(runner_for(model, plan, config)) is EagerRunner
 
@@ -440,7 +441,7 @@ def test_a_generation_goes_on_without_memory(
     model, length = built("gemma3_text", device), 210 if where == "growth" else 20
     ids = torch.cat([prompt(length, seed) for seed in range(rows)]).to(device)
     expected = plain(model, ids, max_new_tokens=50)
-    make, record, records = Buffers.__init__, Workspace.record, []
+    make, record, records = Buffers.__init__, BufferPool.record, []
 
     def made(buffers: Buffers, layers: Any, rows: int, slots: int) -> None:
         if where == "start" or (where == "growth" and slots > 256):
@@ -456,11 +457,11 @@ def test_a_generation_goes_on_without_memory(
     with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch.setattr(Buffers, "__init__", made)
-        patch.setattr(Workspace, "record", recorded)
+        patch.setattr(BufferPool, "record", recorded)
         assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=50), expected)
     (warning,) = caught
     assert warning.category is CaptureWarning and "no memory" in str(warning.message)
-    before, entries = graphs.counted.replayed, graphs.workspace(model)._entries
+    before, entries = graphs.counted.replayed, graphs.pool(model)._entries
     assert (before > 0) is (where != "start") and not entries, "what was there made way"
     assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=50), expected)
     assert graphs.counted.replayed > before
@@ -549,8 +550,8 @@ def test_graphs_are_chosen_where_there_are_some() -> None:
     device = torch.device("cuda")
     model, ids = built("llama", device), prompt(20).to(device)
     assert torch.equal(lookahead(model, ids, PAPER), plain(model, ids))
-    workspace = workspace_of(model, device)
-    assert isinstance(workspace._entries[0].capture, CudaCapture) and shapes_of(workspace)
+    pool = pool_of(model, device)
+    assert isinstance(pool._entries[0].capture, CudaCapture) and shapes_of(pool)
 
 
 @pytest.mark.gpu

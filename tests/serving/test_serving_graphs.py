@@ -29,17 +29,17 @@ import lade
 from lade import Engine, InputError, LookaheadConfig
 from lade.errors import CaptureWarning
 from lade.hf.refusals import resolve
-from lade.model.cuda_graphs import workspace as workspaces
+from lade.model.cuda_graphs import model_pools
 from lade.model.cuda_graphs.buffers import Buffers
-from lade.model.cuda_graphs.capture import CudaCapture, Rerun
-from lade.model.cuda_graphs.fallback_cache import GraphCache
+from lade.model.cuda_graphs.capture import CudaCapture, EagerReplay
+from lade.model.cuda_graphs.fallback_cache import FallbackCache
+from lade.model.cuda_graphs.model_pools import new_pool, pool_of, setup_of
+from lade.model.cuda_graphs.pool import BufferPool
 from lade.model.cuda_graphs.runner import GraphRunner
 from lade.model.cuda_graphs.static_cache import StaticCache
-from lade.model.cuda_graphs.workspace import Workspace, setup_of, workspace_of
 from lade.model.kv_cache import TreeCache, TreeLayer
 from lade.model.runner import EagerRunner
 from lade.model.shapes import batch_bucket, key_bucket, step_bucket
-from lade.model.sizing import Bucketed
 from lade.serving import batch
 from lade.serving.capacity import Capacity, Need, default_max_tokens, largest_tree
 from lade.serving.engine import PLAIN
@@ -100,7 +100,7 @@ class GraphedRequests(Requests):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(batch, "runner_for", self.graphs.runner_for)
             driven = Driven(model_of(self.name), *limits)
-        assert isinstance(driven.batch._cache, GraphCache)
+        assert isinstance(driven.batch._cache, FallbackCache)
         return driven
 
 
@@ -122,7 +122,7 @@ def test_rows_join_and_leave_static_buffers(graphs):
     driven.finish()
     for number, handle in enumerate(handles):
         assert handle.tokens == text_of(number, 6 + 9 * (number % 3))
-    rows = {rows for rows, _, _ in shapes_of(graphs.workspace(LLAMA))}
+    rows = {rows for rows, _, _ in shapes_of(graphs.pool(LLAMA))}
     steps = sum(handle.stats.steps for handle in handles)
     assert {2, 4} <= rows <= {1, 2, 4, 8} and 0 < graphs.counted.replayed < steps
     assert graphs.counted.recorded < graphs.counted.replayed
@@ -138,7 +138,7 @@ def test_what_was_captured_serves_the_requests_that_come_later(graphs):
         ]
         recorded.append(graphs.counted.recorded)
         assert driven.batch._cache.room == (0, 0)
-        (entry,) = graphs.workspace(LLAMA)._entries
+        (entry,) = graphs.pool(LLAMA)._entries
         assert entry.idle
     assert recorded[1] == recorded[2], "the first time buffers grow, which loses what was captured on the old ones"
 
@@ -162,13 +162,13 @@ def test_slots_that_nobody_sees_are_never_seen(graphs, monkeypatch):
     """What lies behind the last slot that passes look at is poisoned, and so are rows beyond those of the pass."""
     forward, poisoned = GraphRunner._replay, []
 
-    def poisoning(self, turn, trees):
-        for group in turn.cache.buffers.groups:
-            group[:, turn.shape.rows :] = torch.nan
-            group[:, :, :, turn.shape.keys : -1] = torch.nan
-        poisoned.append(turn.cache.buffers.rows - turn.shape.rows)
-        logits = forward(self, turn, trees)
-        for group in turn.cache.buffers.groups:
+    def poisoning(self, step, trees):
+        for group in step.cache.buffers.groups:
+            group[:, step.shape.rows :] = torch.nan
+            group[:, :, :, step.shape.keys : -1] = torch.nan
+        poisoned.append(step.cache.buffers.rows - step.shape.rows)
+        logits = forward(self, step, trees)
+        for group in step.cache.buffers.groups:
             group.nan_to_num_(0.0)
         return logits
 
@@ -206,56 +206,58 @@ def test_an_engine_with_threads_gives_back_what_it_took(graphs):
 
 
 @pytest.fixture
-def workspace(monkeypatch):
+def pool(monkeypatch):
     """That of a model, as it has one on a CUDA device."""
-    made = Workspace(Rerun)
-    monkeypatch.setitem(workspaces._workspaces, LLAMA, made)
+    made = new_pool(LLAMA, EagerReplay)
+    monkeypatch.setitem(model_pools._pools, LLAMA, made)
     monkeypatch.setattr(batch, "runner_for", lambda *given: GraphRunner(*given, made))
     return made
 
 
-def test_weights_that_have_moved_between_two_bursts_are_captured_anew(workspace):
-    """What was captured reads memory that is somebody else's by now."""
+def test_weights_that_have_moved_between_two_bursts_are_captured_again(monkeypatch):
+    """What was captured reads memory that others use by now."""
     model = toy_model("llama", vocabulary=VOCABULARY)
+    pool = new_pool(model, EagerReplay)
+    monkeypatch.setattr(batch, "runner_for", lambda *given: GraphRunner(*given, pool))
     driven = Driven(model)
     for number in range(3):
         expected = alone(model, random_ids(5), max_new_tokens=12)
         handle = driven.add(random_ids(5), PAPER, max_new_tokens=12)
         driven.finish()
         assert handle.tokens == expected
-        (entry,) = workspace._entries
+        (entry,) = pool._entries
         assert entry.setup == setup_of(model), number
         for parameter in model.parameters():
             parameter.data = parameter.data.flip(-1).clone()
 
 
-def test_what_is_left_from_before_is_free_for_an_engine(workspace):
+def test_what_is_left_from_before_is_free_for_an_engine(pool):
     driven = Driven(LLAMA)
     driven.add(random_ids(5), PAPER, max_new_tokens=9)
     driven.finish()
-    assert len(workspace._entries) == 1
+    assert len(pool._entries) == 1
     with Engine(LLAMA, max_tokens=10**6):
-        assert len(workspace._entries) == 1, "it is told how much there is"
+        assert len(pool._entries) == 1, "it is told how much there is"
         with Engine(LLAMA):
-            assert workspace._entries == []
+            assert pool._entries == []
 
 
-def test_closing_an_engine_frees_its_buffers(workspace):
+def test_closing_an_engine_frees_its_buffers(pool):
     with Engine(LLAMA) as engine:
         assert engine.add(random_ids(5), lookahead=PAPER, max_new_tokens=9).result(30.0) is not None
-    assert workspace._entries == [] and engine._desk._batch._runner.device == CPU
+    assert pool._entries == [] and engine._desk._batch._runner.device == CPU
 
 
-def test_between_two_bursts_an_engine_can_be_told_to_give_back_its_buffers(workspace):
+def test_between_two_bursts_an_engine_can_be_told_to_give_back_its_buffers(pool):
     driven = Driven(LLAMA)
     for _ in range(2):
         handle = driven.add(random_ids(5), PAPER, max_new_tokens=9)
         driven.advance()
         lade.release(LLAMA)  # those in use stay
         driven.finish()
-        assert handle.tokens == alone(LLAMA, random_ids(5), max_new_tokens=9) and len(workspace._entries) == 1
+        assert handle.tokens == alone(LLAMA, random_ids(5), max_new_tokens=9) and len(pool._entries) == 1
         lade.release(LLAMA)
-        assert workspace._entries == []
+        assert pool._entries == []
 
 
 # --- capacity --------------------------------------------------------------------------------------------------------
@@ -265,7 +267,7 @@ needs = st.lists(st.builds(Need, st.integers(1, 300), st.integers(1, 128)), min_
 
 @given(needs, st.integers(1, 8), st.integers(1, 6000), st.data())
 def test_static_room_for_texts_that_fit_is_enough_and_not_too_much(texts, max_rows, max_tokens, data):
-    capacity = Capacity(max_rows, max_tokens, 1, Bucketed())
+    capacity = Capacity(max_rows, max_tokens, 1, StaticCache)
     if not capacity.fits(texts):
         return
     now = data.draw(st.integers(1, max(need.tokens for need in texts)))
@@ -279,15 +281,15 @@ def test_static_room_for_texts_that_fit_is_enough_and_not_too_much(texts, max_ro
     ("tokens", "tree", "slots"), [(127, 128, 256), (128, 128, 384), (120, 100, 256), (130, 66, 384), (120, 129, 384)]
 )
 def test_behind_a_text_there_is_room_for_what_a_pass_is_padded_to_and_for_a_zero(tokens, tree, slots):
-    assert Bucketed().slots(tokens, tree) == slots
+    assert StaticCache.buffer_slots(tokens, tree) == slots
 
 
 def test_rows_and_slots_are_counted_as_they_are_made():
-    capacity = Capacity(8, 4 * 384, 1, Bucketed())
+    capacity = Capacity(8, 4 * 384, 1, StaticCache)
     text = Need(200, 128)
     assert capacity.slots([text]) == 384, "of 200 + 128 + 1"
     assert capacity.fits([text] * 4) and not capacity.fits([text] * 5)
-    larger = Capacity(8, 7 * 384, 1, Bucketed())
+    larger = Capacity(8, 7 * 384, 1, StaticCache)
     assert larger.fits([text] * 4) and not larger.fits([text] * 5), "which take eight rows"
     assert not capacity.fits([Need(300, 128)] * 4), "512 slots"
     assert Capacity(8, 4 * 384, 1).fits([Need(250, 128)] * 4)
@@ -318,10 +320,10 @@ def test_no_buffers_take_more_than_they_may(max_tokens, requests):
 
         def prepared(self, fed, cache):
             before = cache.buffers
-            turn = prepare(self, fed, cache)
+            step = prepare(self, fed, cache)
             trees.extend(map(len, fed))
             assert cache.buffers is before, "a pass finds room"
-            return turn
+            return step
 
         patch.setattr(Buffers, "__init__", made)
         patch.setattr(GraphRunner, "_prepare", prepared)
@@ -331,7 +333,7 @@ def test_no_buffers_take_more_than_they_may(max_tokens, requests):
                 handles.append((driven.add(random_ids(length, seed), method, max_new_tokens=new), seed, length, new))
             except InputError:
                 config = resolve(method)[0] or PLAIN
-                assert Bucketed().slots(length + new, largest_tree(config)) > max_tokens
+                assert StaticCache.buffer_slots(length + new, largest_tree(config)) > max_tokens
         driven.finish()
     assert all(slots <= max_tokens for slots in asked)
     for handle, seed, length, new in handles:
@@ -339,25 +341,25 @@ def test_no_buffers_take_more_than_they_may(max_tokens, requests):
 
 
 def test_buffers_that_others_left_are_not_used_where_they_are_too_large(graphs, monkeypatch):
-    lent, lend = [], Workspace.lend
+    acquired, acquire = [], BufferPool.acquire
 
-    def lending(*given):
-        lent.append(lend(*given))
-        return lent[-1]
+    def acquiring(*given):
+        acquired.append(acquire(*given))
+        return acquired[-1]
 
-    monkeypatch.setattr(Workspace, "lend", lending)
+    monkeypatch.setattr(BufferPool, "acquire", acquiring)
     for limit, used in ((10_000, True), (1000, False)):
         runner = graphs.runner(LLAMA)
         others = runner.new_cache(tokens=1000)
         runner.prefill([[1, 2, 3]] * 4, others)
         buffers = others.current.buffers
         others.reset()
-        lent.clear()
+        acquired.clear()
         driven = Driven(LLAMA, max_tokens=limit)
         handle = driven.add(random_ids(4), PAPER, max_new_tokens=9)
         driven.advance(2)
-        assert (driven.batch._cache.current.buffers is buffers) is (buffers in lent) is used
-        assert all(each.rows * each.slots <= limit for each in lent)
+        assert (driven.batch._cache.current.buffers is buffers) is (buffers in acquired) is used
+        assert all(each.rows * each.slots <= limit for each in acquired)
         driven.finish()
         assert handle.tokens == alone(LLAMA, random_ids(4), max_new_tokens=9)
 
@@ -385,7 +387,7 @@ def test_texts_go_on_where_buffers_cannot_be_made(slots, graphs, memory):
             driven.advance(2)
         assert isinstance(driven.batch._cache.current, TreeCache), "until all have ended"
         assert driven.batch._cache.room[1] < 200, "what it takes, and no bucket of it"
-        assert graphs.workspace(LLAMA)._entries == [], "what was there makes way"
+        assert graphs.pool(LLAMA)._entries == [], "what was there makes way"
         driven.finish()
     assert [handle.tokens for handle in handles] == [text_of(number, 30 + number) for number in range(5)]
     (warning,) = caught
@@ -431,7 +433,7 @@ def test_a_row_that_joins_has_buffers_made_once(graphs, memory):
 def test_texts_go_on_where_a_capture_runs_out_of_memory(at, graphs, monkeypatch):
     """Also where ending the capture fails, too, as it does on a device."""
     driven, handles, captures = Driven(LLAMA), [], []
-    whole = GraphRunner._whole
+    whole = GraphRunner._static_pass
 
     def fails(self, shape, buffers, inputs):
         captures.append(shape)
@@ -444,13 +446,13 @@ def test_texts_go_on_where_a_capture_runs_out_of_memory(at, graphs, monkeypatch)
                 raise RuntimeError("the capture could not be ended")
         return whole(self, shape, buffers, inputs)
 
-    monkeypatch.setattr(GraphRunner, "_whole", fails)
+    monkeypatch.setattr(GraphRunner, "_static_pass", fails)
     with pytest.warns(CaptureWarning, match=r"no memory .*CUDA out of memory") as caught:
         for number in range(4):
             handles.append(driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=30))
             driven.advance(2)
         driven.finish()
-    assert len(caught) == 1 and graphs.workspace(LLAMA).trouble is None
+    assert len(caught) == 1 and graphs.pool(LLAMA).capture_failed_in is None
     assert [handle.tokens for handle in handles] == [text_of(number, 30) for number in range(4)]
 
 
@@ -512,7 +514,7 @@ def test_after_a_capture_that_failed_rows_lie_in_a_cache_that_grows(graphs):
             for seed, handle in enumerate(handles):
                 assert handle.tokens == alone(model, random_ids(5, seed), **told)
     assert len(caught) == 1 and graphs.counted.recorded == 0
-    assert isinstance(driven.batch._cache.current, TreeCache) and graphs.workspace(model)._entries == []
+    assert isinstance(driven.batch._cache.current, TreeCache) and graphs.pool(model)._entries == []
 
 
 def test_on_a_cpu_nothing_is_captured():
@@ -531,10 +533,10 @@ def test_an_engine_is_served_by_graphs_on_a_device():
             handles = [engine.add(ids, lookahead=PAPER, max_new_tokens=30, do_sample=False) for ids in texts]
             for handle, text in zip(handles, expected, strict=True):
                 assert torch.equal(handle.result(60.0), text)
-        workspace = workspace_of(model, device)
-        (entry,) = workspace._entries
-        assert isinstance(entry.capture, CudaCapture) and {rows for rows, _, _ in shapes_of(workspace)} >= {2, 4}
-    assert workspace._entries == [], "what it took was given back"
+        pool = pool_of(model, device)
+        (entry,) = pool._entries
+        assert isinstance(entry.capture, CudaCapture) and {rows for rows, _, _ in shapes_of(pool)} >= {2, 4}
+    assert pool._entries == [], "what it took was given back"
 
 
 @pytest.mark.gpu
@@ -570,7 +572,7 @@ def test_texts_go_on_where_a_device_has_no_memory(where, memory, monkeypatch):
     model = family("llama").build().to(device)
     texts = [random_ids(4 + number, number).to(device) for number in range(4)]
     expected = [model.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=0) for ids in texts]
-    whole, calls = GraphRunner._whole, []
+    whole, calls = GraphRunner._static_pass, []
 
     def fails(self, *given):
         calls.append(given)
@@ -579,7 +581,7 @@ def test_texts_go_on_where_a_device_has_no_memory(where, memory, monkeypatch):
         return whole(self, *given)
 
     if where == "capture":
-        monkeypatch.setattr(GraphRunner, "_whole", fails)
+        monkeypatch.setattr(GraphRunner, "_static_pass", fails)
     else:
         memory.slots = 600
     driven = Driven(model)
@@ -600,9 +602,9 @@ def test_what_is_released_can_be_used_by_others():
     model, ids = family("llama").build().to(device), random_ids(8).to(device)
     lade.generate(model, input_ids=ids, max_new_tokens=20, do_sample=False, lookahead=PAPER)
     before = torch.cuda.memory_reserved(device)
-    assert shapes_of(workspace_of(model, device))
+    assert shapes_of(pool_of(model, device))
     lade.release(model)
-    assert torch.cuda.memory_reserved(device) < before and not workspace_of(model, device)._entries
+    assert torch.cuda.memory_reserved(device) < before and not pool_of(model, device)._entries
     text = model.generate(ids, max_new_tokens=20, do_sample=False)
     ours = lade.generate(model, input_ids=ids, max_new_tokens=20, do_sample=False, lookahead=PAPER)
     assert torch.equal(ours, text)

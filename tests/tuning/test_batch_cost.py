@@ -1,6 +1,6 @@
 """The cost of a batch that loses rows."""
 
-from lade.tuning.batch_cost import BatchCost, bucket
+from lade.tuning.batch_cost import BatchCost
 from lade.tuning.step_cost import REFRESH_S, StepCost
 
 
@@ -35,7 +35,3 @@ def test_a_pass_is_learned_of_as_many_rows_as_took_part():
         cost.observe(64, 5 * REFRESH_S)
     assert asked[4].table[64] > 10e-3
     assert asked[7].table == before
-
-
-def test_buckets():
-    assert [bucket(rows) for rows in (1, 2, 3, 4, 5, 8, 9)] == [1, 2, 4, 4, 8, 8, 16]

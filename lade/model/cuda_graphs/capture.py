@@ -1,8 +1,8 @@
-"""Captures what a call makes a device do, so that it can be done again without the call.
+"""CUDA graph capture and replay, with an eager stand-in.
 
-A graph does again just what was captured: the same kernels on the same addresses. What may change from one time to the
-next must lie in tensors that stay where they are. `Rerun` does the same by calling again, on any device, and sees to it
-that nothing has moved.
+A graph replays just what was captured: the same kernels on the same addresses. What changes from one replay to the next
+must lie in tensors that stay where they are. `EagerReplay` replays by calling again, on any device, and checks that
+none of these tensors has moved.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Capture(Protocol):
         ...
 
 
-class Results:
+class ResultMemory:
     """Memory for the results of recordings that are replayed one at a time.
 
     Left where it came to be, each recording's result would keep its memory for good: the logits of 128 tokens over a
@@ -69,19 +69,19 @@ class Results:
         return self._memory[: result.nbytes].view(result.dtype).view(result.shape)
 
 
-class Rerun:
+class EagerReplay:
     """Captures nothing: a replay calls again."""
 
     def __init__(self) -> None:
-        self._results = Results()
+        self._results = ResultMemory()
 
     def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
         """See `Capture.record`."""
-        return _Calls(fixed, self._results)
+        return _EagerRecording(fixed, self._results)
 
 
-class _Calls:
-    def __init__(self, fixed: Sequence[torch.Tensor], results: Results) -> None:
+class _EagerRecording:
+    def __init__(self, fixed: Sequence[torch.Tensor], results: ResultMemory) -> None:
         self._fixed, self._addresses, self._results = fixed, _addresses(fixed), results
         self._result: torch.Tensor | None = None
 
@@ -114,7 +114,7 @@ class CudaCapture:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
-        self._results = Results()
+        self._results = ResultMemory()
 
     def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
         """See `Capture.record`."""
@@ -130,10 +130,10 @@ class CudaCapture:
             # Other threads may go on allocating: only what this one does is looked at.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 result.copy_(call())
-        return _Graph(graph, result, fixed)
+        return _GraphRecording(graph, result, fixed)
 
 
-class _Graph:
+class _GraphRecording:
     def __init__(self, graph: torch.cuda.CUDAGraph, result: torch.Tensor, fixed: Sequence[torch.Tensor]) -> None:
         self._graph, self._result = graph, result
         self._fixed = fixed  # must not be freed before the graph
