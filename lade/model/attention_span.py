@@ -8,7 +8,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Reach:
+class AttentionSpan:
     """Which keys are near enough to a query, by their positions; by default all of them.
 
     Attributes:
@@ -28,15 +28,15 @@ class Reach:
         return torch.ones(1, 1, 1, dtype=torch.bool, device=query.device)
 
 
-everything = Reach()
+FULL = AttentionSpan()
 """Full attention: no key is too far."""
 
 
-def sliding(window: int) -> Reach:
+def sliding(window: int) -> AttentionSpan:
     """The last `window` positions, the query's own included."""
-    return Reach(window=window)
+    return AttentionSpan(window=window)
 
 
-def chunked(size: int) -> Reach:
+def chunked(size: int) -> AttentionSpan:
     """The positions of the query's own chunk."""
-    return Reach(chunk=size)
+    return AttentionSpan(chunk=size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from lade.decoding.loop import Cache
+from lade.decoding.loop import KVCache
 from lade.model.kv_cache import TreeCache
 
 
@@ -24,7 +24,7 @@ class BufferSizes(Protocol):
         ...
 
 
-class RowCache(Cache, BufferSizes, Protocol):
+class RowCache(KVCache, BufferSizes, Protocol):
     """Keys and values of rows that join one by one, each prefilled by itself."""
 
     @property

@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lade.decoding.loop import Watch
+from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.tree import TokenTree
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import Inputs, MaskPlan
@@ -96,68 +96,74 @@ class EagerRunner:
         return ()
 
     @torch.no_grad()
-    def prefill(self, rows: Sequence[Sequence[int]], cache: TreeCache, watch: Watch | None = None) -> torch.Tensor:
-        """Feed what `cache` does not hold yet, as transformers does it (in chunks if asked), but without padding.
+    def prefill(
+        self, rows: Sequence[Sequence[int]], cache: TreeCache, hook: PromptLogitsHook | None = None
+    ) -> torch.Tensor:
+        """Feed what `cache` does not hold yet, as transformers does it (in chunks if configured), but without padding.
 
-        Rows of equal length are fed together, those that are alike once, into caches that are then joined.
+        Rows of equal length are fed together, each distinct prompt once, into caches that are then joined.
 
         Returns:
             Logits of each row's last token, `[B, V]`; the language model head runs on that token only.
         """
-        places: dict[tuple[int, ...], list[int]] = {}
+        sharing: dict[tuple[int, ...], list[int]] = {}  # numbers of the rows that share each prompt
         for number, row in enumerate(rows):
-            places.setdefault(tuple(row), []).append(number)
-        if len(places) == len(rows) and len(set(map(len, places))) == 1:
-            return self._prefill(rows, list(places.values()), cache, watch)
+            sharing.setdefault(tuple(row), []).append(number)
+        if len(sharing) == len(rows) and len(set(map(len, sharing))) == 1:
+            return self._prefill(rows, list(sharing.values()), cache, hook)
         parts: list[TreeCache] = []
-        found: list[tuple[int, int]] = [(0, 0)] * len(rows)
+        places: list[tuple[int, int]] = [(0, 0)] * len(rows)
         logits: list[torch.Tensor] = [torch.empty(0)] * len(rows)
-        for length in sorted(set(map(len, places))):
-            texts = [text for text in places if len(text) == length]
+        for length in sorted(set(map(len, sharing))):
+            prompts = [prompt for prompt in sharing if len(prompt) == length]
             parts.append(TreeCache())
-            said = self._prefill(texts, [places[text] for text in texts], parts[-1], watch)
-            for place, text in enumerate(texts):
-                for number in places[text]:
-                    found[number], logits[number] = (len(parts) - 1, place), said[place]
-        cache.join(parts, found)
+            part_logits = self._prefill(prompts, [sharing[prompt] for prompt in prompts], parts[-1], hook)
+            for place, prompt in enumerate(prompts):
+                for number in sharing[prompt]:
+                    places[number], logits[number] = (len(parts) - 1, place), part_logits[place]
+        cache.join(parts, places)
         return torch.stack(logits)
 
     def _prefill(
-        self, texts: Sequence[Sequence[int]], places: Sequence[Sequence[int]], cache: TreeCache, watch: Watch | None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sharing: Sequence[Sequence[int]],
+        cache: TreeCache,
+        hook: PromptLogitsHook | None,
     ) -> torch.Tensor:
-        """Feed texts of equal length; `places` are the rows that each of them is the text of."""
-        whole = self._recomputes_at_switch(texts, cache) or not cache.get_seq_length()
+        """Feed prompts of equal length; `sharing` are the numbers of the rows of each. Logits `[P, V]`."""
+        whole = self._recomputes_at_switch(prompts, cache) or not cache.get_seq_length()
         try:
             if whole:
                 cache.reset()
-            return self._feed_texts(texts, places, cache, watch)
+            return self._feed_prompts(prompts, sharing, cache, hook)
         except BaseException:
-            if whole:  # some layers hold what others lack, and none what they held before
+            if whole:  # some layers hold tokens that others lack, and none what they held before
                 cache.reset()
             raise
 
-    def _feed_texts(
-        self, texts: Sequence[Sequence[int]], places: Sequence[Sequence[int]], cache: TreeCache, watch: Watch | None
+    def _feed_prompts(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sharing: Sequence[Sequence[int]],
+        cache: TreeCache,
+        hook: PromptLogitsHook | None,
     ) -> torch.Tensor:
-        ids = torch.tensor(texts, device=self.device)
+        ids = torch.tensor(prompts, device=self.device)
         kwargs: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
         if "position_ids" in self._accepts:
             kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         if "logits_to_keep" in self._accepts:
             kwargs["logits_to_keep"] = 1
         if cache.get_seq_length():
-            kwargs["attention_mask"] = torch.ones_like(ids)  # its width tells transformers what is cached already
-        with HiddenStates(self.model) if watch else nullcontext() as hidden:
+            kwargs["attention_mask"] = torch.ones_like(ids)  # by its width transformers knows what is cached already
+        with HiddenStates(self.model) if hook else nullcontext() as hidden:
             output = self.model._prefill(ids, self.generation_config, kwargs)
         logits: torch.Tensor = output.logits[:, -1]
-
-        def show(start: int, said: torch.Tensor) -> None:
-            for alike, text_said in zip(places, said, strict=True):
-                assert watch is not None
-                watch(alike, start, text_said)
-
-        if watch and hidden:
-            hidden.show(logits, ids.shape[1], show)
+        if hook and hidden:
+            for start, piece in hidden.prompt_logits(logits, ids.shape[1]):
+                for same_prompt, prompt_logits in zip(sharing, piece, strict=True):
+                    hook(same_prompt, start, prompt_logits)
         return logits
 
     @torch.no_grad()
@@ -173,7 +179,11 @@ class EagerRunner:
             Logits of all nodes, `[B, S, V]`, S being the largest tree's size; in rows with a smaller tree the
             logits after its last node are undefined.
         """
-        if len(rows) == 1 and cache.lengths[0] == self.positions.switch and self._recomputes_at_switch(rows, cache):
+        if (
+            len(rows) == 1
+            and cache.lengths[0] == self.positions.longrope_switch
+            and self._recomputes_at_switch(rows, cache)
+        ):
             self._stopwatch.start(self.device)
             logits: torch.Tensor = self.prefill(rows, cache)[:, None]
             self._stopwatch.stop(logits.device)
@@ -222,7 +232,7 @@ class EagerRunner:
 
     def _recomputes_at_switch(self, rows: Sequence[Sequence[int]], cache: TreeCache) -> bool:
         """Whether plain decoding of this model drops the cache here and computes the text with new frequencies."""
-        if self.positions.switch is None or not cache.get_seq_length():
+        if self.positions.longrope_switch is None or not cache.get_seq_length():
             return False
         return self._prepared(torch.tensor(rows, device=self.device), cache).get("past_key_values") is None
 
@@ -231,10 +241,10 @@ class EagerRunner:
 
         Transformers up to 5.19 does that with Phi3; later versions feed the whole text again.
         """
-        if self.positions.switch is None:
+        if self.positions.longrope_switch is None:
             return False
-        ids = torch.zeros(1, self.positions.switch + 1, dtype=torch.long, device=self.device)
-        prepared = self._prepared(ids, TreeCache.of_length(self.positions.switch))
+        ids = torch.zeros(1, self.positions.longrope_switch + 1, dtype=torch.long, device=self.device)
+        prepared = self._prepared(ids, TreeCache.of_length(self.positions.longrope_switch))
         return prepared.get("past_key_values") is None and prepared["input_ids"].shape != ids.shape
 
     def _prepared(self, ids: torch.Tensor, cache: TreeCache) -> dict[str, Any]:

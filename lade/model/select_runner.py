@@ -43,7 +43,7 @@ def runner_for(
 def why_eager(model: Any) -> str:
     """What a graph would miss of this model's passes, on any device; empty if nothing is known."""
     positions = Positions.of(model.config.get_text_config(decoder=True))
-    if positions.switch is not None or positions.dynamic is not None:
+    if positions.longrope_switch is not None or positions.dynamic is not None:
         return "its rotary frequencies depend on the longest position, which the host looks at"
     if len({tensor.device for tensor in (*model.parameters(), *model.buffers())}) > 1:
         return "its weights lie on several devices"

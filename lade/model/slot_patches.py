@@ -58,7 +58,7 @@ def padding_counts_from(config: PretrainedConfig) -> int | None:
     """The length of text from which plain decoding counts left padding, too, and depends on it; None for never."""
     if _has_temperature(config):
         return int(config.floor_scale)
-    return Positions.of(config).switch  # models that then drop their cache look at the number of slots
+    return Positions.of(config).longrope_switch  # models that then drop their cache look at the number of slots
 
 
 def _has_temperature(config: PretrainedConfig) -> bool:

@@ -14,7 +14,7 @@ from lade.model.kv_cache import TreeCache, TreeLayer
 _DYNAMIC_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
-def can_lend(cache: Any) -> bool:
+def can_borrow(cache: Any) -> bool:
     """Whether a generation can begin with what this cache holds: ours, and dynamic ones on the model's device."""
     if isinstance(cache, TreeCache):
         return True
@@ -26,7 +26,7 @@ def can_lend(cache: Any) -> bool:
 
 
 def why_unfit(cache: Cache, length: int) -> str:
-    """Why plain decoding from a cache that passes `can_lend` cannot be repeated; empty where it can.
+    """Why plain decoding from a cache that passes `can_borrow` cannot be repeated; empty where it can.
 
     Args:
         cache: the user's, for a single row.

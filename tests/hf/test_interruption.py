@@ -287,8 +287,8 @@ PACKAGE = Path(lade.__file__).parent
 HOLDERS = {
     str(PACKAGE / file)
     for file in """
-    hf/generate.py hf/session.py hf/transcript.py decoding/engine.py decoding/row.py decoding/verify.py
-    model/cache.py model/lending.py model/moves.py model/runner.py
+    hf/generate.py hf/session.py hf/processors.py decoding/loop.py decoding/row.py decoding/verify.py
+    model/kv_cache.py model/user_cache.py model/cache_moves.py model/runner.py
     """.split()  # noqa: SIM905 - a table of words reads better without the quotes
 }
 """The code that has the cache in its hands."""
@@ -346,6 +346,7 @@ def interrupted(at, kind):
 @pytest.mark.parametrize("kind", [DynamicCache, TreeCache])
 @pytest.mark.parametrize("times", [12, pytest.param(200, marks=pytest.mark.slow)])
 def test_ctrl_c_at_any_line_leaves_text(times, kind):
+    assert all(Path(file).is_file() for file in HOLDERS), "a file has been renamed"
     lines = interrupted(0, kind)
     assert lines > 500
     for at in range(1, lines, lines // times):

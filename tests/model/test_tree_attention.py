@@ -8,7 +8,7 @@ from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCau
 from trees import Case, attention, cases, tree_of
 
 import lade
-from lade.model.attention_span import Reach
+from lade.model.attention_span import AttentionSpan
 from lade.model.tree_attention import backend as module
 from lade.model.tree_attention.backend import NAME, kernel_for, tree_attention
 from lade.testing import toy_model
@@ -107,7 +107,7 @@ def test_static_caches_of_plain_decoding(tokens):
 
 
 def test_dropout_is_sdpas():
-    case = Case([tree_of([0, 0])], [4], Reach(window=3))
+    case = Case([tree_of([0, 0])], [4], AttentionSpan(window=3))
     query, key, value = states(case, 2, 1)
     torch.manual_seed(0)
     expected = torch.nn.functional.scaled_dot_product_attention(

@@ -11,7 +11,6 @@ import peft
 import pytest
 import torch
 from comparing import CONFIGS, PAPER, assert_same, batch, lookahead, only_fallback, plain, prompt
-from lade.model.cuda_graphs.workspace import setup_of
 from quantised_layers import (
     InBfloat16,
     OneTokenOtherwise,
@@ -35,6 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lade
 from lade.bench.inflation import inflate
 from lade.embedded.files import model_path
+from lade.model.cuda_graphs.model_pools import setup_of
 from lade.model.runner import EagerRunner
 from lade.model.support import linear_check as layer_trial
 from lade.model.support import supports as support

@@ -17,7 +17,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lade.decoding.loop import Watch
+from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.tree import TokenTree
 from lade.model.cuda_graphs.buffers import Buffers, StepShape
 from lade.model.cuda_graphs.cache_view import StaticCacheView
@@ -107,11 +107,11 @@ class GraphRunner(EagerRunner):
 
     @torch.no_grad()
     def prefill(  # type: ignore[override]  # each kind of runner has caches of its own kind
-        self, rows: Sequence[Sequence[int]], cache: FallbackCache, watch: Watch | None = None
+        self, rows: Sequence[Sequence[int]], cache: FallbackCache, hook: PromptLogitsHook | None = None
     ) -> torch.Tensor:
         """See `EagerRunner.prefill`; the cache is to be empty."""
         filled = TreeCache()
-        logits = super().prefill(rows, filled, watch)
+        logits = super().prefill(rows, filled, hook)
         cache.adopt(filled)
         return logits
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lade.decoding.tree import TokenTree
-from lade.model.attention_span import Reach
+from lade.model.attention_span import AttentionSpan
 from lade.model.host_to_device import filled, upload
 from lade.model.tree_attention.tree_mask import TreeMask, TreeSlots, words_of
 
@@ -60,6 +60,6 @@ class TreeInputs:
         """`[B, K]`, position of every slot of the cache and of the step."""
         return self.slots.key_positions()
 
-    def mask(self, reach: Reach) -> TreeMask:
+    def mask(self, span: AttentionSpan) -> TreeMask:
         """What each node may see of what is near enough, `[B, 1, S, K]`."""
-        return TreeMask(self.slots, reach)
+        return TreeMask(self.slots, span)

@@ -104,7 +104,7 @@ def attend(
     """
     query, key, value = (states if states.stride(-1) == 1 else states.contiguous() for states in (query, key, value))
     rows, heads, step, _ = query.shape
-    kv_heads, value_dim, at, reach = key.shape[1], value.shape[-1], mask.slots, mask.reach
+    kv_heads, value_dim, at, span = key.shape[1], value.shape[-1], mask.slots, mask.span
     tiles = tiles or Tiles.fitting(query, key, value)
     out = query.new_empty(rows, step, heads, value_dim)
     parts = query.new_empty(tiles.splits, *out.shape, dtype=torch.float32) if tiles.splits > 1 else out
@@ -115,10 +115,10 @@ def attend(
             query, key, value, sinks, parts, log_sums,
             at.lengths, at.firsts, at.positions, at.node_positions, at.ancestors,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-            step, at.node_positions.shape[1], at.ancestors.shape[2], reach.window or reach.chunk or 0,
+            step, at.node_positions.shape[1], at.ancestors.shape[2], span.window or span.chunk or 0,
             scale * LOG2E / (softcap or 1.0), (softcap or 0.0) * LOG2E, LOG2E,
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, SPLITS=tiles.splits,
-            WINDOW=bool(reach.window), CHUNK=bool(reach.chunk), SOFTCAP=bool(softcap), SINKS=sinks is not None,
+            WINDOW=bool(span.window), CHUNK=bool(span.chunk), SOFTCAP=bool(softcap), SINKS=sinks is not None,
             KEY_DIM=key.shape[-1], VALUE_DIM=value_dim,
             KEY_BLOCK=_block(key.shape[-1]), VALUE_BLOCK=_block(value_dim),
             TILE=tiles.queries, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True,

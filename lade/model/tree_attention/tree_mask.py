@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from lade.model.attention_span import Reach
+from lade.model.attention_span import AttentionSpan
 
 WORD_BITS = 32
 
@@ -44,14 +44,14 @@ class TreeSlots:
             if isinstance(tensor, torch.Tensor) and not (tensor.dtype == torch.int32 and tensor.is_contiguous()):
                 raise ValueError(f"{name} is {tensor.dtype} with strides {tensor.stride()}: give contiguous int32")
 
-    def allowed(self, reach: Reach) -> torch.Tensor:
+    def allowed(self, span: AttentionSpan) -> torch.Tensor:
         """What each query sees, `[B, S, K]` bool."""
         places, is_node = self._places()
         rows, step, _ = self.ancestors.shape
         words = self.ancestors.gather(2, (places // WORD_BITS)[:, None].expand(rows, step, -1))
         is_seen = (words >> (places % WORD_BITS)[:, None] & 1).bool() & is_node[:, None]
         is_text = self._slots() < self.lengths[:, None]
-        return (is_seen | is_text[:, None]) & reach(self.positions[:, :, None], self.key_positions()[:, None])
+        return (is_seen | is_text[:, None]) & span(self.positions[:, :, None], self.key_positions()[:, None])
 
     def key_positions(self) -> torch.Tensor:
         """`[B, K]`, the position of every slot; those that are seen by nobody have some."""
@@ -73,34 +73,34 @@ class TreeMask(torch.Tensor):
 
     Attributes:
         slots: of text and trees, shared by the masks of all layer types.
-        reach: what of it is near enough.
+        span: what of it is near enough.
     """
 
     slots: TreeSlots
-    reach: Reach
+    span: AttentionSpan
     _dense: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls, slots: TreeSlots, reach: Reach) -> TreeMask:  # noqa: D102
+    def __new__(cls, slots: TreeSlots, span: AttentionSpan) -> TreeMask:  # noqa: D102
         rows, step = slots.positions.shape
         shape = (rows, 1, step, slots.width)
         mask: TreeMask = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=torch.bool, device=slots.positions.device
         )
-        mask.slots, mask.reach, mask._dense = slots, reach, None
+        mask.slots, mask.span, mask._dense = slots, span, None
         return mask
 
-    def __init__(self, slots: TreeSlots, reach: Reach) -> None:
+    def __init__(self, slots: TreeSlots, span: AttentionSpan) -> None:
         super().__init__()
 
     def dense(self) -> torch.Tensor:
         """The same as an ordinary tensor."""
         if self._dense is None:
-            self._dense = self.slots.allowed(self.reach)[:, None]
+            self._dense = self.slots.allowed(self.span)[:, None]
         return self._dense
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"TreeMask({list(self.shape)}, {self.reach})"
+        return f"TreeMask({list(self.shape)}, {self.span})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
