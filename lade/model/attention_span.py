@@ -9,18 +9,18 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionSpan:
-    """Which keys are near enough to a query, by their positions; by default all of them.
+    """Which keys a layer's queries see, by their positions; by default all of them.
 
     Attributes:
-        window: the last so many positions, the query's own included.
-        chunk: the positions of the query's own chunk; chunks of so many positions lie side by side.
+        window: number of positions seen, ending with the query's own.
+        chunk: size of the chunks that positions are divided into; a query sees its own chunk.
     """
 
     window: int | None = None
     chunk: int | None = None
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """(query positions `[B, S, 1]`, key positions `[B, 1, K]`) -> bool `[B, S, K]`: is the key near enough?"""
+        """(query positions `[B, S, 1]`, key positions `[B, 1, K]`) -> bool `[B, S, K]`: is the key within the span?"""
         if self.window:
             return query - key < self.window
         if self.chunk:

@@ -1,7 +1,7 @@
 """A KV cache whose rows have lengths of their own, and which can keep a path of a token tree.
 
 To transformers it is an ordinary dynamic cache: what a forward pass feeds is appended, in the same slots of every row,
-behind the longest one. After a pass over a tree, `keep` moves the accepted nodes to the end of what their row has and
+after the longest one. After a pass over a tree, `keep` moves the accepted nodes to the end of what their row has and
 forgets the others:
 
     row 0   [ cached ........ | root a b c d ]   keep [0, 2, 4]  ->  [ cached ........ | root b d ]
@@ -32,7 +32,7 @@ _JOINED_LAYERS = 8
 class TreeLayer(CacheLayerMixin):
     """Keys and values of one layer: buffers `[rows, H, capacity, D]`, of which row b uses the first `lengths[b]`.
 
-    There are B rows in use, the first ones. Between a pass and `TreeCache.keep` the tokens fed lie behind the longest
+    There are B rows in use, the first ones. Between a pass and `TreeCache.keep` the tokens fed lie after the longest
     row, in all rows.
     """
 
@@ -121,7 +121,7 @@ class TreeLayer(CacheLayerMixin):
 
     @property
     def batch_size(self) -> int:
-        """B; transformers asks when a cache is handed in again."""
+        """B; transformers reads it when a user passes the cache again."""
         return len(self.lengths)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -144,7 +144,7 @@ class TreeLayer(CacheLayerMixin):
 class JoinedLayers:
     """Layers whose keys and values are made views of one tensor, so that one operation moves what lies in all of them.
 
-    Layers replace their buffers when these grow or when rows are selected; then they are joined anew. Buffers that
+    Layers replace their buffers when these grow or when rows are selected; then they are joined again. Buffers that
     differ in shape, type or device stay by themselves.
     """
 
@@ -173,7 +173,7 @@ class JoinedLayers:
 
 
 class TreeCache(Cache):
-    """KV cache of B rows for any decoder-only transformers model; layers appear as the model asks for them."""
+    """KV cache of B rows for any decoder-only transformers model; layers are added as the model updates them."""
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=TreeLayer)
@@ -209,7 +209,7 @@ class TreeCache(Cache):
         return self.layers[0].lengths if self.layers and self.layers[0].lengths else [0]
 
     def reset(self) -> None:
-        """Forget everything: the cache is as new, and as falsy, which transformers asks before it drops a cache."""
+        """Forget everything: the cache is empty, and falsy, which transformers tests before it drops a cache."""
         self.layers.clear()
         self._groups.clear()
 
@@ -251,11 +251,11 @@ class TreeCache(Cache):
             layer.lengths = [tokens]
 
     def join(self, parts: Sequence[TreeCache], places: Sequence[tuple[int, int]]) -> None:
-        """Become a cache of rows that others hold; those are emptied meanwhile, layer by layer.
+        """Become a cache of rows that others hold; those are emptied on the way, layer by layer.
 
         Args:
             parts: caches of the same model, none of them empty.
-            places: `[B]`, for each row the number of its part, and its number there; a row may be wanted twice.
+            places: `[B]`, for each row the number of its part, and its number there; a row may occur twice.
         """
         self.reset()
         for layers in zip(*(part.layers for part in parts), strict=True):
@@ -266,7 +266,7 @@ class TreeCache(Cache):
 
     @property
     def token_bytes(self) -> int:
-        """What one token of one row takes, all layers together; 0 before the first pass."""
+        """Bytes of one token of one row, in all layers together; 0 before the first pass."""
         buffers = [buffer for layer in self.layers for buffer in (layer.keys, layer.values) if buffer is not None]
         return sum(buffer.shape[1] * buffer.shape[3] * buffer.element_size() for buffer in buffers)
 
@@ -277,12 +277,12 @@ class TreeCache(Cache):
         return (0, 0) if keys is None else (keys.shape[0], keys.shape[2])
 
     def reserve(self, rows: int, slots: int) -> None:
-        """Have room for just so many rows of so many slots, at least for what there is; copies all that is cached."""
+        """Resize the buffers to this many rows and slots, at least to what is cached, which is copied."""
         for layer in self.layers:
             layer.reserve(rows, slots)
 
     def take(self, part: TreeCache) -> None:
-        """Append the only row of another cache of the same model; that one is empty then."""
+        """Append the only row of another cache of the same model, which is then empty."""
         if not self.layers:
             self.layers, part.layers = part.layers, []
             self._groups.clear()
@@ -292,11 +292,11 @@ class TreeCache(Cache):
         part.reset()
 
     def leave(self, row: int) -> None:
-        """Forget a row; the last one takes its place and its number."""
+        """Evict a row; the last one takes its place and its number."""
         last = len(self.lengths) - 1
         if row < last:
             for group in self._grouped():
-                group.put(last, row, max(self.lengths))  # also what lies behind it, which no other row may leave to it
+                group.put(last, row, max(self.lengths))  # with its zeros after it, in place of the old row's tokens
         lengths = list(self.lengths)
         lengths[row] = lengths[last]
         for layer in self.layers:
@@ -316,7 +316,7 @@ def _grown(buffer: torch.Tensor, needed: int) -> torch.Tensor:
 
 
 def _resized(buffer: torch.Tensor, used: tuple[int, int], rows: int, tokens: int) -> torch.Tensor:
-    """A buffer for so many rows and tokens, with what is used of the old one: its first rows and tokens."""
+    """A buffer of this size, with what is used of the old one: its first rows and tokens."""
     most_rows, longest = used
     resized = buffer.new_zeros(max(rows, most_rows), buffer.shape[1], max(tokens, longest), buffer.shape[3])
     resized[:most_rows, :, :longest] = buffer[:most_rows, :, :longest]

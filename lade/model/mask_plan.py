@@ -1,4 +1,4 @@
-"""The mask plan that a configuration asks for."""
+"""The mask plan of a model, by its configuration."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def plan_for(config: PretrainedConfig, *, by_layer_type: bool) -> MaskPlan:
         by_layer_type: whether the model takes a dict of masks, one for each layer type, or one mask for all layers.
 
     Raises:
-        ValueError: layers that take the same mask see differently far; the message is the reason, in words that go on
-            after "it".
+        ValueError: layers that take the same mask see differently far; the message is the reason, as a
+            phrase that continues "it ...".
     """
     spans: dict[str, AttentionSpan] = {}
     layers = _layers(config)

@@ -40,7 +40,7 @@ class StepInputs:
     def of(
         cls, trees: Sequence[TokenTree], lengths: Sequence[int], device: torch.device, held: Sequence[int] | None = None
     ) -> StepInputs:
-        """Join one tree a row. All that is fed lies behind the longest row.
+        """Join one tree a row. All that is fed is appended after the longest row.
 
         Args:
             trees: S is the largest number of nodes to feed.
@@ -72,7 +72,7 @@ class StepInputs:
 
     @classmethod
     def _alone(cls, tree: TokenTree, length: int, held: int, device: torch.device) -> StepInputs:
-        """The same for a single row, where nothing needs filling up."""
+        """The same for a single row, which needs no padding."""
         before = length - held
         key_positions = np.arange(before + len(tree))
         positions = key_positions[before:]

@@ -1,6 +1,6 @@
 """The hidden states of a prefill, from which the language model head computes the logits of all prompt tokens.
 
-Prefill asks the model for the logits of the last token only: those of a long prompt would take gigabytes. The hidden
+Prefill has the model compute the logits of the last token only: those of a long prompt would take gigabytes. The hidden
 states before the head are small. The head then runs over them in pieces.
 """
 

@@ -16,7 +16,7 @@ from lade.model.runner import EagerRunner, input_device
 from lade.model.support.supports import unwrap
 
 _IDLE_HOOKS = frozenset({"transformers.utils.output_capturing", thread_hooks.__name__})
-"""Modules whose hooks do nothing here: transformers' stay on a model once hidden states were asked for, and ours are
+"""Modules whose hooks do nothing here: transformers' stay on a model once it has returned hidden states, and ours are
 those of other threads."""
 
 
@@ -44,7 +44,7 @@ def why_eager(model: Any) -> str:
     """What a graph would miss of this model's passes, on any device; empty if nothing is known."""
     positions = Positions.of(model.config.get_text_config(decoder=True))
     if positions.longrope_switch is not None or positions.dynamic is not None:
-        return "its rotary frequencies depend on the longest position, which the host looks at"
+        return "its rotary frequencies depend on the longest position, which the host reads"
     if len({tensor.device for tensor in (*model.parameters(), *model.buffers())}) > 1:
         return "its weights lie on several devices"
     device = input_device(model)

@@ -1,4 +1,4 @@
-"""Models that count cache slots where a tree counts positions, and what is done about it.
+"""Patches for models that count cache slots where a tree counts positions.
 
 In plain decoding a token's slot in the cache is its position. In a tree several nodes share a position and lie in
 slots of their own, so whatever a model derives from slots is patched to use the positions for the length of a pass:
@@ -47,9 +47,9 @@ class SlotPatches:
             if self._alibi is not None:
                 overrides.append(stack.enter_context(_biased_by_position(self._alibi, inputs.key_positions)))
             yield
-            if not any(override.asked for override in overrides):
+            if not any(override.used for override in overrides):
                 raise UnsupportedModelError(
-                    "its layers were not called by the thread that decodes, and know nothing of a tree's positions",
+                    "its layers were not called by the thread that decodes, and do not see a tree's positions",
                     "call the model as it is, or use plain model.generate",
                 )
 

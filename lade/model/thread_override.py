@@ -35,18 +35,18 @@ class Override:
         self._here = threading.local()
 
     @property
-    def asked(self) -> bool:
-        """Whether this thread has asked for its own one."""
-        return getattr(self._here, "asked", False)
+    def used(self) -> bool:
+        """Whether this thread has read its own one."""
+        return getattr(self._here, "used", False)
 
     @contextmanager
     def own(self, value: Any) -> Iterator[None]:
         """Give this thread its own while the context lasts."""
-        self._here.value, self._here.asked = value, False
+        self._here.value, self._here.used = value, False
         try:
             yield
         finally:
-            del self._here.value, self._here.asked
+            del self._here.value, self._here.used
 
     def is_own(self) -> bool:
         """Whether this thread has its own."""
@@ -55,7 +55,7 @@ class Override:
     def _current(self) -> Any:
         if not self.is_own():
             return self.original
-        self._here.asked = True
+        self._here.used = True
         return self._here.value
 
     def __bool__(self) -> bool:

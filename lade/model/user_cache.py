@@ -1,4 +1,4 @@
-"""A user's own cache: what can be decoded with, and how it gets the new tokens."""
+"""A user's own cache: whether a generation can start from it, and how it gets the new tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DYNAMIC_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 def can_borrow(cache: Any) -> bool:
-    """Whether a generation can begin with what this cache holds: ours, and dynamic ones on the model's device."""
+    """Whether a generation can start from what this cache holds: ours, and dynamic ones on the model's device."""
     if isinstance(cache, TreeCache):
         return True
     return (

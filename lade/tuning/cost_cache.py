@@ -1,6 +1,6 @@
 """The step cost of a model: the curve that is in use already, else the saved one, else a new one.
 
-A curve in use belongs to the model, as the answer of `lade.supports` does, and goes with it.
+A curve in use belongs to the model, as the result of `lade.supports` does, and is freed with it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 
 @dataclass
-class Profile:
-    """A curve in use.
+class CurveInUse:
+    """A curve that steps refresh.
 
     Attributes:
-        key: what it is good for.
+        key: what it is valid for.
         cost: refreshed by every step.
-        saved: its `table` as the store has it.
+        saved: its `table` as it is in the file.
     """
 
     key: store.Key
@@ -55,7 +55,7 @@ class Profile:
     saved: Sequence[float]
 
 
-_in_use: WeakKeyDictionary[PreTrainedModel, dict[str, Profile]] = WeakKeyDictionary()
+_in_use: WeakKeyDictionary[PreTrainedModel, dict[str, CurveInUse]] = WeakKeyDictionary()
 _measuring = ForkSafeLock()  # two threads that measured at once would measure each other
 
 
@@ -69,27 +69,27 @@ def step_cost_for(
 
     Args:
         model: a model that `lade.supports`.
-        runner: what will run its steps.
-        batch: rows B; the next power of two counts, so that a batch that loses rows does not measure ever again.
+        runner: runs the steps.
+        batch: B, rounded up to a power of two, so that a batch that loses rows seldom measures again.
         folder: of saved curves; None for the user's cache folder.
     """
     key = key_of(model, runner, batch)
     name = store.digest_of(key)
-    profiles = _in_use.setdefault(model, {})
-    profile = profiles.get(name)
-    if profile is None:
+    curves = _in_use.setdefault(model, {})
+    curve = curves.get(name)
+    if curve is None:
         with _measuring:
-            profile = profiles.get(name) or _new_profile(key, model, runner, batch=batch_bucket(batch), folder=folder)
-            if profile is None:
+            curve = curves.get(name) or _new_curve(key, model, runner, batch=batch_bucket(batch), folder=folder)
+            if curve is None:
                 return step_cost_for(model, runner.eager(), batch=batch, folder=folder)
-            profiles[name] = profile
-    profile.cost.pad_to(runner.step_sizes)
-    return profile.cost
+            curves[name] = curve
+    curve.cost.pad_to(runner.step_sizes)
+    return curve.cost
 
 
-def _new_profile(
+def _new_curve(
     key: store.Key, model: PreTrainedModel, runner: EagerRunner, *, batch: int, folder: Path | None
-) -> Profile | None:
+) -> CurveInUse | None:
     """The saved curve, or one that is measured and saved now; None if it cannot be measured."""
     cost = store.load(key, folder)
     if cost is None:
@@ -99,20 +99,20 @@ def _new_profile(
         store.save(key, cost, folder)
     else:
         logger.debug("step cost of %s, batch of %d, loaded: %s", type(model).__name__, batch, _summary(cost))
-    return Profile(key, cost, cost.table)
+    return CurveInUse(key, cost, cost.table)
 
 
 def save_refreshed(model: PreTrainedModel, *, folder: Path | None = None) -> None:
     """Save those curves of a model that its steps have moved by more than a tenth; for the end of a generation."""
-    for profile in list(_in_use.get(model, {}).values()):  # other threads may add to them
-        if profile.cost.change_since(profile.saved) > WORTH_SAVING:
-            store.save(profile.key, profile.cost, folder)
-            profile.saved = profile.cost.table
+    for curve in list(_in_use.get(model, {}).values()):  # other threads may add to them
+        if curve.cost.change_since(curve.saved) > WORTH_SAVING:
+            store.save(curve.key, curve.cost, folder)
+            curve.saved = curve.cost.table
 
 
 def use(model: PreTrainedModel, key: store.Key, cost: StepCost, *, folder: Path | None = None) -> bool:
     """Save a curve that was measured with more care, and use it from now on; whether it could be saved."""
-    _in_use.setdefault(model, {})[store.digest_of(key)] = Profile(key, cost, cost.table)
+    _in_use.setdefault(model, {})[store.digest_of(key)] = CurveInUse(key, cost, cost.table)
     return store.save(key, cost, folder)
 
 
@@ -166,7 +166,7 @@ def _cpu_name() -> str:
 def _measured(model: PreTrainedModel, runner: EagerRunner, batch: int) -> StepCost | None:
     """Measure; a model of someone's own may draw random numbers in its forward pass, and must not be seen doing so.
 
-    None where there is no memory for captured passes. Those of an eager runner then tell more than nothing.
+    None where there is no memory for captured passes. Those of an eager runner are measured then.
     """
     name = type(model).__name__
     logger.info("measuring the step cost of %s, batch of %d, once on this machine: a second or two", name, batch)

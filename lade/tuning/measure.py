@@ -38,11 +38,11 @@ class StepTimer:
     """Times single passes.
 
     Args:
-        runner: of the model; its `forward_s` is what a pass took, and changes.
+        runner: runs the model; its `forward_s` is what a pass took, and changes.
         vocabulary: V.
-        largest: the largest size that will be asked for.
+        largest: the largest size that will be timed.
         cached: tokens in the cache; fewer where the model's positions end before.
-        batch: rows B, all alike.
+        batch: B, rows that are all equal.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class StepTimer:
         self._cache.reset()
 
     def _tree(self, size: int) -> TokenTree:
-        """Chains that hang from the root: all tokens differ, as in a real step, so that all experts are asked."""
+        """Chains that hang from the root: all tokens differ, as in a real step, so that all experts are used."""
         depth = _DEPTH if self._room is None else min(_DEPTH, self._room)
         tree = TokenTree(self._tokens[0])
         for start in range(1, size, depth or 1):
@@ -150,7 +150,7 @@ def measure_step_cost(
     """Measure what a pass costs by its size.
 
     Args:
-        runner: of the model.
+        runner: runs the model.
         vocabulary: V.
         sizes: some of `KNOTS`, the most telling ones first.
         cached: tokens in the cache while it is measured; fewer if the model has no positions for them.
@@ -184,7 +184,7 @@ def check_sizes(sizes: Sequence[int]) -> None:
 
 
 def _expected(samples: Mapping[int, Sequence[float]], size: int) -> float:
-    """Seconds that a pass of this size will take, as far as can be told."""
+    """Seconds that a pass of this size will take, as far as is known."""
     if samples[size]:
         return typical(samples[size])
     return StepCost.of(samples).seconds(size) if any(samples.values()) else 0.0

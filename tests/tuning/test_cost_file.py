@@ -68,7 +68,7 @@ def test_a_damaged_or_foreign_file_is_told_of_and_replaced(damage, tmp_path, cap
     path.write_text(damaged)
     with caplog.at_level(logging.WARNING, "lade"):
         assert load(KEY, tmp_path) is None
-    assert str(path) in caplog.text and "measured anew" in caplog.text
+    assert str(path) in caplog.text and "measured again" in caplog.text
     assert path.read_text() == damaged, "reading changes nothing"
     assert store.save(KEY, curve(), tmp_path)
     assert load(KEY, tmp_path) is not None
@@ -77,7 +77,7 @@ def test_a_damaged_or_foreign_file_is_told_of_and_replaced(damage, tmp_path, cap
 def test_a_file_that_is_no_text_is_told_of(tmp_path, caplog):
     store.path_of(KEY, tmp_path).write_bytes(b"\xff\xfe\x00")
     assert load(KEY, tmp_path) is None
-    assert "measured anew" in caplog.text
+    assert "measured again" in caplog.text
 
 
 def test_a_folder_in_the_place_of_the_file_is_told_of(tmp_path, caplog):

@@ -24,11 +24,11 @@ class Recording(Protocol):
     """What was captured."""
 
     def replay(self, call: Call) -> torch.Tensor:
-        """Do it again, on what the fixed tensors hold now.
+        """Run it again, on what the fixed tensors hold now.
 
         Args:
-            call: what was captured, for those that have to call again; a recording does not keep it, since that would
-                keep its model.
+            call: what was captured, for recordings that have to call again; they do not keep it, since that would
+                keep its model alive.
 
         Returns:
             The call's result: always the same tensor, which the next replay of any recording may overwrite.
@@ -44,7 +44,7 @@ class Capture(Protocol):
 
         Args:
             call: launches kernels that read and write `fixed`, and returns a new tensor.
-            fixed: tensors that will stay where they are.
+            fixed: tensors whose addresses will not change.
 
         Raises:
             RuntimeError: the call does what cannot be captured, such as waiting for the device.
@@ -55,7 +55,7 @@ class Capture(Protocol):
 class ResultMemory:
     """Memory for the results of recordings that are replayed one at a time.
 
-    Left where it came to be, each recording's result would keep its memory for good: the logits of 128 tokens over a
+    Where it was computed, each recording's result would keep its memory for good: the logits of 128 tokens over a
     vocabulary of 128k take 33 MB a row in bfloat16, in every shape that was captured.
     """
 
@@ -63,7 +63,7 @@ class ResultMemory:
         self._memory: torch.Tensor | None = None
 
     def like(self, result: torch.Tensor) -> torch.Tensor:
-        """A tensor like this one, which stays where it is, on memory that others have, too."""
+        """A tensor of the same shape and dtype at an address that does not change, on memory that recordings share."""
         if self._memory is None or self._memory.nbytes < result.nbytes or self._memory.device != result.device:
             self._memory = torch.empty(result.nbytes, dtype=torch.uint8, device=result.device)
         return self._memory[: result.nbytes].view(result.dtype).view(result.shape)
@@ -89,7 +89,7 @@ class _EagerRecording:
         """See `Recording.replay`."""
         result = call()
         if _addresses(self._fixed) != self._addresses:
-            raise RuntimeError("a tensor that was captured has moved: a graph would read where it was")
+            raise RuntimeError("a tensor that was captured has moved: a graph would read its old address")
         if self._result is None:
             self._result = self._results.like(result)
         elif self._result.shape != result.shape:
@@ -102,12 +102,12 @@ def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 class CudaCapture:
-    """Captures CUDA graphs, all in one memory pool: they are to be replayed one at a time, and share their scratch.
+    """Captures CUDA graphs, all in one memory pool: they are replayed one at a time, and share their scratch memory.
 
     Follows "CUDA graphs" in torch's notes on CUDA semantics: warm-up on a side stream, capture on the same one.
 
     Args:
-        device: that the calls launch their kernels on.
+        device: the device that the calls launch their kernels on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -127,7 +127,7 @@ class CudaCapture:
             here.wait_stream(self._stream)
             result = self._results.like(result)
             graph = torch.cuda.CUDAGraph()
-            # Other threads may go on allocating: only what this one does is looked at.
+            # Other threads may continue to allocate: only this one is checked.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 result.copy_(call())
         return _GraphRecording(graph, result, fixed)

@@ -1,7 +1,7 @@
 """Linear layers prepacked for the CPU: a pass over a few tokens costs about as much as one over a single token.
 
 A matrix product on the CPU brings its weights into blocks that suit the vector units. For a handful of tokens that
-costs as much as the product itself, and `nn.Linear` does it anew in every pass. A packed layer has done it once:
+costs as much as the product itself, and `nn.Linear` does it again in every pass. A packed layer has done it once:
 
 >>> lade.pack(model)        # in place, layer by layer; the original weights are freed
 >>> lade.unpack(model)      # every weight is back, bit for bit
@@ -86,7 +86,7 @@ def _pack(model: nn.Module, layers: Sequence[Any], *, keep_original: bool) -> No
             done.append(packed)
             _put(packed, places[layer])
             layer._parameters["weight"] = None  # `packed` has it, or can unpack it
-    except BaseException:  # out of memory or Ctrl-C amid the work: no half-packed model is left behind
+    except BaseException:  # out of memory or Ctrl-C amid the work: no half-packed model remains
         for packed in done:
             _put(packed.unpacked(), places[packed.layer])
         raise
@@ -119,7 +119,7 @@ def packed_layers(model: nn.Module) -> int:
 
 
 def packable(model: nn.Module, *, min_weights: int = MIN_WEIGHTS) -> list[nn.Module]:
-    """The layers that `pack` would pack; it computes nothing but a small trial of the kernel.
+    """The layers that `pack` would pack; it computes only a small trial of the kernel.
 
     Args:
         model: is left as it is.

@@ -30,7 +30,7 @@ class TreeInputs:
 
     @classmethod
     def of(cls, trees: Sequence[TokenTree], lengths: Sequence[int], device: torch.device, held: int = 0) -> TreeInputs:
-        """Join one tree a row. All that is fed lies behind the longest row.
+        """Join one tree a row. All that is fed is appended after the longest row.
 
         Args:
             trees: T is the size of the largest one.
@@ -40,8 +40,8 @@ class TreeInputs:
                 ends where they begin. Of several rows none has any.
         """
         nodes = max(map(len, trees))
-        nothing = [0] * len(trees)
-        ids, depths = (filled(each, nothing, nodes) for each in ([t.ids for t in trees], [t.depths for t in trees]))
+        none = [0] * len(trees)
+        ids, depths = (filled(each, none, nodes) for each in ([t.ids for t in trees], [t.depths for t in trees]))
         before = np.array(lengths) - held  # [B], tokens in front of the trees
         positions = depths + before[:, None]
         ancestors = np.zeros((len(trees), nodes, nodes), dtype=np.bool_)

@@ -24,7 +24,7 @@ class TreeSlots:
 
     Attributes:
         lengths: `[B]` int32, cached tokens of each row: they lie in its first slots, at positions 0, 1, ...
-        firsts: `[B]` int32, the slot of each row's first node; slots between are seen by nobody.
+        firsts: `[B]` int32, the slot of each row's first node; no query sees the slots between.
         positions: `[B, S]` int32, of the queries. Queries that only fill up a batch are best copies of their root: in a
             layer with a window, a position in the middle of the text would have that text read.
         node_positions: `[B, T]` int32, of all nodes of the tree, those fed now and those cached before.
@@ -54,7 +54,7 @@ class TreeSlots:
         return (is_seen | is_text[:, None]) & span(self.positions[:, :, None], self.key_positions()[:, None])
 
     def key_positions(self) -> torch.Tensor:
-        """`[B, K]`, the position of every slot; those that are seen by nobody have some."""
+        """`[B, K]`, the position of every slot; those that no query sees have an arbitrary one."""
         places, is_node = self._places()
         return torch.where(is_node, self.node_positions.gather(1, places), self._slots())
 
