@@ -243,7 +243,7 @@ class TreeCache(Cache):
         """End a generation: keep the first tokens of the only row, whatever layers an interrupted pass has updated.
 
         Args:
-            tokens: how many; every layer holds them.
+            tokens: number of tokens to keep; every layer holds them.
         """
         if not tokens:
             self.reset()

@@ -43,7 +43,7 @@ class StepInputs:
         """Join one tree a row. All that is fed is appended after the longest row.
 
         Args:
-            trees: S is the largest number of nodes to feed.
+            trees: one for each row; S is the largest number of nodes to feed.
             lengths: `[B]`, cached tokens of each row.
             held: `[B]`, how many of these tokens, the last ones, are nodes of the row's tree (its first ones, which are
                 not fed again); none unless given.
@@ -96,7 +96,7 @@ class MaskPlan:
     """How a model takes its masks.
 
     Attributes:
-        spans: what its layers see, by layer type.
+        spans: how far back the layers see, by layer type.
         by_layer_type: whether the model takes a dict of masks with these types as keys; otherwise it has one type only.
         additive: whether masks are added to the scores (eager attention) or boolean (SDPA).
         compact: whether its attention knows `TreeMask`.

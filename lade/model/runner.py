@@ -202,7 +202,7 @@ class EagerRunner:
 
         Args:
             trees: their first nodes are cached already.
-            held: `[B]`, how many.
+            held: `[B]`, number of these nodes.
             cache: its rows end with these nodes; the other ones are appended to it.
 
         Returns:

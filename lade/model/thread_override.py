@@ -26,7 +26,7 @@ class Override:
         inherited: whether the module has that from its class.
 
     Attributes:
-        threads: how many have their own.
+        threads: number of threads that have their own.
     """
 
     def __init__(self, original: Any, *, inherited: bool) -> None:
@@ -82,7 +82,7 @@ def overridden(module: nn.Module, name: str, own: Callable[[Any], Any]) -> Itera
 
     Args:
         module: may be called by other threads, too.
-        name: of the attribute: a flag, or a function.
+        name: name of the attribute, which is a flag or a function.
         own: makes what this thread is to see of what the attribute was.
 
     Raises:

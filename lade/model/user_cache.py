@@ -64,7 +64,7 @@ class BorrowedCache(TreeCache):
         """Let the user's cache hold the first tokens of the row, and none after them, which may be rejected guesses.
 
         Args:
-            tokens: how many; every layer of this cache holds them.
+            tokens: number of tokens to keep; every layer of this cache holds them.
         """
         # Where the first layer is another one, the model has recomputed the text, with other frequencies.
         recomputed = bool(self._borrowed_layers) and self.layers[:1] != self._borrowed_layers

@@ -71,7 +71,7 @@ def step_cost_for(
         model: a model that `lade.supports`.
         runner: runs the steps.
         batch: B, rounded up to a power of two, so that a batch that loses rows seldom measures again.
-        folder: of saved curves; None for the user's cache folder.
+        folder: folder of saved curves; None for the user's cache folder.
     """
     key = key_of(model, runner, batch)
     name = store.digest_of(key)

@@ -39,7 +39,7 @@ class StepTimer:
 
     Args:
         runner: runs the model; its `forward_s` is what a pass took, and changes.
-        vocabulary: V.
+        vocabulary: V, number of token ids that the model knows.
         largest: the largest size that will be timed.
         cached: tokens in the cache; fewer where the model's positions end before.
         batch: B, rows that are all equal.
@@ -117,8 +117,8 @@ def samples_of(
         timer: seconds of a pass of this size.
         sizes: some of `KNOTS`; the first two are measured once whatever they take.
         budget_s: seconds for all of it.
-        rounds: how often each size is measured at most.
-        clock: in seconds.
+        rounds: greatest number of passes of each size.
+        clock: returns the time in seconds.
 
     Yields:
         A size and what a pass took, as soon as it is known.
@@ -151,12 +151,12 @@ def measure_step_cost(
 
     Args:
         runner: runs the model.
-        vocabulary: V.
+        vocabulary: V, number of token ids that the model knows.
         sizes: some of `KNOTS`, the most telling ones first.
         cached: tokens in the cache while it is measured; fewer if the model has no positions for them.
-        batch: rows B.
+        batch: B, rows that are all equal.
         budget_s: seconds for all passes but those of the cache's first tokens; the first two sizes take what they take.
-        clock: in seconds.
+        clock: returns the time in seconds.
 
     Raises:
         ValueError: a size that is not one of `KNOTS`.

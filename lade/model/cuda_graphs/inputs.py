@@ -26,9 +26,9 @@ class StaticInputs:
     """Inputs of passes over B rows of S tokens.
 
     Args:
-        rows: B.
-        size: S.
-        device: of the model.
+        rows: B, rows of the pass.
+        size: S, tokens of each row.
+        device: the device of the model.
 
     Attributes:
         memory: uint8, holds all of these:

@@ -72,8 +72,8 @@ class BufferPool:
         Args:
             owner: uses them until they are released or discarded, or until it is garbage collected.
             layers: keys and values of each layer.
-            rows: B, at least.
-            slots: of each row, at least.
+            rows: B, least number of rows.
+            slots: least number of slots of each row.
             limit: slots of all rows together that larger buffers, which are there already, may have; None for no limit.
 
         Raises:

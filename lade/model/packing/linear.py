@@ -23,7 +23,7 @@ class PackedLinear(nn.Module):
         keep: whether the layer's own weight stays beside the packed one.
 
     Attributes:
-        in_features, out_features: as those of the layer.
+        in_features, out_features: sizes of the layer's input and output.
         bias: the layer's own parameter, `[out]`, or None.
         layer: the layer that this one stands for, without its weight.
         weight: the layer's own parameter where it is kept; else a parameter in the packed layout, `[out, in]`.

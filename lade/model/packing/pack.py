@@ -53,7 +53,7 @@ def pack(model: _Model, keep_original: bool = False, *, min_weights: int = MIN_W
     pass that needs gradients are refused. While it is packed no thread may call the model.
 
     Args:
-        model: in evaluation mode, on the CPU.
+        model: a model in evaluation mode, on the CPU.
         keep_original: keep the dense weights as the layers' `weight`, at the price of a second copy. By default they
             are freed, one layer after the other, and `weight` is a parameter in oneDNN's layout with the shape
             `[out, in]`, which has a dtype and a size, and whose values `weight.to_dense()` gives. `state_dict` and
@@ -123,7 +123,7 @@ def packable(model: nn.Module, *, min_weights: int = MIN_WEIGHTS) -> list[nn.Mod
 
     Args:
         model: is left as it is.
-        min_weights: as for `pack`.
+        min_weights: least number of weights of a layer, see `pack`.
 
     Raises:
         UnsupportedModelError: as `pack` does.

@@ -72,7 +72,7 @@ def foreign_layers(module: nn.Module, home: str, name: str = "") -> Iterator[tup
         module: where to look.
         home: the Python module of the architecture. Its own layers are parts of it, known or probed with it, unless
             their weights are quantised.
-        name: of the module.
+        name: name of the module.
     """
     if _is_known(module, home):
         return

@@ -1,8 +1,9 @@
 """Models in training mode: do their passes draw random numbers, and does one continue from the cache of another?
 
 Dropout comes in many forms: modules, calls of a function, dropped layers, jitter in a router; and some are on only
-where the module that holds them is in training mode, whatever the mode of the model as a whole. So names prove nothing: three passes over two or three tokens are tried, whenever any module is in training mode. Random numbers count
-even where no dropout uses them: a sample after fewer passes would be another one.
+where the module that holds them is in training mode, whatever the mode of the model as a whole. So names prove nothing:
+three passes over two or three tokens are tried, whenever any module is in training mode. Random numbers count even
+where no dropout uses them: a sample after fewer passes would be another one.
 """
 
 from __future__ import annotations

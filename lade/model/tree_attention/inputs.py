@@ -21,7 +21,7 @@ class TreeInputs:
     Attributes:
         ids: `[B, S]` int64; rows with a smaller tree are filled up with copies of their root.
         positions: `[B, S]` int64.
-        slots: of text and trees.
+        slots: where text and trees lie.
     """
 
     ids: torch.Tensor

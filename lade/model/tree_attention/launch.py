@@ -26,11 +26,11 @@ class Tiles:
     """How the work is cut: what decides the speed of `attend`, and not its result.
 
     Attributes:
-        queries: of a program, those of all heads that share their keys; a power of two from 16 on.
-        keys: that are read at a time; a power of two from 16 on.
+        queries: queries of a program, over all heads that share their keys; a power of two from 16 on.
+        keys: keys that are read at a time; a power of two from 16 on.
         splits: programs that share the keys of one tile of queries.
-        warps: of a program.
-        stages: of the pipeline that reads ahead.
+        warps: warps of a program.
+        stages: depth of the pipeline that reads ahead.
     """
 
     queries: int
@@ -94,10 +94,10 @@ def attend(
             h * H / Hkv and following share head h.
         value: `[B, Hkv, K, Dv]`.
         mask: `[B, 1, S, K]`.
-        scale: of the scores.
+        scale: factor of the scores.
         softcap: scores s become softcap * tanh(s / softcap).
         sinks: `[H]`, the score of one more key of each head, which has no value.
-        tiles: how the work is cut.
+        tiles: sizes that the work is cut into.
 
     Returns:
         `[B, S, H, Dv]` in the dtype of `query`; 0 where a query sees nothing.

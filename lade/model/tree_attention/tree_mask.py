@@ -72,8 +72,8 @@ class TreeMask(torch.Tensor):
     """Boolean mask `[B, 1, S, K]` of the nodes of trees: true where a query may see a key.
 
     Attributes:
-        slots: of text and trees, shared by the masks of all layer types.
-        span: what of it is near enough.
+        slots: where text and trees lie, shared by the masks of all layer types.
+        span: how far back the layers see.
     """
 
     slots: TreeSlots
