@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from lade.model.kv_cache import TreeCache, TreeLayer
+from lade.model.kv_cache import TreeCache
+from lade.model.tree_layer import TreeLayer
 
 _DYNAMIC_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 

@@ -12,8 +12,9 @@ from lade.model.cuda_graphs.cache_view import StaticCacheView
 from lade.model.cuda_graphs.capture import EagerReplay
 from lade.model.cuda_graphs.pool import BufferPool
 from lade.model.cuda_graphs.static_cache import StaticCache
-from lade.model.kv_cache import TreeCache, TreeLayer
+from lade.model.kv_cache import TreeCache
 from lade.model.shapes import batch_bucket, key_bucket
+from lade.model.tree_layer import TreeLayer
 
 HEADS, DIM, LAYERS = 2, 3, 3
 

@@ -37,9 +37,10 @@ from lade.model.cuda_graphs.model_pools import new_pool, pool_of, setup_of
 from lade.model.cuda_graphs.pool import BufferPool
 from lade.model.cuda_graphs.runner import GraphRunner
 from lade.model.cuda_graphs.static_cache import StaticCache
-from lade.model.kv_cache import TreeCache, TreeLayer
+from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.model.shapes import batch_bucket, key_bucket, step_bucket
+from lade.model.tree_layer import TreeLayer
 from lade.serving import batch
 from lade.serving.capacity import Capacity, Need, default_max_tokens, largest_tree
 from lade.serving.engine import PLAIN
