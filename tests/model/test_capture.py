@@ -44,7 +44,7 @@ def test_a_result_of_another_shape_is_noticed():
         recording.replay(lambda: torch.ones(1))
 
 
-def test_a_failure_is_told_with_what_went_wrong_first():
+def test_a_failure_is_reported_with_what_went_wrong_first():
     pool = BufferPool(EagerReplay)
     try:
         try:
@@ -93,8 +93,8 @@ def one_token():
     return part
 
 
-def borrow(pool, rows, tokens, setup="setup"):
-    """A cache of rows of one token each, with room for so many."""
+def cache_on(pool, rows, tokens, setup="setup"):
+    """A cache of rows of one token each, with room for `tokens`."""
     filled = TreeCache()
     filled.update(torch.ones(rows, 1, 1, 4), torch.ones(rows, 1, 1, 4), 0)
     pool._setup = lambda: setup
@@ -106,47 +106,47 @@ def borrow(pool, rows, tokens, setup="setup"):
 @pytest.mark.parametrize("first", [0, 1])
 def test_of_idle_buffers_the_larger_ones_are_kept(first):
     pool = BufferPool(EagerReplay)
-    caches = [borrow(pool, 1, 10), borrow(pool, 2, 600)]
+    caches = [cache_on(pool, 1, 10), cache_on(pool, 2, 600)]
     large = caches[1].buffers
     caches[first].reset()
     caches[1 - first].reset()
     (entry,) = pool._entries
     assert entry.buffers is large and entry.idle
-    again = borrow(pool, 2, 20)
+    again = cache_on(pool, 2, 20)
     assert again.buffers is large and not entry.idle
 
 
 def test_buffers_that_are_too_small_make_way():
     pool = BufferPool(EagerReplay)
-    small = borrow(pool, 1, 10)
+    small = cache_on(pool, 1, 10)
     small.reset()
     for rows, tokens in ((2, 10), (2, 600)):
-        larger = borrow(pool, rows, tokens)
+        larger = cache_on(pool, rows, tokens)
         assert [entry.buffers for entry in pool._entries] == [larger.buffers]
         larger.reset()
-    other = borrow(pool, 1, 10, setup="another one")
+    other = cache_on(pool, 1, 10, setup="another one")
     assert [entry.buffers for entry in pool._entries] == [other.buffers]
 
 
 def test_each_of_two_borrowers_has_a_capture_of_its_own():
     pool = BufferPool(EagerReplay)
-    caches = [borrow(pool, 1, 10) for _ in range(2)]
+    caches = [cache_on(pool, 1, 10) for _ in range(2)]
     one, other = pool._entries
     assert caches[0].buffers is not caches[1].buffers and one.capture is not other.capture
 
 
 def test_what_is_lent_again_is_zero():
     pool = BufferPool(EagerReplay)
-    cache = borrow(pool, 2, 10)
+    cache = cache_on(pool, 2, 10)
     buffers = cache.buffers
     buffers.groups[0].fill_(7.0)
     cache.reset()
-    assert borrow(pool, 1, 10).buffers is buffers and buffers.groups[0].sum() == 2 * 4  # one token
+    assert cache_on(pool, 1, 10).buffers is buffers and buffers.groups[0].sum() == 2 * 4  # one token
 
 
 def test_buffers_larger_than_they_may_be_are_not_lent():
     pool = BufferPool(EagerReplay)
-    cache = borrow(pool, 2, 600)
+    cache = cache_on(pool, 2, 600)
     large = cache.buffers
     cache.reset()
     for limit, used in ((2 * large.slots, True), (2 * large.slots - 1, False)):
@@ -170,7 +170,7 @@ def test_buffers_that_are_outgrown_are_not_kept():
 
 def test_after_a_failure_nothing_is_kept():
     pool = BufferPool(EagerReplay)
-    cache = borrow(pool, 1, 10)
+    cache = cache_on(pool, 1, 10)
     with pytest.warns(CaptureWarning):
         pool.capture_failed("setup", RuntimeError("no"))
     cache.reset()
@@ -187,18 +187,18 @@ class NoMemory:
 
 def test_a_capture_without_memory_is_no_failure_of_the_model():
     pool = BufferPool(NoMemory)
-    cache = borrow(pool, 1, 10)
+    cache = cache_on(pool, 1, 10)
     with pytest.raises(torch.OutOfMemoryError, match="the reason"):
         pool.record(cache.buffers, lambda: torch.ones(1), [])
     assert pool.capture_failed_in is None and isinstance(pool._entries[0].capture, NoMemory)
 
 
-def test_a_model_gives_back_what_nobody_uses(monkeypatch):
+def test_release_frees_idle_buffers(monkeypatch):
     model, pool = toy_model(), BufferPool(EagerReplay)
     lade.release(model)
     assert model not in model_pools._pools, "there was nothing"
     monkeypatch.setitem(model_pools._pools, model, pool)
-    caches = [borrow(pool, 1, 10), borrow(pool, 2, 600)]
+    caches = [cache_on(pool, 1, 10), cache_on(pool, 2, 600)]
     gone = weakref.ref(caches[1].buffers)
     caches[1].reset()
     assert gone() is not None

@@ -91,7 +91,7 @@ def test_rows_that_were_there_and_the_one_that_joins_go_elsewhere(taken, cache, 
     assert cache.lengths[0] == 1
 
 
-def test_what_cannot_be_reserved_is_not_asked_of_the_other_one(cache, pool, monkeypatch):
+def test_what_cannot_be_reserved_is_not_reserved_by_the_other_one(cache, pool, monkeypatch):
     cache.take(filled(3))
     monkeypatch.setattr(TreeCache, "reserve", None)
     pool.full = True
@@ -118,8 +118,8 @@ def test_rows_are_adopted(full, cache, pool):
 
 @pytest.mark.parametrize("full", ["never", "before", "meanwhile"])
 def test_what_it_holds_is_handed_over(full, pool, monkeypatch):
-    heir, update, calls = TreeCache(), TreeCache.update, []
-    cache = FallbackCache(lambda: StaticCache(pool=pool), heir)
+    target, update, calls = TreeCache(), TreeCache.update, []
+    cache = FallbackCache(lambda: StaticCache(pool=pool), target)
     cache.take(filled(4))
 
     def updating(self, *given):
@@ -139,8 +139,8 @@ def test_what_it_holds_is_handed_over(full, pool, monkeypatch):
     else:
         cache.give_back(4)
     assert cache.room == (0, 0)
-    assert heir.lengths == [4] and len(heir.layers) == 2
-    assert heir.layers[1].keys[0, 0, :4, 0].tolist() == [2, 3, 4, 5]
+    assert target.lengths == [4] and len(target.layers) == 2
+    assert target.layers[1].keys[0, 0, :4, 0].tolist() == [2, 3, 4, 5]
     for tokens in (0, 4):
         other = TreeCache()
         unused = FallbackCache(lambda: StaticCache(pool=pool), other)
@@ -169,7 +169,7 @@ def test_an_answer_that_takes_memory(cache, pool):
 
     with no_memory():
         assert cache.try_static(fails) is None
-    assert cache.try_static(fails) is None and held(cache) == [[1, 2, 3]], "nobody asks a static cache any more"
+    assert cache.try_static(fails) is None and held(cache) == [[1, 2, 3]], "there is no static cache any more"
 
 
 def test_what_a_failure_held_is_gone_when_the_rows_move(cache, monkeypatch):
@@ -192,7 +192,7 @@ def test_what_a_failure_held_is_gone_when_the_rows_move(cache, monkeypatch):
     assert seen[1] is True
 
 
-def test_other_errors_are_nobody_elses(cache):
+def test_other_errors_are_raised(cache):
     cache.take(filled(3))
     with pytest.raises(ZeroDivisionError):
         cache.try_static(lambda static: 1 / 0)

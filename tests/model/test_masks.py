@@ -35,7 +35,7 @@ def test_a_sliding_window_counts_positions_and_not_slots():
     assert drawn(mask) == ".###...\n..###..\n...###.\n..##..#"
 
 
-def test_a_chunk_begins_anew_at_its_first_position():
+def test_a_chunk_starts_at_its_first_position():
     plan = MaskPlan({"attention": chunked(4)}, by_layer_type=False, additive=False)
     mask = plan.masks(StepInputs.of([two_branches()], [3], CPU), torch.float32)[0, 0]
     assert drawn(mask) == "####...\n....#..\n....##.\n......#"

@@ -20,7 +20,7 @@ HEADS, DIM, LAYERS = 2, 3, 3
 
 
 class Watched(BufferPool):
-    """Notes what it is given back, and runs out of memory when told to."""
+    """Notes what it gets back, and runs out of memory where a test wants it."""
 
     def __init__(self):
         super().__init__(EagerReplay)
@@ -60,7 +60,7 @@ def static(*lengths, tokens=60):
 
 
 def held(cache, layer=0):
-    """What each row holds, and that behind it all is zero."""
+    """What each row holds, and that all after it is zero."""
     keys, values = cache.buffers.keys[layer], cache.buffers.values[layer]
     rows = []
     for row, length in enumerate(cache.lengths):
@@ -74,7 +74,7 @@ def held(cache, layer=0):
 
 
 def feed(cache, numbers):
-    """What a pass does: every layer writes the numbers `[B, S]`, padded to the shape, behind each row's end."""
+    """What a pass does: every layer writes the numbers `[B, S]`, padded to the shape, after each row's end."""
     size = len(numbers[0])
     cache.make_room(size)
     shape = cache.shape(size)
@@ -347,7 +347,7 @@ def test_what_is_reserved_before_the_first_row_is_forgotten_with_the_last():
     assert cache.room[0] == 1 and cache.room[1] > 4096
 
 
-def test_rows_of_nobody_are_zero_after_each_pass():
+def test_unused_rows_are_zero_after_each_pass():
     cache = static(5, 3, 4)
     for step in range(3):
         feed(cache, [[200 + step]] * 3)

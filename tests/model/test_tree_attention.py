@@ -55,13 +55,13 @@ def test_an_ordinary_pass(kind, softcap):
         mask = allowed[:, None]
     if kind == "additive":
         mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
-    layer, told = Layer(2, is_causal=kind != "bidirectional"), {"scaling": 0.2, "softcap": softcap}
+    layer, arguments = Layer(2, is_causal=kind != "bidirectional"), {"scaling": 0.2, "softcap": softcap}
     sinks = None if softcap is None else torch.randn(4, dtype=torch.float64)
     expected = attention(query, key, value, allowed, 0.2, softcap, sinks)
-    torch.testing.assert_close(tree_attention(layer, query, key, value, mask, s_aux=sinks, **told)[0], expected)
+    torch.testing.assert_close(tree_attention(layer, query, key, value, mask, s_aux=sinks, **arguments)[0], expected)
     other = Layer(2, is_causal=not layer.is_causal)  # a call may say it otherwise
-    told["is_causal"] = layer.is_causal
-    torch.testing.assert_close(tree_attention(other, query, key, value, mask, s_aux=sinks, **told)[0], expected)
+    arguments["is_causal"] = layer.is_causal
+    torch.testing.assert_close(tree_attention(other, query, key, value, mask, s_aux=sinks, **arguments)[0], expected)
 
 
 def test_one_token_sees_the_whole_cache():

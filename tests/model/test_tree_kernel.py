@@ -45,7 +45,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is allocated holds NaN, so that an entry that nobody writes is seen."""
+    """What is allocated holds NaN, so that an entry that is never written is seen."""
     new_empty = torch.Tensor.new_empty
 
     def new_poison(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
@@ -160,7 +160,7 @@ def test_rows_may_begin_their_trees_in_slots_of_their_own(device):
     case = Case([tree_of([0, 0, 1]), tree_of([0, 1])], [9, 2])
     query, key, value = states(case, 2, 2, 16, 16, torch.float32)
     expected = attention(query, key, value, case.allowed(), 0.3)
-    slots, place = case.mask(device).slots, 3  # of the second row's tree: right behind its text, but for one slot
+    slots, place = case.mask(device).slots, 3  # of the second row's tree: right after its text, but for one slot
     for each in (key, value):
         tree = each[1, :, 9:13].clone()
         each[1, :, 2:] = math.nan

@@ -1,4 +1,4 @@
-"""The mask that knows its tree: the same mask as the dense one, to whoever looks."""
+"""The mask that knows its tree: the same mask as the dense one, for any operation."""
 
 import pytest
 import torch

@@ -44,7 +44,7 @@ class Counts:
 
 
 class Counted:
-    """Another capture; what it is asked for is counted."""
+    """Another capture; its recordings and replays are counted."""
 
     def __init__(self, capture: Capture, counts: Counts) -> None:
         self._capture, self._counts = capture, counts

@@ -158,11 +158,13 @@ def test_batches_with_padding_whose_rows_end_in_turn(
 ) -> None:
     model, stats = build(family(name)).to(device), lade.Stats()
     rows = {key: value.to(device) for key, value in batch(5, 20, 1, 11, 14).items()}
-    told: dict[str, Any] = {"pad_token_id": 0, "max_new_tokens": 30}
-    free = plain(model, **rows, **told)
-    assert torch.equal(lookahead(model, **rows, config=config, stats=stats, **told), free)
-    told |= {"eos_token_id": [int(free[1, 25]), int(free[3, 35])]}
-    assert torch.equal(lookahead(model, **rows, config=config, stats=stats, **told), plain(model, **rows, **told))
+    arguments: dict[str, Any] = {"pad_token_id": 0, "max_new_tokens": 30}
+    free = plain(model, **rows, **arguments)
+    assert torch.equal(lookahead(model, **rows, config=config, stats=stats, **arguments), free)
+    arguments |= {"eos_token_id": [int(free[1, 25]), int(free[3, 35])]}
+    assert torch.equal(
+        lookahead(model, **rows, config=config, stats=stats, **arguments), plain(model, **rows, **arguments)
+    )
     assert len({rows for rows, _, _ in shapes_of(graphs.pool(model))}) > 1, "rows leave"
     assert stats.tokens_per_step > 1 or config == "auto"  # that goes by the clock
 
@@ -183,22 +185,22 @@ def test_samples_and_the_generator_afterwards(rows: int, device: torch.device, g
 
 def test_prefill_in_chunks(device: torch.device, graphs: Graphs) -> None:
     model, ids = built("gemma3_text", device), prompt(50).to(device)
-    told = {"prefill_chunk_size": 7, "max_new_tokens": 15}
-    assert torch.equal(lookahead(model, ids, PAPER, **told), plain(model, ids, **told))
+    arguments = {"prefill_chunk_size": 7, "max_new_tokens": 15}
+    assert torch.equal(lookahead(model, ids, PAPER, **arguments), plain(model, ids, **arguments))
 
 
 def test_processors_and_beams(device: torch.device, graphs: Graphs) -> None:
     model, ids = built("llama", device), prompt(20).to(device)
-    told: dict[str, Any]
-    for told in ({"repetition_penalty": 1.3}, {"num_beams": 3}, {"no_repeat_ngram_size": 2}):
-        told |= {"max_new_tokens": 15}
-        assert torch.equal(lookahead(model, ids, PAPER, **told), plain(model, ids, **told)), told
+    arguments: dict[str, Any]
+    for arguments in ({"repetition_penalty": 1.3}, {"num_beams": 3}, {"no_repeat_ngram_size": 2}):
+        arguments |= {"max_new_tokens": 15}
+        assert torch.equal(lookahead(model, ids, PAPER, **arguments), plain(model, ids, **arguments)), arguments
 
 
 def test_the_cache_that_is_handed_out(device: torch.device, graphs: Graphs) -> None:
     model, ids = built("llama", device), prompt(20).to(device)
-    told = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 30}
-    ours, expected = lookahead(model, ids, PAPER, **told), plain(model, ids, **told)
+    arguments = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 30}
+    ours, expected = lookahead(model, ids, PAPER, **arguments), plain(model, ids, **arguments)
     assert graphs.counted.replayed > 0 and isinstance(ours.past_key_values, TreeCache)
     torch.testing.assert_close(ours.scores, expected.scores)
     for layer, other in zip(ours.past_key_values.layers, expected.past_key_values.layers, strict=True):
@@ -233,7 +235,7 @@ def test_what_is_not_kept_is_never_seen(
         for group in self.buffers.groups:
             for row, length in enumerate(self.lengths):
                 assert torch.isfinite(group[:, row, :, :length]).all()
-                assert not group[:, row, :, length:seen].any(), "behind a row's end all is zero"
+                assert not group[:, row, :, length:seen].any(), "after a row's end all is zero"
 
     monkeypatch.setattr(StaticCache, "keep", poisoning)
     for config in (PAPER, BUDGET):
@@ -284,7 +286,7 @@ def test_generations_at_the_same_time_have_buffers_of_their_own(device: torch.de
     assert len(graphs.pool(model)._entries) == 1, "of idle ones one is kept"
 
 
-def test_a_generation_that_nobody_ends_does_not_keep_its_buffers(device: torch.device, graphs: Graphs) -> None:
+def test_a_generation_without_an_end_does_not_keep_its_buffers(device: torch.device, graphs: Graphs) -> None:
     model, ids = built("llama", device), prompt(20).to(device)
     stream = lade.stream(model, input_ids=ids, max_new_tokens=40, do_sample=False, lookahead=PAPER)
     next(iter(stream))
@@ -298,7 +300,7 @@ def test_a_generation_that_nobody_ends_does_not_keep_its_buffers(device: torch.d
 def test_a_generation_that_fails_gives_its_buffers_back(
     where: str, device: torch.device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And copies nothing of them to a cache that nobody is going to get."""
+    """And copies nothing of them to a cache that is not handed out."""
     model, ids = built("llama", device), prompt(20).to(device)
     replay, calls = GraphRunner._replay, itertools.count()
 
@@ -310,27 +312,27 @@ def test_a_generation_that_fails_gives_its_buffers_back(
             raise KeyboardInterrupt
         return torch.zeros(1, dtype=torch.bool)
 
-    told: dict[str, Any] = {"return_dict_in_generate": True, "max_new_tokens": 30}
+    arguments: dict[str, Any] = {"return_dict_in_generate": True, "max_new_tokens": 30}
     with monkeypatch.context() as patch:
         patch.setattr(StaticCache, "copy_to", None)
         if where == "model":
             patch.setattr(GraphRunner, "_replay", interrupted_replay)
         else:
-            told["stopping_criteria"] = [interrupt]
+            arguments["stopping_criteria"] = [interrupt]
         with pytest.raises(KeyboardInterrupt):
-            lookahead(model, ids, PAPER, **told)
+            lookahead(model, ids, PAPER, **arguments)
     (entry,) = graphs.pool(model)._entries
     assert entry.idle and entry.owner is None
     assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=30), plain(model, ids, max_new_tokens=30))
 
 
-def test_changed_weights_are_captured_anew(device: torch.device, graphs: Graphs) -> None:
+def test_changed_weights_are_captured_again(device: torch.device, graphs: Graphs) -> None:
     model, ids = built("llama", device), prompt(20).to(device)
-    told = {"max_new_tokens": 12}
+    arguments = {"max_new_tokens": 12}
 
     def check() -> torch.Tensor:
-        ours: torch.Tensor = lookahead(model, ids, **told)
-        assert torch.equal(ours, plain(model, ids, **told))
+        ours: torch.Tensor = lookahead(model, ids, **arguments)
+        assert torch.equal(ours, plain(model, ids, **arguments))
         return ours
 
     texts = [check()]
@@ -370,7 +372,7 @@ def test_what_cannot_be_captured_runs_eagerly_with_one_warning(name: str, device
             assert torch.equal(lookahead(model, ids, config, max_new_tokens=20), expected), config
     (warning,) = caught
     assert warning.category is CaptureWarning and "cannot be captured" in str(warning.message)
-    assert graphs.counted.recorded == 0 and not graphs.pool(model)._entries, "nobody will borrow them"
+    assert graphs.counted.recorded == 0 and not graphs.pool(model)._entries, "they will not be acquired again"
 
 
 def test_who_is_served_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,7 +395,7 @@ def test_who_is_served_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "change"),
+    ("reason", "change"),
     [
         ("", lambda model: None),
         ("hooks", lambda model: model.model.layers[1].register_forward_hook(lambda *given: None)),
@@ -403,10 +405,10 @@ def test_who_is_served_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         ("several devices", lambda model: model.lm_head.to("meta")),
     ],
 )
-def test_why_a_model_is_not_captured(said: str, change: Callable[[Any], Any]) -> None:
+def test_why_a_model_is_not_captured(reason: str, change: Callable[[Any], Any]) -> None:
     model: Any = family("llama").build()
     change(model)
-    assert bool(why_eager(model)) == bool(said) and said in why_eager(model)
+    assert bool(why_eager(model)) == bool(reason) and reason in why_eager(model)
 
 
 def test_hooks_that_are_left_from_asking_for_hidden_states_do_nothing() -> None:
@@ -473,8 +475,8 @@ def test_the_cache_that_is_handed_out_without_memory(
 ) -> None:
     """The rows were moved in the middle of the text, or there is no memory for static buffers and a copy of them."""
     model, ids = built("llama", device), prompt(20).to(device)
-    told = {"return_dict_in_generate": True, "max_new_tokens": 30}
-    expected = plain(model, ids, **told)
+    arguments = {"return_dict_in_generate": True, "max_new_tokens": 30}
+    expected = plain(model, ids, **arguments)
     broken: list[str] = []
 
     def once(original: Any) -> Any:
@@ -489,7 +491,7 @@ def test_the_cache_that_is_handed_out_without_memory(
     name = {"growth": "make_room", "end": "copy_to"}[where]
     monkeypatch.setattr(StaticCache, name, once(getattr(StaticCache, name)))
     with pytest.warns(CaptureWarning, match="no memory"):
-        ours = lookahead(model, ids, PAPER, **told)
+        ours = lookahead(model, ids, PAPER, **arguments)
     assert broken and torch.equal(ours.sequences, expected.sequences)
     for layer, other in zip(ours.past_key_values.layers, expected.past_key_values.layers, strict=True):
         torch.testing.assert_close(layer.keys[:, :, : layer.get_seq_length()], other.keys)

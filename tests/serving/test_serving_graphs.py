@@ -1,4 +1,4 @@
-"""The engine on passes that are captured: the same tokens, whoever comes and goes, and when memory runs out.
+"""The engine on passes that are captured: the same tokens, as rows come and go, and when memory runs out.
 
 On the CPU a tape stands in for CUDA graphs; tests marked `gpu` have real ones.
 """
@@ -61,14 +61,14 @@ def graphs(monkeypatch):
 
 
 class Full:
-    """Device memory that runs out: static buffers of more than so many slots in all cannot be made."""
+    """Device memory that runs out: static buffers of more slots in all cannot be allocated."""
 
     def __init__(self, monkeypatch):
-        self.slots, self.asked = 10**9, []
+        self.slots, self.wanted = 10**9, []
         make = Buffers.__init__
 
         def made(buffers, layers, rows, slots):
-            self.asked.append((rows, slots))
+            self.wanted.append((rows, slots))
             if rows * slots > self.slots:
                 raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {rows} x {slots}\nand more")
             make(buffers, layers, rows, slots)
@@ -88,7 +88,7 @@ def text_of(number, new):
     return alone(LLAMA, random_ids(3 + number, number), max_new_tokens=new)
 
 
-# --- whoever comes and goes ------------------------------------------------------------------------------------------
+# --- rows that come and go --------------------------------------------------------------------------------------------
 
 
 class GraphedRequests(Requests):
@@ -159,8 +159,8 @@ def test_a_row_that_joins_finds_its_place_where_it_is(graphs):
     assert [handle.tokens for handle in handles] == [text_of(number, 40) for number in range(5)]
 
 
-def test_slots_that_nobody_sees_are_never_seen(graphs, monkeypatch):
-    """What lies behind the last slot that passes look at is poisoned, and so are rows beyond those of the pass."""
+def test_slots_that_no_query_sees_are_never_seen(graphs, monkeypatch):
+    """What lies after the last slot that passes read is poisoned, and so are rows beyond those of the pass."""
     forward, poisoned = GraphRunner._replay, []
 
     def poisoning(self, step, trees):
@@ -191,15 +191,15 @@ def test_a_text_whose_numbers_overflow_does_not_touch_the_others(first, graphs):
 def test_an_engine_with_threads_gives_back_what_it_took(graphs):
     with Engine(LLAMA, max_rows=3, prefill_tokens=5) as engine:
         assert type(engine._desk._batch._runner) is GraphRunner
-        asked = []
+        wanted = []
         for number, method in enumerate(METHODS):
             ids = random_ids(4 + number, number)
             given = {"max_new_tokens": 12 + number, "do_sample": number % 2 == 1}
             if number == 3:
                 given["logits_processor"] = [oddly]
-            asked.append((engine.add(ids, lookahead=method, seed=number, **given), ids, number, given))
+            wanted.append((engine.add(ids, lookahead=method, seed=number, **given), ids, number, given))
         failing = engine.add(random_ids(6), logits_processor=[FailsAt(random_ids(6), 3)], max_new_tokens=9)
-        for handle, ids, seed, given in asked:
+        for handle, ids, seed, given in wanted:
             assert new_tokens(handle, ids) == alone(LLAMA, ids, seed, **given)
         with pytest.raises(RuntimeError, match="at 3"):
             failing.result(30.0)
@@ -238,7 +238,7 @@ def test_what_is_left_from_before_is_free_for_an_engine(pool):
     driven.finish()
     assert len(pool._entries) == 1
     with Engine(LLAMA, max_tokens=10**6):
-        assert len(pool._entries) == 1, "it is told how much there is"
+        assert len(pool._entries) == 1, "its size is given"
         with Engine(LLAMA):
             assert pool._entries == []
 
@@ -249,7 +249,7 @@ def test_closing_an_engine_frees_its_buffers(pool):
     assert pool._entries == [] and engine._desk._batch._runner.device == CPU
 
 
-def test_between_two_bursts_an_engine_can_be_told_to_give_back_its_buffers(pool):
+def test_between_two_bursts_an_engine_can_give_back_its_buffers(pool):
     driven = Driven(LLAMA)
     for _ in range(2):
         handle = driven.add(random_ids(5), PAPER, max_new_tokens=9)
@@ -275,7 +275,7 @@ def test_static_room_for_texts_that_fit_is_enough_and_not_too_much(texts, max_ro
     rows, slots = room = capacity.room(texts, now)
     assert capacity.suffices(room, texts, now) and rows * slots <= max_tokens and slots <= capacity.slots(texts)
     assert batch_bucket(rows) == rows >= len(texts) and key_bucket(slots) == slots, "as they will be made"
-    assert slots > now + max(step_bucket(need.tree) for need in texts), "a pass finds room, and zeros behind it"
+    assert slots > now + max(step_bucket(need.tree) for need in texts), "a pass finds room, and zeros after it"
 
 
 @pytest.mark.parametrize(
@@ -310,13 +310,13 @@ def test_rows_and_slots_are_counted_as_they_are_made():
     ),
 )
 def test_no_buffers_take_more_than_they_may(max_tokens, requests):
-    asked, trees = [], []
+    wanted, trees = [], []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch, "runner_for", Graphs(CPU).runner_for)
         make, prepare = Buffers.__init__, GraphRunner._prepare
 
         def made(buffers, layers, rows, slots):
-            asked.append(rows * slots)
+            wanted.append(rows * slots)
             make(buffers, layers, rows, slots)
 
         def prepared(self, fed, cache):
@@ -336,7 +336,7 @@ def test_no_buffers_take_more_than_they_may(max_tokens, requests):
                 config = resolve(method)[0] or PLAIN
                 assert StaticCache.buffer_slots(length + new, largest_tree(config)) > max_tokens
         driven.finish()
-    assert all(slots <= max_tokens for slots in asked)
+    assert all(slots <= max_tokens for slots in wanted)
     for handle, seed, length, new in handles:
         assert handle.tokens == alone(LLAMA, random_ids(length, seed), max_new_tokens=new)
 
@@ -393,9 +393,9 @@ def test_texts_go_on_where_buffers_cannot_be_made(slots, graphs, memory):
     assert [handle.tokens for handle in handles] == [text_of(number, 30 + number) for number in range(5)]
     (warning,) = caught
     assert warning.category is CaptureWarning
-    said = str(warning.message)
-    assert "no memory" in said and "CUDA out of memory. Tried to allocate" in said and "and more" not in said
-    assert "lade.release" in said and "fewer rows or tokens" in said
+    message = str(warning.message)
+    assert "no memory" in message and "CUDA out of memory. Tried to allocate" in message and "and more" not in message
+    assert "lade.release" in message and "fewer rows or tokens" in message
     memory.slots = 10**9
     again = driven.add(random_ids(3), PAPER, max_new_tokens=20)
     driven.advance()
@@ -404,7 +404,7 @@ def test_texts_go_on_where_buffers_cannot_be_made(slots, graphs, memory):
     assert again.tokens == text_of(0, 20)
 
 
-def test_buffers_that_could_not_be_made_are_asked_for_once(graphs, memory):
+def test_buffers_that_could_not_be_made_are_wanted_once(graphs, memory):
     memory.slots = 600
     driven = Driven(LLAMA)
     with pytest.warns(CaptureWarning):
@@ -412,18 +412,18 @@ def test_buffers_that_could_not_be_made_are_asked_for_once(graphs, memory):
             driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=30)
             driven.advance(2)
         driven.finish()
-    assert [rows * slots > 600 for rows, slots in memory.asked].count(True) == 1
+    assert [rows * slots > 600 for rows, slots in memory.wanted].count(True) == 1
 
 
 def test_a_row_that_joins_has_buffers_made_once(graphs, memory):
-    """As large as all need, the tree behind the new row included."""
+    """As large as all need, the tree after the new row included."""
     driven = Driven(LLAMA)
     handles = [driven.add(random_ids(3), None, max_new_tokens=90)]
     driven.advance(2)
-    memory.asked.clear()
+    memory.wanted.clear()
     handles.append(driven.add(random_ids(300, 1), PAPER, max_new_tokens=90))
     driven.advance(2)
-    assert memory.asked == [(4, 512)]
+    assert memory.wanted == [(4, 512)]
     driven.finish()
     assert [handle.tokens for handle in handles] == [
         alone(LLAMA, random_ids(length, seed), max_new_tokens=90) for seed, length in enumerate((3, 300))
@@ -440,7 +440,7 @@ def test_texts_go_on_where_a_capture_runs_out_of_memory(at, graphs, monkeypatch)
         captures.append(shape)
         if len(set(captures)) > at:
             for group in buffers.groups:
-                group[:, :, :, 100] = torch.nan  # a pass that is broken off leaves anything behind the rows' ends
+                group[:, :, :, 100] = torch.nan  # a pass that is broken off leaves anything after the rows' ends
             try:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             finally:
@@ -459,7 +459,7 @@ def test_texts_go_on_where_a_capture_runs_out_of_memory(at, graphs, monkeypatch)
 
 @pytest.mark.parametrize("joining", [True, False])
 def test_rows_that_fit_nowhere_end_with_the_error(joining, graphs, memory, monkeypatch):
-    """Nobody goes on with keys and values that were lost on the way."""
+    """No row continues with keys and values that were lost on the way."""
     driven = Driven(LLAMA)
     handles = [driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=40) for number in range(2)]
     driven.advance(2)
@@ -507,13 +507,13 @@ def move_without_memory(self, cache):
 
 def test_after_a_capture_that_failed_rows_lie_in_a_cache_that_grows(graphs):
     model = family("mixtral").build()  # the host asks how many tokens chose an expert
-    driven, told = Driven(model), {"max_new_tokens": 15, "do_sample": False}
+    driven, arguments = Driven(model), {"max_new_tokens": 15, "do_sample": False}
     with pytest.warns(CaptureWarning, match="cannot be captured") as caught:
         for _ in range(2):
-            handles = [driven.add(random_ids(5, seed), PAPER, **told) for seed in range(3)]
+            handles = [driven.add(random_ids(5, seed), PAPER, **arguments) for seed in range(3)]
             driven.finish()
             for seed, handle in enumerate(handles):
-                assert handle.tokens == alone(model, random_ids(5, seed), **told)
+                assert handle.tokens == alone(model, random_ids(5, seed), **arguments)
     assert len(caught) == 1 and graphs.counted.recorded == 0
     assert isinstance(driven.batch._cache.current, TreeCache) and graphs.pool(model)._entries == []
 
@@ -559,7 +559,7 @@ def test_a_step_of_all_rows_waits_for_the_device_once(method):
                     driven.batch.advance()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert len(driven.batch._engine.rows) == 3, "nobody has left"
+        assert len(driven.batch._engine.rows) == 3, "no row has left"
         driven.finish()
     assert len([w for w in caught if "synchronizing CUDA operation" in str(w.message)]) <= 5
 
@@ -577,7 +577,7 @@ def test_texts_go_on_where_a_device_has_no_memory(where, memory, monkeypatch):
 
     def fails(self, *given):
         calls.append(given)
-        if len(calls) == 9:  # in the third capture, behind two calls
+        if len(calls) == 9:  # in the third capture, after two calls
             raise torch.OutOfMemoryError("CUDA out of memory")
         return whole(self, *given)
 

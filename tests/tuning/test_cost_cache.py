@@ -55,7 +55,7 @@ def test_measuring_draws_no_random_numbers_that_anyone_could_miss(model, measure
     assert measured and torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_changes_the_cost_is_measured_anew(model, measured, tmp_path, monkeypatch):
+def test_what_changes_the_cost_is_measured_again(model, measured, tmp_path, monkeypatch):
     class PackedLinear(torch.nn.Linear):
         pass
 
