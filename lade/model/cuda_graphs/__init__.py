@@ -3,4 +3,6 @@
     runner.py ──▶ fallback_cache.py ──▶ static_cache.py ──▶ static_rows.py    rows in buffers at fixed addresses
         │                                     └───────────▶ pool.py           acquires and releases buffers
         └───────▶ inputs.py, cache_view.py                  └──▶ capture.py   captures passes on them
+
+Only `lade.model.select_runner` imports this folder.
 """
