@@ -15,6 +15,7 @@ from lade.model.shapes import STEP_SIZES, step_bucket
 from lade.model.support.supports import supports
 from lade.testing import toy_model
 from lade.tuning import cost_cache as profile
+from lade.tuning import cost_key
 from lade.tuning.measure import SIZES, StepTimer, measure_step_cost
 from lade.tuning.step_cost import KNOTS, StepCost
 
@@ -121,7 +122,7 @@ def test_a_profile_of_graphs_is_one_of_stairs(monkeypatch, tmp_path):
     model = toy_model(vocabulary=300)
     runner = runner_of(model)
     cost = profile.step_cost_for(model, runner, folder=tmp_path)
-    assert cost.table[9] == cost.table[16] and profile.key_of(model, runner)["runner"] == "GraphRunner"
+    assert cost.table[9] == cost.table[16] and cost_key.key_of(model, runner)["runner"] == "GraphRunner"
     assert profile.step_cost_for(model, runner, folder=tmp_path) is cost
 
 
