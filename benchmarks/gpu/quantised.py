@@ -30,8 +30,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import lade
+from lade.bench import inflate
 from lade.bench.harness.environment import command_line, environment_of
-from lade.bench.inflation import inflate
 from lade.bench.inflation.search import Wanted, choose
 from lade.embedded.files import model_path
 from lade.model.cuda_graphs.model_pools import pool_of

@@ -27,8 +27,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import lade
+from lade.bench import inflate
 from lade.bench.harness.environment import command_line, environment_of
-from lade.bench.inflation import inflate
 from lade.embedded.files import model_path
 from lade.model.cuda_graphs.capture import EagerReplay
 from lade.model.cuda_graphs.model_pools import new_pool, pool_of
