@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from lade.hf.enable import disable, enable
     from lade.hf.generate import decode, decoder, generate, stream
     from lade.hf.legacy_api import augment_all, config_lade, log_history, restore_all, save_log
-    from lade.model.cuda_graphs.workspace import release
     from lade.model.kv_cache import TreeCache
     from lade.model.packing.pack import pack, unpack
+    from lade.model.select_runner import release
     from lade.model.support.supports import Support, supports
     from lade.serving.engine import Engine
     from lade.serving.handle import Handle
@@ -101,7 +101,7 @@ _HOMES = {
     "lade.model.kv_cache": ("TreeCache",),
     "lade.model.packing.pack": ("pack", "unpack"),
     "lade.model.support.supports": ("Support", "supports"),
-    "lade.model.cuda_graphs.workspace": ("release",),
+    "lade.model.select_runner": ("release",),
     "lade.serving.engine": ("Engine",),
     "lade.serving.handle": ("Handle",),
     "lade.stats": ("Stats", "Step"),

@@ -34,8 +34,8 @@ from lade.bench import inflate
 from lade.bench.harness.environment import command_line, environment_of
 from lade.bench.inflation.search import Wanted, choose
 from lade.embedded.files import model_path
+from lade.model.cuda_graphs.model_pools import pool_of
 from lade.model.cuda_graphs.runner import GraphRunner
-from lade.model.cuda_graphs.workspace import workspace_of
 from lade.model.select_runner import runner_for
 from lade.model.weights import bytes_by_kind
 
@@ -127,7 +127,7 @@ def measured(model: Any, sizes: Sequence[int], cached: int, rounds: int) -> dict
     runner = runner_for(model, lade.supports(model).require(), model.generation_config)
     lane = Lane(runner, sizes, cached, rows=1)
     measure([lane], sizes, rounds)
-    replayed = isinstance(runner, GraphRunner) and workspace_of(model, runner.device).trouble is None
+    replayed = isinstance(runner, GraphRunner) and pool_of(model, runner.device).capture_failed_in is None
     passes = [{"size": size, "device_ms": spread(lane.device_s[size]), "wall_ms": spread(lane.wall_s[size])}
               for size in sizes]  # fmt: skip
     one = passes[0]["device_ms"]["median"]

@@ -30,9 +30,9 @@ import lade
 from lade.bench import inflate
 from lade.bench.harness.environment import command_line, environment_of
 from lade.embedded.files import model_path
-from lade.model.cuda_graphs.capture import Rerun
+from lade.model.cuda_graphs.capture import EagerReplay
+from lade.model.cuda_graphs.model_pools import new_pool, pool_of
 from lade.model.cuda_graphs.runner import GraphRunner
-from lade.model.cuda_graphs.workspace import Workspace, workspace_of
 from lade.model.runner import EagerRunner
 from lade.model.select_runner import why_eager
 from lade.model.shapes import step_bucket
@@ -184,15 +184,16 @@ def main(words: Sequence[str] | None = None) -> int:
     )
 
     plan = lade.supports(model).require()
-    workspace = workspace_of(model, device) if device.type == "cuda" and not why_eager(model) else Workspace(Rerun)
+    graphs = device.type == "cuda" and not why_eager(model)
+    pool = pool_of(model, device) if graphs else new_pool(model, EagerReplay)
     runners = {
         "eager": EagerRunner(model, plan, model.generation_config),
-        "replayed": GraphRunner(model, plan, model.generation_config, workspace),
+        "replayed": GraphRunner(model, plan, model.generation_config, pool),
     }
     lanes = {name: Lane(runner, sizes, told.cached, told.rows) for name, runner in runners.items()}
     measure(list(lanes.values()), sizes, told.rounds)
 
-    captured = device.type == "cuda" and workspace.trouble is None and not why_eager(model)
+    captured = graphs and pool.capture_failed_in is None
     lines = [line_of(size, floors, lanes) for size in sizes]
     table = f"{table_of(lines)}\nreplayed: {'CUDA graphs' if captured else 'called again, not captured'}"
     print(table)

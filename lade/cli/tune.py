@@ -218,6 +218,7 @@ def _save(model: Any, runner: EagerRunner, sweeps: list[Sweep], *, interrupted: 
 
     from lade.tuning import cost_cache as profile
     from lade.tuning import cost_file as store
+    from lade.tuning.cost_key import key_of
     from lade.tuning.measure import CACHED_TOKENS
     from lade.tuning.step_cost import StepCost
 
@@ -225,7 +226,7 @@ def _save(model: Any, runner: EagerRunner, sweeps: list[Sweep], *, interrupted: 
     if interrupted and len(usual.samples) < len(usual.wanted):
         return None
     cost: StepCost = StepCost.of(usual.samples, measured_at=time())
-    key = profile.key_of(model, runner)
+    key = key_of(model, runner)
     return str(store.path_of(key)) if profile.use(model, key, cost) else None
 
 

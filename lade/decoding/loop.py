@@ -18,7 +18,7 @@ from lade.decoding.verify import Verdict, walk
 from lade.stats import Stats, Step
 
 
-class Cache(Protocol):
+class KVCache(Protocol):
     """Keys and values of B rows, each with a length of its own."""
 
     @property
@@ -39,12 +39,13 @@ class Cache(Protocol):
         ...
 
 
-CacheT = TypeVar("CacheT", bound=Cache)
-CacheT_contra = TypeVar("CacheT_contra", bound=Cache, contravariant=True)
+CacheT = TypeVar("CacheT", bound=KVCache)
+CacheT_contra = TypeVar("CacheT_contra", bound=KVCache, contravariant=True)
 
 
-Watch = Callable[[Sequence[int], int, torch.Tensor], None]
-"""Is shown rows that are alike, the number of a token in them, and logits `[T, V]` behind it and the T - 1 after it."""
+PromptLogitsHook = Callable[[Sequence[int], int, torch.Tensor], None]
+"""Called with `(rows, start, logits)`: numbers of the rows that share a prompt, and the logits `[T, V]` of its tokens
+from number `start` on."""
 
 
 class Runner(Protocol[CacheT_contra]):
@@ -60,10 +61,12 @@ class Runner(Protocol[CacheT_contra]):
         """How deep a tree may be whose root lies at position `cached`; None for no limit."""
         ...
 
-    def prefill(self, rows: Sequence[Sequence[int]], cache: CacheT_contra, watch: Watch | None = None) -> torch.Tensor:
+    def prefill(
+        self, rows: Sequence[Sequence[int]], cache: CacheT_contra, hook: PromptLogitsHook | None = None
+    ) -> torch.Tensor:
         """Feed what is not cached yet of rows of any length; logits of each row's last token, `[B, V]`.
 
-        Where a `watch` is given it may be shown the logits of tokens before, in pieces of bounded size. A cache that
+        A `hook` may be called with the logits of tokens before, in pieces of bounded size. A cache that
         holds something has rows of equal length.
         """
         ...

@@ -83,7 +83,7 @@ def check_lengths(positions: Positions, width: int, paddings: list[int], max_len
         max_length: of the output, padding included.
     """
     shortest, longest = width - max(paddings), max_length - min(paddings)
-    for wall, beyond in ((positions.switch, True), (positions.dynamic, False)):
+    for wall, beyond in ((positions.longrope_switch, True), (positions.dynamic, False)):
         if wall is not None and longest > wall and not (beyond and shortest > wall):
             _refuse(
                 f"max_length={max_length}",

@@ -138,8 +138,11 @@ def _check_lengths(positions: Positions, width: int, paddings: list[int], max_le
     """Refuse texts that cross a length from which on a pass would see what is cached in another way."""
     if len(paddings) > 1:
         check_lengths(positions, width, paddings, max_length)
-    elif positions.switch is not None and width <= positions.switch < max_length:
-        refuse(f"num_beams beyond {positions.switch} tokens", "there this model computes the text of each beam anew")
+    elif positions.longrope_switch is not None and width <= positions.longrope_switch < max_length:
+        refuse(
+            f"num_beams beyond {positions.longrope_switch} tokens",
+            "there this model computes the text of each beam anew",
+        )
 
 
 def argument_of(model: Any, arguments: Mapping[str, Any], name: str) -> Any:

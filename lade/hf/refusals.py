@@ -26,7 +26,7 @@ from lade.model.runner import EagerRunner
 from lade.model.slot_patches import padding_counts_from
 from lade.model.support.padding_check import counts_padding
 from lade.model.support.supports import is_listed
-from lade.model.user_cache import can_lend, why_unfit
+from lade.model.user_cache import can_borrow, why_unfit
 
 REMEDY = 'leave it out, use plain model.generate, or lookahead="auto", which falls back to it'
 KNOWN_MODEL_KWARGS = frozenset(
@@ -136,7 +136,7 @@ def _refuse_cache(generation_config: GenerationConfig, model_kwargs: dict[str, A
             f"cache_implementation={generation_config.cache_implementation!r}",
             "lookahead decoding keeps a cache of its own on the model's device",
         )
-    if getattr(cache, "_is_user_defined", False) and not can_lend(cache):
+    if getattr(cache, "_is_user_defined", False) and not can_borrow(cache):
         refuse(
             f"past_key_values of type {type(cache).__name__}",
             "it has no room for a tree; give a DynamicCache or a lade.TreeCache",
@@ -297,8 +297,8 @@ def check_cache(cache: Any, paddings: Sequence[int], length: int) -> None:
 
 def check_switch(runner: EagerRunner, prompt_length: int, max_length: int) -> None:
     """Refuse a text that crosses the length at which an old transformers loses it."""
-    switch = runner.positions.switch
-    if switch is not None and prompt_length <= switch < max_length and runner.loses_text():
+    switch = runner.positions.longrope_switch
+    if switch is not None and prompt_length <= switch < max_length and runner.drops_cache_wrongly():
         refuse(f"max_length={max_length}", f"beyond {switch} tokens this transformers loses the text: upgrade it")
 
 

@@ -31,7 +31,6 @@ from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.model.select_runner import runner_for
 from lade.model.support.supports import supports
-from lade.model.user_cache import loan_for
 from lade.stats import Stats, Step
 from lade.tuning.batch_cost import BatchCost
 from lade.tuning.cost_cache import save_refreshed, step_cost_for
@@ -91,7 +90,7 @@ class Session:
         # The cache that transformers makes where the user gave none is empty, and of no use for a tree.
         self._given_cache: Cache = given if self._users else TreeCache()
         handed_out = bool(generation_config.return_dict_in_generate) and not self._is_batch
-        self._loan = loan_for(runner, self._given_cache, generation_config.max_length, handed_out=handed_out)
+        self._cache = runner.borrow(self._given_cache, generation_config.max_length, handed_out=handed_out)
         self._record = record_for(generation_config)
         self._draws = Draws(len(self._paddings)) if self._is_batch and generation_config.do_sample else None
         self._cost = None if drafter else self._cost_of_steps(config, runner)
@@ -106,7 +105,7 @@ class Session:
                 config, special_ids(generation_config), vocabulary=vocabulary_of(model), cost=self._cost, budget=budget
             )
             self._rows.append(self._row(number, own, logits_processor, stopping_criteria))
-        cache: Any = self._loan.cache  # the runner's own kind
+        cache: Any = self._cache  # the runner's own kind
         self._engine = Engine(list(self._rows), runner, cache, stats, budget)
 
     @property
@@ -174,7 +173,7 @@ class Session:
     def _give_back(self, problem: type[BaseException] | None, *_: object) -> None:
         """Give the cache back, without what is not text; empty where nobody is going to use it."""
         used = not self._is_batch and (self._users or problem is None)
-        self._loan.give_back(min(self._engine.settled[0], self._known) if used else 0)
+        self._cache.give_back(min(self._engine.settled[0], self._known) if used else 0)
 
     def _end_stream(self, problem: type[BaseException] | None, *_: object) -> None:
         """After an error, too: the reader of a TextIteratorStreamer would wait for ever."""

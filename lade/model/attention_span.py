@@ -8,19 +8,19 @@ import torch
 
 
 @dataclass(frozen=True)
-class Reach:
-    """Which keys are near enough to a query, by their positions; by default all of them.
+class AttentionSpan:
+    """Which keys a layer's queries see, by their positions; by default all of them.
 
     Attributes:
-        window: the last so many positions, the query's own included.
-        chunk: the positions of the query's own chunk; chunks of so many positions lie side by side.
+        window: number of positions seen, ending with the query's own.
+        chunk: size of the chunks that positions are divided into; a query sees its own chunk.
     """
 
     window: int | None = None
     chunk: int | None = None
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """(query positions `[B, S, 1]`, key positions `[B, 1, K]`) -> bool `[B, S, K]`: is the key near enough?"""
+        """(query positions `[B, S, 1]`, key positions `[B, 1, K]`) -> bool `[B, S, K]`: is the key within the span?"""
         if self.window:
             return query - key < self.window
         if self.chunk:
@@ -28,15 +28,15 @@ class Reach:
         return torch.ones(1, 1, 1, dtype=torch.bool, device=query.device)
 
 
-everything = Reach()
+FULL = AttentionSpan()
 """Full attention: no key is too far."""
 
 
-def sliding(window: int) -> Reach:
+def sliding(window: int) -> AttentionSpan:
     """The last `window` positions, the query's own included."""
-    return Reach(window=window)
+    return AttentionSpan(window=window)
 
 
-def chunked(size: int) -> Reach:
+def chunked(size: int) -> AttentionSpan:
     """The positions of the query's own chunk."""
-    return Reach(chunk=size)
+    return AttentionSpan(chunk=size)

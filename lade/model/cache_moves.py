@@ -1,4 +1,4 @@
-"""What is moved within the rows of a cache, once it is known which tokens stay."""
+"""Moves of accepted tokens within the rows of a cache."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lade.model.host_to_device import upload
 
 @dataclass
 class Moves:
-    """What is to be moved within its row, the same in all layers; token i of M from one slot to another.
+    """Tokens to be moved within their rows, the same in all layers; token i of M from one slot to another.
 
     Attributes:
         rows: `[M]`, of the batch.
         sources: `[M]`, slots where the tokens lie.
-        targets: `[M]`, slots where they belong, never behind where they lie.
+        targets: `[M]`, slots where they belong, never after where they lie.
     """
 
     rows: list[int] = field(default_factory=list)
@@ -32,14 +32,14 @@ class Moves:
         self.targets += range(target, target + len(sources))
 
     def make(self, wholes: Sequence[torch.Tensor]) -> None:
-        """Make them in tensors `[N, rows, H, capacity, D]`; each device is told once where to."""
+        """Make them in tensors `[N, rows, H, capacity, D]`; the slots are uploaded once to each device."""
         one_row = self.rows[0] == self.rows[-1]  # they come row by row
         columns = [self.sources] if one_row else [self.sources, self.rows, self.targets]
-        told: dict[torch.device, list[torch.Tensor]] = {}
+        uploaded: dict[torch.device, list[torch.Tensor]] = {}
         for whole in wholes:
-            if whole.device not in told:
-                told[whole.device] = upload([np.array(column) for column in columns], whole.device)
-            sources, *rest = told[whole.device]
+            if whole.device not in uploaded:
+                uploaded[whole.device] = upload([np.array(column) for column in columns], whole.device)
+            sources, *rest = uploaded[whole.device]
             if one_row:  # as a slice, which is faster
                 states = whole[:, self.rows[0]].index_select(2, sources)
                 whole[:, self.rows[0], :, self.targets[0] : self.targets[-1] + 1] = states

@@ -12,8 +12,8 @@ def field(config: PretrainedConfig, name: str, default: Any = None) -> Any:
 
     Args:
         config: the text config of a model.
-        name: of the field.
-        default: for configs that have no such field.
+        name: name of the field.
+        default: value for configs that have no such field.
 
     Returns:
         One value, or a list of the layers' values where they differ: transformers raises an error if such a field

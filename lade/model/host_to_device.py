@@ -22,7 +22,7 @@ _TORCH_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int3
 
 
 class Layout:
-    """Arrays of known shapes, one behind the other in one piece of memory.
+    """Arrays of known shapes, one after the other in one piece of memory.
 
     Args:
         parts: dtype (int64, int32 or bool) and shape of each.
@@ -61,7 +61,7 @@ class Layout:
 def upload(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
     """The arrays (int64, int32 or bool) on the device, in one copy that the host does not wait for."""
     if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]  # where there is nothing to do, asking takes time too
+        return [torch.from_numpy(array) for array in arrays]  # already there: a layout would only take time
     layout = Layout([(array.dtype, array.shape) for array in arrays])
     host = layout.memory(device, staged=True)
     for place, array in zip(layout.arrays(host), arrays, strict=True):

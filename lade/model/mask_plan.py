@@ -1,4 +1,4 @@
-"""The mask plan that a configuration asks for."""
+"""The mask plan of a model, by its configuration."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 from transformers import PretrainedConfig
 
-from lade.model.attention_span import Reach, chunked, everything, sliding
+from lade.model.attention_span import FULL, AttentionSpan, chunked, sliding
 from lade.model.config_fields import field, per_layer
 from lade.model.masks import MaskPlan
 from lade.model.tree_attention.backend import NAME as TREE_ATTENTION
 
-SLIDING, CHUNKED, FULL = "sliding_attention", "chunked_attention", "full_attention"
-LAYER_TYPES = frozenset({SLIDING, CHUNKED, FULL})
+SLIDING, CHUNKED, FULL_ATTENTION = "sliding_attention", "chunked_attention", "full_attention"
+LAYER_TYPES = frozenset({SLIDING, CHUNKED, FULL_ATTENTION})
 _FIELDS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
 
 
@@ -24,23 +24,23 @@ def plan_for(config: PretrainedConfig, *, by_layer_type: bool) -> MaskPlan:
         by_layer_type: whether the model takes a dict of masks, one for each layer type, or one mask for all layers.
 
     Raises:
-        ValueError: layers that take the same mask see differently far; the message is the reason, in words that go on
-            after "it".
+        ValueError: layers that take the same mask see differently far; the message is the reason, as a
+            phrase that continues "it ...".
     """
-    reaches: dict[str, Reach] = {}
+    spans: dict[str, AttentionSpan] = {}
     layers = _layers(config)
     if by_layer_type:
         for kind in sorted({kind for kind, _ in layers}):
             window = _only(window for each, window in layers if each == kind)
-            reaches[kind] = everything if window is None else chunked(window) if kind == CHUNKED else sliding(window)
+            spans[kind] = FULL if window is None else chunked(window) if kind == CHUNKED else sliding(window)
     else:
         # A model that knows of no layer types does not mask by them. But the cache of plain decoding goes by them, and
         # holds the last tokens only of a layer with a window or with chunks.
         window = _only(window for _, window in layers)
-        reaches["attention"] = everything if window is None else sliding(window)
+        spans["attention"] = FULL if window is None else sliding(window)
     backend = config._attn_implementation
     return MaskPlan(
-        reaches, by_layer_type, additive=backend not in ("sdpa", TREE_ATTENTION), compact=backend == TREE_ATTENTION
+        spans, by_layer_type, additive=backend not in ("sdpa", TREE_ATTENTION), compact=backend == TREE_ATTENTION
     )
 
 
@@ -60,7 +60,7 @@ def _layers(config: PretrainedConfig) -> list[tuple[str, int | None]]:
     """Type and window of each layer, as transformers' own cache reads them."""
     pairs = list(zip(_lengths(config, _FIELDS[SLIDING]), _lengths(config, _FIELDS[CHUNKED]), strict=True))
     kinds = field(config, "layer_types") or [
-        SLIDING if window is not None else CHUNKED if chunk is not None else FULL for window, chunk in pairs
+        SLIDING if window is not None else CHUNKED if chunk is not None else FULL_ATTENTION for window, chunk in pairs
     ]
     windows = ({SLIDING: window, CHUNKED: chunk} for window, chunk in pairs)
     return [(kind, window.get(kind)) for kind, window in zip(kinds, windows, strict=False)]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from lade.decoding.tree import TokenTree
-from lade.model.attention_span import Reach, everything
+from lade.model.attention_span import FULL, AttentionSpan
 from lade.model.host_to_device import filled, upload
 from lade.model.tree_attention.inputs import TreeInputs
 
@@ -40,10 +40,10 @@ class StepInputs:
     def of(
         cls, trees: Sequence[TokenTree], lengths: Sequence[int], device: torch.device, held: Sequence[int] | None = None
     ) -> StepInputs:
-        """Join one tree a row. All that is fed lies behind the longest row.
+        """Join one tree a row. All that is fed is appended after the longest row.
 
         Args:
-            trees: S is the largest number of nodes to feed.
+            trees: one for each row; S is the largest number of nodes to feed.
             lengths: `[B]`, cached tokens of each row.
             held: `[B]`, how many of these tokens, the last ones, are nodes of the row's tree (its first ones, which are
                 not fed again); none unless given.
@@ -72,7 +72,7 @@ class StepInputs:
 
     @classmethod
     def _alone(cls, tree: TokenTree, length: int, held: int, device: torch.device) -> StepInputs:
-        """The same for a single row, where nothing needs filling up."""
+        """The same for a single row, which needs no padding."""
         before = length - held
         key_positions = np.arange(before + len(tree))
         positions = key_positions[before:]
@@ -83,11 +83,11 @@ class StepInputs:
         rows = (np.array(tree.ids[held:]), positions[held:], key_positions, allowed)
         return cls(*upload([array[None] for array in rows], device))
 
-    def mask(self, reach: Reach) -> torch.Tensor:
+    def mask(self, span: AttentionSpan) -> torch.Tensor:
         """What each node may see of what is near enough, `[B, 1, S, K]` bool."""
-        if reach == everything:
+        if span == FULL:
             return self.allowed[:, None]
-        near = reach(self.positions[:, :, None], self.key_positions[:, None, :])
+        near = span(self.positions[:, :, None], self.key_positions[:, None, :])
         return (self.allowed & near)[:, None]
 
 
@@ -96,13 +96,13 @@ class MaskPlan:
     """How a model takes its masks.
 
     Attributes:
-        reaches: what its layers see, by layer type.
+        spans: how far back the layers see, by layer type.
         by_layer_type: whether the model takes a dict of masks with these types as keys; otherwise it has one type only.
         additive: whether masks are added to the scores (eager attention) or boolean (SDPA).
         compact: whether its attention knows `TreeMask`.
     """
 
-    reaches: Mapping[str, Reach]
+    spans: Mapping[str, AttentionSpan]
     by_layer_type: bool
     additive: bool
     compact: bool = False
@@ -125,7 +125,7 @@ class MaskPlan:
 
     def masks(self, inputs: Inputs, dtype: torch.dtype) -> Mask:
         """Masks `[B, 1, S, K]` for one step; additive ones in `dtype`, the model's."""
-        masks = {kind: self._shape(inputs.mask(reach), dtype) for kind, reach in self.reaches.items()}
+        masks = {kind: self._shape(inputs.mask(span), dtype) for kind, span in self.spans.items()}
         return masks if self.by_layer_type else next(iter(masks.values()))
 
     def _shape(self, allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -136,4 +136,4 @@ class MaskPlan:
 
 
 Inputs = StepInputs | TreeInputs
-"""Of one step: `ids`, `positions` and `key_positions`, and a `mask` for each reach."""
+"""Of one step: `ids`, `positions` and `key_positions`, and a `mask` for each span."""

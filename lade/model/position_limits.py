@@ -2,7 +2,7 @@
 
 Window cells and guesses lie at positions that plain decoding has not reached yet. Two things must not notice them: a
 table of learned positions, which ends, and rotary scalings that look at the longest position of a pass and switch all
-frequencies (dynamic NTK at the model's length, longrope at the original one). So no tree crosses such a *wall*; the
+frequencies (dynamic NTK at the model's length, longrope at the original one). So no tree crosses such a *limit*; the
 token that crosses it is fed alone, as in plain decoding.
 """
 
@@ -31,38 +31,36 @@ CONTEXT_FIELDS = frozenset(
 
 @dataclass(frozen=True)
 class Positions:
-    """Walls of one model.
+    """Position limits of one model. Frequencies that change go by the longest row of a pass.
 
     Attributes:
-        walls: positions, ascending: no tree crosses them, and the token that lies on one is fed alone. Beyond the
+        limits: positions, ascending: no tree crosses them, and the token that lies on one is fed alone. Beyond the
             last one every token is fed alone.
-        switch: the wall at which longrope changes its frequencies; some models then compute the whole text anew.
-        dynamic: the wall from which on dynamic NTK changes its frequencies with every token.
-
-    Such frequencies go by the longest row of a pass.
+        longrope_switch: the limit at which longrope changes its frequencies; some models then recompute the whole text.
+        dynamic: the limit from which on dynamic NTK changes its frequencies with every token.
     """
 
-    walls: tuple[int, ...] = ()
-    switch: int | None = None
+    limits: tuple[int, ...] = ()
+    longrope_switch: int | None = None
     dynamic: int | None = None
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> Positions:
-        """Read them from the text config of a model."""
+        """The limits that the text config of a model states."""
         lengths = [field(config, name) for name in CONTEXT_FIELDS]
         length = min((value for value in lengths if isinstance(value, int)), default=None)
         switch = _longrope_switch(config)
-        walls = sorted({wall for wall in (switch, length) if wall is not None and wall <= (length or wall)})
+        limits = sorted({limit for limit in (switch, length) if limit is not None and limit <= (length or limit)})
         dynamic = any("dynamic" in str(parameters.get("rope_type")) for parameters in _rope_parameters(config))
-        return cls(tuple(walls), switch, length if dynamic else None)
+        return cls(tuple(limits), switch, length if dynamic else None)
 
     def room(self, cached: int) -> int | None:
-        """Greatest depth of a tree whose root lies at position `cached`; None where there is no wall."""
-        if not self.walls:
+        """Greatest depth of a tree whose root lies at position `cached`; None where there is no limit."""
+        if not self.limits:
             return None
-        if cached in self.walls:
+        if cached in self.limits:
             return 0
-        return next((wall - 1 - cached for wall in self.walls if cached < wall), 0)
+        return next((limit - 1 - cached for limit in self.limits if cached < limit), 0)
 
 
 def _rope_parameters(config: PretrainedConfig) -> list[Mapping[str, Any]]:

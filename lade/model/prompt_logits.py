@@ -1,12 +1,12 @@
-"""The hidden states of a prefill, from which the language model head tells what would have followed each prompt token.
+"""The hidden states of a prefill, from which the language model head computes the logits of all prompt tokens.
 
-Prefill asks the model for the logits of the last token only: those of a long prompt would take gigabytes. The hidden
+Prefill has the model compute the logits of the last token only: those of a long prompt would take gigabytes. The hidden
 states before the head are small. The head then runs over them in pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from lade.model.thread_hooks import hooked
 
 MOST_TOKENS = 1024
-"""Of a longer prompt only the last tokens are looked at, and kept: the head is not free."""
+"""Of a longer prompt only the hidden states of the last tokens are kept: the head is not free."""
 _PIECE_LOGITS = 2**24
 
 
@@ -45,15 +45,17 @@ class HiddenStates:
             states = states[:, -MOST_TOKENS:].clone()  # a view would keep those before, too
         self._states = states
 
-    def show(self, logits: torch.Tensor, length: int, watch: Callable[[int, torch.Tensor], None]) -> None:
-        """Show logits of the prompt's last tokens, a bounded number at a time.
+    def prompt_logits(self, logits: torch.Tensor, length: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Logits of the prompt's last tokens, a bounded number at a time.
 
         Args:
-            logits: `[B, V]` that the model returned for the last token. Some models scale what the head says, or cap
+            logits: `[B, V]` that the model returned for the last token. Some models scale what the head returns, or cap
                 it: the others are scaled likewise.
             length: tokens in the prompt, cached ones included.
-            watch: is called with the number of a token and logits `[B, T, V]` from there on, on the device of `logits`.
-                In a model that is split over several devices the head may lie on another one.
+
+        Yields:
+            The number of a token, and logits `[B, T, V]` from there on, on the device of `logits`. In a model that is
+            split over several devices the head may lie on another one.
         """
         head = self._model.get_output_embeddings()
         states = self._states
@@ -66,5 +68,4 @@ class HiddenStates:
         piece = max(1, _PIECE_LOGITS // (logits.shape[0] * logits.shape[1]))
         first = length - states.shape[1]
         for start in range(0, states.shape[1], piece):
-            said = head(states[:, start : start + piece]) * scale
-            watch(first + start, said.to(logits.device))
+            yield first + start, (head(states[:, start : start + piece]) * scale).to(logits.device)

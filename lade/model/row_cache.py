@@ -1,21 +1,31 @@
-"""What a batch whose rows come and go asks of a cache."""
+"""What a batch whose rows come and go needs of a cache."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from lade.decoding.loop import Cache
+from lade.decoding.loop import KVCache
 from lade.model.kv_cache import TreeCache
-from lade.model.sizing import Sizing
 
 
-class RowCache(Cache, Protocol):
-    """Keys and values of rows that join one by one, each prefilled by itself."""
+class BufferSizes(Protocol):
+    """How large a kind of cache makes its buffers for what is to lie in them."""
 
-    @property
-    def sizing(self) -> Sizing:
-        """How large its buffers are made."""
+    def buffer_rows(self, rows: int) -> int:
+        """Rows of buffers that hold `rows`."""
         ...
+
+    def buffer_slots(self, tokens: int, tree: int = 0) -> int:
+        """Slots of a row that has `tokens`, and after them those of a tree."""
+        ...
+
+    def spare_tokens(self, tokens: int) -> int:
+        """Tokens to reserve beyond `tokens` that there are, so that buffers are seldom replaced."""
+        ...
+
+
+class RowCache(KVCache, BufferSizes, Protocol):
+    """Keys and values of rows that join one by one, each prefilled by itself."""
 
     @property
     def room(self) -> tuple[int, int]:
@@ -23,11 +33,15 @@ class RowCache(Cache, Protocol):
         ...
 
     def reserve(self, rows: int, slots: int) -> None:
-        """Have buffers of so many rows and slots, at least for what there is; see `Sizing` for what is asked for."""
+        """Have buffers of this size, at least for what there is; see `BufferSizes` for sizes that suit."""
         ...
 
     def take(self, part: TreeCache) -> None:
         """Append the only row of another cache of the same model; that one is empty then."""
+        ...
+
+    def give_back(self, tokens: int) -> None:
+        """End a generation: a user's cache holds the first `tokens` of the only row, other buffers are released."""
         ...
 
     def reset(self) -> None:

@@ -1,8 +1,8 @@
-"""Runs an unmodified transformers model: prefill, and one pass over a token tree per step."""
+"""Runs an unmodified transformers model: prefill, and one forward pass over a token tree per step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,16 +10,17 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lade.decoding.loop import Watch
+from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.tree import TokenTree
 from lade.model.kv_cache import TreeCache
-from lade.model.masks import Inputs, Mask, MaskPlan
+from lade.model.masks import Inputs, MaskPlan
 from lade.model.position_limits import Positions
 from lade.model.prompt_logits import HiddenStates
-from lade.model.row_cache import RowCache
+from lade.model.row_cache import BufferSizes, RowCache
 from lade.model.signature import accepted
-from lade.model.slot_patches import SlotCounters
+from lade.model.slot_patches import SlotPatches
 from lade.model.stopwatch import Stopwatch
+from lade.model.user_cache import borrow
 
 
 class EagerRunner:
@@ -27,9 +28,14 @@ class EagerRunner:
 
     Args:
         model: a decoder-only model that `lade.supports`.
-        plan: how it takes its masks.
+        plan: how the model takes its masks.
         generation_config: transformers' prefill reads `prefill_chunk_size` from it.
     """
+
+    sizing: BufferSizes = TreeCache
+    """How large its caches make their buffers, as long as there is memory."""
+    step_sizes: Sequence[int] = ()
+    """Tokens a row that passes are padded to, ascending: what lies between costs as much. None where they are not."""
 
     def __init__(self, model: PreTrainedModel, plan: MaskPlan, generation_config: GenerationConfig) -> None:
         self.model: Any = model
@@ -37,12 +43,12 @@ class EagerRunner:
         self.positions = Positions.of(model.config.get_text_config(decoder=True))
         self.device = input_device(model)
         self._stopwatch = Stopwatch()
-        self._slot_counters = SlotCounters(model)
+        self._slot_patches = SlotPatches(model)
         self._accepts = accepted(model)
 
     @property
     def forward_s(self) -> float:
-        """Seconds that the last call of `forward` spent in the model; asking waits for the device to end it."""
+        """Seconds that the last call of `forward` spent in the model; reading waits for the device to end it."""
         return self._stopwatch.seconds
 
     @forward_s.setter
@@ -53,78 +59,111 @@ class EagerRunner:
         """How deep a tree may be whose root lies at position `cached`; None for no limit."""
         return self.positions.room(cached)
 
+    def eager(self) -> EagerRunner:
+        """A runner of the same model that captures nothing, and works on a `TreeCache`."""
+        return self
+
     def new_cache(self, *, tokens: int | None = None, limit: int | None = None) -> RowCache:
-        """An empty cache of the kind that suits this runner.
+        """An empty cache of the kind that this runner works on.
 
         Args:
             tokens: greatest length that a row is going to have, if that is known.
-            limit: slots in all that buffers from earlier generations may have; None for any number.
+            limit: slots of all rows together that buffers of earlier generations may have; None for no limit.
         """
         return TreeCache()
 
-    @torch.no_grad()
-    def prefill(self, rows: Sequence[Sequence[int]], cache: TreeCache, watch: Watch | None = None) -> torch.Tensor:
-        """Feed what `cache` does not hold yet, as transformers does it (in chunks if asked), but without padding.
+    def borrow(self, given: Cache, tokens: int, *, handed_out: bool) -> RowCache:
+        """The cache to decode one generation with; `RowCache.give_back` ends it.
 
-        Rows of equal length are fed together, those that are alike once, into caches that are then joined.
+        Args:
+            given: the user's cache, or an empty `TreeCache` of our own.
+            tokens: greatest length that a row is going to have.
+            handed_out: whether the caller gets `given` in the end.
+        """
+        return borrow(given)
+
+    def host(self, cache: TreeCache, tokens: int) -> Any:
+        """A cache that `forward` works on, with the rows of another one, which is not to be used any more.
+
+        Args:
+            cache: the other one.
+            tokens: greatest length that a row is going to have.
+        """
+        return cache
+
+    def pass_sizes(self, largest: int) -> Sequence[int]:
+        """Sizes whose first pass takes longer than the later ones, among those of up to `largest` tokens a row."""
+        return ()
+
+    @torch.no_grad()
+    def prefill(
+        self, rows: Sequence[Sequence[int]], cache: TreeCache, hook: PromptLogitsHook | None = None
+    ) -> torch.Tensor:
+        """Feed what `cache` does not hold yet, as transformers does it (in chunks if configured), but without padding.
+
+        Rows of equal length are fed together, each distinct prompt once, into caches that are then joined.
 
         Returns:
             Logits of each row's last token, `[B, V]`; the language model head runs on that token only.
         """
-        places: dict[tuple[int, ...], list[int]] = {}
+        sharing: dict[tuple[int, ...], list[int]] = {}  # numbers of the rows that share each prompt
         for number, row in enumerate(rows):
-            places.setdefault(tuple(row), []).append(number)
-        if len(places) == len(rows) and len(set(map(len, places))) == 1:
-            return self._prefill(rows, list(places.values()), cache, watch)
+            sharing.setdefault(tuple(row), []).append(number)
+        if len(sharing) == len(rows) and len(set(map(len, sharing))) == 1:
+            return self._prefill(rows, list(sharing.values()), cache, hook)
         parts: list[TreeCache] = []
-        found: list[tuple[int, int]] = [(0, 0)] * len(rows)
+        places: list[tuple[int, int]] = [(0, 0)] * len(rows)
         logits: list[torch.Tensor] = [torch.empty(0)] * len(rows)
-        for length in sorted(set(map(len, places))):
-            texts = [text for text in places if len(text) == length]
+        for length in sorted(set(map(len, sharing))):
+            prompts = [prompt for prompt in sharing if len(prompt) == length]
             parts.append(TreeCache())
-            said = self._prefill(texts, [places[text] for text in texts], parts[-1], watch)
-            for place, text in enumerate(texts):
-                for number in places[text]:
-                    found[number], logits[number] = (len(parts) - 1, place), said[place]
-        cache.join(parts, found)
+            part_logits = self._prefill(prompts, [sharing[prompt] for prompt in prompts], parts[-1], hook)
+            for place, prompt in enumerate(prompts):
+                for number in sharing[prompt]:
+                    places[number], logits[number] = (len(parts) - 1, place), part_logits[place]
+        cache.join(parts, places)
         return torch.stack(logits)
 
     def _prefill(
-        self, texts: Sequence[Sequence[int]], places: Sequence[Sequence[int]], cache: TreeCache, watch: Watch | None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sharing: Sequence[Sequence[int]],
+        cache: TreeCache,
+        hook: PromptLogitsHook | None,
     ) -> torch.Tensor:
-        """Feed texts of equal length; `places` are the rows that each of them is the text of."""
-        whole = self._forgets(texts, cache) or not cache.get_seq_length()
+        """Feed prompts of equal length; `sharing` are the numbers of the rows of each. Logits `[P, V]`."""
+        whole = self._recomputes_at_switch(prompts, cache) or not cache.get_seq_length()
         try:
             if whole:
                 cache.reset()
-            return self._feed_texts(texts, places, cache, watch)
+            return self._feed_prompts(prompts, sharing, cache, hook)
         except BaseException:
-            if whole:  # some layers hold what others lack, and none what they held before
+            if whole:  # some layers hold tokens that others lack, and none what they held before
                 cache.reset()
             raise
 
-    def _feed_texts(
-        self, texts: Sequence[Sequence[int]], places: Sequence[Sequence[int]], cache: TreeCache, watch: Watch | None
+    def _feed_prompts(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sharing: Sequence[Sequence[int]],
+        cache: TreeCache,
+        hook: PromptLogitsHook | None,
     ) -> torch.Tensor:
-        ids = torch.tensor(texts, device=self.device)
+        ids = torch.tensor(prompts, device=self.device)
         kwargs: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
         if "position_ids" in self._accepts:
             kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         if "logits_to_keep" in self._accepts:
             kwargs["logits_to_keep"] = 1
         if cache.get_seq_length():
-            kwargs["attention_mask"] = torch.ones_like(ids)  # its width tells transformers what is cached already
-        with HiddenStates(self.model) if watch else nullcontext() as hidden:
+            kwargs["attention_mask"] = torch.ones_like(ids)  # by its width transformers knows what is cached already
+        with HiddenStates(self.model) if hook else nullcontext() as hidden:
             output = self.model._prefill(ids, self.generation_config, kwargs)
         logits: torch.Tensor = output.logits[:, -1]
-
-        def show(start: int, said: torch.Tensor) -> None:
-            for alike, text_said in zip(places, said, strict=True):
-                assert watch is not None
-                watch(alike, start, text_said)
-
-        if watch and hidden:
-            hidden.show(logits, ids.shape[1], show)
+        if hook and hidden:
+            for start, piece in hidden.prompt_logits(logits, ids.shape[1]):
+                for same_prompt, prompt_logits in zip(sharing, piece, strict=True):
+                    hook(same_prompt, start, prompt_logits)
         return logits
 
     @torch.no_grad()
@@ -138,11 +177,24 @@ class EagerRunner:
 
         Returns:
             Logits of all nodes, `[B, S, V]`, S being the largest tree's size; in rows with a smaller tree the
-            logits behind its last node mean nothing.
+            logits after its last node are undefined.
         """
-        if len(rows) == 1 and cache.lengths[0] == self.positions.switch and self._forgets(rows, cache):
-            return self._timed(lambda: self.prefill(rows, cache)[:, None])
-        return self._feed(self.plan.inputs(trees, cache.lengths, self.device), cache)
+        if (
+            len(rows) == 1
+            and cache.lengths[0] == self.positions.longrope_switch
+            and self._recomputes_at_switch(rows, cache)
+        ):
+            self._stopwatch.start(self.device)
+            logits: torch.Tensor = self.prefill(rows, cache)[:, None]
+            self._stopwatch.stop(logits.device)
+            return logits
+        inputs = self.plan.inputs(trees, cache.lengths, self.device)
+        arguments = self._arguments(inputs, cache)
+        with self._slot_patches.patched_for(inputs):
+            self._stopwatch.start(self.device)
+            logits = self.model(**arguments).logits
+            self._stopwatch.stop(logits.device)
+        return logits
 
     @torch.no_grad()
     def extend(self, trees: Sequence[TokenTree], held: Sequence[int], cache: TreeCache) -> torch.Tensor:
@@ -150,48 +202,49 @@ class EagerRunner:
 
         Args:
             trees: their first nodes are cached already.
-            held: `[B]`, how many.
+            held: `[B]`, number of these nodes.
             cache: its rows end with these nodes; the other ones are appended to it.
 
         Returns:
             Logits of the nodes fed, `[B, S, V]`, S being the largest number of them; in rows with fewer the logits
-            behind the last one mean nothing.
+            after the last one are undefined.
         """
-        return self._feed(self.plan.inputs(trees, cache.lengths, self.device, held), cache)
+        inputs = self.plan.inputs(trees, cache.lengths, self.device, held)
+        arguments = self._arguments(inputs, cache)
+        with self._slot_patches.patched_for(inputs):
+            self._stopwatch.start(self.device)
+            logits: torch.Tensor = self.model(**arguments).logits
+            self._stopwatch.stop(logits.device)
+        return logits
 
-    def _feed(self, inputs: Inputs, cache: TreeCache) -> torch.Tensor:
-        masks = self.plan.masks(inputs, self.model.dtype)
-        with self._slot_counters.told(inputs):
-            return self._timed(lambda: self._call(inputs, masks, cache))
-
-    def _call(self, inputs: Inputs, masks: Mask, cache: Cache) -> torch.Tensor:
-        kwargs: dict[str, Any] = {"attention_mask": masks, "past_key_values": cache, "use_cache": True}
+    def _arguments(self, inputs: Inputs, cache: Cache) -> dict[str, Any]:
+        """The arguments of the model for one pass over trees."""
+        arguments: dict[str, Any] = {
+            "input_ids": inputs.ids,
+            "attention_mask": self.plan.masks(inputs, self.model.dtype),
+            "past_key_values": cache,
+            "use_cache": True,
+            "return_dict": True,
+        }
         if "position_ids" in self._accepts:
-            kwargs["position_ids"] = inputs.positions
-        logits: torch.Tensor = self.model(input_ids=inputs.ids, **kwargs, return_dict=True).logits
-        return logits
+            arguments["position_ids"] = inputs.positions
+        return arguments
 
-    def _timed(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
-        self._stopwatch.start(self.device)
-        logits = call()
-        self._stopwatch.stop(logits.device)
-        return logits
-
-    def _forgets(self, rows: Sequence[Sequence[int]], cache: TreeCache) -> bool:
-        """Whether plain decoding of this model would drop the cache here and compute the text with new frequencies."""
-        if self.positions.switch is None or not cache.get_seq_length():
+    def _recomputes_at_switch(self, rows: Sequence[Sequence[int]], cache: TreeCache) -> bool:
+        """Whether plain decoding of this model drops the cache here and computes the text with new frequencies."""
+        if self.positions.longrope_switch is None or not cache.get_seq_length():
             return False
         return self._prepared(torch.tensor(rows, device=self.device), cache).get("past_key_values") is None
 
-    def loses_text(self) -> bool:
-        """Whether plain decoding would drop the cache at the switch and feed the last token only, as if it were all.
+    def drops_cache_wrongly(self) -> bool:
+        """Whether plain decoding drops the cache at the switch and feeds the last token only, as if it were the text.
 
-        Transformers up to 5.19 does that with Phi3; later versions feed the whole text anew.
+        Transformers up to 5.19 does that with Phi3; later versions feed the whole text again.
         """
-        if self.positions.switch is None:
+        if self.positions.longrope_switch is None:
             return False
-        ids = torch.zeros(1, self.positions.switch + 1, dtype=torch.long, device=self.device)
-        prepared = self._prepared(ids, TreeCache.of_length(self.positions.switch))
+        ids = torch.zeros(1, self.positions.longrope_switch + 1, dtype=torch.long, device=self.device)
+        prepared = self._prepared(ids, TreeCache.of_length(self.positions.longrope_switch))
         return prepared.get("past_key_values") is None and prepared["input_ids"].shape != ids.shape
 
     def _prepared(self, ids: torch.Tensor, cache: TreeCache) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which runner serves a model: graphs where they can be captured, else one launch after the other."""
+"""Which runner serves a model: captured passes where they can be captured, else eager ones."""
 
 from __future__ import annotations
 
@@ -8,42 +8,43 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from lade.model import thread_hooks
+from lade.model.cuda_graphs.model_pools import free_idle_buffers, pool_of
 from lade.model.cuda_graphs.runner import GraphRunner
-from lade.model.cuda_graphs.workspace import workspace_of
 from lade.model.masks import MaskPlan
 from lade.model.position_limits import Positions
 from lade.model.runner import EagerRunner, input_device
+from lade.model.support.supports import unwrap
 
 _IDLE_HOOKS = frozenset({"transformers.utils.output_capturing", thread_hooks.__name__})
-"""Modules whose hooks do nothing here: transformers' stay on a model once hidden states were asked for, and ours are
+"""Modules whose hooks do nothing here: transformers' stay on a model once it has returned hidden states, and ours are
 those of other threads."""
 
 
 def runner_for(
     model: PreTrainedModel, plan: MaskPlan, generation_config: GenerationConfig, *, own_cache: bool = True
 ) -> EagerRunner:
-    """A `GraphRunner` where nothing speaks against it, and an `EagerRunner` elsewhere, on a CPU always.
+    """A `GraphRunner` where passes can be captured, and an `EagerRunner` elsewhere, always on a CPU.
 
     Args:
         model: a decoder-only model that `lade.supports`.
-        plan: how it takes its masks.
+        plan: how the model takes its masks.
         generation_config: see `EagerRunner`.
         own_cache: whether the cache is ours to make; a user's own has no fixed addresses.
     """
     device = input_device(model)
     if device.type != "cuda" or not own_cache or why_eager(model):
         return EagerRunner(model, plan, generation_config)
-    workspace = workspace_of(model, device)
-    if workspace.trouble is not None:  # it has told so once
+    pool = pool_of(model, device)
+    if pool.capture_failed_in is not None:  # there has been a warning
         return EagerRunner(model, plan, generation_config)
-    return GraphRunner(model, plan, generation_config, workspace)
+    return GraphRunner(model, plan, generation_config, pool)
 
 
 def why_eager(model: Any) -> str:
     """What a graph would miss of this model's passes, on any device; empty if nothing is known."""
     positions = Positions.of(model.config.get_text_config(decoder=True))
-    if positions.switch is not None or positions.dynamic is not None:
-        return "its rotary frequencies depend on the longest position, which the host looks at"
+    if positions.longrope_switch is not None or positions.dynamic is not None:
+        return "its rotary frequencies depend on the longest position, which the host reads"
     if len({tensor.device for tensor in (*model.parameters(), *model.buffers())}) > 1:
         return "its weights lie on several devices"
     device = input_device(model)
@@ -60,3 +61,22 @@ def why_eager(model: Any) -> str:
         if type(module).__module__.partition(".")[0] == "peft":
             return "its adapters can be switched from call to call"
     return ""
+
+
+def release(model: Any) -> None:
+    """Give back the memory that captured passes of a model have taken on its CUDA device.
+
+    That is the keys and values of one cache, and the graphs that were captured on them. They stay when a generation
+    ends, for the next one, and are freed with the model; after `release` the next generation allocates and captures
+    them again. What a generation or a `lade.Engine` is using stays until that has ended; call again then. A no-op
+    where nothing was captured, as on a CPU.
+
+    >>> lade.generate(model, **inputs)
+    >>> lade.release(model)
+
+    Args:
+        model: a transformers causal language model, or one wrapped by PEFT.
+    """
+    inner = unwrap(model)
+    if free_idle_buffers(inner) and input_device(inner).type == "cuda":
+        torch.cuda.empty_cache()  # graphs have a memory pool of their own, which is of no use to others before

@@ -1,7 +1,7 @@
-"""Models that count cache slots where a tree counts positions, and what is done about it.
+"""Patches for models that count cache slots where a tree counts positions.
 
 In plain decoding a token's slot in the cache is its position. In a tree several nodes share a position and lie in
-slots of their own, so whatever a model derives from slots must be told the positions for the length of a pass:
+slots of their own, so whatever a model derives from slots is patched to use the positions for the length of a pass:
 
 - ALiBi biases (bloom) grow with the key's slot;
 - the attention temperature of layers without rotary embedding (llama4) grows with the query's slot.
@@ -23,8 +23,8 @@ from lade.model.thread_hooks import hooked
 from lade.model.thread_override import Override, overridden
 
 
-class SlotCounters:
-    """The parts of one model that count slots; most models have none."""
+class SlotPatches:
+    """Patches the parts of one model that count slots; most models have none."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._alibi = model.base_model if hasattr(model.base_model, "build_alibi_tensor") else None
@@ -33,8 +33,8 @@ class SlotCounters:
         self._tempered = [layer for layer in layers if _scales_queries(layer)]
 
     @contextmanager
-    def told(self, inputs: Inputs) -> Iterator[None]:
-        """While it lasts, they go by the positions in `inputs` when this thread calls them.
+    def patched_for(self, inputs: Inputs) -> Iterator[None]:
+        """While the context lasts, they use the positions in `inputs` when this thread calls them.
 
         Raises:
             UnsupportedModelError: they were not called, or not by this thread.
@@ -47,9 +47,9 @@ class SlotCounters:
             if self._alibi is not None:
                 overrides.append(stack.enter_context(_biased_by_position(self._alibi, inputs.key_positions)))
             yield
-            if not any(override.asked for override in overrides):
+            if not any(override.used for override in overrides):
                 raise UnsupportedModelError(
-                    "its layers were not called by the thread that decodes, and know nothing of a tree's positions",
+                    "its layers were not called by the thread that decodes, and do not see a tree's positions",
                     "call the model as it is, or use plain model.generate",
                 )
 
@@ -58,7 +58,7 @@ def padding_counts_from(config: PretrainedConfig) -> int | None:
     """The length of text from which plain decoding counts left padding, too, and depends on it; None for never."""
     if _has_temperature(config):
         return int(config.floor_scale)
-    return Positions.of(config).switch  # models that then drop their cache look at the number of slots
+    return Positions.of(config).longrope_switch  # models that then drop their cache look at the number of slots
 
 
 def _has_temperature(config: PretrainedConfig) -> bool:

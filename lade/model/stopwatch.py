@@ -1,8 +1,8 @@
 """Times what a device does without waiting for it.
 
-A CUDA device works behind the host's back: a clock on the host sees how long launching took. So two events are put into
-the device's own queue, and they are read when somebody asks. In a step that is after its logits were read, when the
-device has long passed them: nobody waits twice.
+A CUDA device works asynchronously: a clock on the host sees how long launching took. So two events are put into the
+device's own queue, and read when `seconds` is. In a step that is after its logits were read, when the device has long
+passed them: a step does not wait twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Stopwatch:
         self._started_s = 0.0
         self._device = torch.device("cpu")
         self._begin: Any = None
-        self._end: Any = None  # is set where the events have not been read yet
+        self._end: Any = None  # set as long as the events have not been read
 
     def start(self, device: torch.device) -> None:
         """Work begins on this device."""
@@ -53,7 +53,7 @@ class Stopwatch:
 
 
 def _event(device: torch.device) -> Any:
-    """An event that was queued behind all that the device has to do."""
+    """An event that was queued after all that the device has to do."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event

@@ -26,7 +26,7 @@ class Override:
         inherited: whether the module has that from its class.
 
     Attributes:
-        threads: how many have their own.
+        threads: number of threads that have their own.
     """
 
     def __init__(self, original: Any, *, inherited: bool) -> None:
@@ -35,18 +35,18 @@ class Override:
         self._here = threading.local()
 
     @property
-    def asked(self) -> bool:
-        """Whether this thread has asked for its own one."""
-        return getattr(self._here, "asked", False)
+    def used(self) -> bool:
+        """Whether this thread has read its own one."""
+        return getattr(self._here, "used", False)
 
     @contextmanager
     def own(self, value: Any) -> Iterator[None]:
         """Give this thread its own while the context lasts."""
-        self._here.value, self._here.asked = value, False
+        self._here.value, self._here.used = value, False
         try:
             yield
         finally:
-            del self._here.value, self._here.asked
+            del self._here.value, self._here.used
 
     def is_own(self) -> bool:
         """Whether this thread has its own."""
@@ -55,7 +55,7 @@ class Override:
     def _current(self) -> Any:
         if not self.is_own():
             return self.original
-        self._here.asked = True
+        self._here.used = True
         return self._here.value
 
     def __bool__(self) -> bool:
@@ -82,7 +82,7 @@ def overridden(module: nn.Module, name: str, own: Callable[[Any], Any]) -> Itera
 
     Args:
         module: may be called by other threads, too.
-        name: of the attribute: a flag, or a function.
+        name: name of the attribute, which is a flag or a function.
         own: makes what this thread is to see of what the attribute was.
 
     Raises:

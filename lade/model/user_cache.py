@@ -1,4 +1,4 @@
-"""The cache of a generation: a user's own, borrowed and given back with the new tokens, or one at fixed addresses."""
+"""A user's own cache: whether a generation can start from it, and how it gets the new tokens."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from lade.model.cuda_graphs.fallback_cache import GraphCache
-from lade.model.cuda_graphs.runner import GraphRunner
-from lade.model.kv_cache import TreeCache, TreeLayer
-from lade.model.runner import EagerRunner
+from lade.model.kv_cache import TreeCache
+from lade.model.tree_layer import TreeLayer
 
-LENDERS = (DynamicLayer, DynamicSlidingWindowLayer)
+_DYNAMIC_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
-def can_lend(cache: Any) -> bool:
-    """Whether a generation can begin with what this cache holds: ours, and dynamic ones on the model's device."""
+def can_borrow(cache: Any) -> bool:
+    """Whether a generation can start from what this cache holds: ours, and dynamic ones on the model's device."""
     if isinstance(cache, TreeCache):
         return True
-    return isinstance(cache, DynamicCache) and not cache.offloading and all(type(la) in LENDERS for la in cache.layers)
+    return (
+        isinstance(cache, DynamicCache)
+        and not cache.offloading
+        and all(type(la) in _DYNAMIC_LAYERS for la in cache.layers)
+    )
 
 
 def why_unfit(cache: Cache, length: int) -> str:
-    """Why plain decoding from a cache that passes `can_lend` cannot be repeated; empty where it can.
+    """Why plain decoding from a cache that passes `can_borrow` cannot be repeated; empty where it can.
 
     Args:
         cache: the user's, for a single row.
@@ -43,71 +45,43 @@ def why_unfit(cache: Cache, length: int) -> str:
     return ""
 
 
-class Loan:
-    """The cache to decode with, and how the user's own gets what came in.
+class BorrowedCache(TreeCache):
+    """Begins with what a user's dynamic cache holds, and gives it back with the tokens that came after.
 
     Args:
-        cache: the user's; a `TreeCache` is used as it is.
+        cache: the user's; it is left alone until `give_back`.
     """
 
     def __init__(self, cache: Cache) -> None:
-        self._lender = cache
-        self.cache = cache if isinstance(cache, TreeCache) else _borrowed(cache)
-        self._borrowed_layers, self._borrowed_tokens = list(self.cache.layers), self.cache.get_seq_length()
+        super().__init__()
+        self._users_cache, self._borrowed_tokens = cache, cache.get_seq_length()
+        layers: list[Any] = cache.layers if self._borrowed_tokens else []
+        for number, layer in enumerate(layers):
+            tokens = layer.get_seq_length()
+            self.update(_full_length(layer.keys, tokens), _full_length(layer.values, tokens), number)
+        self._borrowed_layers = self.layers[:1]
 
     def give_back(self, tokens: int) -> None:
         """Let the user's cache hold the first tokens of the row, and none after them, which may be rejected guesses.
 
         Args:
-            tokens: how many; every layer of the borrowed cache holds them.
+            tokens: number of tokens to keep; every layer of this cache holds them.
         """
-        if self._lender is self.cache:
-            self.cache.crop_to(tokens)
-        elif self._borrowed_layers and self.cache.layers[:1] != self._borrowed_layers[:1]:
-            self._hand_over(0, tokens)  # the model has recomputed the text, with other frequencies
-        else:
-            self._hand_over(self._borrowed_tokens, tokens)
-
-    def _hand_over(self, start: int, end: int) -> None:
-        """Let the user's cache hold the borrowed one's tokens from `start` on, after those before."""
-        with _all_or_nothing(self._lender):
-            for index, layer in enumerate(self.cache.layers if end > start else ()):
+        # Where the first layer is another one, the model has recomputed the text, with other frequencies.
+        recomputed = bool(self._borrowed_layers) and self.layers[:1] != self._borrowed_layers
+        start = 0 if recomputed else self._borrowed_tokens
+        with _all_or_nothing(self._users_cache):
+            for number, layer in enumerate(self.layers if tokens > start else ()):
                 if not start and self._borrowed_tokens:
-                    self._lender.layers[index].reset()
-                keys, values = (_tensor(states)[:, :, start:end].clone() for states in (layer.keys, layer.values))
-                self._lender.update(keys, values, index)
+                    self._users_cache.layers[number].reset()
+                assert layer.keys is not None and layer.values is not None
+                keys, values = (states[:, :, start:tokens].clone() for states in (layer.keys, layer.values))
+                self._users_cache.update(keys, values, number)
 
 
-class GraphLoan:
-    """A cache of captured passes, whose buffers are borrowed from the workspace of its model.
-
-    Args:
-        cache: the one to decode with.
-        heir: gets what it holds in the end; None if nobody asks for that.
-    """
-
-    def __init__(self, cache: GraphCache, heir: TreeCache | None) -> None:
-        self.cache, self._heir = cache, heir
-
-    def give_back(self, tokens: int) -> None:
-        """Release the buffers; where `tokens`, those of the row, are not 0, the heir gets what they hold."""
-        if self._heir is not None and tokens:
-            self.cache.hand_over(self._heir)
-        self.cache.reset()
-
-
-def loan_for(runner: EagerRunner, given: Cache, tokens: int, *, handed_out: bool) -> Loan | GraphLoan:
-    """The loan of one generation, with a cache of the runner's own kind.
-
-    Args:
-        runner: will fill it.
-        given: the user's cache, or an empty `TreeCache` of our own.
-        tokens: greatest length that a row is going to have.
-        handed_out: whether somebody will be given `given` in the end.
-    """
-    if not isinstance(runner, GraphRunner) or not isinstance(given, TreeCache):
-        return Loan(given)
-    return GraphLoan(runner.new_cache(tokens=tokens), given if handed_out else None)
+def borrow(cache: Cache) -> TreeCache:
+    """The cache to decode with, given a user's that passes `can_borrow`; a `TreeCache` is used as it is."""
+    return cache if isinstance(cache, TreeCache) else BorrowedCache(cache)
 
 
 @contextmanager
@@ -128,26 +102,9 @@ def _all_or_nothing(cache: Cache) -> Iterator[None]:
         raise
 
 
-def _borrowed(cache: Cache) -> TreeCache:
-    borrowed = TreeCache()
-    if not cache.get_seq_length():
-        return borrowed
-    layers: list[Any] = cache.layers
-    for layer in layers:
-        states = [_full_length(states, layer.get_seq_length()) for states in (layer.keys, layer.values)]
-        borrowed.layers.append(TreeLayer())
-        borrowed.layers[-1].update(*states)
-    return borrowed
-
-
 def _full_length(states: torch.Tensor, tokens: int) -> torch.Tensor:
     """States `[B, H, T, D]` of the last T tokens with zeros for those before.
 
     A layer with a sliding window has dropped them because no later token sees them, and our masks show them to none.
     """
     return torch.nn.functional.pad(states, (0, 0, tokens - states.shape[2], 0))
-
-
-def _tensor(states: torch.Tensor | None) -> torch.Tensor:
-    assert states is not None
-    return states

@@ -17,10 +17,9 @@ from lade.decoding.loop import Engine
 from lade.decoding.readout import read
 from lade.decoding.row import Row
 from lade.hf.session import Output, vocabulary_of
-from lade.model.cuda_graphs.workspace import release
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
-from lade.model.select_runner import runner_for
+from lade.model.select_runner import release, runner_for
 from lade.serving.capacity import Capacity, default_max_tokens
 from lade.serving.handle import Handle
 from lade.serving.request import Request
@@ -74,12 +73,13 @@ class Batch:
     ) -> None:
         self._model, self._prefill_tokens = model, prefill_tokens
         self._runner = runner_for(model, plan, GenerationConfig())
+        self._prefill_runner = self._runner.eager()
         token_bytes = self._token_bytes()
         if max_tokens is None:
             release(model)  # what no generation is using is free
             max_tokens = default_max_tokens(token_bytes, self._runner.device)
         self._cache = self._runner.new_cache(limit=max_tokens)
-        self.capacity = Capacity(max_rows, max_tokens, token_bytes, self._cache.sizing)
+        self.capacity = Capacity(max_rows, max_tokens, token_bytes, self._runner.sizing)
         own_kind: Any = self._cache  # which this runner knows
         self._engine = Engine([], self._runner, own_kind, isolate=True)
         self._opening: list[Seat] = []
@@ -90,7 +90,7 @@ class Batch:
         """Found by feeding a token: no two families keep the same."""
         cache = TreeCache()
         with torch.random.fork_rng(devices=[]):
-            self._runner.prefill([[0]], cache)
+            self._prefill_runner.prefill([[0]], cache)
         return cache.token_bytes
 
     @property
@@ -168,7 +168,9 @@ class Batch:
             assert said is not None
             row.drafter.read_prompt(row.tokens, first, said)
 
-        logits = self._runner.prefill([row.tokens[:end]], seat.cache, show if row.drafter.reads else None)  # [1, V]
+        logits = self._prefill_runner.prefill(
+            [row.tokens[:end]], seat.cache, show if row.drafter.reads else None
+        )  # [1, V]
         seat.fed = end
         if end < len(row.tokens):
             seat.seconds += perf_counter() - start
@@ -211,7 +213,7 @@ class Batch:
         """Before the cache would grow by itself, which knows nothing of limits; `joining` tokens are about to come."""
         cache, needs = self._cache, [seat.request.need for seat in self._seats.values()]
         longest = max(joining, *cache.lengths)
-        capacity = replace(self.capacity, sizing=cache.sizing)  # of what holds the rows now
+        capacity = replace(self.capacity, sizing=cache)  # of what holds the rows now
         if not capacity.suffices(cache.room, needs, longest):
             cache.reserve(*capacity.room(needs, longest))
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.tree_size import LARGEST
 from lade.errors import InputError
-from lade.model.sizing import Exact, Sizing
+from lade.model.kv_cache import TreeCache
+from lade.model.row_cache import BufferSizes
 
 _SHARE_OF_HOST, _SHARE_OF_DEVICE = 0.25, 0.8
 _PEAK = 2.75
@@ -50,7 +51,7 @@ class Capacity:
     max_rows: int
     max_tokens: int
     token_bytes: int
-    sizing: Sizing = field(default_factory=Exact)
+    sizing: BufferSizes = TreeCache
 
     def check(self, need: Need) -> None:
         """Raise `InputError` for a text that has no room even alone."""
@@ -65,7 +66,9 @@ class Capacity:
 
     def fits(self, needs: Sequence[Need]) -> bool:
         """Whether these texts fit beside each other, however long they become."""
-        return len(needs) <= self.max_rows and self.sizing.rows(len(needs)) * self.slots(needs) <= self.max_tokens
+        return (
+            len(needs) <= self.max_rows and self.sizing.buffer_rows(len(needs)) * self.slots(needs) <= self.max_tokens
+        )
 
     def slots(self, needs: Sequence[Need], longest: int | None = None) -> int:
         """Slots that each row takes while these texts are decoded: the trees lie behind the longest one.
@@ -75,7 +78,7 @@ class Capacity:
             longest: its length; None for the greatest that it can have.
         """
         tokens = max(need.tokens for need in needs) if longest is None else longest
-        return self.sizing.slots(tokens, max(need.tree for need in needs))
+        return self.sizing.buffer_slots(tokens, max(need.tree for need in needs))
 
     def suffices(self, room: tuple[int, int], needs: Sequence[Need], now: int) -> bool:
         """Whether there is room for a step of these texts, and no more than there may be.
@@ -96,10 +99,10 @@ class Capacity:
             now: length of the longest one as it is.
         """
         most = self.slots(needs)
-        least_rows = self.sizing.rows(len(needs))
-        most_rows = min(self.sizing.rows(min(2 * len(needs), self.max_rows)), self.max_tokens // most)
-        rows = next(rows for rows in range(most_rows, least_rows - 1, -1) if self.sizing.rows(rows) == rows)
-        return rows, min(most, self.slots(needs, now + self.sizing.ahead(now)))
+        least_rows = self.sizing.buffer_rows(len(needs))
+        most_rows = min(self.sizing.buffer_rows(min(2 * len(needs), self.max_rows)), self.max_tokens // most)
+        rows = next(rows for rows in range(most_rows, least_rows - 1, -1) if self.sizing.buffer_rows(rows) == rows)
+        return rows, min(most, self.slots(needs, now + self.sizing.spare_tokens(now)))
 
 
 def largest_tree(config: LookaheadConfig) -> int:

@@ -174,6 +174,6 @@ def _check_positions(model: PreTrainedModel, most_tokens: int) -> None:
             f"are {length}: give a smaller max_new_tokens"
         )
     positions = Positions.of(config)
-    for wall in (positions.switch, positions.dynamic):
+    for wall in (positions.longrope_switch, positions.dynamic):
         if wall is not None and most_tokens > wall:
             refuse(f"max_length={most_tokens}", f"from {wall} tokens on, a row decides how this model sees the others")

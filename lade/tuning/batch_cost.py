@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from lade.model.shapes import batch_bucket
 from lade.tuning.step_cost import StepCost
 
 
@@ -11,8 +12,8 @@ class BatchCost:
     """What a pass over a batch costs, by the size of each row's tree: the curve for as many rows as there are.
 
     Args:
-        cost_of: the curve for so many rows; asked again when their number has fallen to the next power of two.
-        rows: B.
+        cost_of: returns the curve of a number of rows; called again when that has fallen to the next power of two.
+        rows: B, rows of the batch at first.
     """
 
     def __init__(self, cost_of: Callable[[int], StepCost], rows: int) -> None:
@@ -39,12 +40,7 @@ class BatchCost:
         self._current.observe(size, seconds)
 
     def resize(self, rows: int) -> None:
-        """So many rows are left; 0 when all have ended."""
-        if rows and bucket(rows) != bucket(self._rows):
+        """`rows` are left; 0 when all have ended."""
+        if rows and batch_bucket(rows) != batch_bucket(self._rows):
             self._current = self._cost_of(rows)
         self._rows = rows or self._rows
-
-
-def bucket(rows: int) -> int:
-    """The next power of two: batches that share a curve."""
-    return 1 << (rows - 1).bit_length()

@@ -1,14 +1,11 @@
 """The step cost of a model: the curve that is in use already, else the saved one, else a new one.
 
-A curve in use belongs to the model, as the answer of `lade.supports` does, and goes with it.
+A curve in use belongs to the model, as the result of `lade.supports` does, and is freed with it.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import platform
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,40 +13,30 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
-from lade.decoding.loop import Runner
 from lade.locks import ForkSafeLock
-from lade.model.config_fields import field
-from lade.model.cuda_graphs.runner import GraphRunner
-from lade.model.kv_cache import TreeCache
-from lade.model.weights import bytes_by_kind
+from lade.model.runner import EagerRunner
+from lade.model.shapes import batch_bucket
 from lade.tuning import cost_file as store
-from lade.tuning.batch_cost import bucket
+from lade.tuning.cost_key import key_of
 from lade.tuning.measure import measure_step_cost
 from lade.tuning.step_cost import StepCost
-from lade.version import __version__
 
 logger = logging.getLogger(__name__)
 
 WORTH_SAVING = 0.1
 """Relative change of a curve's worst size at which it is saved again."""
 
-_SHAPE = """
-    model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size
-    """.split()  # noqa: SIM905 - a table of words reads better without the quotes
-_CPU_INFO = Path("/proc/cpuinfo")
-
 
 @dataclass
-class Profile:
-    """A curve in use.
+class CurveInUse:
+    """A curve that steps refresh.
 
     Attributes:
-        key: what it is good for.
+        key: what it is valid for.
         cost: refreshed by every step.
-        saved: its `table` as the store has it.
+        saved: its `table` as it is in the file.
     """
 
     key: store.Key
@@ -57,12 +44,12 @@ class Profile:
     saved: Sequence[float]
 
 
-_in_use: WeakKeyDictionary[PreTrainedModel, dict[str, Profile]] = WeakKeyDictionary()
+_in_use: WeakKeyDictionary[PreTrainedModel, dict[str, CurveInUse]] = WeakKeyDictionary()
 _measuring = ForkSafeLock()  # two threads that measured at once would measure each other
 
 
 def step_cost_for(
-    model: PreTrainedModel, runner: Runner[TreeCache], *, batch: int = 1, folder: Path | None = None
+    model: PreTrainedModel, runner: EagerRunner, *, batch: int = 1, folder: Path | None = None
 ) -> StepCost:
     """The step cost of a model as this runner runs it; measured now, in a second or two, if it never was.
 
@@ -71,28 +58,27 @@ def step_cost_for(
 
     Args:
         model: a model that `lade.supports`.
-        runner: what will run its steps.
-        batch: rows B; the next power of two counts, so that a batch that loses rows does not measure ever again.
-        folder: of saved curves; None for the user's cache folder.
+        runner: runs the steps.
+        batch: B, rounded up to a power of two, so that a batch that loses rows seldom measures again.
+        folder: folder of saved curves; None for the user's cache folder.
     """
     key = key_of(model, runner, batch)
     name = store.digest_of(key)
-    profiles = _in_use.setdefault(model, {})
-    profile = profiles.get(name)
-    if profile is None:
+    curves = _in_use.setdefault(model, {})
+    curve = curves.get(name)
+    if curve is None:
         with _measuring:
-            profile = profiles.get(name) or _new_profile(key, model, runner, batch=bucket(batch), folder=folder)
-            if profile is None:
-                assert isinstance(runner, GraphRunner)  # with others that is an error
+            curve = curves.get(name) or _new_curve(key, model, runner, batch=batch_bucket(batch), folder=folder)
+            if curve is None:
                 return step_cost_for(model, runner.eager(), batch=batch, folder=folder)
-            profiles[name] = profile
-    profile.cost.pad_to(runner.sizes if isinstance(runner, GraphRunner) else ())
-    return profile.cost
+            curves[name] = curve
+    curve.cost.pad_to(runner.step_sizes)
+    return curve.cost
 
 
-def _new_profile(
-    key: store.Key, model: PreTrainedModel, runner: Runner[TreeCache], *, batch: int, folder: Path | None
-) -> Profile | None:
+def _new_curve(
+    key: store.Key, model: PreTrainedModel, runner: EagerRunner, *, batch: int, folder: Path | None
+) -> CurveInUse | None:
     """The saved curve, or one that is measured and saved now; None if it cannot be measured."""
     cost = store.load(key, folder)
     if cost is None:
@@ -102,74 +88,27 @@ def _new_profile(
         store.save(key, cost, folder)
     else:
         logger.debug("step cost of %s, batch of %d, loaded: %s", type(model).__name__, batch, _summary(cost))
-    return Profile(key, cost, cost.table)
+    return CurveInUse(key, cost, cost.table)
 
 
 def save_refreshed(model: PreTrainedModel, *, folder: Path | None = None) -> None:
     """Save those curves of a model that its steps have moved by more than a tenth; for the end of a generation."""
-    for profile in list(_in_use.get(model, {}).values()):  # other threads may add to them
-        if profile.cost.change_since(profile.saved) > WORTH_SAVING:
-            store.save(profile.key, profile.cost, folder)
-            profile.saved = profile.cost.table
+    for curve in list(_in_use.get(model, {}).values()):  # other threads may add to them
+        if curve.cost.change_since(curve.saved) > WORTH_SAVING:
+            store.save(curve.key, curve.cost, folder)
+            curve.saved = curve.cost.table
 
 
 def use(model: PreTrainedModel, key: store.Key, cost: StepCost, *, folder: Path | None = None) -> bool:
     """Save a curve that was measured with more care, and use it from now on; whether it could be saved."""
-    _in_use.setdefault(model, {})[store.digest_of(key)] = Profile(key, cost, cost.table)
+    _in_use.setdefault(model, {})[store.digest_of(key)] = CurveInUse(key, cost, cost.table)
     return store.save(key, cost, folder)
 
 
-def key_of(model: PreTrainedModel, runner: Runner[TreeCache], batch: int = 1) -> dict[str, object]:
-    """All that a step's cost depends on, but for the length of the text and the machine's other load.
-
-    These two change from step to step: the curve follows them while it is used.
-    """
-    config = model.config.get_text_config(decoder=True)
-    return {
-        "devices": devices_of(model),
-        "threads": torch.get_num_threads(),
-        "model": type(model).__name__,
-        "shape": {name: field(config, name) for name in _SHAPE},
-        "parameters": model.num_parameters(),
-        # These two tell packed, quantised and adapted weights from plain ones: they sit in modules of other classes,
-        # or are tensors of other classes, or other numbers of bytes.
-        "modules": dict(Counter(type(module).__name__ for module in model.modules())),
-        "weights": bytes_by_kind(model.parameters()),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "attention": config._attn_implementation,
-        "runner": type(runner).__name__,
-        "batch": bucket(batch),
-        "lade": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def devices_of(model: PreTrainedModel) -> list[str]:
-    """Names of the hardware that a model's weights lie on, one for each device."""
-    devices = {parameter.device for parameter in model.parameters()}
-    return sorted(_device_name(device) for device in devices) or ["none"]
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{_cpu_name()}, {os.cpu_count()} cores" if device.type == "cpu" else device.type
-
-
-def _cpu_name() -> str:
-    """Such as "AMD EPYC 9654 96-Core Processor"."""
-    if _CPU_INFO.is_file():
-        for line in _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _measured(model: PreTrainedModel, runner: Runner[TreeCache], batch: int) -> StepCost | None:
+def _measured(model: PreTrainedModel, runner: EagerRunner, batch: int) -> StepCost | None:
     """Measure; a model of someone's own may draw random numbers in its forward pass, and must not be seen doing so.
 
-    None where there is no memory for captured passes. Those of an eager runner then tell more than nothing.
+    None where there is no memory for captured passes. Those of an eager runner are measured then.
     """
     name = type(model).__name__
     logger.info("measuring the step cost of %s, batch of %d, once on this machine: a second or two", name, batch)
@@ -179,7 +118,7 @@ def _measured(model: PreTrainedModel, runner: Runner[TreeCache], batch: int) -> 
         with torch.random.fork_rng(devices=sorted(devices)):
             cost = measure_step_cost(runner, vocabulary=embeddings.weight.shape[0], batch=batch)
     except torch.OutOfMemoryError:
-        if not isinstance(runner, GraphRunner):
+        if runner.eager() is runner:
             raise
         logger.info("no memory to measure the captured passes of %s: those that are not captured are measured", name)
         return None

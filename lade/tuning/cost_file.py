@@ -24,7 +24,7 @@ Key = Mapping[str, object]
 """What a saved curve is good for, by readable names; anything JSON can hold."""
 
 MAX_AGE_S = 30 * 24 * 3600.0
-"""A curve is measured anew after so long: of drivers, kernels and power settings a key knows nothing, and passes only
+"""Age at which a curve is measured again: a key does not cover drivers, kernels and power settings, and passes only
 refresh the sizes they have."""
 
 logger = logging.getLogger(__name__)
@@ -56,19 +56,19 @@ def load(key: Key, folder: Path | None = None, *, now: Callable[[], float] = tim
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as problem:  # ValueError: also what is no JSON and no UTF-8
-        logger.warning("step cost %s cannot be used and will be measured anew: %s", path, problem)
+        logger.warning("step cost %s cannot be used and will be measured again: %s", path, problem)
         return None
     if abs(now() - cost.measured_at) > MAX_AGE_S:
-        logger.info("step cost %s is older than %.0f days and will be measured anew", path, MAX_AGE_S / 86400)
+        logger.info("step cost %s is older than %.0f days and will be measured again", path, MAX_AGE_S / 86400)
         return None
     return cost
 
 
 def save(key: Key, cost: StepCost, folder: Path | None = None) -> bool:
-    """Save a curve: whoever reads meanwhile finds the old file or the new one, whole.
+    """Save a curve: readers meanwhile find the old file or the new one, whole.
 
     Returns:
-        Whether it was saved; if not, the logger has told why.
+        Whether it was saved; if not, the reason has been logged.
     """
     path = path_of(key, folder)
     record = json.dumps({"key": dict(key), "cost": cost.to_json()}, indent=1)
@@ -77,7 +77,7 @@ def save(key: Key, cost: StepCost, folder: Path | None = None) -> bool:
         write_whole(path, record)
     except OSError as problem:
         logger.warning(
-            "step cost cannot be saved in %s, and the next process measures it anew: %s", path.parent, problem
+            "step cost cannot be saved in %s, and the next process measures it again: %s", path.parent, problem
         )
         return False
     return True

@@ -17,13 +17,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from time import perf_counter
-from typing import Any
 
-from lade.decoding.loop import Runner
 from lade.decoding.tree import ROOT, TokenTree
-from lade.model.cuda_graphs.runner import GraphRunner
 from lade.model.kv_cache import TreeCache
-from lade.model.shapes import step_bucket
+from lade.model.runner import EagerRunner
 from lade.tuning.step_cost import KNOTS, StepCost, typical
 
 SIZES = (1, 8, 32, 2, 4, 16, 64, 128)
@@ -41,16 +38,16 @@ class StepTimer:
     """Times single passes.
 
     Args:
-        runner: of the model; its `forward_s` is what a pass took, and changes.
-        vocabulary: V.
-        largest: the largest size that will be asked for.
+        runner: runs the model; its `forward_s` is what a pass took, and changes.
+        vocabulary: V, number of token ids that the model knows.
+        largest: the largest size that will be timed.
         cached: tokens in the cache; fewer where the model's positions end before.
-        batch: rows B, all alike.
+        batch: B, rows that are all equal.
     """
 
     def __init__(
         self,
-        runner: Runner[TreeCache],
+        runner: EagerRunner,
         *,
         vocabulary: int,
         largest: int,
@@ -66,11 +63,9 @@ class StepTimer:
         self._room = runner.room(self.cached)
         if self._room == 0:
             self.largest = 1
-        self._cache: Any = self._filled()
-        if isinstance(runner, GraphRunner):
-            self._cache = runner.host(self._cache, self.cached + self.largest)
-            for size in {step_bucket(size) for size in range(1, self.largest + 1)}:
-                self(min(size, self.largest))  # captures it, which is not to count
+        self._cache = runner.host(self._filled(), self.cached + self.largest)
+        for size in runner.pass_sizes(self.largest):
+            self(min(size, self.largest))  # captures it, which is not to count
 
     def __call__(self, size: int) -> float:
         """Seconds of one pass that feeds `size` tokens a row, 1 to `largest`."""
@@ -84,7 +79,7 @@ class StepTimer:
         self._cache.reset()
 
     def _tree(self, size: int) -> TokenTree:
-        """Chains that hang from the root: all tokens differ, as in a real step, so that all experts are asked."""
+        """Chains that hang from the root: all tokens differ, as in a real step, so that all experts are used."""
         depth = _DEPTH if self._room is None else min(_DEPTH, self._room)
         tree = TokenTree(self._tokens[0])
         for start in range(1, size, depth or 1):
@@ -94,7 +89,7 @@ class StepTimer:
     def _filled(self) -> TreeCache:
         """Run some tokens and multiply their keys and values: `cached` of them, and room for the largest pass."""
         cache, prefix = TreeCache(), self._text[:_PREFIX_TOKENS]
-        self._runner.prefill([prefix] * self._batch, cache)
+        self._runner.eager().prefill([prefix] * self._batch, cache)
         missing = self.cached + self.largest - len(prefix)
         for layer in cache.layers:
             assert layer.keys is not None and layer.values is not None
@@ -122,8 +117,8 @@ def samples_of(
         timer: seconds of a pass of this size.
         sizes: some of `KNOTS`; the first two are measured once whatever they take.
         budget_s: seconds for all of it.
-        rounds: how often each size is measured at most.
-        clock: in seconds.
+        rounds: greatest number of passes of each size.
+        clock: returns the time in seconds.
 
     Yields:
         A size and what a pass took, as soon as it is known.
@@ -143,7 +138,7 @@ def samples_of(
 
 
 def measure_step_cost(
-    runner: Runner[TreeCache],
+    runner: EagerRunner,
     *,
     vocabulary: int,
     sizes: Sequence[int] = SIZES,
@@ -155,13 +150,13 @@ def measure_step_cost(
     """Measure what a pass costs by its size.
 
     Args:
-        runner: of the model.
-        vocabulary: V.
+        runner: runs the model.
+        vocabulary: V, number of token ids that the model knows.
         sizes: some of `KNOTS`, the most telling ones first.
         cached: tokens in the cache while it is measured; fewer if the model has no positions for them.
-        batch: rows B.
+        batch: B, rows that are all equal.
         budget_s: seconds for all passes but those of the cache's first tokens; the first two sizes take what they take.
-        clock: in seconds.
+        clock: returns the time in seconds.
 
     Raises:
         ValueError: a size that is not one of `KNOTS`.
@@ -189,7 +184,7 @@ def check_sizes(sizes: Sequence[int]) -> None:
 
 
 def _expected(samples: Mapping[int, Sequence[float]], size: int) -> float:
-    """Seconds that a pass of this size will take, as far as can be told."""
+    """Seconds that a pass of this size will take, as far as is known."""
     if samples[size]:
         return typical(samples[size])
     return StepCost.of(samples).seconds(size) if any(samples.values()) else 0.0

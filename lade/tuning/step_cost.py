@@ -13,7 +13,21 @@ Where passes are padded to a few sizes, 9 tokens cost what 16 cost, and only the
      |       o
      |_______|             S
 
-Time here is relative: an error of one tenth counts the same for a pass of a millisecond and for one of a second.
+The estimator, in the order in which a pass is processed by `observe`:
+
+1. The residual is relative: an error of one tenth counts the same for a pass of a millisecond and for one of a second.
+   It is clipped (Winsorised, as by Huber), since a machine's hiccups make single passes many times too slow.
+2. One scale factor, shared by all sizes, follows clipped residuals as a first-order low-pass filter: texts get longer,
+   machines get busier. This is what moves sizes that are not visited.
+3. Each of the two knots around the size is a running mean, of gain 1 / (passes so far + 1), bounded below by
+   1 / `MAX_WEIGHT`: an exponential moving average in the long run. A knot that surprises again and again, or that its
+   neighbours contradict, loses weight, so that its gain grows and a wrong start is forgotten.
+4. What is read is the isotonic regression of the knots (pool adjacent violators, by these weights), and its lower
+   convex hull.
+
+The constants below are chosen, not measured, and no entry of docs/lab-log.md derives them. They are bound by what
+tests/tuning/test_step_cost.py requires of the curve: follow a slower machine, ignore hiccups, correct a wrong knot,
+keep what is known. Change one together with those tests.
 """
 
 from __future__ import annotations
@@ -27,15 +41,21 @@ import numpy as np
 
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LARGEST = KNOTS[-1]
-MAX_WEIGHT = 50.0  # passes that a knot remembers: its average is over the last ones
-PASS_WEIGHT = 4.0  # of a measured pass: nothing else ran then, or so we hope
+
+# How much is known, in passes; a knot's gain is one over this.
+MAX_WEIGHT = 50.0  # at most: then the mean is over the last passes
+PASS_WEIGHT = 4.0  # of each pass of a measurement, during which the machine is supposed to do nothing else
 GUESSED_WEIGHT = 2.0  # of a knot that lies between measured ones
 UNKNOWN_WEIGHT = 0.25  # of a knot beyond them
-SCALE_GAIN = 0.06  # how much of a pass's error all sizes share
-SURPRISE = 0.2  # a pass slower than this says no more than one that is slower by just this
-DISBELIEF = 0.35  # and this bounds one that is faster; by accident a pass is seldom too fast
+
+# Clipping of relative residuals, and what all sizes share of them.
+SURPRISE = 0.2  # upper bound: a pass slower than this says no more than one that is slower by just this
+DISBELIEF = 0.35  # lower bound: by accident a pass is seldom too fast
+SCALE_GAIN = 0.06  # gain of the shared scale factor
+
+# Forgetting.
 DOUBT = 0.1  # part of its weight that a knot loses when it alone is surprised, or when neighbours contradict it
-CONTRADICTION = 1.1  # a size that costs so many times as much as a larger one
+CONTRADICTION = 1.1  # a size that costs this many times as much as a larger one contradicts it
 REFRESH_S = 0.05  # of passes observed, between two refreshes of some 25 us: less than a thousandth of the time
 
 _SHORTEST_S = 1e-9
@@ -93,8 +113,8 @@ class StepCost:
         """The curve through measured passes, by size.
 
         Of each size's passes one of the fastest counts, next to the fastest fifth: what else the machine did meanwhile
-        is not to be remembered. Between measured sizes the curve is straight. Beyond the last one it goes on as it
-        went, yet never flatter than by a quarter of its height for each time the last size: what was not measured is
+        is not to be remembered. Between measured sizes the curve is straight. Beyond the last one it continues as it
+        was, yet never flatter than by a quarter of its height for each time the last size: what was not measured is
         not believed to be free.
 
         Raises:
@@ -130,7 +150,7 @@ class StepCost:
         self.refresh()
 
     def seconds(self, size: int) -> float:
-        """t(S) for a size >= 1; beyond `LARGEST` it goes on straight, with the steepest slope of the hull."""
+        """t(S) for a size >= 1; beyond `LARGEST` it continues straight, with the steepest slope of the hull."""
         if 0 < size <= LARGEST:
             return self.table[size]
         _check_size(size)
@@ -251,7 +271,7 @@ class StepCost:
             ValueError: anything else; the message names what is wrong.
         """
         if not isinstance(value, dict) or value.get("sizes") != list(KNOTS):
-            raise ValueError(f"the sizes are not {list(KNOTS)}: measure anew")
+            raise ValueError(f"the sizes are not {list(KNOTS)}: measure again")
         measured_at = value.get("measured_at")
         if not _is_number(measured_at):
             raise ValueError(f"measured_at={measured_at!r} is not valid: give a Unix time")
@@ -264,7 +284,7 @@ def typical(samples: Sequence[float]) -> float:
 
 
 def _slope_beyond(sizes: Sequence[int], heights: Sequence[float]) -> float:
-    """Seconds per token to assume behind the last size measured."""
+    """Seconds per token to assume after the last size measured."""
     slopes = [heights[-1] / (4 * sizes[-1])]
     if len(sizes) > 1:
         slopes += [(heights[-1] - heights[i]) / (sizes[-1] - sizes[i]) for i in (0, -2)]

@@ -220,11 +220,11 @@ def test_what_else_is_refused():
 @pytest.mark.parametrize(
     ("positions", "width", "paddings", "max_length", "served"),
     [
-        (Positions((32, 64), switch=32), 10, [0, 3], 32, True),
-        (Positions((32, 64), switch=32), 10, [0, 3], 33, False),
-        (Positions((32, 64), switch=32), 10, [1, 3], 33, True),
-        (Positions((32, 64), switch=32), 40, [0, 7], 60, True),
-        (Positions((32, 64), switch=32), 40, [0, 8], 60, False),
+        (Positions((32, 64), longrope_switch=32), 10, [0, 3], 32, True),
+        (Positions((32, 64), longrope_switch=32), 10, [0, 3], 33, False),
+        (Positions((32, 64), longrope_switch=32), 10, [1, 3], 33, True),
+        (Positions((32, 64), longrope_switch=32), 40, [0, 7], 60, True),
+        (Positions((32, 64), longrope_switch=32), 40, [0, 8], 60, False),
         (Positions((32,), dynamic=32), 10, [0, 3], 32, True),
         (Positions((32,), dynamic=32), 10, [0, 3], 33, False),
         (Positions((32,), dynamic=32), 40, [0, 0], 60, False),

@@ -166,7 +166,7 @@ def test_the_row_that_is_taken_is_not_kept_twice():
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_device_is_told_once_what_is_moved_in_all_layers(rows, monkeypatch):
+def test_slots_are_uploaded_once_for_what_is_moved_in_all_layers(rows, monkeypatch):
     cache = cache_of([1, 2])
     for row in range(1, rows):
         cache.take(cache_of([10 * row]))
@@ -247,10 +247,10 @@ def test_logits_are_those_of_a_row_alone(family):
                 buffer[len(texts) :] = torch.nan
         logits = runner.forward([TokenTree(text[-1]) for text in texts], texts, cache)[:, 0]
         cache.keep([[0]] * len(texts), fed=1)
-        for text, said in zip(texts, logits, strict=True):
+        for text, row_logits in zip(texts, logits, strict=True):
             alone = runner.prefill([text], TreeCache())[0]
-            assert torch.allclose(said, alone, atol=1e-9)
-            text.append(int(said.argmax()))
+            assert torch.allclose(row_logits, alone, atol=1e-9)
+            text.append(int(row_logits.argmax()))
 
     for text in texts:
         take(text)

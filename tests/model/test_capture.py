@@ -9,16 +9,19 @@ import torch
 
 import lade
 from lade.errors import CaptureWarning
-from lade.model.cuda_graphs import workspace as workspaces
-from lade.model.cuda_graphs.capture import Rerun
-from lade.model.cuda_graphs.workspace import Workspace, setup_of, workspace_of
+from lade.model import select_runner
+from lade.model.cuda_graphs import model_pools
+from lade.model.cuda_graphs.capture import EagerReplay
+from lade.model.cuda_graphs.model_pools import pool_of, setup_of
+from lade.model.cuda_graphs.pool import BufferPool
+from lade.model.cuda_graphs.static_cache import StaticCache
 from lade.model.kv_cache import TreeCache
 from lade.testing import toy_model
 
 
 def test_a_rerun_returns_the_same_tensor_with_new_content():
     read = torch.tensor([1.0, 2.0])
-    recording = Rerun().record(lambda: 2 * read, [read])
+    recording = EagerReplay().record(lambda: 2 * read, [read])
     first = recording.replay(lambda: 2 * read)
     assert first.tolist() == [2, 4]
     read += 1
@@ -28,21 +31,21 @@ def test_a_rerun_returns_the_same_tensor_with_new_content():
 
 def test_a_tensor_that_moves_is_noticed():
     read = torch.ones(2)
-    recording = Rerun().record(lambda: 2 * read, [read])
+    recording = EagerReplay().record(lambda: 2 * read, [read])
     recording.replay(lambda: 2 * read)
     with pytest.raises(RuntimeError, match="a tensor that was captured has moved"):
         recording.replay(lambda: read.set_(torch.ones(2)) * 2)
 
 
 def test_a_result_of_another_shape_is_noticed():
-    recording = Rerun().record(lambda: torch.ones(2), [])
+    recording = EagerReplay().record(lambda: torch.ones(2), [])
     recording.replay(lambda: torch.ones(2))
     with pytest.raises(RuntimeError, match=r"a call returned \[1\] after \[2\]"):
         recording.replay(lambda: torch.ones(1))
 
 
-def test_a_failure_is_told_with_what_went_wrong_first():
-    workspace = Workspace(Rerun)
+def test_a_failure_is_reported_with_what_went_wrong_first():
+    pool = BufferPool(EagerReplay)
     try:
         try:
             raise RuntimeError("the model looked at a tensor\nat some place")
@@ -51,7 +54,7 @@ def test_a_failure_is_told_with_what_went_wrong_first():
     except RuntimeError as problem:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            workspace.fail("setup", problem)
+            pool.capture_failed("setup", problem)
     (warning,) = caught
     assert warning.category is CaptureWarning and str(warning.message).endswith("the model looked at a tensor")
     assert "ended" not in str(warning.message)
@@ -59,13 +62,13 @@ def test_a_failure_is_told_with_what_went_wrong_first():
 
 def test_a_failure_belongs_to_a_setup():
     model, device = toy_model(), torch.device("cuda")
-    workspace = workspace_of(model, device)
-    assert workspace_of(model, device) is workspace
+    pool = pool_of(model, device)
+    assert pool_of(model, device) is pool
     with pytest.warns(CaptureWarning):
-        workspace.fail(setup_of(model), RuntimeError("no"))
-    assert workspace_of(model, device) is workspace
+        pool.capture_failed(setup_of(model), RuntimeError("no"))
+    assert pool_of(model, device) is pool
     model.set_attn_implementation("eager")
-    assert workspace_of(model, device) is not workspace
+    assert pool_of(model, device) is not pool
 
 
 def test_a_setup_is_the_weights_and_what_computes_with_them():
@@ -90,63 +93,64 @@ def one_token():
     return part
 
 
-def borrow(workspace, rows, tokens, setup="setup"):
-    """A cache of rows of one token each, with room for so many."""
+def cache_on(pool, rows, tokens, setup="setup"):
+    """A cache of rows of one token each, with room for `tokens`."""
     filled = TreeCache()
     filled.update(torch.ones(rows, 1, 1, 4), torch.ones(rows, 1, 1, 4), 0)
-    cache = workspace.cache(lambda: setup, tokens)
+    pool._setup = lambda: setup
+    cache = StaticCache(tokens, pool=pool)
     cache.join([filled], [(0, row) for row in range(rows)])
     return cache
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_of_idle_buffers_the_larger_ones_are_kept(first):
-    workspace = Workspace(Rerun)
-    caches = [borrow(workspace, 1, 10), borrow(workspace, 2, 600)]
+    pool = BufferPool(EagerReplay)
+    caches = [cache_on(pool, 1, 10), cache_on(pool, 2, 600)]
     large = caches[1].buffers
     caches[first].reset()
     caches[1 - first].reset()
-    (entry,) = workspace._entries
+    (entry,) = pool._entries
     assert entry.buffers is large and entry.idle
-    again = borrow(workspace, 2, 20)
+    again = cache_on(pool, 2, 20)
     assert again.buffers is large and not entry.idle
 
 
 def test_buffers_that_are_too_small_make_way():
-    workspace = Workspace(Rerun)
-    small = borrow(workspace, 1, 10)
+    pool = BufferPool(EagerReplay)
+    small = cache_on(pool, 1, 10)
     small.reset()
     for rows, tokens in ((2, 10), (2, 600)):
-        larger = borrow(workspace, rows, tokens)
-        assert [entry.buffers for entry in workspace._entries] == [larger.buffers]
+        larger = cache_on(pool, rows, tokens)
+        assert [entry.buffers for entry in pool._entries] == [larger.buffers]
         larger.reset()
-    other = borrow(workspace, 1, 10, setup="another one")
-    assert [entry.buffers for entry in workspace._entries] == [other.buffers]
+    other = cache_on(pool, 1, 10, setup="another one")
+    assert [entry.buffers for entry in pool._entries] == [other.buffers]
 
 
 def test_each_of_two_borrowers_has_a_capture_of_its_own():
-    workspace = Workspace(Rerun)
-    caches = [borrow(workspace, 1, 10) for _ in range(2)]
-    one, other = workspace._entries
+    pool = BufferPool(EagerReplay)
+    caches = [cache_on(pool, 1, 10) for _ in range(2)]
+    one, other = pool._entries
     assert caches[0].buffers is not caches[1].buffers and one.capture is not other.capture
 
 
 def test_what_is_lent_again_is_zero():
-    workspace = Workspace(Rerun)
-    cache = borrow(workspace, 2, 10)
+    pool = BufferPool(EagerReplay)
+    cache = cache_on(pool, 2, 10)
     buffers = cache.buffers
     buffers.groups[0].fill_(7.0)
     cache.reset()
-    assert borrow(workspace, 1, 10).buffers is buffers and buffers.groups[0].sum() == 2 * 4  # one token
+    assert cache_on(pool, 1, 10).buffers is buffers and buffers.groups[0].sum() == 2 * 4  # one token
 
 
 def test_buffers_larger_than_they_may_be_are_not_lent():
-    workspace = Workspace(Rerun)
-    cache = borrow(workspace, 2, 600)
+    pool = BufferPool(EagerReplay)
+    cache = cache_on(pool, 2, 600)
     large = cache.buffers
     cache.reset()
     for limit, used in ((2 * large.slots, True), (2 * large.slots - 1, False)):
-        other = workspace.cache(lambda: "setup", limit=limit)
+        other = StaticCache(limit=limit, pool=pool)
         other.reserve(1, 256)
         other.take(one_token())
         assert (other.buffers is large) is used
@@ -155,22 +159,22 @@ def test_buffers_larger_than_they_may_be_are_not_lent():
 
 def test_buffers_that_are_outgrown_are_not_kept():
     """Not even where the new ones have fewer rows."""
-    workspace = Workspace(Rerun)
-    cache = workspace.cache(lambda: "setup")
+    pool = BufferPool(EagerReplay)
+    cache = StaticCache(pool=pool)
     cache.reserve(4, 256)
     cache.take(one_token())
     cache.reserve(1, 600)
-    (entry,) = workspace._entries
+    (entry,) = pool._entries
     assert entry.buffers is cache.buffers and cache.room == (1, 768)
 
 
 def test_after_a_failure_nothing_is_kept():
-    workspace = Workspace(Rerun)
-    cache = borrow(workspace, 1, 10)
+    pool = BufferPool(EagerReplay)
+    cache = cache_on(pool, 1, 10)
     with pytest.warns(CaptureWarning):
-        workspace.fail("setup", RuntimeError("no"))
+        pool.capture_failed("setup", RuntimeError("no"))
     cache.reset()
-    assert workspace._entries == []
+    assert pool._entries == []
 
 
 class NoMemory:
@@ -182,44 +186,44 @@ class NoMemory:
 
 
 def test_a_capture_without_memory_is_no_failure_of_the_model():
-    workspace = Workspace(NoMemory)
-    cache = borrow(workspace, 1, 10)
+    pool = BufferPool(NoMemory)
+    cache = cache_on(pool, 1, 10)
     with pytest.raises(torch.OutOfMemoryError, match="the reason"):
-        workspace.record(cache.buffers, lambda: torch.ones(1), [])
-    assert workspace.trouble is None and isinstance(workspace._entries[0].capture, NoMemory)
+        pool.record(cache.buffers, lambda: torch.ones(1), [])
+    assert pool.capture_failed_in is None and isinstance(pool._entries[0].capture, NoMemory)
 
 
-def test_a_model_gives_back_what_nobody_uses(monkeypatch):
-    model, workspace = toy_model(), Workspace(Rerun)
+def test_release_frees_idle_buffers(monkeypatch):
+    model, pool = toy_model(), BufferPool(EagerReplay)
     lade.release(model)
-    assert model not in workspaces._workspaces, "there was nothing"
-    monkeypatch.setitem(workspaces._workspaces, model, workspace)
-    caches = [borrow(workspace, 1, 10), borrow(workspace, 2, 600)]
+    assert model not in model_pools._pools, "there was nothing"
+    monkeypatch.setitem(model_pools._pools, model, pool)
+    caches = [cache_on(pool, 1, 10), cache_on(pool, 2, 600)]
     gone = weakref.ref(caches[1].buffers)
     caches[1].reset()
     assert gone() is not None
     lade.release(SimpleNamespace(_orig_mod=model))  # as `torch.compile` wraps it
-    (entry,) = workspace._entries
+    (entry,) = pool._entries
     assert entry.buffers is caches[0].buffers and gone() is None
     caches[0].reset()
     lade.release(model)
-    assert workspace._entries == []
+    assert pool._entries == []
 
 
 def test_on_a_device_the_memory_is_for_others_too(monkeypatch):
     model, emptied = toy_model(), []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
-    monkeypatch.setitem(workspaces._workspaces, model, Workspace(Rerun))
+    monkeypatch.setitem(model_pools._pools, model, BufferPool(EagerReplay))
     lade.release(model)
     assert not emptied
-    monkeypatch.setattr(workspaces, "input_device", lambda model: torch.device("cuda"))
+    monkeypatch.setattr(select_runner, "input_device", lambda model: torch.device("cuda"))
     lade.release(model)
     assert emptied
 
 
 def test_recordings_share_the_memory_of_their_results():
     """Only the last one's is ever read; a larger one has memory of its own, which later ones share."""
-    capture, read = Rerun(), torch.ones(6)
+    capture, read = EagerReplay(), torch.ones(6)
     small, large, other = (
         capture.record(make, [read]) for make in (lambda: read[:2] + 1, lambda: 3 * read, lambda: read.long()[:3])
     )

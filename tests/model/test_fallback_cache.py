@@ -6,30 +6,30 @@ import pytest
 import torch
 
 from lade.errors import CaptureWarning
-from lade.model.cuda_graphs.fallback_cache import GraphCache
-from lade.model.cuda_graphs.pool import OwnBuffers
+from lade.model.cuda_graphs.capture import EagerReplay
+from lade.model.cuda_graphs.fallback_cache import FallbackCache
+from lade.model.cuda_graphs.pool import BufferPool
 from lade.model.cuda_graphs.static_cache import StaticCache
 from lade.model.kv_cache import TreeCache
-from lade.model.sizing import Bucketed, Exact
 
 
-class Lender(OwnBuffers):
+class BoundedPool(BufferPool):
     full = False
 
-    def lend(self, borrower, layers, rows, slots, limit):
+    def acquire(self, owner, layers, rows, slots, limit=None):
         if self.full:
             raise torch.OutOfMemoryError(f"Tried to allocate {rows} x {slots}.\nMore of it.")
-        return super().lend(borrower, layers, rows, slots, limit)
+        return super().acquire(owner, layers, rows, slots, limit)
 
 
 @pytest.fixture
-def lender():
-    return Lender()
+def pool():
+    return BoundedPool(EagerReplay)
 
 
 @pytest.fixture
-def cache(lender):
-    return GraphCache(lambda: StaticCache(lender=lender))
+def cache(pool):
+    return FallbackCache(lambda: StaticCache(pool=pool))
 
 
 def filled(*lengths):
@@ -59,7 +59,7 @@ def no_memory():
 
 
 def test_rows_lie_in_static_buffers_while_there_is_memory(cache):
-    assert cache.room == (0, 0) and cache.lengths == [0] and isinstance(cache.sizing, Bucketed)
+    assert cache.room == (0, 0) and cache.lengths == [0] and cache.buffer_rows(3) == 4
     cache.reserve(2, 256)
     cache.take(filled(3))
     cache.take(filled(5))
@@ -75,15 +75,15 @@ def test_rows_lie_in_static_buffers_while_there_is_memory(cache):
 
 
 @pytest.mark.parametrize("taken", [0, 1, 2])
-def test_rows_that_were_there_and_the_one_that_joins_go_elsewhere(taken, cache, lender):
+def test_rows_that_were_there_and_the_one_that_joins_go_elsewhere(taken, cache, pool):
     cache.reserve(2, 256)
     for row in range(taken):
         cache.take(filled(3 + row))
-    lender.full = True
+    pool.full = True
     with no_memory() as caught:
         cache.take(filled(300))
     cache.take(filled(2))
-    assert len(caught) == 1 and isinstance(cache.current, TreeCache) and isinstance(cache.sizing, Exact)
+    assert len(caught) == 1 and isinstance(cache.current, TreeCache) and cache.buffer_rows(3) == 3
     lengths = [*(3 + row for row in range(taken)), 300, 2]
     assert cache.lengths == lengths and held(cache) == [list(range(1, length + 1)) for length in lengths]
     cache.leave(0)
@@ -91,10 +91,10 @@ def test_rows_that_were_there_and_the_one_that_joins_go_elsewhere(taken, cache, 
     assert cache.lengths[0] == 1
 
 
-def test_what_cannot_be_reserved_is_not_asked_of_the_other_one(cache, lender, monkeypatch):
+def test_what_cannot_be_reserved_is_not_reserved_by_the_other_one(cache, pool, monkeypatch):
     cache.take(filled(3))
     monkeypatch.setattr(TreeCache, "reserve", None)
-    lender.full = True
+    pool.full = True
     with no_memory():
         cache.reserve(8, 9000)
     assert cache.room[0] == 1 and held(cache) == [[1, 2, 3]]
@@ -104,8 +104,8 @@ def test_what_cannot_be_reserved_is_not_asked_of_the_other_one(cache, lender, mo
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_rows_are_adopted(full, cache, lender):
-    lender.full, rows = full, filled(2, 4, 3)
+def test_rows_are_adopted(full, cache, pool):
+    pool.full, rows = full, filled(2, 4, 3)
     if full:
         with no_memory():
             cache.adopt(rows)
@@ -117,9 +117,10 @@ def test_rows_are_adopted(full, cache, lender):
 
 
 @pytest.mark.parametrize("full", ["never", "before", "meanwhile"])
-def test_what_it_holds_is_handed_over(full, cache, lender, monkeypatch):
+def test_what_it_holds_is_handed_over(full, pool, monkeypatch):
+    target, update, calls = TreeCache(), TreeCache.update, []
+    cache = FallbackCache(lambda: StaticCache(pool=pool), target)
     cache.take(filled(4))
-    heir, update, calls = TreeCache(), TreeCache.update, []
 
     def updating(self, *given):
         calls.append(given)
@@ -128,25 +129,28 @@ def test_what_it_holds_is_handed_over(full, cache, lender, monkeypatch):
         return update(self, *given)
 
     if full == "before":
-        lender.full = True
+        pool.full = True
         with no_memory():
             cache.reserve(2, 256)
     if full == "meanwhile":
         monkeypatch.setattr(TreeCache, "update", updating)
         with no_memory():
-            cache.hand_over(heir)
+            cache.give_back(4)
     else:
-        cache.hand_over(heir)
-    assert heir.lengths == [4] and len(heir.layers) == 2
-    assert heir.layers[1].keys[0, 0, :4, 0].tolist() == [2, 3, 4, 5]
-    empty, nobody = GraphCache(lambda: StaticCache(lender=lender)), TreeCache()
-    empty.hand_over(nobody)
-    assert nobody.room == (0, 0)
+        cache.give_back(4)
+    assert cache.room == (0, 0)
+    assert target.lengths == [4] and len(target.layers) == 2
+    assert target.layers[1].keys[0, 0, :4, 0].tolist() == [2, 3, 4, 5]
+    for tokens in (0, 4):
+        other = TreeCache()
+        unused = FallbackCache(lambda: StaticCache(pool=pool), other)
+        unused.give_back(tokens)
+        assert other.room == (0, 0)
 
 
-def test_a_new_text_begins_in_static_buffers_again(cache, lender):
+def test_a_new_text_begins_in_static_buffers_again(cache, pool):
     for full in (True, False, True):
-        lender.full = full
+        pool.full = full
         if full:
             with no_memory():
                 cache.take(filled(3))
@@ -156,16 +160,16 @@ def test_a_new_text_begins_in_static_buffers_again(cache, lender):
         cache.reset()
 
 
-def test_an_answer_that_takes_memory(cache, lender):
+def test_an_answer_that_takes_memory(cache, pool):
     cache.take(filled(3))
-    assert cache.attempt(lambda static: static.lengths[0]) == 3
+    assert cache.try_static(lambda static: static.lengths[0]) == 3
 
     def fails(static):
         raise torch.OutOfMemoryError("Tried to allocate 7 x 7.")
 
     with no_memory():
-        assert cache.attempt(fails) is None
-    assert cache.attempt(fails) is None and held(cache) == [[1, 2, 3]], "nobody asks a static cache any more"
+        assert cache.try_static(fails) is None
+    assert cache.try_static(fails) is None and held(cache) == [[1, 2, 3]], "there is no static cache any more"
 
 
 def test_what_a_failure_held_is_gone_when_the_rows_move(cache, monkeypatch):
@@ -184,12 +188,12 @@ def test_what_a_failure_held_is_gone_when_the_rows_move(cache, monkeypatch):
 
     monkeypatch.setattr(StaticCache, "move_to", moving)
     with no_memory():
-        cache.attempt(fails)
+        cache.try_static(fails)
     assert seen[1] is True
 
 
-def test_other_errors_are_nobody_elses(cache):
+def test_other_errors_are_raised(cache):
     cache.take(filled(3))
     with pytest.raises(ZeroDivisionError):
-        cache.attempt(lambda static: 1 / 0)
+        cache.try_static(lambda static: 1 / 0)
     assert isinstance(cache.current, StaticCache) and held(cache) == [[1, 2, 3]]

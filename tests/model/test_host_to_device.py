@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lade.decoding.tree import TokenTree
-from lade.model.attention_span import everything, sliding
+from lade.model.attention_span import FULL, sliding
 from lade.model.cuda_graphs.inputs import StaticInputs
 from lade.model.host_to_device import Layout, upload
 from lade.model.masks import StepInputs
@@ -95,8 +95,8 @@ def test_a_padded_step_for_attention_that_knows_trees_shows_the_same(rows, size)
     dense, step = inputs.step(64), inputs.tree_step(64)
     assert torch.equal(step.ids, dense.ids) and torch.equal(step.positions, dense.positions)
     assert torch.equal(step.key_positions, dense.key_positions)
-    for reach in (everything, sliding(3)):
-        mask, expected = step.mask(reach).dense(), dense.mask(reach)
+    for span in (FULL, sliding(3)):
+        mask, expected = step.mask(span).dense(), dense.mask(span)
         for row, tree in enumerate(step_trees):
             assert torch.equal(mask[row, :, : len(tree)], expected[row, :, : len(tree)])
         assert mask.any(-1).all() and not (expected & ~mask).any(), "what fills up sees the root at least"

@@ -69,9 +69,9 @@ def test_compaction_equals_a_prefill_of_the_kept_path(family, prompt, steps):
         plain = runner.prefill([text], fresh)[0]
         assert torch.allclose(logits[path[-1]], plain, atol=1e-9)
         assert cache.lengths == fresh.lengths == [len(text)]
-        for kept, anew in zip(cache.layers, fresh.layers, strict=True):
-            assert torch.allclose(kept.keys[:, :, : len(text)], anew.keys[:, :, : len(text)], atol=1e-9)
-            assert torch.allclose(kept.values[:, :, : len(text)], anew.values[:, :, : len(text)], atol=1e-9)
+        for kept, again in zip(cache.layers, fresh.layers, strict=True):
+            assert torch.allclose(kept.keys[:, :, : len(text)], again.keys[:, :, : len(text)], atol=1e-9)
+            assert torch.allclose(kept.values[:, :, : len(text)], again.values[:, :, : len(text)], atol=1e-9)
         text.append(int(plain.argmax()))
 
 
@@ -243,20 +243,20 @@ def test_prefill_of_rows_of_any_length_equals_that_of_each():
         texts = [[1, 2, 3, 4], [5, 6], [1, 2, 3, 4], [7, 8, 9, 10], [11]]
         seen = {}
 
-        def watch(alike, start, logits, seen=seen):
-            seen[tuple(alike)] = (start, logits)
+        def hook(same_prompt, start, logits, seen=seen):
+            seen[tuple(same_prompt)] = (start, logits)
 
-        logits = runner.prefill(texts, cache, watch)
+        logits = runner.prefill(texts, cache, hook)
         assert cache.lengths == [4, 2, 4, 4, 1]
         assert sorted(seen) == [(0, 2), (1,), (3,), (4,)]
         for number, text in enumerate(texts):
-            alone, said = TreeCache(), {}
+            alone, logits_of = TreeCache(), {}
             expected = runner.prefill(
-                [text], alone, lambda alike, start, logits, said=said: said.update({start: logits})
+                [text], alone, lambda same_prompt, start, logits, logits_of=logits_of: logits_of.update({start: logits})
             )
             assert torch.allclose(logits[number], expected[0], atol=1e-9)
-            start, shown = next(shown for alike, shown in seen.items() if number in alike)
-            assert start == 0 and torch.allclose(shown, said[0], atol=1e-9)
+            start, shown = next(shown for same_prompt, shown in seen.items() if number in same_prompt)
+            assert start == 0 and torch.allclose(shown, logits_of[0], atol=1e-9)
             for joined, layer in zip(cache.layers, alone.layers, strict=True):
                 size = len(text)
                 assert torch.allclose(joined.keys[number, :, :size], layer.keys[0, :, :size], atol=1e-9)

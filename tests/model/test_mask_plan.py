@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PretrainedConfig
 
-from lade.model.attention_span import chunked, everything, sliding
+from lade.model.attention_span import FULL, chunked, sliding
 from lade.model.config_fields import field, per_layer
 from lade.model.mask_plan import plan_for, window_too_short
 
@@ -29,24 +29,24 @@ def test_a_field_of_which_layers_have_values_of_their_own_is_a_list() -> None:
 
 def test_each_layer_type_has_its_reach() -> None:
     plan = plan_for(config(layer_types=TYPES, sliding_window=12), by_layer_type=True)
-    assert plan.reaches == {"sliding_attention": sliding(12), "full_attention": everything}
+    assert plan.spans == {"sliding_attention": sliding(12), "full_attention": FULL}
     types = ["chunked_attention", "full_attention"] * 2
     plan = plan_for(config("llama4_text", layer_types=types, attention_chunk_size=5), by_layer_type=True)
-    assert plan.reaches == {"chunked_attention": chunked(5), "full_attention": everything}
+    assert plan.spans == {"chunked_attention": chunked(5), "full_attention": FULL}
 
 
 @pytest.mark.parametrize(
-    ("fields", "reach"),
+    ("fields", "span"),
     [
-        ({}, everything),
+        ({}, FULL),
         ({"sliding_window": 7}, sliding(7)),
         ({"attention_chunk_size": 7}, sliding(7)),  # the cache of plain decoding holds that much
-        ({"layer_types": ["full_attention"] * 4, "sliding_window": 7}, everything),
+        ({"layer_types": ["full_attention"] * 4, "sliding_window": 7}, FULL),
         ({"layer_types": ["sliding_attention"] * 4, "sliding_window": 7}, sliding(7)),
     ],
 )
-def test_one_mask_for_all_layers(fields: dict[str, Any], reach: Any) -> None:
-    assert plan_for(config("llama", **fields), by_layer_type=False).reaches == {"attention": reach}
+def test_one_mask_for_all_layers(fields: dict[str, Any], span: Any) -> None:
+    assert plan_for(config("llama", **fields), by_layer_type=False).spans == {"attention": span}
 
 
 @pytest.mark.parametrize("by_layer_type", [True, False])

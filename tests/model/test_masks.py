@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lade.decoding.tree import TokenTree
-from lade.model.attention_span import chunked, everything, sliding
+from lade.model.attention_span import FULL, chunked, sliding
 from lade.model.masks import MaskPlan, StepInputs
 
 CPU = torch.device("cpu")
@@ -35,14 +35,14 @@ def test_a_sliding_window_counts_positions_and_not_slots():
     assert drawn(mask) == ".###...\n..###..\n...###.\n..##..#"
 
 
-def test_a_chunk_begins_anew_at_its_first_position():
+def test_a_chunk_starts_at_its_first_position():
     plan = MaskPlan({"attention": chunked(4)}, by_layer_type=False, additive=False)
     mask = plan.masks(StepInputs.of([two_branches()], [3], CPU), torch.float32)[0, 0]
     assert drawn(mask) == "####...\n....#..\n....##.\n......#"
 
 
 def test_each_layer_type_gets_its_own_mask():
-    plan = MaskPlan({"full_attention": everything, "sliding_attention": sliding(2)}, by_layer_type=True, additive=False)
+    plan = MaskPlan({"full_attention": FULL, "sliding_attention": sliding(2)}, by_layer_type=True, additive=False)
     masks = plan.masks(StepInputs.of([two_branches()], [3], CPU), torch.float32)
     assert sorted(masks) == ["full_attention", "sliding_attention"]
     assert masks["full_attention"].sum() > masks["sliding_attention"].sum()
@@ -50,7 +50,7 @@ def test_each_layer_type_gets_its_own_mask():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_eager_attention_gets_an_additive_mask_in_the_models_dtype(dtype):
-    plan = MaskPlan({"attention": everything}, by_layer_type=False, additive=True)
+    plan = MaskPlan({"attention": FULL}, by_layer_type=False, additive=True)
     inputs = StepInputs.of([two_branches()], [2], CPU)
     mask = plan.masks(inputs, dtype)
     assert mask.shape == (1, 1, 4, 6) and mask.dtype == dtype

@@ -32,14 +32,14 @@ def shown(model, ids=IDS, cached=0, **arguments):
     runs = EagerRunner(model, lade.supports(model).require(), GenerationConfig(**arguments))
     pieces, cache = {}, TreeCache()
 
-    def watch(alike, start, logits):
-        assert alike == [len(pieces.setdefault(start, []))]
+    def hook(same_prompt, start, logits):
+        assert same_prompt == [len(pieces.setdefault(start, []))]
         pieces[start].append(logits.clone())
 
     if cached:
         runs.prefill([ids[0, :cached].tolist()], cache)
-    last = runs.prefill(ids.tolist(), cache, watch)
-    return {start: torch.stack(said) for start, said in pieces.items()}, last
+    last = runs.prefill(ids.tolist(), cache, hook)
+    return {start: torch.stack(rows) for start, rows in pieces.items()}, last
 
 
 def kept_by(model, ids, **arguments):
@@ -47,10 +47,10 @@ def kept_by(model, ids, **arguments):
     found = []
 
     class Watched(HiddenStates):
-        def show(self, *args):
+        def prompt_logits(self, *args):
             states = [each for each in tree_leaves(vars(self)) if isinstance(each, torch.Tensor)]
             found.append(sum(each.untyped_storage().nbytes() for each in states))
-            super().show(*args)
+            return super().prompt_logits(*args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "HiddenStates", Watched)

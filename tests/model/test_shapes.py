@@ -12,7 +12,7 @@ def test_sizes_are_rounded_up_to_the_next_of_a_few():
     assert [step_bucket(size) for size in (129, 256, 257)] == [256, 256, 384]
 
 
-@pytest.mark.parametrize(("rows", "padded"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16)])
+@pytest.mark.parametrize(("rows", "padded"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (9, 16)])
 def test_rows_are_rounded_up_to_a_power_of_two(rows, padded):
     assert batch_bucket(rows) == padded
 

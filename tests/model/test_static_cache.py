@@ -7,32 +7,38 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lade.model.cuda_graphs.buffers import Buffers, Frame
-from lade.model.cuda_graphs.pool import OwnBuffers
+from lade.model.cuda_graphs.buffers import Buffers
+from lade.model.cuda_graphs.cache_view import StaticCacheView
+from lade.model.cuda_graphs.capture import EagerReplay
+from lade.model.cuda_graphs.pool import BufferPool
 from lade.model.cuda_graphs.static_cache import StaticCache
-from lade.model.kv_cache import TreeCache, TreeLayer
+from lade.model.kv_cache import TreeCache
 from lade.model.shapes import batch_bucket, key_bucket
+from lade.model.tree_layer import TreeLayer
 
 HEADS, DIM, LAYERS = 2, 3, 3
 
 
-class Watched(OwnBuffers):
-    """Notes what it is given back, and runs out of memory when told to."""
+class Watched(BufferPool):
+    """Notes what it gets back, and runs out of memory where a test wants it."""
 
     def __init__(self):
-        self.lent, self.dropped, self.taken_back, self.full = [], [], [], False
+        super().__init__(EagerReplay)
+        self.acquired, self.discarded, self.released, self.full = [], [], [], False
 
-    def lend(self, borrower, layers, rows, slots, limit):
+    def acquire(self, owner, layers, rows, slots, limit=None):
         if self.full:
             raise torch.OutOfMemoryError("no more")
-        self.lent.append((rows, slots))
-        return super().lend(borrower, layers, rows, slots, limit)
+        self.acquired.append((rows, slots))
+        return super().acquire(owner, layers, rows, slots, limit)
 
-    def drop(self, buffers):
-        self.dropped.append(buffers)
+    def discard(self, buffers):
+        self.discarded.append(buffers)
+        super().discard(buffers)
 
-    def take_back(self, buffers):
-        self.taken_back.append(buffers)
+    def release(self, buffers):
+        self.released.append(buffers)
+        super().release(buffers)
 
 
 def filled(lengths, first=1):
@@ -54,7 +60,7 @@ def static(*lengths, tokens=60):
 
 
 def held(cache, layer=0):
-    """What each row holds, and that behind it all is zero."""
+    """What each row holds, and that all after it is zero."""
     keys, values = cache.buffers.keys[layer], cache.buffers.values[layer]
     rows = []
     for row, length in enumerate(cache.lengths):
@@ -68,13 +74,13 @@ def held(cache, layer=0):
 
 
 def feed(cache, numbers):
-    """What a pass does: every layer writes the numbers `[B, S]`, padded to the shape, behind each row's end."""
+    """What a pass does: every layer writes the numbers `[B, S]`, padded to the shape, after each row's end."""
     size = len(numbers[0])
     cache.make_room(size)
     shape = cache.shape(size)
     slots = torch.zeros(shape.rows, shape.size, dtype=torch.long) + torch.arange(shape.size)
     slots[: len(numbers)] += torch.tensor(cache.lengths)[:, None]
-    frame = Frame(cache.buffers, slots, shape)
+    frame = StaticCacheView(cache.buffers, slots, shape)
     states = torch.full((shape.rows, shape.size), 77.0)  # what fills up
     states[: len(numbers), :size] = torch.tensor(numbers, dtype=torch.float)
     for layer in range(LAYERS):
@@ -82,7 +88,7 @@ def feed(cache, numbers):
         seen, _ = frame.update(wide, -wide[..., :2], layer)
         assert seen.shape == (shape.rows, HEADS, shape.keys, DIM)
         assert seen.untyped_storage().data_ptr() == cache.buffers.keys[layer].untyped_storage().data_ptr()
-    cache.fed(size, shape)
+    cache.rows.fed(size, shape)
 
 
 def test_rows_are_taken_over_from_several_caches():
@@ -176,14 +182,14 @@ def test_more_rows_than_there_is_room_for():
 
 
 def test_buffers_grow_if_they_must():
-    lender = Watched()
-    cache = StaticCache(20, lender=lender)
+    pool = Watched()
+    cache = StaticCache(20, pool=pool)
     cache.join([filled([6, 4])], [(0, 0), (0, 1)])
     (slots,) = {group.shape[3] for group in cache.buffers.groups}
     assert slots == 256
     old, before = cache.buffers, held(cache)
     feed(cache, [list(range(240, 488)), list(range(240, 488))])
-    assert lender.dropped == [old] and cache.buffers.slots > 256
+    assert pool.discarded == [old] and cache.buffers.slots > 256
     cache.keep([[0], [0, 247]], fed=248)
     assert held(cache) == [[*before[0], 240], [*before[1], 240, 487]]
 
@@ -224,8 +230,8 @@ class Mirrored:
     """A static cache, and lists of what its rows should hold. Where there is no memory, all stays as it was."""
 
     def __init__(self):
-        self.lender = Watched()
-        self.cache, self.texts = StaticCache(lender=self.lender), []
+        self.pool = Watched()
+        self.cache, self.texts = StaticCache(pool=self.pool), []
         self.numbers = iter(range(1, 10**4, 11))
 
     def tried(self, call, *given):
@@ -233,7 +239,7 @@ class Mirrored:
         try:
             call(*given)
         except torch.OutOfMemoryError:
-            assert self.lender.full and self.cache.room == room
+            assert self.pool.full and self.cache.room == room
             return False
         return True
 
@@ -271,7 +277,7 @@ class Mirrored:
         self.texts.clear()
 
     def full(self, is_full):
-        self.lender.full = is_full
+        self.pool.full = is_full
 
     def check(self):
         """What rows hold, and that all else is zero."""
@@ -322,15 +328,15 @@ def test_a_row_that_is_too_long_makes_room_for_all():
 
 @pytest.mark.parametrize(("rows", "slots", "room"), [(3, 300, (4, 384)), (1, 1, (2, 512)), (2, 512, (2, 512))])
 def test_what_is_reserved_is_rounded_up_and_never_drops_what_is_there(rows, slots, room):
-    lender = Watched()
-    cache = StaticCache(lender=lender)
+    pool = Watched()
+    cache = StaticCache(pool=pool)
     cache.reserve(2, 512)
     for _ in range(2):
         cache.take(filled([390 if room[1] == 512 else 5]))
     before, buffers = held(cache), cache.buffers
     cache.reserve(rows, slots)
     assert cache.room == room and held(cache) == before
-    assert lender.dropped == ([] if room == (2, 512) else [buffers]) and not lender.taken_back
+    assert pool.discarded == ([] if room == (2, 512) else [buffers]) and not pool.released
 
 
 def test_what_is_reserved_before_the_first_row_is_forgotten_with_the_last():
@@ -341,7 +347,7 @@ def test_what_is_reserved_before_the_first_row_is_forgotten_with_the_last():
     assert cache.room[0] == 1 and cache.room[1] > 4096
 
 
-def test_rows_of_nobody_are_zero_after_each_pass():
+def test_unused_rows_are_zero_after_each_pass():
     cache = static(5, 3, 4)
     for step in range(3):
         feed(cache, [[200 + step]] * 3)
@@ -351,8 +357,8 @@ def test_rows_of_nobody_are_zero_after_each_pass():
 
 
 def test_rows_move_by_way_of_the_host_when_their_buffers_are_gone():
-    lender = Watched()
-    cache, other = StaticCache(60, lender=lender), TreeCache()
+    pool = Watched()
+    cache, other = StaticCache(60, pool=pool), TreeCache()
     cache.join([filled([4, 6, 2])], [(0, 0), (0, 1), (0, 2)])
     expected, buffers = held(cache), cache.buffers
     buffers.groups[0][:, :, :, 6:] = torch.nan  # left by a capture that failed
@@ -360,7 +366,7 @@ def test_rows_move_by_way_of_the_host_when_their_buffers_are_gone():
     update = TreeLayer.update
 
     def updating(self, *states):
-        assert lender.dropped == [buffers] and cache.empty
+        assert pool.discarded == [buffers] and cache.empty
         assert all(each.untyped_storage().data_ptr() not in addresses for each in states)
         return update(self, *states)
 
@@ -368,7 +374,7 @@ def test_rows_move_by_way_of_the_host_when_their_buffers_are_gone():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TreeLayer, "update", updating)
         cache.move_to(other)
-    assert other.lengths == [4, 6, 2] and cache.lengths == [0] and not lender.taken_back
+    assert other.lengths == [4, 6, 2] and cache.lengths == [0] and not pool.released
     assert all(torch.isfinite(layer.keys).all() for layer in other.layers)
     again = StaticCache(20)
     again.join([other], [(0, 0), (0, 1), (0, 2)])

@@ -8,7 +8,7 @@ from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCau
 from trees import Case, attention, cases, tree_of
 
 import lade
-from lade.model.attention_span import Reach
+from lade.model.attention_span import AttentionSpan
 from lade.model.tree_attention import backend as module
 from lade.model.tree_attention.backend import NAME, kernel_for, tree_attention
 from lade.testing import toy_model
@@ -55,13 +55,13 @@ def test_an_ordinary_pass(kind, softcap):
         mask = allowed[:, None]
     if kind == "additive":
         mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
-    layer, told = Layer(2, is_causal=kind != "bidirectional"), {"scaling": 0.2, "softcap": softcap}
+    layer, arguments = Layer(2, is_causal=kind != "bidirectional"), {"scaling": 0.2, "softcap": softcap}
     sinks = None if softcap is None else torch.randn(4, dtype=torch.float64)
     expected = attention(query, key, value, allowed, 0.2, softcap, sinks)
-    torch.testing.assert_close(tree_attention(layer, query, key, value, mask, s_aux=sinks, **told)[0], expected)
+    torch.testing.assert_close(tree_attention(layer, query, key, value, mask, s_aux=sinks, **arguments)[0], expected)
     other = Layer(2, is_causal=not layer.is_causal)  # a call may say it otherwise
-    told["is_causal"] = layer.is_causal
-    torch.testing.assert_close(tree_attention(other, query, key, value, mask, s_aux=sinks, **told)[0], expected)
+    arguments["is_causal"] = layer.is_causal
+    torch.testing.assert_close(tree_attention(other, query, key, value, mask, s_aux=sinks, **arguments)[0], expected)
 
 
 def test_one_token_sees_the_whole_cache():
@@ -107,7 +107,7 @@ def test_static_caches_of_plain_decoding(tokens):
 
 
 def test_dropout_is_sdpas():
-    case = Case([tree_of([0, 0])], [4], Reach(window=3))
+    case = Case([tree_of([0, 0])], [4], AttentionSpan(window=3))
     query, key, value = states(case, 2, 1)
     torch.manual_seed(0)
     expected = torch.nn.functional.scaled_dot_product_attention(

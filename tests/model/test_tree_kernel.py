@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from trees import Case, attention, cases, sees, tree_of
 
-from lade.model.attention_span import Reach
+from lade.model.attention_span import AttentionSpan
 from lade.model.tree_attention.tree_mask import TreeMask
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: make test-kernel")
@@ -31,10 +31,10 @@ DEVICES = [pytest.param("cpu", marks=NOT_INTERPRETED), pytest.param("cuda", mark
 BOUNDS = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """Largest error of a mean of standard normal values; about twice what was seen."""
 BIG = [
-    ((2, 4, 128, 128), Reach()),
-    ((1, 8, 64, 64), Reach(window=50)),
-    ((4, 1, 256, 256), Reach(window=50)),
-    ((3, 2, 192, 128), Reach(chunk=64)),
+    ((2, 4, 128, 128), AttentionSpan()),
+    ((1, 8, 64, 64), AttentionSpan(window=50)),
+    ((4, 1, 256, 256), AttentionSpan(window=50)),
+    ((3, 2, 192, 128), AttentionSpan(chunk=64)),
 ]
 
 
@@ -45,7 +45,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is allocated holds NaN, so that an entry that nobody writes is seen."""
+    """What is allocated holds NaN, so that an entry that is never written is seen."""
     new_empty = torch.Tensor.new_empty
 
     def new_poison(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
@@ -90,7 +90,9 @@ shapes = st.tuples(
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @given(cases(longest=40), shapes, tiles, st.sampled_from([None, 2.0, 50.0]), st.booleans())
 @example(Case([tree_of([0])], [0]), (1, 1, 16, 16), Tiles(16, 16, 5, 4, 2), None, False)  # parts that see nothing
-@example(Case([tree_of([]), tree_of([0] * 39)], [60, 0], Reach(7)), (2, 3, 24, 16), Tiles(16, 16, 3, 4, 2), 2.0, True)
+@example(
+    Case([tree_of([]), tree_of([0] * 39)], [60, 0], AttentionSpan(7)), (2, 3, 24, 16), Tiles(16, 16, 3, 4, 2), 2.0, True
+)
 @settings(max_examples=15 if INTERPRETED else 3)  # compiling takes seconds
 def test_it_is_attention(dtype, device, case, shape, tiles, softcap, with_sinks):
     if INTERPRETED and dtype == torch.bfloat16:
@@ -112,9 +114,9 @@ def test_it_is_attention(dtype, device, case, shape, tiles, softcap, with_sinks)
     assert (found.cpu().double() - expected).abs().max() < BOUNDS[dtype]
 
 
-@pytest.mark.parametrize(("shape", "reach"), BIG, ids=str)
-def test_the_tiles_it_chooses_itself(device, shape, reach):
-    case = Case([tree_of(list(range(0, 90, 3)))], [150], reach)
+@pytest.mark.parametrize(("shape", "span"), BIG, ids=str)
+def test_the_tiles_it_chooses_itself(device, shape, span):
+    case = Case([tree_of(list(range(0, 90, 3)))], [150], span)
     for dtype, bound in BOUNDS.items():
         if INTERPRETED and dtype != torch.float32:
             continue
@@ -148,7 +150,7 @@ def test_a_query_that_sees_nothing_gives_nothing(device):
     case = Case([tree_of([0])], [0])
     query, key, value = (each.to(device) for each in states(case, 1, 1, 16, 16, torch.float32))
     slots = case.mask(device).slots
-    blind = TreeMask(type(slots)(**{**vars(slots), "ancestors": torch.zeros_like(slots.ancestors)}), Reach())
+    blind = TreeMask(type(slots)(**{**vars(slots), "ancestors": torch.zeros_like(slots.ancestors)}), AttentionSpan())
     for splits in (1, 3):
         found = launch.attend(query, key, value, blind, scale=1.0, tiles=Tiles(16, 16, splits, 4, 2))
         assert torch.equal(found, torch.zeros_like(found))
@@ -158,13 +160,13 @@ def test_rows_may_begin_their_trees_in_slots_of_their_own(device):
     case = Case([tree_of([0, 0, 1]), tree_of([0, 1])], [9, 2])
     query, key, value = states(case, 2, 2, 16, 16, torch.float32)
     expected = attention(query, key, value, case.allowed(), 0.3)
-    slots, place = case.mask(device).slots, 3  # of the second row's tree: right behind its text, but for one slot
+    slots, place = case.mask(device).slots, 3  # of the second row's tree: right after its text, but for one slot
     for each in (key, value):
         tree = each[1, :, 9:13].clone()
         each[1, :, 2:] = math.nan
         each[1, :, place : place + 4] = tree
     firsts = torch.tensor([9, place], dtype=torch.int32, device=device)
-    mask = TreeMask(type(slots)(**{**vars(slots), "firsts": firsts}), Reach())
+    mask = TreeMask(type(slots)(**{**vars(slots), "firsts": firsts}), AttentionSpan())
     found = launch.attend(*(each.to(device) for each in (query, key, value)), mask, scale=0.3).cpu()
     assert (found.double() - expected).abs().max() < BOUNDS[torch.float32]
 

@@ -1,4 +1,4 @@
-"""The mask that knows its tree: the same mask as the dense one, to whoever looks."""
+"""The mask that knows its tree: the same mask as the dense one, for any operation."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trees import CPU, Case, cases, tree_of
 
-from lade.model.attention_span import Reach, everything, sliding
+from lade.model.attention_span import FULL, AttentionSpan, sliding
 from lade.model.masks import MaskPlan, StepInputs
 from lade.model.tree_attention.tree_mask import TreeMask
 
@@ -17,7 +17,7 @@ def test_it_is_what_each_query_sees(case):
     assert mask.shape == case.allowed()[:, None].shape and mask.dtype == torch.bool
     assert torch.equal(mask.dense(), case.allowed()[:, None])
     inputs, dense = case.inputs, case.dense
-    assert torch.equal(dense.mask(case.reach), mask.dense())
+    assert torch.equal(dense.mask(case.span), mask.dense())
     assert torch.equal(inputs.ids, dense.ids) and torch.equal(inputs.positions, dense.positions)
     assert torch.equal(inputs.key_positions, dense.key_positions)
 
@@ -38,7 +38,7 @@ def test_rows_may_begin_their_trees_in_slots_of_their_own(case, data):
     moved = type(slots)(
         **{**vars(slots), "firsts": torch.tensor(firsts, dtype=torch.int32), "width": max(firsts) + nodes + 2}
     )
-    dense, plain = TreeMask(moved, case.reach).dense(), case.mask().dense()
+    dense, plain = TreeMask(moved, case.span).dense(), case.mask().dense()
     assert dense.shape[-1] == moved.width
     for row, (length, first) in enumerate(zip(slots.lengths.tolist(), firsts, strict=True)):
         assert torch.equal(dense[row, ..., :length], plain[row, ..., :length])
@@ -47,7 +47,7 @@ def test_rows_may_begin_their_trees_in_slots_of_their_own(case, data):
 
 
 def test_any_operation_gets_the_dense_mask():
-    case = Case([tree_of([0, 0, 1])], [3], Reach(window=2))
+    case = Case([tree_of([0, 0, 1])], [3], AttentionSpan(window=2))
     mask, dense = case.mask(), case.allowed()[:, None]
     assert torch.equal(~mask, ~dense) and torch.equal(mask[..., 1:], dense[..., 1:])
     assert torch.equal(torch.where(mask, 0.0, -1.0), torch.where(dense, 0.0, -1.0))
@@ -66,12 +66,10 @@ def test_it_is_made_dense_once_and_only_when_somebody_looks():
 
 
 def test_a_plan_gives_one_to_each_layer_type():
-    reaches = {"full_attention": everything, "sliding_attention": sliding(2)}
+    spans = {"full_attention": FULL, "sliding_attention": sliding(2)}
     masks, expected = (
         plan.masks(plan.inputs([tree_of([0, 0])], [4], CPU), torch.float32)
-        for plan in (
-            MaskPlan(reaches, by_layer_type=True, additive=False, compact=compact) for compact in (True, False)
-        )
+        for plan in (MaskPlan(spans, by_layer_type=True, additive=False, compact=compact) for compact in (True, False))
     )
     assert isinstance(masks, dict) and isinstance(expected, dict)
     assert masks.keys() == expected.keys()
@@ -81,7 +79,7 @@ def test_a_plan_gives_one_to_each_layer_type():
 
 
 def test_rows_that_hold_nodes_get_dense_masks_unless_there_is_but_one():
-    plan = MaskPlan({"attention": everything}, by_layer_type=False, additive=False, compact=True)
+    plan = MaskPlan({"attention": FULL}, by_layer_type=False, additive=False, compact=True)
     tree = tree_of([0, 0, 2])
     for held, expected in [([2], TreeMask), ([0, 0], TreeMask), ([2, 0], torch.Tensor)]:
         trees, lengths = [tree] * len(held), [5 + own for own in held]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from lade.decoding.tree import TokenTree
-from lade.model.attention_span import Reach
+from lade.model.attention_span import AttentionSpan
 from lade.model.masks import StepInputs
 from lade.model.tree_attention.inputs import TreeInputs
 from lade.model.tree_attention.tree_mask import TreeMask
@@ -38,7 +38,7 @@ class Case:
 
     trees: list[TokenTree]
     lengths: list[int]
-    reach: Reach = field(default_factory=Reach)
+    span: AttentionSpan = field(default_factory=AttentionSpan)
     cached: int = 0
     """Nodes of the only tree that are cached already."""
 
@@ -56,7 +56,7 @@ class Case:
     def mask(self, device: torch.device = CPU) -> TreeMask:
         slots = self.inputs.slots
         moved = {name: value.to(device) for name, value in vars(slots).items() if isinstance(value, torch.Tensor)}
-        return TreeMask(type(slots)(**moved, width=slots.width), self.reach)
+        return TreeMask(type(slots)(**moved, width=slots.width), self.span)
 
     def allowed(self) -> torch.Tensor:
         """What each query sees, `[B, S, K]`, one by one."""
@@ -75,9 +75,9 @@ class Case:
         return allowed[:, self.cached :]
 
     def _near(self, query: int, key: int) -> bool:
-        if self.reach.window:
-            return query - key < self.reach.window
-        return not self.reach.chunk or query // self.reach.chunk == key // self.reach.chunk
+        if self.span.window:
+            return query - key < self.span.window
+        return not self.span.chunk or query // self.span.chunk == key // self.span.chunk
 
 
 def attention(
@@ -105,9 +105,9 @@ def attention(
 
 
 REACHES = st.one_of(
-    st.just(Reach()),
-    st.integers(1, 20).map(lambda window: Reach(window=window)),
-    st.integers(1, 20).map(lambda chunk: Reach(chunk=chunk)),
+    st.just(AttentionSpan()),
+    st.integers(1, 20).map(lambda window: AttentionSpan(window=window)),
+    st.integers(1, 20).map(lambda chunk: AttentionSpan(chunk=chunk)),
 )
 
 

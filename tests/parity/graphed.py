@@ -11,8 +11,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 import lade
 from lade.model.cuda_graphs.capture import CudaCapture
+from lade.model.cuda_graphs.model_pools import new_pool
+from lade.model.cuda_graphs.pool import BufferPool
 from lade.model.cuda_graphs.runner import GraphRunner
-from lade.model.cuda_graphs.workspace import Workspace
 from lade.model.runner import EagerRunner
 from lade.model.select_runner import why_eager
 
@@ -22,7 +23,7 @@ class Graphs:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._workspaces: dict[PreTrainedModel, Workspace] = {}
+        self._pools: dict[PreTrainedModel, BufferPool] = {}
         self.counted: Any = None
 
     def runner_for(
@@ -30,21 +31,21 @@ class Graphs:
     ) -> EagerRunner:
         if not own_cache or why_eager(model):
             return EagerRunner(model, plan, generation_config)
-        return GraphRunner(model, plan, generation_config, self.workspace(model))
+        return GraphRunner(model, plan, generation_config, self.pool(model))
 
-    def workspace(self, model: PreTrainedModel) -> Workspace:
-        if model not in self._workspaces:
+    def pool(self, model: PreTrainedModel) -> BufferPool:
+        if model not in self._pools:
             make = Tape if self.device.type == "cpu" else lambda: CudaCapture(self.device)
             self.counted = counted = Counts()
-            self._workspaces[model] = Workspace(lambda: Counted(make(), counted))
-        return self._workspaces[model]
+            self._pools[model] = new_pool(model, lambda: Counted(make(), counted))
+        return self._pools[model]
 
     def runner(self, model: PreTrainedModel) -> GraphRunner:
         plan = lade.supports(model).plan
         assert plan is not None
-        return GraphRunner(model, plan, GenerationConfig(), self.workspace(model))
+        return GraphRunner(model, plan, GenerationConfig(), self.pool(model))
 
 
-def shapes_of(workspace: Workspace) -> Counter[tuple[int, int, int]]:
-    passes = [shape for entry in workspace._entries for shape in entry.buffers.passes]
+def shapes_of(pool: BufferPool) -> Counter[tuple[int, int, int]]:
+    passes = [shape for entry in pool._entries for shape in entry.buffers.passes]
     return Counter((shape.rows, shape.size, shape.keys) for shape in passes)

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lade.model.cuda_graphs.capture import Call, Capture, Recording, Results
+from lade.model.cuda_graphs.capture import Call, Capture, Recording, ResultMemory
 
 WAITS = frozenset(
     ["_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "unique_consecutive", "_unique2", "item"]
@@ -26,7 +26,7 @@ class Tape:
     """See `lade.model.cuda_graphs.capture.Capture`."""
 
     def __init__(self) -> None:
-        self._results = Results()
+        self._results = ResultMemory()
 
     def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
         result = self._results.like(call())
@@ -44,7 +44,7 @@ class Counts:
 
 
 class Counted:
-    """Another capture; what it is asked for is counted."""
+    """Another capture; its recordings and replays are counted."""
 
     def __init__(self, capture: Capture, counts: Counts) -> None:
         self._capture, self._counts = capture, counts

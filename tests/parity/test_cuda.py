@@ -67,12 +67,12 @@ def test_samples_and_the_generator_afterwards_are_plain_decodings(
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_beams_are_plain_decodings(sampled: bool, device: torch.device) -> None:
     model, ids = built("llama", device), prompt(20).to(device)
-    told = {"num_beams": 3, "num_return_sequences": 3, "do_sample": sampled, "max_new_tokens": 40}
-    told |= {"return_dict_in_generate": True, "output_scores": True}
+    arguments = {"num_beams": 3, "num_return_sequences": 3, "do_sample": sampled, "max_new_tokens": 40}
+    arguments |= {"return_dict_in_generate": True, "output_scores": True}
     stats, outputs = lade.Stats(), []
     for way in (plain, lambda *given, **named: lookahead(*given, stats=stats, **named)):
         torch.manual_seed(0)
-        outputs.append((way(model, ids, **told), generator_state(device)))
+        outputs.append((way(model, ids, **arguments), generator_state(device)))
     (expected, state), (ours, our_state) = outputs
     assert torch.equal(ours.sequences, expected.sequences) and torch.equal(our_state, state)
     assert torch.equal(ours.beam_indices, expected.beam_indices)

@@ -29,10 +29,11 @@ from lade.hf import session
 from lade.model import select_runner as choice
 from lade.model.cuda_graphs import static_cache
 from lade.model.cuda_graphs.buffers import Buffers
-from lade.model.cuda_graphs.capture import CudaCapture, Rerun
+from lade.model.cuda_graphs.capture import CudaCapture, EagerReplay
+from lade.model.cuda_graphs.model_pools import pool_of, setup_of
+from lade.model.cuda_graphs.pool import BufferPool
 from lade.model.cuda_graphs.runner import GraphRunner
 from lade.model.cuda_graphs.static_cache import StaticCache
-from lade.model.cuda_graphs.workspace import Workspace, setup_of, workspace_of
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.model.select_runner import runner_for, why_eager
@@ -135,13 +136,13 @@ def test_steps_larger_than_any_bucket(device: torch.device, graphs: Graphs) -> N
     config, stats = lade.LookaheadConfig(30, 8, 20), lade.Stats()
     expected = plain(model, ids, max_new_tokens=20)
     assert torch.equal(lookahead(model, ids, config, stats=stats, max_new_tokens=20), expected)
-    assert max(stats.step_tokens) > 128 and 256 in {size for _, size, _ in shapes_of(graphs.workspace(model))}
+    assert max(stats.step_tokens) > 128 and 256 in {size for _, size, _ in shapes_of(graphs.pool(model))}
 
 
 def test_a_text_that_grows_out_of_its_key_bucket(device: torch.device, graphs: Graphs) -> None:
     model, ids = built("mistral-window", device), prompt(210).to(device)
     assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=50), plain(model, ids, max_new_tokens=50))
-    assert {keys for _, _, keys in shapes_of(graphs.workspace(model))} == {256, 384}
+    assert {keys for _, _, keys in shapes_of(graphs.pool(model))} == {256, 384}
 
 
 def test_the_end_of_a_table_of_positions(device: torch.device, graphs: Graphs) -> None:
@@ -157,12 +158,14 @@ def test_batches_with_padding_whose_rows_end_in_turn(
 ) -> None:
     model, stats = build(family(name)).to(device), lade.Stats()
     rows = {key: value.to(device) for key, value in batch(5, 20, 1, 11, 14).items()}
-    told: dict[str, Any] = {"pad_token_id": 0, "max_new_tokens": 30}
-    free = plain(model, **rows, **told)
-    assert torch.equal(lookahead(model, **rows, config=config, stats=stats, **told), free)
-    told |= {"eos_token_id": [int(free[1, 25]), int(free[3, 35])]}
-    assert torch.equal(lookahead(model, **rows, config=config, stats=stats, **told), plain(model, **rows, **told))
-    assert len({rows for rows, _, _ in shapes_of(graphs.workspace(model))}) > 1, "rows leave"
+    arguments: dict[str, Any] = {"pad_token_id": 0, "max_new_tokens": 30}
+    free = plain(model, **rows, **arguments)
+    assert torch.equal(lookahead(model, **rows, config=config, stats=stats, **arguments), free)
+    arguments |= {"eos_token_id": [int(free[1, 25]), int(free[3, 35])]}
+    assert torch.equal(
+        lookahead(model, **rows, config=config, stats=stats, **arguments), plain(model, **rows, **arguments)
+    )
+    assert len({rows for rows, _, _ in shapes_of(graphs.pool(model))}) > 1, "rows leave"
     assert stats.tokens_per_step > 1 or config == "auto"  # that goes by the clock
 
 
@@ -182,22 +185,22 @@ def test_samples_and_the_generator_afterwards(rows: int, device: torch.device, g
 
 def test_prefill_in_chunks(device: torch.device, graphs: Graphs) -> None:
     model, ids = built("gemma3_text", device), prompt(50).to(device)
-    told = {"prefill_chunk_size": 7, "max_new_tokens": 15}
-    assert torch.equal(lookahead(model, ids, PAPER, **told), plain(model, ids, **told))
+    arguments = {"prefill_chunk_size": 7, "max_new_tokens": 15}
+    assert torch.equal(lookahead(model, ids, PAPER, **arguments), plain(model, ids, **arguments))
 
 
 def test_processors_and_beams(device: torch.device, graphs: Graphs) -> None:
     model, ids = built("llama", device), prompt(20).to(device)
-    told: dict[str, Any]
-    for told in ({"repetition_penalty": 1.3}, {"num_beams": 3}, {"no_repeat_ngram_size": 2}):
-        told |= {"max_new_tokens": 15}
-        assert torch.equal(lookahead(model, ids, PAPER, **told), plain(model, ids, **told)), told
+    arguments: dict[str, Any]
+    for arguments in ({"repetition_penalty": 1.3}, {"num_beams": 3}, {"no_repeat_ngram_size": 2}):
+        arguments |= {"max_new_tokens": 15}
+        assert torch.equal(lookahead(model, ids, PAPER, **arguments), plain(model, ids, **arguments)), arguments
 
 
 def test_the_cache_that_is_handed_out(device: torch.device, graphs: Graphs) -> None:
     model, ids = built("llama", device), prompt(20).to(device)
-    told = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 30}
-    ours, expected = lookahead(model, ids, PAPER, **told), plain(model, ids, **told)
+    arguments = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 30}
+    ours, expected = lookahead(model, ids, PAPER, **arguments), plain(model, ids, **arguments)
     assert graphs.counted.replayed > 0 and isinstance(ours.past_key_values, TreeCache)
     torch.testing.assert_close(ours.scores, expected.scores)
     for layer, other in zip(ours.past_key_values.layers, expected.past_key_values.layers, strict=True):
@@ -224,7 +227,7 @@ def test_what_is_not_kept_is_never_seen(
         for group in self.buffers.groups:
             group[:, :, :, seen:-1] = torch.nan
             for row, (path, length) in enumerate(zip(paths, self.lengths, strict=True)):
-                start, end = length - fed, self._ends[row]
+                start, end = length - fed, self.rows.ends[row]
                 dropped = [start + node for node in range(end - start) if node not in path]
                 group[:, row, :, dropped] = torch.nan
                 poisoned.append(len(dropped))
@@ -232,7 +235,7 @@ def test_what_is_not_kept_is_never_seen(
         for group in self.buffers.groups:
             for row, length in enumerate(self.lengths):
                 assert torch.isfinite(group[:, row, :, :length]).all()
-                assert not group[:, row, :, length:seen].any(), "behind a row's end all is zero"
+                assert not group[:, row, :, length:seen].any(), "after a row's end all is zero"
 
     monkeypatch.setattr(StaticCache, "keep", poisoning)
     for config in (PAPER, BUDGET):
@@ -257,7 +260,7 @@ def test_a_shorter_text_is_not_shown_a_longer_one(device: torch.device, graphs: 
     for length, new in ((100, 5), (10, 30)):
         ids = prompt(length, seed=length).to(device)
         assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=new), plain(model, ids, max_new_tokens=new))
-    assert len(graphs.workspace(model)._entries) == 1
+    assert len(graphs.pool(model)._entries) == 1
 
 
 def test_buffers_grow_with_a_text_that_was_not_expected(
@@ -267,7 +270,7 @@ def test_buffers_grow_with_a_text_that_was_not_expected(
     monkeypatch.setattr(static_cache, "LARGEST_STEP", 32)  # the first buffers hold 256 slots
     model, ids = built("llama", device), prompt(210).to(device)
     assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=50), plain(model, ids, max_new_tokens=50))
-    (entry,) = graphs.workspace(model)._entries
+    (entry,) = graphs.pool(model)._entries
     assert entry.buffers.slots > 256
 
 
@@ -280,24 +283,24 @@ def test_generations_at_the_same_time_have_buffers_of_their_own(device: torch.de
         for tokens, step in zip(written, steps, strict=True):
             tokens.extend(step.tokens if step else [])
     assert written == [plain(model, ids, max_new_tokens=20)[0, 20:].tolist() for ids in texts]
-    assert len(graphs.workspace(model)._entries) == 1, "of idle ones one is kept"
+    assert len(graphs.pool(model)._entries) == 1, "of idle ones one is kept"
 
 
-def test_a_generation_that_nobody_ends_does_not_keep_its_buffers(device: torch.device, graphs: Graphs) -> None:
+def test_a_generation_without_an_end_does_not_keep_its_buffers(device: torch.device, graphs: Graphs) -> None:
     model, ids = built("llama", device), prompt(20).to(device)
     stream = lade.stream(model, input_ids=ids, max_new_tokens=40, do_sample=False, lookahead=PAPER)
     next(iter(stream))
     del stream
     gc.collect()
     lookahead(model, ids, PAPER, max_new_tokens=5)
-    assert len(graphs.workspace(model)._entries) == 1
+    assert len(graphs.pool(model)._entries) == 1
 
 
 @pytest.mark.parametrize("where", ["criterion", "model"])
 def test_a_generation_that_fails_gives_its_buffers_back(
     where: str, device: torch.device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And copies nothing of them to a cache that nobody is going to get."""
+    """And copies nothing of them to a cache that is not handed out."""
     model, ids = built("llama", device), prompt(20).to(device)
     replay, calls = GraphRunner._replay, itertools.count()
 
@@ -309,27 +312,27 @@ def test_a_generation_that_fails_gives_its_buffers_back(
             raise KeyboardInterrupt
         return torch.zeros(1, dtype=torch.bool)
 
-    told: dict[str, Any] = {"return_dict_in_generate": True, "max_new_tokens": 30}
+    arguments: dict[str, Any] = {"return_dict_in_generate": True, "max_new_tokens": 30}
     with monkeypatch.context() as patch:
         patch.setattr(StaticCache, "copy_to", None)
         if where == "model":
             patch.setattr(GraphRunner, "_replay", interrupted_replay)
         else:
-            told["stopping_criteria"] = [interrupt]
+            arguments["stopping_criteria"] = [interrupt]
         with pytest.raises(KeyboardInterrupt):
-            lookahead(model, ids, PAPER, **told)
-    (entry,) = graphs.workspace(model)._entries
-    assert entry.idle and entry.borrower is None
+            lookahead(model, ids, PAPER, **arguments)
+    (entry,) = graphs.pool(model)._entries
+    assert entry.idle and entry.owner is None
     assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=30), plain(model, ids, max_new_tokens=30))
 
 
-def test_changed_weights_are_captured_anew(device: torch.device, graphs: Graphs) -> None:
+def test_changed_weights_are_captured_again(device: torch.device, graphs: Graphs) -> None:
     model, ids = built("llama", device), prompt(20).to(device)
-    told = {"max_new_tokens": 12}
+    arguments = {"max_new_tokens": 12}
 
     def check() -> torch.Tensor:
-        ours: torch.Tensor = lookahead(model, ids, **told)
-        assert torch.equal(ours, plain(model, ids, **told))
+        ours: torch.Tensor = lookahead(model, ids, **arguments)
+        assert torch.equal(ours, plain(model, ids, **arguments))
         return ours
 
     texts = [check()]
@@ -349,11 +352,11 @@ def test_changed_weights_are_captured_anew(device: torch.device, graphs: Graphs)
 def test_a_model_can_go(device: torch.device, graphs: Graphs) -> None:
     model, ids = built("llama", device), prompt(20).to(device)
     lookahead(model, ids, PAPER, max_new_tokens=10)
-    gone, workspace = weakref.ref(model), graphs.workspace(model)
-    graphs._workspaces.clear()
+    gone, pool = weakref.ref(model), graphs.pool(model)
+    graphs._pools.clear()
     del model
     gc.collect()
-    assert gone() is None and workspace._entries, "what was captured does not hold the model"
+    assert gone() is None and pool._entries, "what was captured does not hold the model"
 
 
 # --- where it does not work ------------------------------------------------------------------------------------------
@@ -369,7 +372,7 @@ def test_what_cannot_be_captured_runs_eagerly_with_one_warning(name: str, device
             assert torch.equal(lookahead(model, ids, config, max_new_tokens=20), expected), config
     (warning,) = caught
     assert warning.category is CaptureWarning and "cannot be captured" in str(warning.message)
-    assert graphs.counted.recorded == 0 and not graphs.workspace(model)._entries, "nobody will borrow them"
+    assert graphs.counted.recorded == 0 and not graphs.pool(model)._entries, "they will not be acquired again"
 
 
 def test_who_is_served_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,20 +382,20 @@ def test_who_is_served_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(runner_for(model, plan, config)) is EagerRunner, "never on a CPU"
     monkeypatch.setattr(choice, "input_device", lambda model: torch.device("cuda"))
     monkeypatch.setattr(choice, "why_eager", lambda model: "")
-    workspace = Workspace(Rerun)
-    monkeypatch.setattr(choice, "workspace_of", lambda model, device: workspace)
+    pool = BufferPool(EagerReplay)
+    monkeypatch.setattr(choice, "pool_of", lambda model, device: pool)
     assert type(runner_for(model, plan, config)) is GraphRunner
     assert type(runner_for(model, plan, config, own_cache=False)) is EagerRunner
     with pytest.warns(CaptureWarning, match="RuntimeError: the reason"):
-        workspace.fail(setup_of(model), RuntimeError("the reason\nand more"))
+        pool.capture_failed(setup_of(model), RuntimeError("the reason\nand more"))
     assert type(runner_for(model, plan, config)) is EagerRunner, "not a second time"
-    workspace.trouble = None
+    pool.capture_failed_in = None
     monkeypatch.setattr(choice, "why_eager", lambda model: "something")
     assert type(runner_for(model, plan, config)) is EagerRunner
 
 
 @pytest.mark.parametrize(
-    ("said", "change"),
+    ("reason", "change"),
     [
         ("", lambda model: None),
         ("hooks", lambda model: model.model.layers[1].register_forward_hook(lambda *given: None)),
@@ -402,10 +405,10 @@ def test_who_is_served_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         ("several devices", lambda model: model.lm_head.to("meta")),
     ],
 )
-def test_why_a_model_is_not_captured(said: str, change: Callable[[Any], Any]) -> None:
+def test_why_a_model_is_not_captured(reason: str, change: Callable[[Any], Any]) -> None:
     model: Any = family("llama").build()
     change(model)
-    assert bool(why_eager(model)) == bool(said) and said in why_eager(model)
+    assert bool(why_eager(model)) == bool(reason) and reason in why_eager(model)
 
 
 def test_hooks_that_are_left_from_asking_for_hidden_states_do_nothing() -> None:
@@ -440,7 +443,7 @@ def test_a_generation_goes_on_without_memory(
     model, length = built("gemma3_text", device), 210 if where == "growth" else 20
     ids = torch.cat([prompt(length, seed) for seed in range(rows)]).to(device)
     expected = plain(model, ids, max_new_tokens=50)
-    make, record, records = Buffers.__init__, Workspace.record, []
+    make, record, records = Buffers.__init__, BufferPool.record, []
 
     def made(buffers: Buffers, layers: Any, rows: int, slots: int) -> None:
         if where == "start" or (where == "growth" and slots > 256):
@@ -456,11 +459,11 @@ def test_a_generation_goes_on_without_memory(
     with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch.setattr(Buffers, "__init__", made)
-        patch.setattr(Workspace, "record", recorded)
+        patch.setattr(BufferPool, "record", recorded)
         assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=50), expected)
     (warning,) = caught
     assert warning.category is CaptureWarning and "no memory" in str(warning.message)
-    before, entries = graphs.counted.replayed, graphs.workspace(model)._entries
+    before, entries = graphs.counted.replayed, graphs.pool(model)._entries
     assert (before > 0) is (where != "start") and not entries, "what was there made way"
     assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=50), expected)
     assert graphs.counted.replayed > before
@@ -472,8 +475,8 @@ def test_the_cache_that_is_handed_out_without_memory(
 ) -> None:
     """The rows were moved in the middle of the text, or there is no memory for static buffers and a copy of them."""
     model, ids = built("llama", device), prompt(20).to(device)
-    told = {"return_dict_in_generate": True, "max_new_tokens": 30}
-    expected = plain(model, ids, **told)
+    arguments = {"return_dict_in_generate": True, "max_new_tokens": 30}
+    expected = plain(model, ids, **arguments)
     broken: list[str] = []
 
     def once(original: Any) -> Any:
@@ -488,7 +491,7 @@ def test_the_cache_that_is_handed_out_without_memory(
     name = {"growth": "make_room", "end": "copy_to"}[where]
     monkeypatch.setattr(StaticCache, name, once(getattr(StaticCache, name)))
     with pytest.warns(CaptureWarning, match="no memory"):
-        ours = lookahead(model, ids, PAPER, **told)
+        ours = lookahead(model, ids, PAPER, **arguments)
     assert broken and torch.equal(ours.sequences, expected.sequences)
     for layer, other in zip(ours.past_key_values.layers, expected.past_key_values.layers, strict=True):
         torch.testing.assert_close(layer.keys[:, :, : layer.get_seq_length()], other.keys)
@@ -549,8 +552,8 @@ def test_graphs_are_chosen_where_there_are_some() -> None:
     device = torch.device("cuda")
     model, ids = built("llama", device), prompt(20).to(device)
     assert torch.equal(lookahead(model, ids, PAPER), plain(model, ids))
-    workspace = workspace_of(model, device)
-    assert isinstance(workspace._entries[0].capture, CudaCapture) and shapes_of(workspace)
+    pool = pool_of(model, device)
+    assert isinstance(pool._entries[0].capture, CudaCapture) and shapes_of(pool)
 
 
 @pytest.mark.gpu

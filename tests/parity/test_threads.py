@@ -23,7 +23,7 @@ from transformers import BloomForCausalLM
 import lade
 from lade.hf import session
 from lade.hf.plain import metered
-from lade.model.cuda_graphs import workspace
+from lade.model.cuda_graphs import model_pools
 from lade.model.select_runner import why_eager
 from lade.model.thread_hooks import hooked
 
@@ -205,7 +205,7 @@ def test_a_pass_over_a_tree_inside_another_one_is_refused() -> None:
 @pytest.mark.parametrize("name", ["llama", "llama4_text"])
 def test_threads_replay_passes_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, graphs = family(name).build(), Graphs(torch.device("cpu"))
-    lender = graphs.workspace(model)
+    pool = graphs.pool(model)
     monkeypatch.setattr(session, "runner_for", graphs.runner_for)
     prompts = [prompt(length, seed=length) for length in (9, 10)]
     expected = [plain(model, ids, max_new_tokens=9) for ids in prompts]
@@ -213,7 +213,7 @@ def test_threads_replay_passes_of_their_own(name: str, monkeypatch: pytest.Monke
     for results, right in zip(at_once(jobs), expected, strict=True):
         assert all(torch.equal(ids, right) for ids in results)
     assert graphs.counted.replayed > graphs.counted.recorded > 0
-    assert len(lender._entries) == 1, "buffers that nobody uses are kept"
+    assert len(pool._entries) == 1, "idle buffers are kept"
 
 
 def test_threads_may_check_an_unknown_model_at_once() -> None:
@@ -226,15 +226,15 @@ def test_threads_may_check_an_unknown_model_at_once() -> None:
     assert all(found), found
 
 
-def test_a_model_has_one_workspace_whoever_asks_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slow(workspace.Workspace):
+def test_a_model_has_one_pool_whichever_thread_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(model_pools.BufferPool):
         def __init__(self, *args: Any) -> None:
             time.sleep(0.02)
             super().__init__(*args)
 
-    monkeypatch.setattr(workspace, "Workspace", Slow)
+    monkeypatch.setattr(model_pools, "BufferPool", Slow)
     model = family("llama").build()
-    found = at_once([functools.partial(workspace.workspace_of, model, torch.device("cpu")) for _ in range(4)])
+    found = at_once([functools.partial(model_pools.pool_of, model, torch.device("cpu")) for _ in range(4)])
     assert len({id(each) for (each,) in found}) == 1
 
 

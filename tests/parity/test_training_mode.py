@@ -58,9 +58,9 @@ def test_gradient_checkpointing_which_drops_the_cache_is_refused(name: str, argu
     model.gradient_checkpointing_enable()
     assert lade.supports(model), "outside of training mode it does nothing"
     model.train()
-    with pytest.raises(lade.UnsupportedModelError, match="does not go on from the cache"):
+    with pytest.raises(lade.UnsupportedModelError, match="does not continue from the cache"):
         lookahead(model, prompt(8), PAPER, max_new_tokens=8, **arguments)
-    with pytest.warns(lade.FallbackWarning, match="does not go on from the cache"):
+    with pytest.warns(lade.FallbackWarning, match="does not continue from the cache"):
         ours = lookahead(model, prompt(8), "auto", max_new_tokens=8, **arguments)
     assert torch.equal(ours, plain(model, prompt(8), max_new_tokens=8, **arguments))
     model.gradient_checkpointing_disable()
@@ -71,7 +71,7 @@ def test_gradient_checkpointing_of_one_layer_counts() -> None:
     model: Any = family("llama").build()
     model.gradient_checkpointing_enable()
     model.model.layers[3].train()
-    assert "does not go on from the cache" in lade.supports(model).reason
+    assert "does not continue from the cache" in lade.supports(model).reason
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma3_text", "qwen3_moe", "glm"])

@@ -1,4 +1,4 @@
-"""An architecture nobody has listed: one small comparison on the model itself before it is trusted."""
+"""An unlisted architecture: one small comparison on the model itself before it is trusted."""
 
 from __future__ import annotations
 

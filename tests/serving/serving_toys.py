@@ -8,7 +8,7 @@ import torch
 from lade import Stats, supports
 from lade.config import LookaheadConfig
 from lade.hf.refusals import resolve
-from lade.model.cuda_graphs.fallback_cache import GraphCache
+from lade.model.cuda_graphs.fallback_cache import FallbackCache
 from lade.model.cuda_graphs.static_cache import StaticCache
 from lade.serving.batch import Batch
 from lade.serving.engine import PLAIN
@@ -129,7 +129,7 @@ class Driven:
         assert {id(seat.handle) for seat in self.batch.seats} == {id(handle) for handle in self.seats}
         assert len(self.batch._engine.rows) == len(self.batch._seats)
         assert cache.lengths == ([len(row.tokens) - 1 for row in self.batch._engine.rows] or [0])
-        if isinstance(cache, GraphCache) and isinstance(cache.current, StaticCache):
+        if isinstance(cache, FallbackCache) and isinstance(cache.current, StaticCache):
             check_zeros(cache.current)
         self.most_rows = max(self.most_rows, len(self.batch._engine.rows))
 

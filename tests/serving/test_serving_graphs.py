@@ -1,4 +1,4 @@
-"""The engine on passes that are captured: the same tokens, whoever comes and goes, and when memory runs out.
+"""The engine on passes that are captured: the same tokens, as rows come and go, and when memory runs out.
 
 On the CPU a tape stands in for CUDA graphs; tests marked `gpu` have real ones.
 """
@@ -29,17 +29,18 @@ import lade
 from lade import Engine, InputError, LookaheadConfig
 from lade.errors import CaptureWarning
 from lade.hf.refusals import resolve
-from lade.model.cuda_graphs import workspace as workspaces
+from lade.model.cuda_graphs import model_pools
 from lade.model.cuda_graphs.buffers import Buffers
-from lade.model.cuda_graphs.capture import CudaCapture, Rerun
-from lade.model.cuda_graphs.fallback_cache import GraphCache
+from lade.model.cuda_graphs.capture import CudaCapture, EagerReplay
+from lade.model.cuda_graphs.fallback_cache import FallbackCache
+from lade.model.cuda_graphs.model_pools import new_pool, pool_of, setup_of
+from lade.model.cuda_graphs.pool import BufferPool
 from lade.model.cuda_graphs.runner import GraphRunner
 from lade.model.cuda_graphs.static_cache import StaticCache
-from lade.model.cuda_graphs.workspace import Workspace, setup_of, workspace_of
-from lade.model.kv_cache import TreeCache, TreeLayer
+from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.model.shapes import batch_bucket, key_bucket, step_bucket
-from lade.model.sizing import Bucketed
+from lade.model.tree_layer import TreeLayer
 from lade.serving import batch
 from lade.serving.capacity import Capacity, Need, default_max_tokens, largest_tree
 from lade.serving.engine import PLAIN
@@ -60,14 +61,14 @@ def graphs(monkeypatch):
 
 
 class Full:
-    """Device memory that runs out: static buffers of more than so many slots in all cannot be made."""
+    """Device memory that runs out: static buffers of more slots in all cannot be allocated."""
 
     def __init__(self, monkeypatch):
-        self.slots, self.asked = 10**9, []
+        self.slots, self.wanted = 10**9, []
         make = Buffers.__init__
 
         def made(buffers, layers, rows, slots):
-            self.asked.append((rows, slots))
+            self.wanted.append((rows, slots))
             if rows * slots > self.slots:
                 raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {rows} x {slots}\nand more")
             make(buffers, layers, rows, slots)
@@ -87,7 +88,7 @@ def text_of(number, new):
     return alone(LLAMA, random_ids(3 + number, number), max_new_tokens=new)
 
 
-# --- whoever comes and goes ------------------------------------------------------------------------------------------
+# --- rows that come and go --------------------------------------------------------------------------------------------
 
 
 class GraphedRequests(Requests):
@@ -100,7 +101,7 @@ class GraphedRequests(Requests):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(batch, "runner_for", self.graphs.runner_for)
             driven = Driven(model_of(self.name), *limits)
-        assert isinstance(driven.batch._cache, GraphCache)
+        assert isinstance(driven.batch._cache, FallbackCache)
         return driven
 
 
@@ -122,7 +123,7 @@ def test_rows_join_and_leave_static_buffers(graphs):
     driven.finish()
     for number, handle in enumerate(handles):
         assert handle.tokens == text_of(number, 6 + 9 * (number % 3))
-    rows = {rows for rows, _, _ in shapes_of(graphs.workspace(LLAMA))}
+    rows = {rows for rows, _, _ in shapes_of(graphs.pool(LLAMA))}
     steps = sum(handle.stats.steps for handle in handles)
     assert {2, 4} <= rows <= {1, 2, 4, 8} and 0 < graphs.counted.replayed < steps
     assert graphs.counted.recorded < graphs.counted.replayed
@@ -138,7 +139,7 @@ def test_what_was_captured_serves_the_requests_that_come_later(graphs):
         ]
         recorded.append(graphs.counted.recorded)
         assert driven.batch._cache.room == (0, 0)
-        (entry,) = graphs.workspace(LLAMA)._entries
+        (entry,) = graphs.pool(LLAMA)._entries
         assert entry.idle
     assert recorded[1] == recorded[2], "the first time buffers grow, which loses what was captured on the old ones"
 
@@ -158,17 +159,17 @@ def test_a_row_that_joins_finds_its_place_where_it_is(graphs):
     assert [handle.tokens for handle in handles] == [text_of(number, 40) for number in range(5)]
 
 
-def test_slots_that_nobody_sees_are_never_seen(graphs, monkeypatch):
-    """What lies behind the last slot that passes look at is poisoned, and so are rows beyond those of the pass."""
+def test_slots_that_no_query_sees_are_never_seen(graphs, monkeypatch):
+    """What lies after the last slot that passes read is poisoned, and so are rows beyond those of the pass."""
     forward, poisoned = GraphRunner._replay, []
 
-    def poisoning(self, turn, trees):
-        for group in turn.cache.buffers.groups:
-            group[:, turn.shape.rows :] = torch.nan
-            group[:, :, :, turn.shape.keys : -1] = torch.nan
-        poisoned.append(turn.cache.buffers.rows - turn.shape.rows)
-        logits = forward(self, turn, trees)
-        for group in turn.cache.buffers.groups:
+    def poisoning(self, step, trees):
+        for group in step.cache.buffers.groups:
+            group[:, step.shape.rows :] = torch.nan
+            group[:, :, :, step.shape.keys : -1] = torch.nan
+        poisoned.append(step.cache.buffers.rows - step.shape.rows)
+        logits = forward(self, step, trees)
+        for group in step.cache.buffers.groups:
             group.nan_to_num_(0.0)
         return logits
 
@@ -190,15 +191,15 @@ def test_a_text_whose_numbers_overflow_does_not_touch_the_others(first, graphs):
 def test_an_engine_with_threads_gives_back_what_it_took(graphs):
     with Engine(LLAMA, max_rows=3, prefill_tokens=5) as engine:
         assert type(engine._desk._batch._runner) is GraphRunner
-        asked = []
+        wanted = []
         for number, method in enumerate(METHODS):
             ids = random_ids(4 + number, number)
             given = {"max_new_tokens": 12 + number, "do_sample": number % 2 == 1}
             if number == 3:
                 given["logits_processor"] = [oddly]
-            asked.append((engine.add(ids, lookahead=method, seed=number, **given), ids, number, given))
+            wanted.append((engine.add(ids, lookahead=method, seed=number, **given), ids, number, given))
         failing = engine.add(random_ids(6), logits_processor=[FailsAt(random_ids(6), 3)], max_new_tokens=9)
-        for handle, ids, seed, given in asked:
+        for handle, ids, seed, given in wanted:
             assert new_tokens(handle, ids) == alone(LLAMA, ids, seed, **given)
         with pytest.raises(RuntimeError, match="at 3"):
             failing.result(30.0)
@@ -206,56 +207,58 @@ def test_an_engine_with_threads_gives_back_what_it_took(graphs):
 
 
 @pytest.fixture
-def workspace(monkeypatch):
+def pool(monkeypatch):
     """That of a model, as it has one on a CUDA device."""
-    made = Workspace(Rerun)
-    monkeypatch.setitem(workspaces._workspaces, LLAMA, made)
+    made = new_pool(LLAMA, EagerReplay)
+    monkeypatch.setitem(model_pools._pools, LLAMA, made)
     monkeypatch.setattr(batch, "runner_for", lambda *given: GraphRunner(*given, made))
     return made
 
 
-def test_weights_that_have_moved_between_two_bursts_are_captured_anew(workspace):
-    """What was captured reads memory that is somebody else's by now."""
+def test_weights_that_have_moved_between_two_bursts_are_captured_again(monkeypatch):
+    """What was captured reads memory that others use by now."""
     model = toy_model("llama", vocabulary=VOCABULARY)
+    pool = new_pool(model, EagerReplay)
+    monkeypatch.setattr(batch, "runner_for", lambda *given: GraphRunner(*given, pool))
     driven = Driven(model)
     for number in range(3):
         expected = alone(model, random_ids(5), max_new_tokens=12)
         handle = driven.add(random_ids(5), PAPER, max_new_tokens=12)
         driven.finish()
         assert handle.tokens == expected
-        (entry,) = workspace._entries
+        (entry,) = pool._entries
         assert entry.setup == setup_of(model), number
         for parameter in model.parameters():
             parameter.data = parameter.data.flip(-1).clone()
 
 
-def test_what_is_left_from_before_is_free_for_an_engine(workspace):
+def test_what_is_left_from_before_is_free_for_an_engine(pool):
     driven = Driven(LLAMA)
     driven.add(random_ids(5), PAPER, max_new_tokens=9)
     driven.finish()
-    assert len(workspace._entries) == 1
+    assert len(pool._entries) == 1
     with Engine(LLAMA, max_tokens=10**6):
-        assert len(workspace._entries) == 1, "it is told how much there is"
+        assert len(pool._entries) == 1, "its size is given"
         with Engine(LLAMA):
-            assert workspace._entries == []
+            assert pool._entries == []
 
 
-def test_closing_an_engine_frees_its_buffers(workspace):
+def test_closing_an_engine_frees_its_buffers(pool):
     with Engine(LLAMA) as engine:
         assert engine.add(random_ids(5), lookahead=PAPER, max_new_tokens=9).result(30.0) is not None
-    assert workspace._entries == [] and engine._desk._batch._runner.device == CPU
+    assert pool._entries == [] and engine._desk._batch._runner.device == CPU
 
 
-def test_between_two_bursts_an_engine_can_be_told_to_give_back_its_buffers(workspace):
+def test_between_two_bursts_an_engine_can_give_back_its_buffers(pool):
     driven = Driven(LLAMA)
     for _ in range(2):
         handle = driven.add(random_ids(5), PAPER, max_new_tokens=9)
         driven.advance()
         lade.release(LLAMA)  # those in use stay
         driven.finish()
-        assert handle.tokens == alone(LLAMA, random_ids(5), max_new_tokens=9) and len(workspace._entries) == 1
+        assert handle.tokens == alone(LLAMA, random_ids(5), max_new_tokens=9) and len(pool._entries) == 1
         lade.release(LLAMA)
-        assert workspace._entries == []
+        assert pool._entries == []
 
 
 # --- capacity --------------------------------------------------------------------------------------------------------
@@ -265,29 +268,29 @@ needs = st.lists(st.builds(Need, st.integers(1, 300), st.integers(1, 128)), min_
 
 @given(needs, st.integers(1, 8), st.integers(1, 6000), st.data())
 def test_static_room_for_texts_that_fit_is_enough_and_not_too_much(texts, max_rows, max_tokens, data):
-    capacity = Capacity(max_rows, max_tokens, 1, Bucketed())
+    capacity = Capacity(max_rows, max_tokens, 1, StaticCache)
     if not capacity.fits(texts):
         return
     now = data.draw(st.integers(1, max(need.tokens for need in texts)))
     rows, slots = room = capacity.room(texts, now)
     assert capacity.suffices(room, texts, now) and rows * slots <= max_tokens and slots <= capacity.slots(texts)
     assert batch_bucket(rows) == rows >= len(texts) and key_bucket(slots) == slots, "as they will be made"
-    assert slots > now + max(step_bucket(need.tree) for need in texts), "a pass finds room, and zeros behind it"
+    assert slots > now + max(step_bucket(need.tree) for need in texts), "a pass finds room, and zeros after it"
 
 
 @pytest.mark.parametrize(
     ("tokens", "tree", "slots"), [(127, 128, 256), (128, 128, 384), (120, 100, 256), (130, 66, 384), (120, 129, 384)]
 )
 def test_behind_a_text_there_is_room_for_what_a_pass_is_padded_to_and_for_a_zero(tokens, tree, slots):
-    assert Bucketed().slots(tokens, tree) == slots
+    assert StaticCache.buffer_slots(tokens, tree) == slots
 
 
 def test_rows_and_slots_are_counted_as_they_are_made():
-    capacity = Capacity(8, 4 * 384, 1, Bucketed())
+    capacity = Capacity(8, 4 * 384, 1, StaticCache)
     text = Need(200, 128)
     assert capacity.slots([text]) == 384, "of 200 + 128 + 1"
     assert capacity.fits([text] * 4) and not capacity.fits([text] * 5)
-    larger = Capacity(8, 7 * 384, 1, Bucketed())
+    larger = Capacity(8, 7 * 384, 1, StaticCache)
     assert larger.fits([text] * 4) and not larger.fits([text] * 5), "which take eight rows"
     assert not capacity.fits([Need(300, 128)] * 4), "512 slots"
     assert Capacity(8, 4 * 384, 1).fits([Need(250, 128)] * 4)
@@ -307,21 +310,21 @@ def test_rows_and_slots_are_counted_as_they_are_made():
     ),
 )
 def test_no_buffers_take_more_than_they_may(max_tokens, requests):
-    asked, trees = [], []
+    wanted, trees = [], []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch, "runner_for", Graphs(CPU).runner_for)
         make, prepare = Buffers.__init__, GraphRunner._prepare
 
         def made(buffers, layers, rows, slots):
-            asked.append(rows * slots)
+            wanted.append(rows * slots)
             make(buffers, layers, rows, slots)
 
         def prepared(self, fed, cache):
             before = cache.buffers
-            turn = prepare(self, fed, cache)
+            step = prepare(self, fed, cache)
             trees.extend(map(len, fed))
             assert cache.buffers is before, "a pass finds room"
-            return turn
+            return step
 
         patch.setattr(Buffers, "__init__", made)
         patch.setattr(GraphRunner, "_prepare", prepared)
@@ -331,33 +334,33 @@ def test_no_buffers_take_more_than_they_may(max_tokens, requests):
                 handles.append((driven.add(random_ids(length, seed), method, max_new_tokens=new), seed, length, new))
             except InputError:
                 config = resolve(method)[0] or PLAIN
-                assert Bucketed().slots(length + new, largest_tree(config)) > max_tokens
+                assert StaticCache.buffer_slots(length + new, largest_tree(config)) > max_tokens
         driven.finish()
-    assert all(slots <= max_tokens for slots in asked)
+    assert all(slots <= max_tokens for slots in wanted)
     for handle, seed, length, new in handles:
         assert handle.tokens == alone(LLAMA, random_ids(length, seed), max_new_tokens=new)
 
 
 def test_buffers_that_others_left_are_not_used_where_they_are_too_large(graphs, monkeypatch):
-    lent, lend = [], Workspace.lend
+    acquired, acquire = [], BufferPool.acquire
 
-    def lending(*given):
-        lent.append(lend(*given))
-        return lent[-1]
+    def acquiring(*given):
+        acquired.append(acquire(*given))
+        return acquired[-1]
 
-    monkeypatch.setattr(Workspace, "lend", lending)
+    monkeypatch.setattr(BufferPool, "acquire", acquiring)
     for limit, used in ((10_000, True), (1000, False)):
         runner = graphs.runner(LLAMA)
         others = runner.new_cache(tokens=1000)
         runner.prefill([[1, 2, 3]] * 4, others)
         buffers = others.current.buffers
         others.reset()
-        lent.clear()
+        acquired.clear()
         driven = Driven(LLAMA, max_tokens=limit)
         handle = driven.add(random_ids(4), PAPER, max_new_tokens=9)
         driven.advance(2)
-        assert (driven.batch._cache.current.buffers is buffers) is (buffers in lent) is used
-        assert all(each.rows * each.slots <= limit for each in lent)
+        assert (driven.batch._cache.current.buffers is buffers) is (buffers in acquired) is used
+        assert all(each.rows * each.slots <= limit for each in acquired)
         driven.finish()
         assert handle.tokens == alone(LLAMA, random_ids(4), max_new_tokens=9)
 
@@ -385,14 +388,14 @@ def test_texts_go_on_where_buffers_cannot_be_made(slots, graphs, memory):
             driven.advance(2)
         assert isinstance(driven.batch._cache.current, TreeCache), "until all have ended"
         assert driven.batch._cache.room[1] < 200, "what it takes, and no bucket of it"
-        assert graphs.workspace(LLAMA)._entries == [], "what was there makes way"
+        assert graphs.pool(LLAMA)._entries == [], "what was there makes way"
         driven.finish()
     assert [handle.tokens for handle in handles] == [text_of(number, 30 + number) for number in range(5)]
     (warning,) = caught
     assert warning.category is CaptureWarning
-    said = str(warning.message)
-    assert "no memory" in said and "CUDA out of memory. Tried to allocate" in said and "and more" not in said
-    assert "lade.release" in said and "fewer rows or tokens" in said
+    message = str(warning.message)
+    assert "no memory" in message and "CUDA out of memory. Tried to allocate" in message and "and more" not in message
+    assert "lade.release" in message and "fewer rows or tokens" in message
     memory.slots = 10**9
     again = driven.add(random_ids(3), PAPER, max_new_tokens=20)
     driven.advance()
@@ -401,7 +404,7 @@ def test_texts_go_on_where_buffers_cannot_be_made(slots, graphs, memory):
     assert again.tokens == text_of(0, 20)
 
 
-def test_buffers_that_could_not_be_made_are_asked_for_once(graphs, memory):
+def test_buffers_that_could_not_be_made_are_wanted_once(graphs, memory):
     memory.slots = 600
     driven = Driven(LLAMA)
     with pytest.warns(CaptureWarning):
@@ -409,18 +412,18 @@ def test_buffers_that_could_not_be_made_are_asked_for_once(graphs, memory):
             driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=30)
             driven.advance(2)
         driven.finish()
-    assert [rows * slots > 600 for rows, slots in memory.asked].count(True) == 1
+    assert [rows * slots > 600 for rows, slots in memory.wanted].count(True) == 1
 
 
 def test_a_row_that_joins_has_buffers_made_once(graphs, memory):
-    """As large as all need, the tree behind the new row included."""
+    """As large as all need, the tree after the new row included."""
     driven = Driven(LLAMA)
     handles = [driven.add(random_ids(3), None, max_new_tokens=90)]
     driven.advance(2)
-    memory.asked.clear()
+    memory.wanted.clear()
     handles.append(driven.add(random_ids(300, 1), PAPER, max_new_tokens=90))
     driven.advance(2)
-    assert memory.asked == [(4, 512)]
+    assert memory.wanted == [(4, 512)]
     driven.finish()
     assert [handle.tokens for handle in handles] == [
         alone(LLAMA, random_ids(length, seed), max_new_tokens=90) for seed, length in enumerate((3, 300))
@@ -431,32 +434,32 @@ def test_a_row_that_joins_has_buffers_made_once(graphs, memory):
 def test_texts_go_on_where_a_capture_runs_out_of_memory(at, graphs, monkeypatch):
     """Also where ending the capture fails, too, as it does on a device."""
     driven, handles, captures = Driven(LLAMA), [], []
-    whole = GraphRunner._whole
+    whole = GraphRunner._static_pass
 
     def fails(self, shape, buffers, inputs):
         captures.append(shape)
         if len(set(captures)) > at:
             for group in buffers.groups:
-                group[:, :, :, 100] = torch.nan  # a pass that is broken off leaves anything behind the rows' ends
+                group[:, :, :, 100] = torch.nan  # a pass that is broken off leaves anything after the rows' ends
             try:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             finally:
                 raise RuntimeError("the capture could not be ended")
         return whole(self, shape, buffers, inputs)
 
-    monkeypatch.setattr(GraphRunner, "_whole", fails)
+    monkeypatch.setattr(GraphRunner, "_static_pass", fails)
     with pytest.warns(CaptureWarning, match=r"no memory .*CUDA out of memory") as caught:
         for number in range(4):
             handles.append(driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=30))
             driven.advance(2)
         driven.finish()
-    assert len(caught) == 1 and graphs.workspace(LLAMA).trouble is None
+    assert len(caught) == 1 and graphs.pool(LLAMA).capture_failed_in is None
     assert [handle.tokens for handle in handles] == [text_of(number, 30) for number in range(4)]
 
 
 @pytest.mark.parametrize("joining", [True, False])
 def test_rows_that_fit_nowhere_end_with_the_error(joining, graphs, memory, monkeypatch):
-    """Nobody goes on with keys and values that were lost on the way."""
+    """No row continues with keys and values that were lost on the way."""
     driven = Driven(LLAMA)
     handles = [driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=40) for number in range(2)]
     driven.advance(2)
@@ -504,15 +507,15 @@ def move_without_memory(self, cache):
 
 def test_after_a_capture_that_failed_rows_lie_in_a_cache_that_grows(graphs):
     model = family("mixtral").build()  # the host asks how many tokens chose an expert
-    driven, told = Driven(model), {"max_new_tokens": 15, "do_sample": False}
+    driven, arguments = Driven(model), {"max_new_tokens": 15, "do_sample": False}
     with pytest.warns(CaptureWarning, match="cannot be captured") as caught:
         for _ in range(2):
-            handles = [driven.add(random_ids(5, seed), PAPER, **told) for seed in range(3)]
+            handles = [driven.add(random_ids(5, seed), PAPER, **arguments) for seed in range(3)]
             driven.finish()
             for seed, handle in enumerate(handles):
-                assert handle.tokens == alone(model, random_ids(5, seed), **told)
+                assert handle.tokens == alone(model, random_ids(5, seed), **arguments)
     assert len(caught) == 1 and graphs.counted.recorded == 0
-    assert isinstance(driven.batch._cache.current, TreeCache) and graphs.workspace(model)._entries == []
+    assert isinstance(driven.batch._cache.current, TreeCache) and graphs.pool(model)._entries == []
 
 
 def test_on_a_cpu_nothing_is_captured():
@@ -531,10 +534,10 @@ def test_an_engine_is_served_by_graphs_on_a_device():
             handles = [engine.add(ids, lookahead=PAPER, max_new_tokens=30, do_sample=False) for ids in texts]
             for handle, text in zip(handles, expected, strict=True):
                 assert torch.equal(handle.result(60.0), text)
-        workspace = workspace_of(model, device)
-        (entry,) = workspace._entries
-        assert isinstance(entry.capture, CudaCapture) and {rows for rows, _, _ in shapes_of(workspace)} >= {2, 4}
-    assert workspace._entries == [], "what it took was given back"
+        pool = pool_of(model, device)
+        (entry,) = pool._entries
+        assert isinstance(entry.capture, CudaCapture) and {rows for rows, _, _ in shapes_of(pool)} >= {2, 4}
+    assert pool._entries == [], "what it took was given back"
 
 
 @pytest.mark.gpu
@@ -556,7 +559,7 @@ def test_a_step_of_all_rows_waits_for_the_device_once(method):
                     driven.batch.advance()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert len(driven.batch._engine.rows) == 3, "nobody has left"
+        assert len(driven.batch._engine.rows) == 3, "no row has left"
         driven.finish()
     assert len([w for w in caught if "synchronizing CUDA operation" in str(w.message)]) <= 5
 
@@ -570,16 +573,16 @@ def test_texts_go_on_where_a_device_has_no_memory(where, memory, monkeypatch):
     model = family("llama").build().to(device)
     texts = [random_ids(4 + number, number).to(device) for number in range(4)]
     expected = [model.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=0) for ids in texts]
-    whole, calls = GraphRunner._whole, []
+    whole, calls = GraphRunner._static_pass, []
 
     def fails(self, *given):
         calls.append(given)
-        if len(calls) == 9:  # in the third capture, behind two calls
+        if len(calls) == 9:  # in the third capture, after two calls
             raise torch.OutOfMemoryError("CUDA out of memory")
         return whole(self, *given)
 
     if where == "capture":
-        monkeypatch.setattr(GraphRunner, "_whole", fails)
+        monkeypatch.setattr(GraphRunner, "_static_pass", fails)
     else:
         memory.slots = 600
     driven = Driven(model)
@@ -600,9 +603,9 @@ def test_what_is_released_can_be_used_by_others():
     model, ids = family("llama").build().to(device), random_ids(8).to(device)
     lade.generate(model, input_ids=ids, max_new_tokens=20, do_sample=False, lookahead=PAPER)
     before = torch.cuda.memory_reserved(device)
-    assert shapes_of(workspace_of(model, device))
+    assert shapes_of(pool_of(model, device))
     lade.release(model)
-    assert torch.cuda.memory_reserved(device) < before and not workspace_of(model, device)._entries
+    assert torch.cuda.memory_reserved(device) < before and not pool_of(model, device)._entries
     text = model.generate(ids, max_new_tokens=20, do_sample=False)
     ours = lade.generate(model, input_ids=ids, max_new_tokens=20, do_sample=False, lookahead=PAPER)
     assert torch.equal(ours, text)

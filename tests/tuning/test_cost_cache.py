@@ -13,6 +13,7 @@ from lade.model.support.supports import supports
 from lade.testing import toy_model
 from lade.tuning import cost_cache as profile
 from lade.tuning import cost_file as store
+from lade.tuning import cost_key
 from lade.tuning.step_cost import StepCost
 
 
@@ -55,7 +56,7 @@ def test_measuring_draws_no_random_numbers_that_anyone_could_miss(model, measure
     assert measured and torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_changes_the_cost_is_measured_anew(model, measured, tmp_path, monkeypatch):
+def test_what_changes_the_cost_is_measured_again(model, measured, tmp_path, monkeypatch):
     class PackedLinear(torch.nn.Linear):
         pass
 
@@ -73,17 +74,17 @@ def test_what_changes_the_cost_is_measured_anew(model, measured, tmp_path, monke
     assert again() and not again()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     assert again() and not again()
-    monkeypatch.setattr(profile, "__version__", "0.0.0")
+    monkeypatch.setattr(cost_key, "__version__", "0.0.0")
     assert again() and not again()
-    monkeypatch.setattr(profile.transformers, "__version__", "0.0.0")
+    monkeypatch.setattr(cost_key.transformers, "__version__", "0.0.0")
     assert again() and not again()
-    monkeypatch.setattr(profile, "devices_of", lambda model: ["another machine"])
+    monkeypatch.setattr(cost_key, "devices_of", lambda model: ["another machine"])
     assert again() and not again()
 
 
 def test_another_shape_is_another_key(model):
     def key(other):
-        return profile.key_of(other, runner_of(other))
+        return cost_key.key_of(other, runner_of(other))
 
     own = key(model)
     assert own == key(toy_model("llama", dtype=torch.float32, seed=9))
@@ -137,7 +138,7 @@ def test_a_curve_may_be_measured_while_another_thread_saves(model, measured, tmp
 
 def test_a_curve_that_steps_have_moved_is_saved_at_the_end(model, measured, tmp_path):
     cost = profile.step_cost_for(model, runner_of(model), folder=tmp_path)
-    path = store.path_of(profile.key_of(model, runner_of(model)), tmp_path)
+    path = store.path_of(cost_key.key_of(model, runner_of(model)), tmp_path)
     saved = path.read_text()
     profile.save_refreshed(model, folder=tmp_path)
     cost.observe(16, 10.1e-3)
@@ -149,7 +150,7 @@ def test_a_curve_that_steps_have_moved_is_saved_at_the_end(model, measured, tmp_
     cost.refresh()
     profile.save_refreshed(model, folder=tmp_path)
     assert path.read_text() != saved
-    assert store.load(profile.key_of(model, runner_of(model)), tmp_path).table == cost.table
+    assert store.load(cost_key.key_of(model, runner_of(model)), tmp_path).table == cost.table
     path.unlink()
     profile.save_refreshed(model, folder=tmp_path)
     assert not path.exists(), "it has not moved since"
@@ -162,7 +163,7 @@ def test_a_model_that_was_never_measured_has_nothing_to_save(model, tmp_path):
 
 def test_a_better_curve_is_used_at_once(model, measured, tmp_path):
     better = StepCost.of({1: [1.0]}, measured_at=store.time.time())
-    assert profile.use(model, profile.key_of(model, runner_of(model)), better, folder=tmp_path)
+    assert profile.use(model, cost_key.key_of(model, runner_of(model)), better, folder=tmp_path)
     assert profile.step_cost_for(model, runner_of(model), folder=tmp_path) is better
     assert not measured and len(list(tmp_path.iterdir())) == 1
 
@@ -176,12 +177,12 @@ def test_curves_go_with_their_model(measured, tmp_path):
 
 
 def test_the_machine_has_a_name(model, monkeypatch, tmp_path):
-    assert all(profile.devices_of(model))
-    monkeypatch.setattr(profile, "_CPU_INFO", tmp_path / "none")
-    assert all(profile.devices_of(model))
+    assert all(cost_key.devices_of(model))
+    monkeypatch.setattr(cost_key, "_CPU_INFO", tmp_path / "none")
+    assert all(cost_key.devices_of(model))
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Abacus 3: fast\n")
-    monkeypatch.setattr(profile, "_CPU_INFO", tmp_path / "cpuinfo")
-    assert profile.devices_of(model)[0].startswith("Abacus 3: fast, ")
+    monkeypatch.setattr(cost_key, "_CPU_INFO", tmp_path / "cpuinfo")
+    assert cost_key.devices_of(model)[0].startswith("Abacus 3: fast, ")
 
 
 def test_it_measures_a_real_model_and_leaves_its_text_as_it_was(model, tmp_path):

@@ -61,26 +61,26 @@ def from_another_time(text):
         foreign, from_another_time,
     ],
 )  # fmt: skip
-def test_a_damaged_or_foreign_file_is_told_of_and_replaced(damage, tmp_path, caplog):
+def test_a_damaged_or_foreign_file_is_reported_and_replaced(damage, tmp_path, caplog):
     store.save(KEY, curve(), tmp_path)
     path = store.path_of(KEY, tmp_path)
     damaged = damage(path.read_text())
     path.write_text(damaged)
     with caplog.at_level(logging.WARNING, "lade"):
         assert load(KEY, tmp_path) is None
-    assert str(path) in caplog.text and "measured anew" in caplog.text
+    assert str(path) in caplog.text and "measured again" in caplog.text
     assert path.read_text() == damaged, "reading changes nothing"
     assert store.save(KEY, curve(), tmp_path)
     assert load(KEY, tmp_path) is not None
 
 
-def test_a_file_that_is_no_text_is_told_of(tmp_path, caplog):
+def test_a_file_that_is_no_text_is_reported(tmp_path, caplog):
     store.path_of(KEY, tmp_path).write_bytes(b"\xff\xfe\x00")
     assert load(KEY, tmp_path) is None
-    assert "measured anew" in caplog.text
+    assert "measured again" in caplog.text
 
 
-def test_a_folder_in_the_place_of_the_file_is_told_of(tmp_path, caplog):
+def test_a_folder_in_the_place_of_the_file_is_reported(tmp_path, caplog):
     store.path_of(KEY, tmp_path).mkdir()
     assert load(KEY, tmp_path) is None
     assert not store.save(KEY, curve(), tmp_path)
@@ -88,14 +88,14 @@ def test_a_folder_in_the_place_of_the_file_is_told_of(tmp_path, caplog):
     assert len(list(tmp_path.iterdir())) == 1, "no temporary file is left"
 
 
-def test_a_folder_that_cannot_be_written_to_is_told_of(tmp_path, caplog):
+def test_a_folder_that_cannot_be_written_to_is_reported(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     assert not store.save(KEY, curve(), tmp_path / "file" / "folder")
     assert "cannot be saved" in caplog.text and "folder" in caplog.text
     assert load(KEY, tmp_path / "file" / "folder") is None
 
 
-def test_a_curve_is_measured_anew_after_a_month(tmp_path):
+def test_a_curve_is_measured_again_after_a_month(tmp_path):
     store.save(KEY, curve(), tmp_path)
     day = 24 * 3600
     assert load(KEY, tmp_path, NOW + 29 * day) is not None

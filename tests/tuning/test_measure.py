@@ -25,6 +25,15 @@ class KnownRunner:
     def clock(self):
         return self.now
 
+    def host(self, cache, tokens):
+        return cache
+
+    def pass_sizes(self, largest):
+        return ()
+
+    def eager(self):
+        return self
+
     def room(self, cached):
         return None if self.limit is None else max(0, self.limit - cached)
 

@@ -7,14 +7,15 @@ import torch
 
 from lade.decoding.drafting.tree_size import Controller
 from lade.model.cuda_graphs.buffers import Buffers
-from lade.model.cuda_graphs.capture import Rerun
+from lade.model.cuda_graphs.capture import EagerReplay
+from lade.model.cuda_graphs.pool import BufferPool
 from lade.model.cuda_graphs.runner import GraphRunner
-from lade.model.cuda_graphs.workspace import Workspace
 from lade.model.runner import EagerRunner
 from lade.model.shapes import STEP_SIZES, step_bucket
 from lade.model.support.supports import supports
 from lade.testing import toy_model
 from lade.tuning import cost_cache as profile
+from lade.tuning import cost_key
 from lade.tuning.measure import SIZES, StepTimer, measure_step_cost
 from lade.tuning.step_cost import KNOTS, StepCost
 
@@ -95,7 +96,7 @@ def test_a_budget_fills_the_stairs():
 
 
 def runner_of(model):
-    return GraphRunner(model, supports(model).require(), model.generation_config, Workspace(Rerun))
+    return GraphRunner(model, supports(model).require(), model.generation_config, BufferPool(EagerReplay))
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -110,7 +111,7 @@ def test_captures_do_not_count_as_passes(batch, monkeypatch):
     when.clear()
     assert all(timer(size) > 0 for size in SIZES) and "capture" not in when
     assert timer._cache.lengths == [100] * batch
-    (entry,) = runner._workspace._entries
+    (entry,) = runner._pool._entries
     assert not entry.idle
     del timer
     gc.collect()
@@ -121,7 +122,7 @@ def test_a_profile_of_graphs_is_one_of_stairs(monkeypatch, tmp_path):
     model = toy_model(vocabulary=300)
     runner = runner_of(model)
     cost = profile.step_cost_for(model, runner, folder=tmp_path)
-    assert cost.table[9] == cost.table[16] and profile.key_of(model, runner)["runner"] == "GraphRunner"
+    assert cost.table[9] == cost.table[16] and cost_key.key_of(model, runner)["runner"] == "GraphRunner"
     assert profile.step_cost_for(model, runner, folder=tmp_path) is cost
 
 
@@ -146,7 +147,7 @@ def test_where_captures_have_no_memory_the_other_passes_are_measured(where, monk
 def test_who_has_measured_gives_back_what_it_took():
     runner = runner_of(toy_model(vocabulary=300))
     measure_step_cost(runner, vocabulary=300, cached=50, budget_s=0.05)
-    assert [entry.borrower for entry in runner._workspace._entries] == [None]
+    assert [entry.owner for entry in runner._pool._entries] == [None]
 
 
 def test_logits_of_the_measured_cache_are_finite():

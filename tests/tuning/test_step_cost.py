@@ -221,11 +221,11 @@ def test_samples_are_of_known_sizes(samples):
 def test_json_that_is_no_curve_is_refused(change):
     value = measured().to_json()
     StepCost.from_json(value)
-    with pytest.raises(ValueError, match=r"valid|measure anew"):
+    with pytest.raises(ValueError, match=r"valid|measure again"):
         StepCost.from_json({**value, **change})
 
 
 @pytest.mark.parametrize("value", [None, [], 3, "x", {}])
 def test_json_of_another_kind_is_refused(value):
-    with pytest.raises(ValueError, match="measure anew"):
+    with pytest.raises(ValueError, match="measure again"):
         StepCost.from_json(value)

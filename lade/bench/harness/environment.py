@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lade.bench.results import Environment
-from lade.tuning.cost_cache import devices_of
+from lade.tuning.cost_key import devices_of
 from lade.version import __version__
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")

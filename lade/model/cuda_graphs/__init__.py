@@ -1,1 +1,8 @@
-"""Forward passes captured as CUDA graphs, with static caches."""
+"""Forward passes captured as CUDA graphs, with static caches.
+
+    runner.py ──▶ fallback_cache.py ──▶ static_cache.py ──▶ static_rows.py    rows in buffers at fixed addresses
+        │                                     └───────────▶ pool.py           acquires and releases buffers
+        └───────▶ inputs.py, cache_view.py                  └──▶ capture.py   captures passes on them
+
+Only `lade.model.select_runner` imports this folder.
+"""

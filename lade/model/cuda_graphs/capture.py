@@ -1,8 +1,8 @@
-"""Captures what a call makes a device do, so that it can be done again without the call.
+"""CUDA graph capture and replay, with an eager stand-in.
 
-A graph does again just what was captured: the same kernels on the same addresses. What may change from one time to the
-next must lie in tensors that stay where they are. `Rerun` does the same by calling again, on any device, and sees to it
-that nothing has moved.
+A graph replays just what was captured: the same kernels on the same addresses. What changes from one replay to the next
+must lie in tensors that stay where they are. `EagerReplay` replays by calling again, on any device, and checks that
+none of these tensors has moved.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Recording(Protocol):
     """What was captured."""
 
     def replay(self, call: Call) -> torch.Tensor:
-        """Do it again, on what the fixed tensors hold now.
+        """Run it again, on what the fixed tensors hold now.
 
         Args:
-            call: what was captured, for those that have to call again; a recording does not keep it, since that would
-                keep its model.
+            call: what was captured, for recordings that have to call again; they do not keep it, since that would
+                keep its model alive.
 
         Returns:
             The call's result: always the same tensor, which the next replay of any recording may overwrite.
@@ -44,7 +44,7 @@ class Capture(Protocol):
 
         Args:
             call: launches kernels that read and write `fixed`, and returns a new tensor.
-            fixed: tensors that will stay where they are.
+            fixed: tensors whose addresses will not change.
 
         Raises:
             RuntimeError: the call does what cannot be captured, such as waiting for the device.
@@ -52,10 +52,10 @@ class Capture(Protocol):
         ...
 
 
-class Results:
+class ResultMemory:
     """Memory for the results of recordings that are replayed one at a time.
 
-    Left where it came to be, each recording's result would keep its memory for good: the logits of 128 tokens over a
+    Where it was computed, each recording's result would keep its memory for good: the logits of 128 tokens over a
     vocabulary of 128k take 33 MB a row in bfloat16, in every shape that was captured.
     """
 
@@ -63,25 +63,25 @@ class Results:
         self._memory: torch.Tensor | None = None
 
     def like(self, result: torch.Tensor) -> torch.Tensor:
-        """A tensor like this one, which stays where it is, on memory that others have, too."""
+        """A tensor of the same shape and dtype at an address that does not change, on memory that recordings share."""
         if self._memory is None or self._memory.nbytes < result.nbytes or self._memory.device != result.device:
             self._memory = torch.empty(result.nbytes, dtype=torch.uint8, device=result.device)
         return self._memory[: result.nbytes].view(result.dtype).view(result.shape)
 
 
-class Rerun:
+class EagerReplay:
     """Captures nothing: a replay calls again."""
 
     def __init__(self) -> None:
-        self._results = Results()
+        self._results = ResultMemory()
 
     def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
         """See `Capture.record`."""
-        return _Calls(fixed, self._results)
+        return _EagerRecording(fixed, self._results)
 
 
-class _Calls:
-    def __init__(self, fixed: Sequence[torch.Tensor], results: Results) -> None:
+class _EagerRecording:
+    def __init__(self, fixed: Sequence[torch.Tensor], results: ResultMemory) -> None:
         self._fixed, self._addresses, self._results = fixed, _addresses(fixed), results
         self._result: torch.Tensor | None = None
 
@@ -89,7 +89,7 @@ class _Calls:
         """See `Recording.replay`."""
         result = call()
         if _addresses(self._fixed) != self._addresses:
-            raise RuntimeError("a tensor that was captured has moved: a graph would read where it was")
+            raise RuntimeError("a tensor that was captured has moved: a graph would read its old address")
         if self._result is None:
             self._result = self._results.like(result)
         elif self._result.shape != result.shape:
@@ -102,19 +102,19 @@ def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 class CudaCapture:
-    """Captures CUDA graphs, all in one memory pool: they are to be replayed one at a time, and share their scratch.
+    """Captures CUDA graphs, all in one memory pool: they are replayed one at a time, and share their scratch memory.
 
     Follows "CUDA graphs" in torch's notes on CUDA semantics: warm-up on a side stream, capture on the same one.
 
     Args:
-        device: that the calls launch their kernels on.
+        device: the device that the calls launch their kernels on.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
-        self._results = Results()
+        self._results = ResultMemory()
 
     def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
         """See `Capture.record`."""
@@ -127,13 +127,13 @@ class CudaCapture:
             here.wait_stream(self._stream)
             result = self._results.like(result)
             graph = torch.cuda.CUDAGraph()
-            # Other threads may go on allocating: only what this one does is looked at.
+            # Other threads may continue to allocate: only this one is checked.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 result.copy_(call())
-        return _Graph(graph, result, fixed)
+        return _GraphRecording(graph, result, fixed)
 
 
-class _Graph:
+class _GraphRecording:
     def __init__(self, graph: torch.cuda.CUDAGraph, result: torch.Tensor, fixed: Sequence[torch.Tensor]) -> None:
         self._graph, self._result = graph, result
         self._fixed = fixed  # must not be freed before the graph

@@ -1,11 +1,11 @@
-"""What a captured pass reads: tensors that stay where they are, and are filled anew before each pass.
+"""What a captured pass reads: tensors that stay where they are, and are refilled before each pass.
 
 One copy brings the tokens, their positions, the lengths of the rows and each tree's ancestor closure. All else, the
 attention mask over thousands of cached tokens above all, follows from these, and is computed on the device as a part of
 the pass.
 
-Trees are filled up to the size of the pass, and the batch to its number of rows. What fills them up are copies of the
-root that see the root only; nothing sees them.
+Trees are padded to the size of the pass, and the batch to its number of rows. The padding consists of copies of the
+root that see the root only; no other node sees them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class StaticInputs:
     """Inputs of passes over B rows of S tokens.
 
     Args:
-        rows: B.
-        size: S.
-        device: of the model.
+        rows: B, rows of the pass.
+        size: S, tokens of each row.
+        device: the device of the model.
 
     Attributes:
         memory: uint8, holds all of these:
@@ -60,17 +60,17 @@ class StaticInputs:
         self.memory.copy_(staged, non_blocking=True)
 
     def slots(self) -> torch.Tensor:
-        """Where the nodes go in the cache, `[B, S]` int64: behind what their row has."""
+        """Where the nodes go in the cache, `[B, S]` int64: after what their row holds."""
         return self.lengths[:, None] + torch.arange(self.size, device=self._device)
 
     def step(self, keys: int) -> StepInputs:
-        """The same for a model that is shown the first `keys` slots of each row, K in all."""
+        """Inputs of a pass that reads the first `keys` slots of each row, K in all."""
         slots = torch.arange(keys, device=self._device)
         place = slots - self.lengths[:, None]  # [B, K] number of the node in each slot; cached tokens lie before 0
         node = place.clamp(0, self.size - 1)
         fed = (place >= 0) & (place < self.size)
         seen = self.closure.gather(2, node[:, None].expand(-1, self.size, -1))  # [B, S, K]
-        real = self.closure.diagonal(dim1=1, dim2=2)[..., None]  # [B, S, 1]; what fills up does not see itself
+        real = self.closure.diagonal(dim1=1, dim2=2)[..., None]  # [B, S, 1]; padding does not see itself
         return StepInputs(
             ids=self.ids,
             positions=self.positions,
@@ -79,7 +79,7 @@ class StaticInputs:
         )
 
     def tree_step(self, keys: int) -> TreeInputs:
-        """The same for attention that knows `TreeMask`; what fills up sees the cached text, too."""
+        """The same for attention that knows `TreeMask`; padding sees the cached text, too."""
         lengths, positions = self.lengths.int(), self.positions.int()
         slots = TreeSlots(lengths, lengths, positions, positions, words_of(self.closure), keys)
         return TreeInputs(self.ids, self.positions, slots)

@@ -1,90 +1,98 @@
-"""Runs a model by passes that were captured once and are replayed: on a GPU, launching them takes longer than they do.
+"""Runs a model by passes that were captured once and are replayed: on a GPU, launching takes longer than the kernels.
 
     trees ──▶ StaticInputs.fill ──▶ replay ──▶ logits [B, S, V] ──▶ read: the one place where a step waits
                one copy              one graph of the shape (B, S, K): mask, model, cache update
 
-A shape is captured when it is first needed. Prefill, whose shapes differ, runs as it always does. So does all that is
-asked for with a cache that is not static, or is so no more since memory has run out.
+A shape is captured when it is first needed. Prefill, whose shapes differ, runs eagerly, and so does every pass on a
+cache that has ceased to be static because memory ran out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 
-from lade.decoding.loop import Watch
+from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.tree import TokenTree
-from lade.model.cuda_graphs.buffers import Buffers, Frame, Shape
+from lade.model.cuda_graphs.buffers import Buffers, StepShape
+from lade.model.cuda_graphs.cache_view import StaticCacheView
 from lade.model.cuda_graphs.capture import Recording
-from lade.model.cuda_graphs.fallback_cache import GraphCache
+from lade.model.cuda_graphs.fallback_cache import FallbackCache
 from lade.model.cuda_graphs.inputs import StaticInputs
+from lade.model.cuda_graphs.pool import BufferPool
 from lade.model.cuda_graphs.static_cache import StaticCache
-from lade.model.cuda_graphs.workspace import Workspace, setup_of
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.runner import EagerRunner
-from lade.model.shapes import STEP_SIZES
+from lade.model.shapes import STEP_SIZES, step_bucket
 
 
 @dataclass(frozen=True)
-class Pass:
-    """One captured pass, and what it reads."""
+class CapturedPass:
+    """One captured pass, and the inputs it reads."""
 
     inputs: StaticInputs
     recording: Recording
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A pass that is about to be made, of some shape, on the buffers of a cache."""
+class PreparedStep:
+    """A captured pass that is about to be replayed, its shape, and the cache on whose buffers it works."""
 
     cache: StaticCache
-    shape: Shape
-    captured: Pass
+    shape: StepShape
+    captured: CapturedPass
 
 
 class GraphRunner(EagerRunner):
     """Pads each step to one of a few shapes, and replays what was captured of it.
 
     Args:
-        model: see `EagerRunner`; `lade.model.select_runner` says which ones can be captured.
-        plan: how it takes its masks.
+        model: see `EagerRunner`; `lade.model.select_runner.why_eager` says which models can be captured.
+        plan: how the model takes its masks.
         generation_config: see `EagerRunner`.
-        workspace: holds the buffers and what is captured on them.
+        pool: holds the buffers and what is captured on them.
     """
 
-    sizes = STEP_SIZES
-    """Tokens a row that passes are padded to: what lies between costs as much."""
+    sizing = StaticCache
+    step_sizes = STEP_SIZES
 
     def __init__(
-        self, model: PreTrainedModel, plan: MaskPlan, generation_config: GenerationConfig, workspace: Workspace
+        self, model: PreTrainedModel, plan: MaskPlan, generation_config: GenerationConfig, pool: BufferPool
     ) -> None:
         super().__init__(model, plan, generation_config)
-        self._workspace = workspace
-
-    def new_cache(self, *, tokens: int | None = None, limit: int | None = None) -> GraphCache:
-        """See `EagerRunner.new_cache`; static, unless captures of this model fail."""
-
-        def begin() -> StaticCache | TreeCache:
-            if self._workspace.trouble is not None:
-                return TreeCache()
-            return self._static_cache(tokens, limit)
-
-        return GraphCache(begin)
+        self._pool = pool
 
     def eager(self) -> EagerRunner:
-        """A runner of the same model that captures nothing."""
+        """See `EagerRunner.eager`."""
         return EagerRunner(self.model, self.plan, self.generation_config)
 
-    def host(self, cache: TreeCache, tokens: int) -> StaticCache:
-        """A static cache that takes over the rows of another one, which is emptied.
+    def new_cache(self, *, tokens: int | None = None, limit: int | None = None) -> FallbackCache:
+        """See `EagerRunner.new_cache`; static, unless captures of this model fail."""
+        return self._fallback_cache(tokens, limit)
 
-        Args:
-            cache: the other one.
-            tokens: greatest length that a row is going to have.
+    def borrow(self, given: Cache, tokens: int, *, handed_out: bool) -> FallbackCache:
+        """See `EagerRunner.borrow`; `given` is an empty `TreeCache`, as a user's own has no fixed addresses."""
+        return self._fallback_cache(tokens, None, cast(TreeCache, given) if handed_out else None)
+
+    def _fallback_cache(
+        self, tokens: int | None, limit: int | None, handed_out: TreeCache | None = None
+    ) -> FallbackCache:
+        def make_static() -> StaticCache | None:
+            return None if self._pool.capture_failed_in is not None else self._static_cache(tokens, limit)
+
+        return FallbackCache(make_static, handed_out)
+
+    def _static_cache(self, tokens: int | None, limit: int | None = None) -> StaticCache:
+        return StaticCache(tokens, limit=limit, pool=self._pool)
+
+    def host(self, cache: TreeCache, tokens: int) -> StaticCache:
+        """See `EagerRunner.host`; a static cache, which nothing replaces.
 
         Raises:
             torch.OutOfMemoryError: there is no memory for it; likewise a `forward` that works on it.
@@ -93,66 +101,62 @@ class GraphRunner(EagerRunner):
         static.join([cache], [(0, row) for row in range(len(cache.lengths))])
         return static
 
-    def _static_cache(self, tokens: int | None, limit: int | None = None) -> StaticCache:
-        return self._workspace.cache(lambda: setup_of(self.model), tokens, limit)
+    def pass_sizes(self, largest: int) -> list[int]:
+        """See `EagerRunner.pass_sizes`."""
+        return sorted({step_bucket(size) for size in range(1, largest + 1)})
 
     @torch.no_grad()
-    def prefill(
-        self, rows: Sequence[Sequence[int]], cache: TreeCache | GraphCache, watch: Watch | None = None
+    def prefill(  # type: ignore[override]  # each kind of runner has caches of its own kind
+        self, rows: Sequence[Sequence[int]], cache: FallbackCache, hook: PromptLogitsHook | None = None
     ) -> torch.Tensor:
-        """See `EagerRunner.prefill`; a `GraphCache` is to be empty."""
-        if isinstance(cache, TreeCache):
-            return super().prefill(rows, cache, watch)
+        """See `EagerRunner.prefill`; the cache is to be empty."""
         filled = TreeCache()
-        logits = super().prefill(rows, filled, watch)
+        logits = super().prefill(rows, filled, hook)
         cache.adopt(filled)
         return logits
 
     @torch.no_grad()
-    def forward(
-        self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: TreeCache | StaticCache | GraphCache
+    def forward(  # type: ignore[override]  # likewise
+        self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: StaticCache | FallbackCache
     ) -> torch.Tensor:
-        """See `EagerRunner.forward`; with a static cache the next pass may overwrite the logits."""
-        if isinstance(cache, TreeCache):
-            return super().forward(trees, rows, cache)
-        if isinstance(cache, StaticCache):
-            return self._replay(self._prepare(trees, cache), trees)
-        turn = cache.attempt(lambda static: self._prepare(trees, static))
-        return self.forward(trees, rows, cache.current) if turn is None else self._replay(turn, trees)
+        """See `EagerRunner.forward`; the next pass may overwrite the logits."""
+        step = cache.try_static(lambda static: self._prepare(trees, static))
+        if step is not None:
+            return self._replay(step, trees)
+        assert cache.dynamic is not None
+        return super().forward(trees, rows, cache.dynamic)
 
-    def _prepare(self, trees: Sequence[TokenTree], cache: StaticCache) -> Turn:
-        """All that may need memory: room in the cache, and the pass of this shape, captured now if it never was."""
+    def _prepare(self, trees: Sequence[TokenTree], cache: StaticCache) -> PreparedStep:
+        """All that may need memory: slots in the cache, and the pass of this shape, captured now if it never was."""
         size = max(map(len, trees))
         cache.make_room(size)
         shape, buffers = cache.shape(size), cache.buffers
-        found: Pass | None = buffers.passes.get(shape)
+        found: CapturedPass | None = buffers.passes.get(shape)
         if found is None:
             inputs = StaticInputs(shape.rows, shape.size, self.device)
             inputs.fill(trees, cache.lengths)  # a capture begins with real calls
-            found = buffers.passes[shape] = Pass(inputs, self._record(shape, buffers, inputs))
-        return Turn(cache, shape, found)
+            found = buffers.passes[shape] = CapturedPass(inputs, self._record(shape, buffers, inputs))
+        return PreparedStep(cache, shape, found)
 
-    def _record(self, shape: Shape, buffers: Buffers, inputs: StaticInputs) -> Recording:
-        def call() -> torch.Tensor:
-            return self._whole(shape, buffers, inputs)
+    def _record(self, shape: StepShape, buffers: Buffers, inputs: StaticInputs) -> Recording:
+        return self._pool.record(
+            buffers, lambda: self._static_pass(shape, buffers, inputs), [inputs.memory, *buffers.groups]
+        )
 
-        return self._workspace.record(buffers, call, [inputs.memory, *buffers.groups])
-
-    def _replay(self, turn: Turn, trees: Sequence[TokenTree]) -> torch.Tensor:
-        cache, shape, captured = turn.cache, turn.shape, turn.captured
+    def _replay(self, step: PreparedStep, trees: Sequence[TokenTree]) -> torch.Tensor:
+        cache, shape, inputs = step.cache, step.shape, step.captured.inputs
         size = max(map(len, trees))
-
-        def run() -> torch.Tensor:
-            captured.inputs.fill(trees, cache.lengths)
-            return captured.recording.replay(lambda: self._whole(shape, cache.buffers, captured.inputs))
-
-        logits = self._timed(run)
-        cache.fed(size, shape)
+        self._stopwatch.start(self.device)
+        inputs.fill(trees, cache.lengths)
+        logits = step.captured.recording.replay(lambda: self._static_pass(shape, cache.buffers, inputs))
+        self._stopwatch.stop(logits.device)
+        cache.rows.fed(size, shape)
         return logits[: len(trees), :size]
 
-    def _whole(self, shape: Shape, buffers: Buffers, inputs: StaticInputs) -> torch.Tensor:
-        """The pass itself: all that a graph holds. Logits `[B, S, V]`."""
+    def _static_pass(self, shape: StepShape, buffers: Buffers, inputs: StaticInputs) -> torch.Tensor:
+        """The pass itself, all that a graph holds: logits `[B, S, V]`."""
         step = inputs.tree_step(shape.keys) if self.plan.compact else inputs.step(shape.keys)
-        masks = self.plan.masks(step, self.model.dtype)
-        with self._slot_counters.told(step):
-            return self._call(step, masks, Frame(buffers, inputs.slots(), shape))
+        arguments = self._arguments(step, StaticCacheView(buffers, inputs.slots(), shape))
+        with self._slot_patches.patched_for(step):
+            logits: torch.Tensor = self.model(**arguments).logits
+        return logits

@@ -23,7 +23,7 @@ class PackedLinear(nn.Module):
         keep: whether the layer's own weight stays beside the packed one.
 
     Attributes:
-        in_features, out_features: as those of the layer.
+        in_features, out_features: sizes of the layer's input and output.
         bias: the layer's own parameter, `[out]`, or None.
         layer: the layer that this one stands for, without its weight.
         weight: the layer's own parameter where it is kept; else a parameter in the packed layout, `[out, in]`.
@@ -72,7 +72,7 @@ class PackedLinear(nn.Module):
         """`[..., in]` to `[..., out]`.
 
         Raises:
-            UnsupportedModelError: gradients or another dtype of autocast are asked for.
+            UnsupportedModelError: gradients, or another dtype of autocast, are required.
         """
         if torch.compiler.is_compiling():
             raise UnsupportedModelError("a packed layer cannot be compiled", UNPACK_REMEDY)
@@ -94,7 +94,7 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
     def check_autocast(self) -> torch.dtype:
-        """The dtype that autocast asks for.
+        """The dtype that autocast requires.
 
         Raises:
             UnsupportedModelError: it is not the packed one.
@@ -117,7 +117,7 @@ class PackedLinear(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
-            # Transformers ties anew what is tied, which changes nothing unless the tied weight has been resized.
+            # Transformers ties again what is tied, which changes nothing unless the tied weight has been resized.
             current: Any = self._parameters["weight"]
             if value is not current or current.numel() != self._packed.numel():
                 raise UnsupportedModelError("the weight of a packed layer cannot be replaced", UNPACK_REMEDY)
@@ -187,10 +187,10 @@ def _check_move(fn: Any, dtype: torch.dtype) -> None:
 def refuse_autocast(model: Any) -> None:
     """Raise before any work what each pass of a packed model would raise under autocast to another dtype.
 
-    Plain decoding raises it as well, so there is nothing to fall back to.
+    Plain decoding raises it as well, so there is no fallback.
 
     Raises:
-        UnsupportedModelError: autocast asks for a dtype that some layer is not packed in.
+        UnsupportedModelError: autocast requires a dtype that some layer is not packed in.
     """
     if torch.is_autocast_enabled("cpu") and isinstance(model, nn.Module):
         for module in model.modules():

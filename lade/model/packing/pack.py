@@ -1,7 +1,7 @@
 """Linear layers prepacked for the CPU: a pass over a few tokens costs about as much as one over a single token.
 
 A matrix product on the CPU brings its weights into blocks that suit the vector units. For a handful of tokens that
-costs as much as the product itself, and `nn.Linear` does it anew in every pass. A packed layer has done it once:
+costs as much as the product itself, and `nn.Linear` does it again in every pass. A packed layer has done it once:
 
 >>> lade.pack(model)        # in place, layer by layer; the original weights are freed
 >>> lade.unpack(model)      # every weight is back, bit for bit
@@ -53,7 +53,7 @@ def pack(model: _Model, keep_original: bool = False, *, min_weights: int = MIN_W
     pass that needs gradients are refused. While it is packed no thread may call the model.
 
     Args:
-        model: in evaluation mode, on the CPU.
+        model: a model in evaluation mode, on the CPU.
         keep_original: keep the dense weights as the layers' `weight`, at the price of a second copy. By default they
             are freed, one layer after the other, and `weight` is a parameter in oneDNN's layout with the shape
             `[out, in]`, which has a dtype and a size, and whose values `weight.to_dense()` gives. `state_dict` and
@@ -86,7 +86,7 @@ def _pack(model: nn.Module, layers: Sequence[Any], *, keep_original: bool) -> No
             done.append(packed)
             _put(packed, places[layer])
             layer._parameters["weight"] = None  # `packed` has it, or can unpack it
-    except BaseException:  # out of memory or Ctrl-C amid the work: no half-packed model is left behind
+    except BaseException:  # out of memory or Ctrl-C amid the work: no half-packed model remains
         for packed in done:
             _put(packed.unpacked(), places[packed.layer])
         raise
@@ -119,11 +119,11 @@ def packed_layers(model: nn.Module) -> int:
 
 
 def packable(model: nn.Module, *, min_weights: int = MIN_WEIGHTS) -> list[nn.Module]:
-    """The layers that `pack` would pack; it computes nothing but a small trial of the kernel.
+    """The layers that `pack` would pack; it computes only a small trial of the kernel.
 
     Args:
         model: is left as it is.
-        min_weights: as for `pack`.
+        min_weights: least number of weights of a layer, see `pack`.
 
     Raises:
         UnsupportedModelError: as `pack` does.

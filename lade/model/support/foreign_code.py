@@ -55,7 +55,7 @@ def _of_classes(kinds: Sequence[type]) -> Iterator[Any]:
 
 
 def _attention_of(model: PreTrainedModel) -> Iterator[Any]:
-    """The functions behind the name of the attention implementation."""
+    """The functions of the attention implementation."""
     yield ALL_ATTENTION_FUNCTIONS.get(model.config.get_text_config(decoder=True)._attn_implementation)
     yield torch.nn.functional.scaled_dot_product_attention
 

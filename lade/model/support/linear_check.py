@@ -72,7 +72,7 @@ def foreign_layers(module: nn.Module, home: str, name: str = "") -> Iterator[tup
         module: where to look.
         home: the Python module of the architecture. Its own layers are parts of it, known or probed with it, unless
             their weights are quantised.
-        name: of the module.
+        name: name of the module.
     """
     if _is_known(module, home):
         return
@@ -102,7 +102,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _has(module: nn.Module, name: str) -> bool:
-    """As `hasattr`, which is slow where a module has no such attribute; hundreds of modules are asked."""
+    """As `hasattr`, which is slow where a module has no such attribute; hundreds of modules are checked."""
     return name in vars(module) or hasattr(type(module), name)
 
 
@@ -125,7 +125,7 @@ def _kind(layer: nn.Module) -> str:
 
 
 def _reason(layer: Any, model: PreTrainedModel) -> str:
-    """Why a layer is not served, in words that go on after its name; empty if it is."""
+    """Why a layer is not served, as a phrase that continues its name; empty if it is."""
     if not _is_linear(layer):
         return f"has quantised weights and cannot be tried by itself: {REMEDY}, of linear layers"
     device = next((tensor.device for tensor in (*layer.parameters(), *layer.buffers())), torch.device("meta"))

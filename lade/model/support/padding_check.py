@@ -1,4 +1,4 @@
-"""Trust, but check: whether plain decoding of an unlisted architecture takes left padding for nothing.
+"""Trust, but check: whether plain decoding of an unlisted architecture ignores left padding.
 
 Rows are fed without their padding here, so texts are equal only where plain decoding sees it neither in its positions
 nor in its masks. Transformers sees to that, unless a class prepares its inputs in a way of its own.
@@ -43,7 +43,7 @@ def _error_of_padding(model: PreTrainedModel) -> float:
 
 
 def _logits(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Of the last two tokens `[1, L]`, `[2, V]`, the last one fed alone behind the others, as `generate` does it."""
+    """Of the last two tokens `[1, L]`, `[2, V]`, the last one fed alone after the others, as `generate` does it."""
     kwargs: dict[str, Any] = {"attention_mask": mask[:, :-1], "past_key_values": DynamicCache(), "use_cache": True}
     if "position_ids" in inspect.signature(type(model).forward).parameters:
         kwargs["position_ids"] = model._prepare_position_ids_for_generation(ids[:, :-1], kwargs)

@@ -56,7 +56,7 @@ def _generators(model: PreTrainedModel) -> Iterator[Generator]:
 
 
 def _same(state: Any, other: Any) -> bool:
-    """Whether two states of one generator are alike."""
+    """Whether two states of one generator are equal."""
     if isinstance(state, tuple):
         return all(map(_same, state, other))
     return torch.equal(state, other) if isinstance(state, torch.Tensor) else bool(np.array_equal(state, other))

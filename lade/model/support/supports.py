@@ -96,7 +96,9 @@ def supports(model: Any) -> Support:
     """
     wrapped, model = model, unwrap(model)
     name = type(model).__name__
-    reason = _refusal(model) or _refusal_of_wrapper(wrapped, model) or why_inexact(model) or why_not_in_training(model)
+    reason = (
+        _refusal(model) or why_adapted_otherwise(wrapped, model) or why_inexact(model) or why_not_in_training(model)
+    )
     if reason:
         return Support(name, reason)
     config, foreign = model.config.get_text_config(decoder=True), foreign_code(model)
@@ -170,10 +172,6 @@ def _refusal_as_it_is_set_up(model: PreTrainedModel, config: PretrainedConfig) -
     if window := window_too_short(config):
         return f"its {window} is less than two tokens, and transformers' cache does not heed so short a window"
     return ""
-
-
-def _refusal_of_wrapper(wrapped: Any, model: PreTrainedModel) -> str:
-    return why_adapted_otherwise(wrapped, model)
 
 
 def _foreign_layers(config: PretrainedConfig) -> list[str]:

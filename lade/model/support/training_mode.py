@@ -1,9 +1,9 @@
-"""Models in training mode: do their passes draw random numbers, and does one go on from the cache of another?
+"""Models in training mode: do their passes draw random numbers, and does one continue from the cache of another?
 
 Dropout comes in many forms: modules, calls of a function, dropped layers, jitter in a router; and some are on only
-where the module that holds them is in training mode, whatever the model as a whole says. So nothing is concluded from
-names: three passes over two or three tokens are tried, whenever any module is in training mode. Random numbers count
-even where no dropout uses them: a sample after fewer passes would be another one.
+where the module that holds them is in training mode, whatever the mode of the model as a whole. So names prove nothing:
+three passes over two or three tokens are tried, whenever any module is in training mode. Random numbers count even
+where no dropout uses them: a sample after fewer passes would be another one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def why_not_in_training(model: PreTrainedModel) -> str:
         return f"it is in training mode, where it draws random numbers, such as dropout's: {REMEDY}"
     if not error <= tolerance(model.dtype):
         return (
-            "it is in training mode, where a pass does not go on from the cache of the one before, "
+            "it is in training mode, where a pass does not continue from the cache of the one before, "
             f"as with gradient checkpointing: {REMEDY}"
         )
     return ""

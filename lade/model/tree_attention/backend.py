@@ -49,10 +49,10 @@ def tree_attention(
         value: `[B, Hkv, K, Dv]`.
         attention_mask: `[B, 1, S, K]`, a `TreeMask`, boolean, or added to the scores; None for causal attention.
         dropout: probability.
-        scaling: of the scores; `D ** -0.5` if not given.
+        scaling: factor of the scores; `D ** -0.5` if not given.
         softcap: scores s become softcap * tanh(s / softcap).
         s_aux: `[H]`, attention sinks: the score of one more key of each head, which has no value.
-        kwargs: for SDPA.
+        kwargs: other arguments, which SDPA takes.
 
     Returns:
         `[B, S, H, Dv]`, and no weights.

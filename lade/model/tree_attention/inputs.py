@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lade.decoding.tree import TokenTree
-from lade.model.attention_span import Reach
+from lade.model.attention_span import AttentionSpan
 from lade.model.host_to_device import filled, upload
 from lade.model.tree_attention.tree_mask import TreeMask, TreeSlots, words_of
 
@@ -21,7 +21,7 @@ class TreeInputs:
     Attributes:
         ids: `[B, S]` int64; rows with a smaller tree are filled up with copies of their root.
         positions: `[B, S]` int64.
-        slots: of text and trees.
+        slots: where text and trees lie.
     """
 
     ids: torch.Tensor
@@ -30,7 +30,7 @@ class TreeInputs:
 
     @classmethod
     def of(cls, trees: Sequence[TokenTree], lengths: Sequence[int], device: torch.device, held: int = 0) -> TreeInputs:
-        """Join one tree a row. All that is fed lies behind the longest row.
+        """Join one tree a row. All that is fed is appended after the longest row.
 
         Args:
             trees: T is the size of the largest one.
@@ -40,8 +40,8 @@ class TreeInputs:
                 ends where they begin. Of several rows none has any.
         """
         nodes = max(map(len, trees))
-        nothing = [0] * len(trees)
-        ids, depths = (filled(each, nothing, nodes) for each in ([t.ids for t in trees], [t.depths for t in trees]))
+        none = [0] * len(trees)
+        ids, depths = (filled(each, none, nodes) for each in ([t.ids for t in trees], [t.depths for t in trees]))
         before = np.array(lengths) - held  # [B], tokens in front of the trees
         positions = depths + before[:, None]
         ancestors = np.zeros((len(trees), nodes, nodes), dtype=np.bool_)
@@ -60,6 +60,6 @@ class TreeInputs:
         """`[B, K]`, position of every slot of the cache and of the step."""
         return self.slots.key_positions()
 
-    def mask(self, reach: Reach) -> TreeMask:
+    def mask(self, span: AttentionSpan) -> TreeMask:
         """What each node may see of what is near enough, `[B, 1, S, K]`."""
-        return TreeMask(self.slots, reach)
+        return TreeMask(self.slots, span)

@@ -26,11 +26,11 @@ class Tiles:
     """How the work is cut: what decides the speed of `attend`, and not its result.
 
     Attributes:
-        queries: of a program, those of all heads that share their keys; a power of two from 16 on.
-        keys: that are read at a time; a power of two from 16 on.
+        queries: queries of a program, over all heads that share their keys; a power of two from 16 on.
+        keys: keys that are read at a time; a power of two from 16 on.
         splits: programs that share the keys of one tile of queries.
-        warps: of a program.
-        stages: of the pipeline that reads ahead.
+        warps: warps of a program.
+        stages: depth of the pipeline that reads ahead.
     """
 
     queries: int
@@ -94,17 +94,17 @@ def attend(
             h * H / Hkv and following share head h.
         value: `[B, Hkv, K, Dv]`.
         mask: `[B, 1, S, K]`.
-        scale: of the scores.
+        scale: factor of the scores.
         softcap: scores s become softcap * tanh(s / softcap).
         sinks: `[H]`, the score of one more key of each head, which has no value.
-        tiles: how the work is cut.
+        tiles: sizes that the work is cut into.
 
     Returns:
         `[B, S, H, Dv]` in the dtype of `query`; 0 where a query sees nothing.
     """
     query, key, value = (states if states.stride(-1) == 1 else states.contiguous() for states in (query, key, value))
     rows, heads, step, _ = query.shape
-    kv_heads, value_dim, at, reach = key.shape[1], value.shape[-1], mask.slots, mask.reach
+    kv_heads, value_dim, at, span = key.shape[1], value.shape[-1], mask.slots, mask.span
     tiles = tiles or Tiles.fitting(query, key, value)
     out = query.new_empty(rows, step, heads, value_dim)
     parts = query.new_empty(tiles.splits, *out.shape, dtype=torch.float32) if tiles.splits > 1 else out
@@ -115,10 +115,10 @@ def attend(
             query, key, value, sinks, parts, log_sums,
             at.lengths, at.firsts, at.positions, at.node_positions, at.ancestors,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-            step, at.node_positions.shape[1], at.ancestors.shape[2], reach.window or reach.chunk or 0,
+            step, at.node_positions.shape[1], at.ancestors.shape[2], span.window or span.chunk or 0,
             scale * LOG2E / (softcap or 1.0), (softcap or 0.0) * LOG2E, LOG2E,
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, SPLITS=tiles.splits,
-            WINDOW=bool(reach.window), CHUNK=bool(reach.chunk), SOFTCAP=bool(softcap), SINKS=sinks is not None,
+            WINDOW=bool(span.window), CHUNK=bool(span.chunk), SOFTCAP=bool(softcap), SINKS=sinks is not None,
             KEY_DIM=key.shape[-1], VALUE_DIM=value_dim,
             KEY_BLOCK=_block(key.shape[-1]), VALUE_BLOCK=_block(value_dim),
             TILE=tiles.queries, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True,

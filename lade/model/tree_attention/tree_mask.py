@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from lade.model.attention_span import Reach
+from lade.model.attention_span import AttentionSpan
 
 WORD_BITS = 32
 
@@ -24,7 +24,7 @@ class TreeSlots:
 
     Attributes:
         lengths: `[B]` int32, cached tokens of each row: they lie in its first slots, at positions 0, 1, ...
-        firsts: `[B]` int32, the slot of each row's first node; slots between are seen by nobody.
+        firsts: `[B]` int32, the slot of each row's first node; no query sees the slots between.
         positions: `[B, S]` int32, of the queries. Queries that only fill up a batch are best copies of their root: in a
             layer with a window, a position in the middle of the text would have that text read.
         node_positions: `[B, T]` int32, of all nodes of the tree, those fed now and those cached before.
@@ -44,17 +44,17 @@ class TreeSlots:
             if isinstance(tensor, torch.Tensor) and not (tensor.dtype == torch.int32 and tensor.is_contiguous()):
                 raise ValueError(f"{name} is {tensor.dtype} with strides {tensor.stride()}: give contiguous int32")
 
-    def allowed(self, reach: Reach) -> torch.Tensor:
+    def allowed(self, span: AttentionSpan) -> torch.Tensor:
         """What each query sees, `[B, S, K]` bool."""
         places, is_node = self._places()
         rows, step, _ = self.ancestors.shape
         words = self.ancestors.gather(2, (places // WORD_BITS)[:, None].expand(rows, step, -1))
         is_seen = (words >> (places % WORD_BITS)[:, None] & 1).bool() & is_node[:, None]
         is_text = self._slots() < self.lengths[:, None]
-        return (is_seen | is_text[:, None]) & reach(self.positions[:, :, None], self.key_positions()[:, None])
+        return (is_seen | is_text[:, None]) & span(self.positions[:, :, None], self.key_positions()[:, None])
 
     def key_positions(self) -> torch.Tensor:
-        """`[B, K]`, the position of every slot; those that are seen by nobody have some."""
+        """`[B, K]`, the position of every slot; those that no query sees have an arbitrary one."""
         places, is_node = self._places()
         return torch.where(is_node, self.node_positions.gather(1, places), self._slots())
 
@@ -72,35 +72,35 @@ class TreeMask(torch.Tensor):
     """Boolean mask `[B, 1, S, K]` of the nodes of trees: true where a query may see a key.
 
     Attributes:
-        slots: of text and trees, shared by the masks of all layer types.
-        reach: what of it is near enough.
+        slots: where text and trees lie, shared by the masks of all layer types.
+        span: how far back the layers see.
     """
 
     slots: TreeSlots
-    reach: Reach
+    span: AttentionSpan
     _dense: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls, slots: TreeSlots, reach: Reach) -> TreeMask:  # noqa: D102
+    def __new__(cls, slots: TreeSlots, span: AttentionSpan) -> TreeMask:  # noqa: D102
         rows, step = slots.positions.shape
         shape = (rows, 1, step, slots.width)
         mask: TreeMask = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=torch.bool, device=slots.positions.device
         )
-        mask.slots, mask.reach, mask._dense = slots, reach, None
+        mask.slots, mask.span, mask._dense = slots, span, None
         return mask
 
-    def __init__(self, slots: TreeSlots, reach: Reach) -> None:
+    def __init__(self, slots: TreeSlots, span: AttentionSpan) -> None:
         super().__init__()
 
     def dense(self) -> torch.Tensor:
         """The same as an ordinary tensor."""
         if self._dense is None:
-            self._dense = self.slots.allowed(self.reach)[:, None]
+            self._dense = self.slots.allowed(self.span)[:, None]
         return self._dense
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"TreeMask({list(self.shape)}, {self.reach})"
+        return f"TreeMask({list(self.shape)}, {self.span})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -1,0 +1,70 @@
+"""What the step cost of a model depends on: hardware, weights, settings and versions, by readable names."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import Counter
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from lade.model.config_fields import field
+from lade.model.runner import EagerRunner
+from lade.model.shapes import batch_bucket
+from lade.model.weights import bytes_by_kind
+from lade.version import __version__
+
+_SHAPE = """
+    model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size
+    """.split()  # noqa: SIM905 - a table of words reads better without the quotes
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+def key_of(model: PreTrainedModel, runner: EagerRunner, batch: int = 1) -> dict[str, object]:
+    """All that a step's cost depends on, but for the length of the text and the machine's other load.
+
+    These two change from step to step: the curve follows them while it is used.
+    """
+    config = model.config.get_text_config(decoder=True)
+    return {
+        "devices": devices_of(model),
+        "threads": torch.get_num_threads(),
+        "model": type(model).__name__,
+        "shape": {name: field(config, name) for name in _SHAPE},
+        "parameters": model.num_parameters(),
+        # These two tell packed, quantised and adapted weights from plain ones: they sit in modules of other classes,
+        # or are tensors of other classes, or other numbers of bytes.
+        "modules": dict(Counter(type(module).__name__ for module in model.modules())),
+        "weights": bytes_by_kind(model.parameters()),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "attention": config._attn_implementation,
+        "runner": type(runner).__name__,
+        "batch": batch_bucket(batch),
+        "lade": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def devices_of(model: PreTrainedModel) -> list[str]:
+    """Names of the hardware that a model's weights lie on, one for each device."""
+    devices = {parameter.device for parameter in model.parameters()}
+    return sorted(_device_name(device) for device in devices) or ["none"]
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_name()}, {os.cpu_count()} cores" if device.type == "cpu" else device.type
+
+
+def _cpu_name() -> str:
+    """Such as "AMD EPYC 9654 96-Core Processor"."""
+    if _CPU_INFO.is_file():
+        for line in _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
