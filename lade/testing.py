@@ -20,7 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from lade.decoding.loop import Watch
+from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.tree import TokenTree
 from lade.tuning.step_cost import StepCost
 
@@ -160,12 +160,14 @@ class FunctionRunner:
         """Depth left before `max_length`."""
         return None if self.max_length is None else max(0, self.max_length - 1 - cached)
 
-    def prefill(self, rows: Sequence[Sequence[int]], cache: ListCache, watch: Watch | None = None) -> torch.Tensor:
-        """Logits `[B, V]` after each row; `watch` is shown those of all tokens."""
+    def prefill(
+        self, rows: Sequence[Sequence[int]], cache: ListCache, hook: PromptLogitsHook | None = None
+    ) -> torch.Tensor:
+        """Logits `[B, V]` after each row; `hook` is called with those of all tokens."""
         cache.rows = [list(row) for row in rows]
-        for number, row in enumerate(rows if watch else ()):
-            assert watch is not None
-            watch([number], 0, torch.stack([self._logits(row[: n + 1]) for n in range(len(row))]))
+        for number, row in enumerate(rows if hook else ()):
+            assert hook is not None
+            hook([number], 0, torch.stack([self._logits(row[: n + 1]) for n in range(len(row))]))
         return torch.stack([self._logits(row) for row in rows])
 
     def forward(self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: ListCache) -> torch.Tensor:

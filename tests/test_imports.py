@@ -15,6 +15,7 @@ PACKAGE = Path(lade.__file__).parent
 LAYERS = [
     "version name_clash config errors locks stats jsonl files",
     "decoding",
+    "memory memory_file",
     "model",
     "tuning",
     "hf testing",

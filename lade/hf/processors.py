@@ -12,8 +12,8 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from lade.decoding.choose import Choose
 from lade.decoding.row import StopRule
+from lade.decoding.verify import Choose
 from lade.hf.sampling import Sampler
 
 
@@ -83,12 +83,12 @@ class Processed:
         self._processors: Any = processors  # its annotations ask for LongTensor, which no torch function returns
         self._transcript, self._sampler, self._record = transcript, sampler, record
 
-    def look_ahead(self, logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor | None:
-        """See `lade.decoding.choose.Chooser.look_ahead`."""
+    def choose_all(self, logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor | None:
+        """See `lade.decoding.verify.Chooser.choose_all`."""
         return None
 
-    def open(self, logits: torch.Tensor, picks: Sequence[int], tokens: Sequence[int]) -> Choose:
-        """See `lade.decoding.choose.Chooser.open`."""
+    def bind(self, logits: torch.Tensor, ids: Sequence[int], tokens: Sequence[int]) -> Choose:
+        """See `lade.decoding.verify.Chooser.bind`."""
 
         def choose(node: int) -> int:
             input_ids = self._transcript.upto(tokens)

@@ -13,7 +13,7 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
-from lade.decoding.choose import Choose
+from lade.decoding.verify import Choose
 from lade.hf.processors import Processed
 from lade.hf.sampling import NO_TOKEN
 
@@ -49,8 +49,8 @@ class AtOnce(Processed):
 
     _probabilities: torch.Tensor | None = None  # [S, V]
 
-    def look_ahead(self, logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor:
-        """See `lade.decoding.choose.Chooser.look_ahead`."""
+    def choose_all(self, logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor:
+        """See `lade.decoding.verify.Chooser.choose_all`."""
         raw = logits.float()  # which none of these processors writes to
         nothing = torch.empty((len(raw), 0), dtype=torch.long, device=raw.device)
         scores = self._processors(nothing, raw)  # [S, V]
@@ -60,16 +60,16 @@ class AtOnce(Processed):
         self._probabilities = scores.softmax(dim=-1)
         return self._sampler.draw_ahead(self._probabilities, depths)
 
-    def open(self, logits: torch.Tensor, picks: Sequence[int], tokens: Sequence[int]) -> Choose:
-        """See `lade.decoding.choose.Chooser.open`."""
+    def bind(self, logits: torch.Tensor, ids: Sequence[int], tokens: Sequence[int]) -> Choose:
+        """See `lade.decoding.verify.Chooser.bind`."""
         sampler, probabilities = self._sampler, self._probabilities
         if sampler is None or probabilities is None:
-            return picks.__getitem__
+            return ids.__getitem__
 
         def choose(node: int) -> int:
-            if picks[node] == NO_TOKEN:
+            if ids[node] == NO_TOKEN:
                 return sampler.draw(probabilities[node : node + 1])  # which says what is wrong
             sampler.take()
-            return picks[node]
+            return ids[node]
 
         return choose

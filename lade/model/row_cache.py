@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from lade.decoding.loop import Cache
+from lade.decoding.loop import KVCache
 from lade.model.kv_cache import TreeCache
 from lade.model.sizing import Sizing
 
 
-class RowCache(Cache, Protocol):
+class RowCache(KVCache, Protocol):
     """Keys and values of rows that join one by one, each prefilled by itself."""
 
     @property

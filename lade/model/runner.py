@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lade.decoding.loop import Watch
+from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.tree import TokenTree
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import Inputs, Mask, MaskPlan
@@ -63,7 +63,9 @@ class EagerRunner:
         return TreeCache()
 
     @torch.no_grad()
-    def prefill(self, rows: Sequence[Sequence[int]], cache: TreeCache, watch: Watch | None = None) -> torch.Tensor:
+    def prefill(
+        self, rows: Sequence[Sequence[int]], cache: TreeCache, watch: PromptLogitsHook | None = None
+    ) -> torch.Tensor:
         """Feed what `cache` does not hold yet, as transformers does it (in chunks if asked), but without padding.
 
         Rows of equal length are fed together, those that are alike once, into caches that are then joined.
@@ -90,7 +92,11 @@ class EagerRunner:
         return torch.stack(logits)
 
     def _prefill(
-        self, texts: Sequence[Sequence[int]], places: Sequence[Sequence[int]], cache: TreeCache, watch: Watch | None
+        self,
+        texts: Sequence[Sequence[int]],
+        places: Sequence[Sequence[int]],
+        cache: TreeCache,
+        watch: PromptLogitsHook | None,
     ) -> torch.Tensor:
         """Feed texts of equal length; `places` are the rows that each of them is the text of."""
         whole = self._forgets(texts, cache) or not cache.get_seq_length()
@@ -104,7 +110,11 @@ class EagerRunner:
             raise
 
     def _feed_texts(
-        self, texts: Sequence[Sequence[int]], places: Sequence[Sequence[int]], cache: TreeCache, watch: Watch | None
+        self,
+        texts: Sequence[Sequence[int]],
+        places: Sequence[Sequence[int]],
+        cache: TreeCache,
+        watch: PromptLogitsHook | None,
     ) -> torch.Tensor:
         ids = torch.tensor(texts, device=self.device)
         kwargs: dict[str, Any] = {"past_key_values": cache, "use_cache": True}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from lade.decoding.drafting.batch_budget import JointBudget
+from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.drafting.factory import drafter_for
-from lade.decoding.loop import Engine
+from lade.decoding.loop import DecodeLoop, prompt_hook
 from lade.decoding.readout import read
 from lade.decoding.row import Row
 from lade.hf.session import Output, vocabulary_of
@@ -81,7 +80,7 @@ class Batch:
         self._cache = self._runner.new_cache(limit=max_tokens)
         self.capacity = Capacity(max_rows, max_tokens, token_bytes, self._cache.sizing)
         own_kind: Any = self._cache  # which this runner knows
-        self._engine = Engine([], self._runner, own_kind, isolate=True)
+        self._loop = DecodeLoop([], self._runner, own_kind, isolate=True)
         self._opening: list[Seat] = []
         self._seats: dict[Row, Seat] = {}  # those that have joined
         self._cost: BatchCost | None = None
@@ -115,10 +114,10 @@ class Batch:
 
     def _drafter(self, request: Request) -> Drafter:
         config, weighs = request.config, request.config.adaptive and request.config.budget is None
-        if weighs and self._engine.budget is None:
+        if weighs and self._loop.budget is None:
             self._cost = BatchCost(lambda rows: step_cost_for(self._model, self._runner, batch=rows), 1)
-            self._engine.budget = JointBudget(self._cost)
-        budget = self._engine.budget if weighs else None
+            self._loop.budget = BatchBudget(self._cost)
+        budget = self._loop.budget if weighs else None
         return drafter_for(config, request.excluded, vocabulary=vocabulary_of(self._model), budget=budget)
 
     def advance(self) -> None:
@@ -127,7 +126,7 @@ class Batch:
             if seat.leaves:
                 self._end(seat, None)
         self._feed()
-        if self._engine.rows:
+        if self._loop.rows:
             self._step()
         if self.idle:
             self._cache.reset()
@@ -135,7 +134,7 @@ class Batch:
 
     def close(self, problem: BaseException | None = None) -> None:
         """End all requests, with an error or as cancelled, and give back what they took."""
-        seats, self._opening, self._seats, self._engine.rows = self.seats, [], {}, []
+        seats, self._opening, self._seats, self._loop.rows = self.seats, [], {}, []
         for seat in seats:
             seat.handle.end(problem)
         self._cache.reset()
@@ -151,7 +150,7 @@ class Batch:
                 self._feed_piece(seat, left)
             except Exception as problem:  # noqa: BLE001 - whatever it is, the request's owner gets it
                 self._end(seat, problem)
-                if self._engine.rows and self._cache.room == (0, 0):  # the others have lost what they had
+                if self._loop.rows and self._cache.room == (0, 0):  # the others have lost what they had
                     self._end_rows(problem)
             left -= seat.fed - before
 
@@ -162,21 +161,15 @@ class Batch:
             seat.row = seat.request.row(self._drafter(seat.request))
         row = seat.row
         end = min(len(row.tokens), seat.fed + most)
-
-        def show(alike: Sequence[int], first: int, logits: torch.Tensor) -> None:
-            said = read(logits).entries
-            assert said is not None
-            row.drafter.read_prompt(row.tokens, first, said)
-
-        logits = self._runner.prefill([row.tokens[:end]], seat.cache, show if row.drafter.reads else None)  # [1, V]
+        logits = self._runner.prefill([row.tokens[:end]], seat.cache, prompt_hook([row]))  # [1, V]
         seat.fed = end
         if end < len(row.tokens):
             seat.seconds += perf_counter() - start
             return
-        token = row.open(logits, read(logits, likeliest=False).picks)
+        token = row.choose_first(logits, read(logits, wants_entries=False).argmax_ids)
         seat.seconds += perf_counter() - start
         self._join(seat)
-        self._engine.drop_finished()  # the first token may have been the last
+        self._loop.drop_finished()  # the first token may have been the last
         self._tell(seat, Step(0, [token], ["prefill"], end, seat.seconds))
 
     def _join(self, seat: Seat) -> None:
@@ -184,15 +177,15 @@ class Batch:
         self._seats[seat.row] = seat
         self._make_room(seat.fed)
         self._cache.take(seat.cache)
-        self._engine.rows.append(seat.row)
+        self._loop.rows.append(seat.row)
 
     def _step(self) -> None:
-        rows = list(self._engine.rows)
+        rows = list(self._loop.rows)
         try:
             self._make_room()
             if self._cost is not None:
                 self._cost.resize(len(rows))
-            steps = self._engine.step()
+            steps = self._loop.step()
         except Exception as problem:  # noqa: BLE001 - likewise; and who knows what the cache holds now
             self._end_rows(problem)
             return
@@ -203,7 +196,7 @@ class Batch:
                 self._end(self._seats[row], row.problem)
 
     def _end_rows(self, problem: BaseException) -> None:
-        rows, self._engine.rows = self._engine.rows, []
+        rows, self._loop.rows = self._loop.rows, []
         for row in rows:
             self._end(self._seats[row], problem)
 
@@ -231,7 +224,7 @@ class Batch:
         else:
             del self._seats[seat.row]
             seat.row.done = True
-            self._engine.drop_finished()
-            if not self._engine.rows:
+            self._loop.drop_finished()
+            if not self._loop.rows:
                 self._cache.reset()
         seat.handle.end(result)

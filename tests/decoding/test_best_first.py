@@ -11,9 +11,9 @@ from memories import downhill, filled_memory, known, learn, likeliest, mixed, pr
 
 from lade.decoding.drafting import best_first as module
 from lade.decoding.drafting.best_first import PROMISE, Growth
-from lade.decoding.drafting.memory import Memory
 from lade.decoding.kernels import ORDERS, TEXT_ORDERS
 from lade.decoding.tree import ROOT, TokenTree
+from lade.memory import Memory
 
 VOCABULARY = 8
 Allowed = Callable[[int], bool]

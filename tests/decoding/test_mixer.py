@@ -11,10 +11,10 @@ from memories import NEGLIGIBLE, Row, Said, downhill, line_of, log_odds_of, memo
 
 from lade.decoding import kernels
 from lade.decoding.drafting.best_first import Growth
-from lade.decoding.drafting.memory import Memory
 from lade.decoding.drafting.mixer import RATE, prior_weights
 from lade.decoding.kernels import END, FLOOR, LINES, ORDERS, SCALE, TEXT, TEXT_ORDERS, WIDTH, Doubles
 from lade.decoding.tree import TokenTree
+from lade.memory import Memory
 
 CONTEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 tokens, values = st.integers(0, 20), st.integers(0, 255)

@@ -127,11 +127,11 @@ class Driven:
         assert rows * slots <= max(capacity.max_tokens, 0)
         assert len(self.batch.seats) <= capacity.max_rows
         assert {id(seat.handle) for seat in self.batch.seats} == {id(handle) for handle in self.seats}
-        assert len(self.batch._engine.rows) == len(self.batch._seats)
-        assert cache.lengths == ([len(row.tokens) - 1 for row in self.batch._engine.rows] or [0])
+        assert len(self.batch._loop.rows) == len(self.batch._seats)
+        assert cache.lengths == ([len(row.tokens) - 1 for row in self.batch._loop.rows] or [0])
         if isinstance(cache, GraphCache) and isinstance(cache.current, StaticCache):
             check_zeros(cache.current)
-        self.most_rows = max(self.most_rows, len(self.batch._engine.rows))
+        self.most_rows = max(self.most_rows, len(self.batch._loop.rows))
 
     def finish(self):
         for _ in range(10_000):

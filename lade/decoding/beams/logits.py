@@ -33,7 +33,7 @@ from lade.stats import Stats, Step
 
 
 class BeamCache(Protocol):
-    """Keys and values of B rows; see `lade.decoding.loop.Cache`."""
+    """Keys and values of B rows; see `lade.decoding.loop.KVCache`."""
 
     def keep(self, paths: Sequence[Sequence[int]], fed: int, held: Sequence[int] | None = None) -> None:
         """Of the tokens that came last, `fed` and before them in each row `held` ones, keep those of its path."""

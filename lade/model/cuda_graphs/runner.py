@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from lade.decoding.loop import Watch
+from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.tree import TokenTree
 from lade.model.cuda_graphs.buffers import Buffers, Frame, Shape
 from lade.model.cuda_graphs.capture import Recording
@@ -98,7 +98,7 @@ class GraphRunner(EagerRunner):
 
     @torch.no_grad()
     def prefill(
-        self, rows: Sequence[Sequence[int]], cache: TreeCache | GraphCache, watch: Watch | None = None
+        self, rows: Sequence[Sequence[int]], cache: TreeCache | GraphCache, watch: PromptLogitsHook | None = None
     ) -> torch.Tensor:
         """See `EagerRunner.prefill`; a `GraphCache` is to be empty."""
         if isinstance(cache, TreeCache):
