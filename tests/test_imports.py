@@ -100,6 +100,28 @@ def test_the_algorithm_knows_nothing_of_transformers(path):
         assert "transformers" not in path.read_text()
 
 
+FILES_AND_TOKENIZERS = re.compile("open|Path|os|io|pathlib|tempfile|safetensors|json|pickle|memory_file|files")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_the_algorithm_knows_nothing_of_files_and_tokenizers(path):
+    if layer_of(path) != "decoding":
+        return
+    names = {name for node in ast.walk(ast.parse(path.read_text())) for name in named(node)}
+    assert not {name for name in names if FILES_AND_TOKENIZERS.fullmatch(name) or "tokenizer" in name.lower()}
+
+
+def named(node: ast.AST) -> set[str]:
+    """Every name that a piece of code uses: variables, attributes, arguments, functions and what it imports."""
+    match node:
+        case ast.Import() | ast.ImportFrom():
+            parts = [*(getattr(node, "module", None) or "").split("."), *(alias.name for alias in node.names)]
+            return {name for part in parts for name in part.split(".")}
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.FunctionDef(name=name):
+            return {name}
+    return set()
+
+
 def test_only_the_kernels_know_of_a_compiler():
     """Who compiles elsewhere could not be sure that kept machine code is up to date."""
     users = {path.name for path in MODULES if re.search(r"^\s*(import|from) numba\b|\bnumba\.", path.read_text(), re.M)}

@@ -4,8 +4,9 @@ A method is a `Drafter`: the paper's, the adaptive one, plain Jacobi decoding. G
 those of a text that is expected, or of a grammar that leaves no choice, come from a `Source`.
 
 To add a source, write one file with a class that has `guesses`, and one line in `factory.drafter_for` that adds it to
-`sources`. Its guesses then enter the token trees of every method, within the sizes that the method has anyway. They are
-verified like all others, and `Step.sources` reports them under the name that they come with.
+`sources`. Its guesses then enter the token trees of every method, which keep the sizes that they have without them: in
+the paper's method they come before those of the pool, in the adaptive one after those of the memory. They are verified
+like all others, and `Step.sources` reports them under the name that they come with.
 """
 
 from __future__ import annotations
