@@ -36,7 +36,7 @@ class Memory(ContextMemory):
         self.fingerprint: str | None = None
 
     def save(self, path: str | os.PathLike[str], tokenizer: Any = None) -> None:
-        """Save it to a file, which holds all of it or is left as it was. Other threads may go on learning meanwhile.
+        """Save it to a file, which holds all of it or is left as it was. Other threads may learn meanwhile.
 
         >>> memory.save("stories.memory", tokenizer)
         >>> memory = lade.Memory.load("stories.memory", tokenizer)

@@ -1,8 +1,8 @@
-"""Transformers' processors asked about all nodes of a tree at once, and the draws made there, without a wait per token.
+"""Transformers' processors called for all nodes of a tree at once, and the draws made there, without a wait per token.
 
 Node by node, each emitted token costs a dozen kernels and a wait for the device; on a GPU that is much of a small
-model's step. Processors that do not read the text may as well be asked about every node, reached or not, before
-anybody waits. On a CPU that would be work for nodes that are mostly rejected.
+model's step. Processors that do not read the text may as well be called for every node, reached or not, before
+the host waits. On a CPU that would be work for nodes that are mostly rejected.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class AtOnce(Processed):
     """Makes the choices for all nodes of a step on the device; see `Processed`, whose tokens it emits.
 
     What was drawn ahead is taken only as it is emitted, so that torch's generator is where plain decoding has it
-    whenever anybody else may look.
+    whenever other code may read it.
     """
 
     _probabilities: torch.Tensor | None = None  # [S, V]
@@ -52,8 +52,8 @@ class AtOnce(Processed):
     def choose_all(self, logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor:
         """See `lade.decoding.verify.Chooser.choose_all`."""
         raw = logits.float()  # which none of these processors writes to
-        nothing = torch.empty((len(raw), 0), dtype=torch.long, device=raw.device)
-        scores = self._processors(nothing, raw)  # [S, V]
+        no_text = torch.empty((len(raw), 0), dtype=torch.long, device=raw.device)
+        scores = self._processors(no_text, raw)  # [S, V]
         if self._sampler is None:
             choices: torch.Tensor = scores.argmax(dim=-1)
             return choices
@@ -68,7 +68,7 @@ class AtOnce(Processed):
 
         def choose(node: int) -> int:
             if ids[node] == NO_TOKEN:
-                return sampler.draw(probabilities[node : node + 1])  # which says what is wrong
+                return sampler.draw(probabilities[node : node + 1])  # which raises
             sampler.take()
             return ids[node]
 

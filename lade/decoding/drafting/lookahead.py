@@ -65,7 +65,7 @@ class LookaheadDrafter(Drafter):
 def chosen_ngrams(tree: TokenTree, argmax_ids: Sequence[int], ngram: int) -> list[tuple[int, ...]]:
     """For each node but the root its token and what the model chose to follow it, as far as the tree shows.
 
-    The choice at a node continues it by one token; where a child carries that token, the choice at the child goes on.
+    The choice at a node continues it by one token; where a child carries that token, the child's choice comes next.
     These n-grams cost nothing, since the pass has computed every node's choice. What follows the root is the accepted
     text, which is learned as such.
 

@@ -142,7 +142,7 @@ class ContextMemory(BaseMemory):
             self._young, self._taken = _table(slots), 0
 
     def snapshot(self) -> Snapshot:
-        """A copy of what it holds at this moment; other threads may go on learning meanwhile."""
+        """A copy of its contents at this moment; other threads may learn meanwhile."""
         with self._writing:
             old, young = (table[table[:, 0] != 0] for table in (self._old, self._young))
             return Snapshot(old, young, self.weights.copy(), self.max_bytes)

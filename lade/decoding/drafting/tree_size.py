@@ -4,9 +4,9 @@ Let t(S) be the seconds of a step that feeds S tokens, E(S) the tokens it is exp
 second of late. In the long run most tokens per second come from the S that maximises E(S) - r t(S): what a step yields,
 less what its time would yield elsewhere (renewal reward theorem). S = 1, plain decoding, is always a candidate.
 
-That counts what a step yields now. What it teaches pays later, most of all where hardly anything is known and E(S)
-says to feed little. So a step feeds no less than steps were worth feeding of late, unless that costs too much, and what
-the memory cannot fill is left to the lookahead window.
+That counts what a step yields now. What it teaches pays later, most of all while hardly anything is known and E(S)
+stays low. So a step feeds no less than steps were worth feeding lately, unless that costs too much, and what the memory
+cannot fill is left to the lookahead window.
 """
 
 from __future__ import annotations
