@@ -42,9 +42,9 @@ class Memory(ContextMemory):
         >>> memory = lade.Memory.load("stories.memory", tokenizer)
 
         Args:
-            path: of the file.
-            tokenizer: of the model that filled it; the file is tied to its vocabulary. None: to the tokenizer that the
-                memory was loaded or saved with before, if any.
+            path: the file.
+            tokenizer: the tokenizer of the model that filled it; the file is tied to its vocabulary. None: to the
+                tokenizer that the memory was loaded or saved with before, if any.
 
         Raises:
             InputError: it cannot be written, or the memory is of another tokenizer.
@@ -58,9 +58,10 @@ class Memory(ContextMemory):
         """A memory from a file.
 
         Args:
-            path: of the file.
-            tokenizer: of the model that is to use it. None: it is not checked whether the file is of the same one.
-            max_bytes: as of `Memory`; None: as it was saved. If it is less, longer contexts go before shorter ones,
+            path: the file.
+            tokenizer: the tokenizer of the model that is to use it. None: it is not checked whether the file is of the
+                same one.
+            max_bytes: see `Memory`; None: as it was saved. If it is less, longer contexts go before shorter ones,
                 among those used lately and among the others.
 
         Raises:

@@ -58,7 +58,7 @@ def agreed(path: str | os.PathLike[str], known: str | None, tokenizer: Any) -> s
 
     Args:
         path: where to; for the message.
-        known: of the tokenizer that the memory has been loaded or saved with; None if there was none.
+        known: fingerprint of the tokenizer that the memory has been loaded or saved with; None if there was none.
         tokenizer: the one that it is to be saved with; None: as before.
 
     Raises:
@@ -78,9 +78,9 @@ def write(path: str | os.PathLike[str], snapshot: Snapshot, fingerprint: str | N
     Only its owner may read a new file, since it tells of texts. The permissions of a file that was there stay.
 
     Args:
-        path: of the file.
-        snapshot: of the memory.
-        fingerprint: of the tokenizer that the tokens are of; None if it is not known.
+        path: the file.
+        snapshot: contents of the memory.
+        fingerprint: names the tokenizer that the tokens are of; None if it is not known.
 
     Raises:
         InputError: it cannot be written.
@@ -103,7 +103,7 @@ def read(path: str | os.PathLike[str], tokenizer: Any = None) -> tuple[Snapshot,
     """Read a file, and believe none of it unchecked.
 
     Args:
-        path: of the file.
+        path: the file.
         tokenizer: the one it is to be used with; None: it is not checked whether it is of the same one.
 
     Returns:

@@ -89,9 +89,9 @@ class DecodeLoop(Generic[CacheT]):
     Attributes:
         rows: those that have not ended; their order changes when one leaves.
         runner: runs the model.
-        cache: of these rows.
+        cache: keys and values of these rows.
         stats: is added to, if given.
-        budget: that the rows share, if they do.
+        budget: one size for the trees of all rows; None if each row decides for itself.
         isolate: whether an error that a row's processors or stop rules raise ends that row alone; the row then has it
             as its `problem`. Else it ends the step, and `run` raises it.
         settled: `[B]`, how many tokens of each row in the cache are certainly text. After an interrupted forward pass

@@ -77,10 +77,10 @@ def check_lengths(positions: Positions, width: int, paddings: list[int], max_len
     """Refuse texts on both sides of a length at which a pass changes the frequencies of all its rows.
 
     Args:
-        positions: of the model.
+        positions: limits of the model's positions.
         width: L, padding included.
         paddings: `[B]`, padding columns of each row.
-        max_length: of the output, padding included.
+        max_length: greatest length of the output, padding included.
     """
     shortest, longest = width - max(paddings), max_length - min(paddings)
     for limit, beyond in ((positions.switch, True), (positions.dynamic, False)):
@@ -95,9 +95,9 @@ def processors_of_row(processors: LogitsProcessorList, row: int, rows: int) -> L
     """The processors as they are for one row alone; `check_rows` has let them pass.
 
     Args:
-        processors: of the batch.
+        processors: those of the batch.
         row: number of the row.
-        rows: B.
+        rows: B, the rows of the batch.
     """
     return LogitsProcessorList([_of_row(processor, row, rows) for processor in processors])
 

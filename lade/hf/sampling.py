@@ -67,8 +67,8 @@ class Noise:
     again from the state that the generator had, which takes longer.
 
     Args:
-        rows: B.
-        most_bytes: that blocks may take, the one in use not counted.
+        rows: B, the rows of the batch.
+        most_bytes: bytes that blocks may take, the one in use not counted.
         generator: draws them; None for torch's own of the device.
     """
 
@@ -142,9 +142,9 @@ class Draws:
     last one, up to a bound.
 
     Args:
-        rows: B.
-        most_bytes: see `Noise`.
-        generator: likewise.
+        rows: B, the rows of the batch.
+        most_bytes: bytes that blocks may take, see `Noise`.
+        generator: draws the noise; None for torch's own of the device.
     """
 
     def __init__(self, rows: int, most_bytes: int = MOST_BYTES, generator: torch.Generator | None = None) -> None:
@@ -189,8 +189,8 @@ class RowSampler:
     """Draws for one row of a batch; see `Sampler`.
 
     Args:
-        draws: of the batch.
-        row: its number.
+        draws: the draws of the batch.
+        row: number of the row.
     """
 
     def __init__(self, draws: Draws, row: int) -> None:
@@ -213,7 +213,7 @@ class LoneSampler(RowSampler):
     """Draws for a row that is alone, or that has a generator of its own; see `Sampler`.
 
     Args:
-        generator: None for torch's own of the device.
+        generator: draws the tokens; None for torch's own of the device.
     """
 
     def __init__(self, generator: torch.Generator | None = None) -> None:

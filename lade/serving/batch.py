@@ -36,9 +36,9 @@ class ActiveRequest:
         request: the prompt and its arguments.
         handle: gets the steps and the result.
         row: writes the answer; made when prefill begins.
-        cache: of the prompt, until the row joins the batch.
+        cache: keys and values of the prompt, until the row joins the batch.
         fed: tokens of the prompt that the cache holds.
-        seconds: that prefill has taken.
+        seconds: seconds that prefill has taken.
         cancelled: whether to evict it before the next step.
     """
 

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from lade.decoding import kernels
-from lade.decoding.drafting.best_first import Growth
+from lade.decoding.drafting.best_first import TreeGrower
 from lade.decoding.drafting.drafter import Candidates, Draft, Drafter, Source
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.tree_size import Budget
@@ -37,12 +37,12 @@ class AdaptiveDrafter(Drafter):
 
     Args:
         memory: what follows a context; it is added to.
-        budget: how large trees are.
+        budget: decides how large trees are.
         excluded: ids after which nothing is guessed (end of sequence, padding).
         vocabulary: ids below it can be fed; a memory may know others, of another model.
         read_prompts: whether to learn from the logits of the prompt.
         sources: guesses beside those of the memory.
-        seed: of the window's first tokens.
+        seed: seeds the choice of the window's first tokens.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class AdaptiveDrafter(Drafter):
         self.memory, self.budget = memory, budget
         self.wants_prompt_entries = read_prompts
         self.window: Window | None = None
-        self._growth = Growth(excluded, vocabulary)
+        self._grower = TreeGrower(excluded, vocabulary)
         self._sources = sources
         self._rng = random.Random(seed)
 
@@ -81,14 +81,14 @@ class AdaptiveDrafter(Drafter):
         """See `Drafter`."""
         if self.budget.skip_drafting():
             return Candidates((), lambda: Draft(TokenTree(context[-1], max_depth)))
-        self._growth.begin(context)
-        scores = self._growth.grow(self.memory, self.budget.thresholds(), max_depth)
+        self._grower.begin(context)
+        scores = self._grower.grow(self.memory, self.budget.thresholds(), max_depth)
         return Candidates(scores, partial(self._assembled, context, max_depth, scores))
 
     def _assembled(self, context: Sequence[int], max_depth: int | None, scores: Sequence[float]) -> Draft:
         """The best candidates of the memory; the guesses of other sources and the window take what is left."""
         tree, size = TokenTree(context[-1], max_depth), self.budget.choose(scores)
-        self._growth.hang(tree, size)
+        self._grower.hang(tree, size)
         most = self.budget.fill_to(len(tree))
         for tokens, name in (guess for source in self._sources for guess in source.guesses(context)):
             tree.add_path(tokens[: most - len(tree)], name)
@@ -96,7 +96,7 @@ class AdaptiveDrafter(Drafter):
         columns = (most - len(tree)) // (NGRAM - 1)
         if self.window is not None and columns >= LEAST_COLUMNS:
             last_row_nodes = self.window.plant(tree, columns)
-        self._growth.follow(tree, size)
+        self._grower.follow(tree, size)
         return Draft(tree, wants_entries=True, last_row_nodes=last_row_nodes)
 
     def learn(self, context: Sequence[int], draft: Draft, readout: Readout, verdict: Verdict) -> None:
@@ -104,7 +104,7 @@ class AdaptiveDrafter(Drafter):
         if not draft.wants_entries:
             return
         assert readout.entries is not None
-        self._growth.learn(self.memory, verdict.path, verdict.tokens, readout.entries)
+        self._grower.learn(self.memory, verdict.path, verdict.tokens, readout.entries)
         if self.window is not None and draft.last_row_nodes:
             self.window.advance(context[-1], self.window.new_row(draft.last_row_nodes, readout.argmax_ids))
 

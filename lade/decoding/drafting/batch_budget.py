@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lade.decoding.drafting.tree_size import Controller, StepCost
+from lade.decoding.drafting.tree_size import Controller, PassCost
 
 
 class BatchBudget:
@@ -23,10 +23,10 @@ class BatchBudget:
     made.
 
     Args:
-        cost: of a forward pass of the batch, by the size of each row's tree.
+        cost: what a forward pass of the batch costs, by the size of each row's tree.
     """
 
-    def __init__(self, cost: StepCost) -> None:
+    def __init__(self, cost: PassCost) -> None:
         self._controller = Controller(cost)
         self._skipping: bool | None = None
         self._size = 1
@@ -73,8 +73,8 @@ class BatchBudget:
         Args:
             fed: size of its largest tree.
             emitted: tokens that the mean row got.
-            seconds: of the whole step.
-            forward_s: of those the model's.
+            seconds: seconds that the whole step took.
+            forward_s: seconds of those that the model took.
         """
         self._controller.observe(fed, emitted, seconds, forward_s)
         self._skipping = None

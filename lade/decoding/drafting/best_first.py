@@ -12,7 +12,7 @@ from lade.decoding.drafting.mixer import RATE
 from lade.decoding.kernels import LONGEST, Ints
 from lade.decoding.tree import TokenTree
 
-PROMISE = 0.7
+OPTIMISM = 0.7
 """A node waits to be expanded as if its likeliest child had this probability. With 1.0, the bound, a quarter more nodes
 are expanded for nothing but 0.1 % of what trees yield."""
 
@@ -20,7 +20,7 @@ _ROOM = 160  # nodes, at first
 _NO_LIMIT = 2**31 - 1
 
 
-class Growth:
+class TreeGrower:
     """Grows one tree after the other; knows at each node what the memory has for its context.
 
     Args:
@@ -35,7 +35,7 @@ class Growth:
 
     def begin(self, tokens: Sequence[int]) -> None:
         """A new tree, whose root is the last of `tokens`."""
-        kernels.plant(self._work, np.array(tokens[-LONGEST:], dtype=np.int64), PROMISE)
+        kernels.plant(self._work, np.array(tokens[-LONGEST:], dtype=np.int64), OPTIMISM)
 
     def grow(
         self, memory: ContextMemory, thresholds: Sequence[tuple[int, float]], max_depth: int | None = None
@@ -46,7 +46,7 @@ class Growth:
             memory: what follows a context.
             thresholds: sizes up to which to grow, each with the score that a node must exceed to be added on the way
                 there; growth ends with the first size that is not reached.
-            max_depth: of a node; None for no limit.
+            max_depth: no node lies deeper; None for no limit.
 
         Returns:
             The scores of all nodes, the root's 1.0 first.
@@ -60,7 +60,7 @@ class Growth:
             self._excluded,
             self._vocabulary,
             _NO_LIMIT if max_depth is None else max_depth,
-            PROMISE,
+            OPTIMISM,
         )
         scores: list[float] = self._work.scores[:count].tolist()
         return scores

@@ -39,7 +39,7 @@ class Draft:
     """What one row feeds in one step.
 
     Attributes:
-        tree: its root is the last token of the context.
+        tree: what is fed; its root is the last token of the context.
         wants_entries: whether to read the likeliest tokens of each row of logits, for `Drafter.learn`.
         last_row_nodes: `[W]`, the nodes of the last row of the lookahead window; None for cells that are left out.
     """
@@ -54,8 +54,8 @@ class Candidates:
     """What one row could feed in one step, while it is open how much of it. All rows of a batch decide that together.
 
     Attributes:
-        scores: of all nodes, the root's 1.0 first: the probability that the node is accepted. Empty where the size of
-            the tree is not weighed.
+        scores: for each node the probability that it is accepted, the root's 1.0 first. Empty where the size of the
+            tree is not weighed.
         draft: makes the draft, once the size is decided.
     """
 
@@ -103,7 +103,7 @@ class Drafter(ABC):
         Args:
             context: the row's tokens so far, with those that were accepted.
             draft: what was fed; the last one that was made.
-            readout: of the logits at its S nodes; it has entries if the draft wants them.
+            readout: what was read of the logits at its S nodes; it has entries if the draft wants them.
             verdict: what was accepted.
         """
 
@@ -113,6 +113,6 @@ class Drafter(ABC):
         Args:
             fed: tokens fed, the root included.
             emitted: tokens emitted, the bonus token included.
-            seconds: of the whole step.
-            forward_s: of those the model's.
+            seconds: seconds that the whole step took.
+            forward_s: seconds of those that the model took.
         """

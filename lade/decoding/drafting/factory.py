@@ -9,7 +9,7 @@ from lade.decoding.drafting.adaptive import AdaptiveDrafter
 from lade.decoding.drafting.drafter import Drafter, Source
 from lade.decoding.drafting.lookahead import LookaheadDrafter
 from lade.decoding.drafting.memory import ContextMemory
-from lade.decoding.drafting.tree_size import Budget, Controller, FixedBudget, StepCost
+from lade.decoding.drafting.tree_size import Budget, Controller, FixedBudget, PassCost
 
 
 def drafter_for(
@@ -17,7 +17,7 @@ def drafter_for(
     excluded: Collection[int] = (),
     *,
     vocabulary: int | None = None,
-    cost: StepCost | None = None,
+    cost: PassCost | None = None,
     budget: Budget | None = None,
     sources: Sequence[Source] = (),
 ) -> Drafter:
@@ -27,7 +27,7 @@ def drafter_for(
         config: the paper's method, or the adaptive one.
         excluded: ids after which nothing is guessed (end of sequence, padding).
         vocabulary: ids below it can be fed; None for no limit.
-        cost: of a forward pass; the adaptive method needs it if it has no budget.
+        cost: what a forward pass costs; the adaptive method needs it if it has no budget.
         budget: shared with other rows; None for one of its own.
         sources: guesses beside the method's own.
 

@@ -31,7 +31,7 @@ class JacobiDrafter(Drafter):
 
     Args:
         guesses: K, length of the chain.
-        seed: of the guesses for places that no pass has looked at, drawn from the ids of the prompt.
+        seed: seeds the guesses for places that no pass has reached, which are drawn from the ids of the prompt.
 
     Raises:
         ConfigError: there is no guess.

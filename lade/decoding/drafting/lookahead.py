@@ -19,7 +19,7 @@ class LookaheadDrafter(Drafter):
     """Drafts for one row; see `Drafter`.
 
     Args:
-        config: W, N, G.
+        config: the sizes W, N and G.
         excluded: ids that no n-gram may contain (end of sequence, padding).
         sources: guesses that come before those of the pool; all together are G of up to N - 1 tokens.
     """

@@ -41,7 +41,7 @@ class Snapshot:
         old: `[n, 2 + WIDTH]`, slots of contexts that have not been used lately.
         young: `[m, 2 + WIDTH]`, those of the others.
         weights: `[LINES, END + 1]`, see `mixer`.
-        max_bytes: of the memory.
+        max_bytes: bound of the memory.
     """
 
     old: Ints
@@ -152,8 +152,8 @@ class ContextMemory(BaseMemory):
         """A memory with the contents of a snapshot.
 
         Args:
-            snapshot: of a memory.
-            max_bytes: as of the class; None: as of the memory that the snapshot was taken of. If it is less, longer
+            snapshot: contents of another memory.
+            max_bytes: see the class; None for the bound of that other memory. If it is less, longer
                 contexts go before shorter ones, among those used lately and among the others.
 
         Raises:

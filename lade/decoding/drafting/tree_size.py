@@ -31,7 +31,7 @@ _LONGEST_SKIP = 64  # steps
 _CHEAP = 0.005  # of a step's time
 
 
-class StepCost(Protocol):
+class PassCost(Protocol):
     """What a forward pass costs."""
 
     @property
@@ -112,10 +112,10 @@ class Controller:
     """The size that pays best, by what passes cost and what guesses have been worth.
 
     Args:
-        cost: of a forward pass; it learns from every step.
+        cost: what a forward pass costs; it learns from every step.
     """
 
-    def __init__(self, cost: StepCost) -> None:
+    def __init__(self, cost: PassCost) -> None:
         self._cost = cost
         self._tokens, self._seconds = _STEPS * 1.0, _STEPS * cost.table[1]
         self._gain = _GAIN_OF_NEWS
