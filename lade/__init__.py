@@ -15,7 +15,6 @@ from lade.version import __version__
 if TYPE_CHECKING:
     from lade import bench
     from lade.config import LookaheadConfig
-    from lade.decoding.drafting.memory import Memory
     from lade.errors import (
         CaptureWarning,
         ConfigError,
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from lade.hf.enable import disable, enable
     from lade.hf.generate import decode, decoder, generate, stream
     from lade.hf.legacy_api import augment_all, config_lade, log_history, restore_all, save_log
+    from lade.memory import Memory
     from lade.model.kv_cache import TreeCache
     from lade.model.packing.pack import pack, unpack
     from lade.model.select_runner import release
@@ -81,7 +81,7 @@ __all__ = [
 
 _HOMES = {
     "lade.config": ("LookaheadConfig",),
-    "lade.decoding.drafting.memory": ("Memory",),
+    "lade.memory": ("Memory",),
     "lade.errors": (
         "CaptureWarning",
         "ConfigError",

@@ -16,7 +16,7 @@ class Step:
     Attributes:
         index: 0 for prefill, then 1, 2, ...
         tokens: ids emitted by this step, after the stop cut. Never empty.
-        sources: for each token who proposed it: `prefill`, `window`, `pool`, `prompt`, `text`, `memory`, or `bonus`
+        sources: for each token its source: `prefill`, `window`, `pool`, `prompt`, `text`, `memory`, or `bonus`
             for a token that was not proposed and the model chose itself; `beam` for all tokens of a beam search, in the
             steps that are added to `Stats`.
         fed: tokens fed to the model, the root included (for prefill: the prompt tokens not yet cached).
@@ -32,9 +32,9 @@ class Step:
 
 @dataclass
 class Stats:
-    """Figures of one or more generations; whoever is handed the same object adds to it.
+    """Figures of one or more generations; every call that is given the same object adds to it.
 
-    In a batch each row's part of a forward pass counts as a step, so that `tokens_per_step` says what a row gains;
+    In a batch each row's part of a forward pass counts as a step, so that `tokens_per_step` is what a row gains;
     the seconds are those of the pass, counted once. The beams of a prompt are one row, which emits a token at each of
     their steps, until the search of the last prompt ends.
 

@@ -41,8 +41,8 @@ def toy_model(
     Args:
         family: `llama` (grouped heads), `qwen3` or `gpt2` (learned positions).
         vocabulary: V.
-        seed: of the weights; torch's global generator is left as it was.
-        dtype: of the weights.
+        seed: seeds the weights; torch's global generator is left as it was.
+        dtype: dtype of the weights.
         attention: `sdpa` or `eager`.
         positions: length of the context.
 

@@ -23,13 +23,12 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.decoding import loop as engine
-from lade.decoding.choose import Greedy
+from lade.decoding import loop
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
 from lade.decoding.drafting.tree_size import FixedBudget
 from lade.decoding.readout import Readout
 from lade.decoding.row import Row
-from lade.decoding.verify import walk
+from lade.decoding.verify import Greedy, walk
 from lade.hf.session import special_ids, vocabulary_of
 from lade.model.cuda_graphs.inputs import StaticInputs
 
@@ -48,13 +47,13 @@ class Written:
 
 def written(model: Any, prompts: list[torch.Tensor], budget: int, new_tokens: int) -> Iterator[Written]:
     """Texts, one after the other, with one memory."""
-    memory, said, read = lade.Memory(), list[Readout](), engine.read
+    memory, said, read = lade.Memory(), list[Readout](), loop.read
 
-    def listening(*args: Any, likeliest: bool = True) -> Readout:
-        said.append(read(*args, likeliest=likeliest))
+    def listening(*args: Any, wants_entries: bool = True) -> Readout:
+        said.append(read(*args, wants_entries=wants_entries))
         return said[-1]
 
-    engine.read = listening
+    loop.read = listening
     try:
         for ids in prompts:
             said.clear()
@@ -63,7 +62,7 @@ def written(model: Any, prompts: list[torch.Tensor], budget: int, new_tokens: in
             assert isinstance(output, torch.Tensor)
             yield Written(ids[0].tolist(), output[0].tolist(), [each for each in said if each.entries is not None])
     finally:
-        engine.read = read
+        loop.read = read
 
 
 def replayed(model: Any, texts: list[Written], budget: int) -> list[list[float]]:
@@ -75,19 +74,19 @@ def replayed(model: Any, texts: list[Written], budget: int) -> list[list[float]]
         end, first = len(text.tokens), text.said[0]
         row = Row(text.prompt, drafter, Greedy(), lambda tokens, end=end: len(tokens) >= end)  # type: ignore[misc]
         assert first.entries is not None
-        drafter.read_prompt(row.tokens, len(text.prompt) - len(first.picks), first.entries)
+        drafter.learn_prompt(row.tokens, len(text.prompt) - len(first.argmax_ids), first.entries)
         row.emit(text.tokens[len(text.prompt)])
         drafter.begin(row.tokens, len(text.prompt))
         inputs = StaticInputs(1, budget, torch.device("cpu"))
         for said in text.said[1:]:
             clock = [perf_counter()]
-            tree = row.grow(None)
+            draft = drafter.draft(row.tokens, None)
             clock.append(perf_counter())
-            inputs.fill([tree], [len(row.tokens) - 1])
+            inputs.fill([draft.tree], [len(row.tokens) - 1])
             clock.append(perf_counter())
-            verdict = walk(tree, row.chooser.open(NO_LOGITS, said.picks, row.tokens), row.emit)
+            verdict = walk(draft.tree, row.chooser.bind(NO_LOGITS, said.argmax_ids, row.tokens), row.emit)
             clock.append(perf_counter())
-            row.learn(said.picks, said.entries, verdict)
+            drafter.learn(row.tokens, draft, said, verdict)
             clock.append(perf_counter())
             taken.append(np.diff(clock).tolist())
         if row.tokens != text.tokens:

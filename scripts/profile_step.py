@@ -18,19 +18,20 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.decoding import loop as engine
-from lade.decoding.row import Row
+from lade.decoding import loop
+from lade.decoding.loop import DecodeLoop
+from lade.decoding.row import RowStep
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan, StepInputs
 
 PARTS: list[tuple[Any, str, str]] = [
-    (Row, "learn", "learning"),
+    (DecodeLoop, "_learn", "learning"),
     (StepInputs, "of", "the step's tensors"),
     (MaskPlan, "masks", "masks in the model's form"),
     (TreeCache, "keep", "moving the accepted path's keys and values"),
-    (engine, "read", "argmax, likeliest tokens, and the copy to the host"),
-    (Row, "grow", "growing the tree"),
-    (engine, "walk", "the walk, stop rules included"),
+    (loop, "read", "argmax, likeliest tokens, and the copy to the host"),
+    (DecodeLoop, "_draft", "drafting the trees"),
+    (RowStep, "walk", "the walk, stop rules included"),
 ]
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from lade import LookaheadConfig, Stats, Step
 from lade.bench.workloads import load
-from lade.decoding.drafting.drafter import Drafter
+from lade.decoding.drafting.drafter import Candidates, Draft, Drafter
 from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.tree import ROOT, TokenTree
 from lade.embedded.files import model_path
@@ -27,16 +27,21 @@ from lade.hf.session import Session, special_ids
 
 
 class Recorder:
-    """A drafter that keeps the last tree that another one grew, and is otherwise that one."""
+    """A drafter that keeps the last tree that another one drafted, and is otherwise that one."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self.tree = TokenTree(0)
 
-    def grow(self, tokens: list[int], max_depth: int | None) -> TokenTree:
+    def candidates(self, context: list[int], max_depth: int | None) -> Candidates:
         """See `Drafter`."""
-        self.tree = self._drafter.grow(tokens, max_depth)
-        return self.tree
+        return Candidates((), functools.partial(self.draft, context, max_depth))
+
+    def draft(self, context: list[int], max_depth: int | None) -> Draft:
+        """See `Drafter`."""
+        draft = self._drafter.draft(context, max_depth)
+        self.tree = draft.tree
+        return draft
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._drafter, name)

@@ -28,7 +28,7 @@ settings.load_profile("quick")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of the cases of a test that is marked `one_in(k)`, `make test` runs each k-th, and `make test-slow` the others."""
+    """Of the cases of a test marked `one_in(k)`, `make test` runs each k-th, and `make test-slow` the others."""
     cases = Counter()
     for item in items:
         mark = item.get_closest_marker("one_in")

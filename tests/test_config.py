@@ -9,7 +9,7 @@ import torch
 
 import lade
 from lade import ConfigError, LadeError, LookaheadConfig
-from lade.decoding.drafting.memory import Memory
+from lade.memory import Memory
 from lade.testing import toy_model
 
 

@@ -15,6 +15,7 @@ PACKAGE = Path(lade.__file__).parent
 LAYERS = [
     "version name_clash config errors locks stats jsonl files",
     "decoding",
+    "memory memory_file",
     "model",
     "tuning",
     "hf testing",
@@ -97,6 +98,28 @@ def test_arrows_between_the_parts_of_a_folder_point_one_way(folder):
 def test_the_algorithm_knows_nothing_of_transformers(path):
     if layer_of(path) == "decoding":
         assert "transformers" not in path.read_text()
+
+
+FILES_AND_TOKENIZERS = re.compile("open|Path|os|io|pathlib|tempfile|safetensors|json|pickle|memory_file|files")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_the_algorithm_knows_nothing_of_files_and_tokenizers(path):
+    if layer_of(path) != "decoding":
+        return
+    names = {name for node in ast.walk(ast.parse(path.read_text())) for name in named(node)}
+    assert not {name for name in names if FILES_AND_TOKENIZERS.fullmatch(name) or "tokenizer" in name.lower()}
+
+
+def named(node: ast.AST) -> set[str]:
+    """Every name that a piece of code uses: variables, attributes, arguments, functions and what it imports."""
+    match node:
+        case ast.Import() | ast.ImportFrom():
+            parts = [*(getattr(node, "module", None) or "").split("."), *(alias.name for alias in node.names)]
+            return {name for part in parts for name in part.split(".")}
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.FunctionDef(name=name):
+            return {name}
+    return set()
 
 
 def test_only_the_kernels_know_of_a_compiler():

@@ -23,7 +23,7 @@ from lade.errors import ConfigError, InputError
 if TYPE_CHECKING:
     from lade.cli.encoder import Encoder
     from lade.cli.loading.load import Subject
-    from lade.decoding.drafting.memory import Memory
+    from lade.memory import Memory
     from lade.stats import Stats
 
 EXAMPLE = "Example:  [bold]lade warm --model gpt2 --prompts questions.jsonl --out questions.memory[/bold]"
@@ -165,7 +165,8 @@ def _run(encode: Encoder, subject: Subject, job: Job, term: Terminal, *, json: b
 
 
 def _memory(subject: Subject, job: Job) -> Memory:
-    from lade.decoding.drafting.memory import DEFAULT_BYTES, Memory
+    from lade.decoding.drafting.memory import DEFAULT_BYTES
+    from lade.memory import Memory
 
     if job.goes_on:
         return Memory.load(job.out, subject.tokenizer, max_bytes=job.max_bytes)

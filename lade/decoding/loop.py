@@ -1,4 +1,11 @@
-"""The loop. It reads like the paper: grow a tree, one forward pass, walk, learn, keep the accepted path."""
+"""The decoding loop. It reads like the paper: draft, forward, verify, learn, keep.
+
+draft     each row's drafter guesses a tree of tokens that may follow
+forward   one forward pass of the model over the trees of all rows
+verify    in each tree, walk along the tokens that the model itself chooses: these are accepted
+learn     drafters take in what the model chose at all nodes, accepted or not
+keep      the KV cache keeps the accepted paths and drops all other nodes
+"""
 
 from __future__ import annotations
 
@@ -10,11 +17,10 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch.nn.functional import pad
 
-from lade.decoding.drafting.batch_budget import JointBudget
-from lade.decoding.readout import Readout, read
-from lade.decoding.row import Row
+from lade.decoding.drafting.batch_budget import BatchBudget
+from lade.decoding.readout import read
+from lade.decoding.row import Row, RowStep
 from lade.decoding.tree import TokenTree
-from lade.decoding.verify import Verdict, walk
 from lade.stats import Stats, Step
 
 
@@ -31,7 +37,7 @@ class KVCache(Protocol):
         ...
 
     def leave(self, row: int) -> None:
-        """Forget a row; the last one takes its place and its number."""
+        """Remove a row; the last one takes its place and its number."""
         ...
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -66,8 +72,8 @@ class Runner(Protocol[CacheT_contra]):
     ) -> torch.Tensor:
         """Feed what is not cached yet of rows of any length; logits of each row's last token, `[B, V]`.
 
-        A `hook` may be called with the logits of tokens before, in pieces of bounded size. A cache that
-        holds something has rows of equal length.
+        A `hook` may be called with the logits of tokens before, in pieces of bounded size. If the cache is not empty,
+        all rows have the same length.
         """
         ...
 
@@ -77,26 +83,26 @@ class Runner(Protocol[CacheT_contra]):
 
 
 @dataclass
-class Engine(Generic[CacheT]):
+class DecodeLoop(Generic[CacheT]):
     """Decodes the rows of one batch until their stop rules end them.
 
     Attributes:
         rows: those that have not ended; their order changes when one leaves.
         runner: runs the model.
-        cache: of these rows.
-        stats: is added to, if there are any.
-        budget: that the rows share, if they do.
+        cache: keys and values of these rows.
+        stats: is added to, if given.
+        budget: one size for the trees of all rows; None if each row decides for itself.
         isolate: whether an error that a row's processors or stop rules raise ends that row alone; the row then has it
             as its `problem`. Else it ends the step, and `run` raises it.
-        settled: `[B]`, how many tokens of each row in the cache are certainly text. After an interrupted pass some
-            layers or all hold more, which has to be dropped before the cache is used again.
+        settled: `[B]`, how many tokens of each row in the cache are certainly text. After an interrupted forward pass
+            some layers or all hold more, which has to be dropped before the cache is used again.
     """
 
     rows: list[Row]
     runner: Runner[CacheT]
     cache: CacheT
     stats: Stats | None = None
-    budget: JointBudget | None = None
+    budget: BatchBudget | None = None
     isolate: bool = False
     settled: list[int] = field(init=False)
 
@@ -108,7 +114,7 @@ class Engine(Generic[CacheT]):
 
         A consumer may stop at any step: tokens and cache agree whenever this generator is suspended. When it raises,
         the first `settled` tokens of the cache are text: as in plain decoding all from which tokens were chosen, unless
-        the pass itself was interrupted.
+        the forward pass itself was interrupted.
         """
         yield self.prefill()
         while self.rows:
@@ -121,114 +127,88 @@ class Engine(Generic[CacheT]):
         """Feed the prompts of all rows, and choose the first token of each."""
         start = perf_counter()
         fed = [len(row.tokens) - self.cache.lengths[0] for row in self.rows]
-        watch = self._show_prompt if any(row.drafter.reads for row in self.rows) else None
-        logits = self.runner.prefill([row.tokens for row in self.rows], self.cache, watch)  # [B, V]
+        logits = self.runner.prefill([row.tokens for row in self.rows], self.cache, prompt_hook(self.rows))  # [B, V]
         self.settled = list(self.cache.lengths)
-        picks = read(logits, likeliest=False).picks  # [B]
-        tokens = [row.open(said, [pick]) for row, said, pick in zip(self.rows, logits[:, None], picks, strict=True)]
+        ids = read(logits, wants_entries=False).argmax_ids  # [B]
+        tokens = [row.choose_first(logits[place : place + 1], [ids[place]]) for place, row in enumerate(self.rows)]
         seconds = perf_counter() - start
         self.drop_finished()
-        return self._report([Step(0, [new], ["prefill"], size, seconds) for new, size in zip(tokens, fed, strict=True)])
-
-    def _show_prompt(self, alike: Sequence[int], start: int, logits: torch.Tensor) -> None:
-        said = read(logits).entries
-        assert said is not None
-        for row in (self.rows[number] for number in alike):
-            row.drafter.read_prompt(row.tokens, start, said)
+        steps = [Step(0, [token], ["prefill"], size, seconds) for token, size in zip(tokens, fed, strict=True)]
+        self._report(steps, 0.0)
+        return steps
 
     def step(self) -> list[Step]:
-        """Grow a tree for each row, feed them in one forward pass, walk, and let those leave that have ended.
+        """Draft, forward, verify, learn, keep; then rows that have ended leave the batch.
 
         Returns:
-            One for each row, without tokens where the walk failed at its first node.
+            One for each row, without tokens if the walk failed at its first node.
         """
         start = perf_counter()
-        trees, verdicts, fed = self._grow(), [Verdict() for _ in self.rows], 0
+        parts, fed = self._draft(), 0
         self.settled = list(self.cache.lengths)
         try:
-            logits = self.runner.forward(trees, [row.tokens for row in self.rows], self.cache)  # [B, S, V]
+            trees, texts = [part.draft.tree for part in parts], [part.row.tokens for part in parts]
+            logits = self.runner.forward(trees, texts, self.cache)  # [B, S, V]
             fed = logits.shape[1]
-            self._verify(trees, logits, verdicts)
+            self._verify(parts, logits)
+            self._learn(parts)
         finally:  # after any error, too: drop what was not accepted, report what was emitted
             if fed:
-                self._keep(verdicts, fed)
+                self._keep(parts, fed)
             seconds = perf_counter() - start
-            steps = self._steps(trees, verdicts, seconds)
-        self._observe(fed, verdicts, seconds)
+            steps = [part.report(seconds) for part in parts]
+            if emitted := [step for step in steps if step.tokens]:
+                self._report(emitted, self.runner.forward_s)
+        self._observe(steps, fed, seconds)
         self.drop_finished()
         return steps
 
-    def _keep(self, verdicts: Sequence[Verdict], fed: int) -> None:
-        self.cache.keep([verdict.path for verdict in verdicts], fed)
-        self.settled = list(self.cache.lengths)
-
-    def _steps(self, trees: Sequence[TokenTree], verdicts: Sequence[Verdict], seconds: float) -> list[Step]:
-        """One for each row; those that emitted tokens are reported."""
-        steps = [
-            Step(row.steps, verdict.tokens, verdict.sources, len(tree), seconds)
-            for row, tree, verdict in zip(self.rows, trees, verdicts, strict=True)
-        ]
-        if emitted := [step for step in steps if step.tokens]:
-            self._report(emitted, self.runner.forward_s)
-        return steps
-
-    def _grow(self) -> list[TokenTree]:
-        rooms = [self.runner.room(cached) for cached in self.cache.lengths]
+    def _draft(self) -> list[RowStep]:
+        """Find the candidates of all rows first, so that rows which share a budget can weigh them together."""
+        depths = [self.runner.room(cached) for cached in self.cache.lengths]
+        candidates = [row.drafter.candidates(row.tokens, depth) for row, depth in zip(self.rows, depths, strict=True)]
         if self.budget is not None:
-            self.budget.decide([row.look(room) for row, room in zip(self.rows, rooms, strict=True)])
-        return [row.grow(room) for row, room in zip(self.rows, rooms, strict=True)]
+            self.budget.decide([each.scores for each in candidates])
+        for row in self.rows:
+            row.steps += 1
+        return [RowStep(row, each.draft()) for row, each in zip(self.rows, candidates, strict=True)]
 
-    def _verify(self, trees: Sequence[TokenTree], logits: torch.Tensor, verdicts: Sequence[Verdict]) -> None:
+    def _verify(self, parts: Sequence[RowStep], logits: torch.Tensor) -> None:
         """Walk through the rows' trees, one after the other, up to the first error unless rows are isolated."""
-        views = [logits[place, : len(tree)] for place, tree in enumerate(trees)]
-        ahead = [self._look_ahead(*each) for each in zip(self.rows, trees, views, strict=True)]
-        said = self._read(logits, ahead)
-        for row, tree, view, readout, verdict in zip(self.rows, trees, views, said, verdicts, strict=True):
-            if row.problem is None:
-                self._walk(row, tree, view, readout, verdict)
-            if row.problem is not None and not self.isolate:
+        for place, part in enumerate(parts):
+            part.logits = logits[place, : len(part.draft.tree)]
+            part.choose_all()
+        _read(parts, logits)
+        for part in parts:
+            if part.row.problem is None:
+                part.walk()
+            if part.row.problem is not None and not self.isolate:
                 return
 
-    def _look_ahead(self, row: Row, tree: TokenTree, logits: torch.Tensor) -> torch.Tensor | None:
-        """What a row's chooser can find on the device for all nodes at once; see `Chooser.look_ahead`."""
-        try:
-            return row.chooser.look_ahead(logits, tree.depths)
-        except Exception as problem:  # noqa: BLE001 - the row has it
-            row.fail(problem)
-            return None
+    def _learn(self, parts: Sequence[RowStep]) -> None:
+        for part in parts:
+            if part.row.problem is None and part.verdict.tokens:  # without tokens the walk never began
+                part.row.drafter.learn(part.row.tokens, part.draft, part.readout, part.verdict)
 
-    def _read(self, logits: torch.Tensor, ahead: Sequence[torch.Tensor | None]) -> list[Readout]:
-        """What rows want to know of the logits `[B, S, V]`: the one place where a step waits for the device."""
-        size = logits.shape[1]
-        choices: torch.Tensor | None = None
-        if any(found is not None for found in ahead):
-            nothing = logits.new_empty(0, dtype=torch.long)
-            columns = [nothing if found is None else found for found in ahead]
-            choices = torch.cat([pad(column, (0, size - len(column))) for column in columns])
-        likeliest = any(row.drafter.reads for row in self.rows)
-        said = read(logits.flatten(0, 1), choices, likeliest=likeliest)
-        return said.split([found is not None for found in ahead])
+    def _keep(self, parts: Sequence[RowStep], fed: int) -> None:
+        self.cache.keep([part.verdict.path for part in parts], fed)
+        self.settled = list(self.cache.lengths)
 
-    def _walk(self, row: Row, tree: TokenTree, logits: torch.Tensor, said: Readout, verdict: Verdict) -> None:
-        """Verify one row's tree, given the logits `[S, V]` of its nodes, and what was read of them."""
-        answers = said.picks if said.choices is None else said.choices
-        try:
-            walk(tree, row.chooser.open(logits, answers, row.tokens), row.emit, verdict)
-        except Exception as problem:  # noqa: BLE001 - likewise
-            row.fail(problem)
-        else:
-            row.learn(said.picks, said.entries if row.drafter.reads else None, verdict)
-
-    def _observe(self, fed: int, verdicts: Sequence[Verdict], seconds: float) -> None:
-        """Tell whoever decides about sizes what a pass took and yielded; its largest tree had `fed` nodes."""
-        for row in self.rows:
-            row.drafter.observe(seconds, self.runner.forward_s)
+    def _observe(self, steps: Sequence[Step], fed: int, seconds: float) -> None:
+        """Have those that decide about sizes learn what a step cost and yielded; its largest tree had `fed` nodes."""
+        forward_s = self.runner.forward_s
+        for row, step in zip(self.rows, steps, strict=True):
+            row.drafter.observe(step.fed, len(step.tokens), seconds, forward_s)
         if self.budget is not None:
-            emitted = sum(len(verdict.tokens) for verdict in verdicts) / len(verdicts)
-            self.budget.passed(fed, emitted, seconds, self.runner.forward_s)
+            emitted = sum(len(step.tokens) for step in steps) / len(steps)
+            self.budget.observe_pass(fed, emitted, seconds, forward_s)
+
+    def _report(self, steps: Sequence[Step], forward_s: float) -> None:
+        if self.stats is not None:
+            self.stats.add(*steps, forward_s=forward_s)
 
     def drop_finished(self) -> None:
-        """Finished rows leave the batch: they cost nothing any more. The last ones stay, for who wants the cache."""
+        """Finished rows leave the batch and cost nothing any more. The last ones stay in the cache for its user."""
         if all(row.done for row in self.rows):
             self.rows = []
         for place in reversed(range(len(self.rows))):
@@ -237,10 +217,32 @@ class Engine(Generic[CacheT]):
                 self.rows[place] = self.rows[-1]
                 self.rows.pop()
 
-    def _report(self, steps: list[Step], forward_s: float = 0.0) -> list[Step]:
-        if self.stats is not None:
-            self.stats.add(*steps, forward_s=forward_s)
-        return steps
+
+def prompt_hook(rows: Sequence[Row]) -> PromptLogitsHook | None:
+    """Has the drafters of `rows` learn from their prompts; None if none of them wants to."""
+    if not any(row.drafter.wants_prompt_entries for row in rows):
+        return None
+
+    def learn(same_prompt: Sequence[int], start: int, logits: torch.Tensor) -> None:
+        entries = read(logits).entries
+        assert entries is not None
+        for row in (rows[number] for number in same_prompt):
+            if row.drafter.wants_prompt_entries:
+                row.drafter.learn_prompt(row.tokens, start, entries)
+
+    return learn
+
+
+def _read(parts: Sequence[RowStep], logits: torch.Tensor) -> None:
+    """Read what the rows need of the logits `[B, S, V]`: the one place where a step waits for the device."""
+    size, choices = logits.shape[1], None
+    if any(part.choices is not None for part in parts):
+        none = logits.new_empty(0, dtype=torch.long)
+        columns = [none if part.choices is None else part.choices for part in parts]
+        choices = torch.cat([pad(column, (0, size - len(column))) for column in columns])  # [B * S]
+    readout = read(logits.flatten(0, 1), choices, wants_entries=any(part.draft.wants_entries for part in parts))
+    for place, part in enumerate(parts):
+        part.readout = readout.rows(place * size, len(part.draft.tree))
 
 
 def _raise_problem(rows: Sequence[Row]) -> None:

@@ -8,7 +8,6 @@ This is the one place where a step waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,48 +20,44 @@ _BLOCK = 64
 
 @dataclass(frozen=True)
 class Readout:
-    """What M rows of logits say.
+    """What was read of M rows of logits.
 
     Attributes:
-        picks: `[M]` ids, the argmax of each row as plain decoding finds it: on float32, where float64 may have ties.
-        entries: `[M, WIDTH]`, its likeliest tokens with their log-odds, see `kernels`; None where nobody asked.
-        choices: `[M]` ids that were found before, and came in the same copy; None where there were none.
+        argmax_ids: `[M]`, the argmax of each row as plain decoding finds it: on float32, where float64 may have ties.
+        entries: `[M, WIDTH]`, its likeliest tokens with their log-odds, see `kernels`; None if not wanted.
+        choices: `[M]` ids that were chosen on the device, and came in the same copy; None if there were none.
     """
 
-    picks: list[int]
+    argmax_ids: list[int]
     entries: Ints | None = None
     choices: list[int] | None = None
 
-    def split(self, chosen: Sequence[bool]) -> list[Readout]:
-        """The same in equal parts, as many as `chosen` has entries; those that are not chosen have no choices."""
-        size = len(self.picks) // len(chosen)
-        spans = [slice(part * size, (part + 1) * size) for part in range(len(chosen))]
-        return [
-            Readout(
-                self.picks[span],
-                None if self.entries is None else self.entries[span],
-                self.choices[span] if self.choices is not None and keeps else None,
-            )
-            for span, keeps in zip(spans, chosen, strict=True)
-        ]
+    def rows(self, first: int, count: int) -> Readout:
+        """The part that belongs to `count` rows of logits from number `first` on."""
+        span = slice(first, first + count)
+        return Readout(
+            self.argmax_ids[span],
+            None if self.entries is None else self.entries[span],
+            None if self.choices is None else self.choices[span],
+        )
 
 
-def read(logits: torch.Tensor, choices: torch.Tensor | None = None, *, likeliest: bool = True) -> Readout:
+def read(logits: torch.Tensor, choices: torch.Tensor | None = None, *, wants_entries: bool = True) -> Readout:
     """Read rows of logits.
 
     Args:
         logits: `[M, V]` in any floating dtype.
         choices: `[M]` ids on the same device, to be read along.
-        likeliest: whether anybody asks for the entries.
+        wants_entries: whether to find the entries, too.
     """
     if logits.device.type != "cpu":
-        return _read_remotely(logits, choices, likeliest=likeliest)
+        return _read_remotely(logits, choices, wants_entries=wants_entries)
     chosen = None if choices is None else choices.tolist()
-    if not likeliest:  # numpy's argmax is ten times as fast as torch's, and takes the first one too
+    if not wants_entries:  # numpy's argmax is ten times as fast as torch's, and takes the first one too
         return Readout(logits.float().numpy().argmax(axis=-1).tolist(), None, chosen)
     logits = logits.float().contiguous()
-    picks, entries = kernels.entries_of(logits.numpy(), _maxima(logits).numpy(), _BLOCK)
-    return Readout(picks.tolist(), entries, chosen)
+    argmax_ids, entries = kernels.entries_of(logits.numpy(), _maxima(logits).numpy(), _BLOCK)
+    return Readout(argmax_ids.tolist(), entries, chosen)
 
 
 def _maxima(logits: torch.Tensor) -> torch.Tensor:
@@ -74,18 +69,18 @@ def _maxima(logits: torch.Tensor) -> torch.Tensor:
     return torch.cat([*parts, logits[:, whole:].amax(1, keepdim=True)], dim=1)
 
 
-def _read_remotely(logits: torch.Tensor, choices: torch.Tensor | None, *, likeliest: bool) -> Readout:
-    """Where logits are on another device, all is found there, and copied at once."""
+def _read_remotely(logits: torch.Tensor, choices: torch.Tensor | None, *, wants_entries: bool) -> Readout:
+    """Logits on another device: all is found there, and copied at once."""
     logits = logits.float().contiguous()
     parts = [logits.argmax(dim=-1, keepdim=True).int()]
-    if likeliest:
+    if wants_entries:
         parts.append(_entries(logits))
     if choices is not None:
         parts.append(choices[:, None].int())
     found = torch.cat(parts, dim=1).cpu().numpy()  # [M, 1 + WIDTH + 1]
     return Readout(
         found[:, 0].tolist(),
-        found[:, 1 : 1 + WIDTH].copy() if likeliest else None,
+        found[:, 1 : 1 + WIDTH].copy() if wants_entries else None,
         None if choices is None else found[:, -1].tolist(),
     )
 

@@ -1,16 +1,16 @@
-"""One row of a batch that is being written: its tokens, and who chooses, drafts and stops."""
+"""One row of a batch that is being decoded, and its part of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from lade.decoding.choose import Chooser
-from lade.decoding.drafting.drafter import Drafter
-from lade.decoding.kernels import Ints
-from lade.decoding.tree import TokenTree
-from lade.decoding.verify import Verdict
+from lade.decoding.drafting.drafter import Draft, Drafter
+from lade.decoding.readout import Readout
+from lade.decoding.verify import Chooser, Verdict, walk
+from lade.stats import Step
 
 StopRule = Callable[[Sequence[int]], bool]
 
@@ -26,7 +26,7 @@ class Row:
 
     Attributes:
         tokens: prompt and output.
-        steps: passes after prefill that it took part in.
+        steps: decode steps, those after prefill, that it took part in.
         done: whether it has ended.
         problem: the error that ended it, if one did.
     """
@@ -41,7 +41,7 @@ class Row:
 
     @property
     def written(self) -> list[int]:
-        """The tokens behind the prompt."""
+        """The tokens after the prompt."""
         return self.tokens[self._prompt_length :]
 
     def emit(self, token: int) -> bool:
@@ -50,15 +50,15 @@ class Row:
         self.done = self._stop(self.tokens)
         return self.done
 
-    def open(self, logits: torch.Tensor, picks: Sequence[int]) -> int:
-        """Choose the first token, and get ready to draft.
+    def choose_first(self, logits: torch.Tensor, argmax_ids: Sequence[int]) -> int:
+        """Choose the first token, and prepare the drafter.
 
         Args:
-            logits: `[1, V]`, behind the prompt.
-            picks: `[1]`, their argmax.
+            logits: `[1, V]`, after the prompt.
+            argmax_ids: `[1]`.
         """
-        ahead = self.chooser.look_ahead(logits, [0])
-        token = self.chooser.open(logits, picks if ahead is None else ahead.tolist(), self.tokens)(0)
+        choices = self.chooser.choose_all(logits, [0])
+        token = self.chooser.bind(logits, argmax_ids if choices is None else choices.tolist(), self.tokens)(0)
         self.emit(token)
         self.drafter.begin(self.tokens, self._prompt_length)
         return token
@@ -67,21 +67,43 @@ class Row:
         """End with an error."""
         self.done, self.problem = True, problem
 
-    def look(self, max_depth: int | None) -> Sequence[float]:
-        """Find what the next step could feed; see `Drafter`."""
-        return self.drafter.look(self.tokens, max_depth)
 
-    def grow(self, max_depth: int | None) -> TokenTree:
-        """The tree of the next step, under the current token."""
-        self.steps += 1
-        return self.drafter.grow(self.tokens, max_depth)
+@dataclass
+class RowStep:
+    """One row's part of one step, filled in as the step proceeds.
 
-    def learn(self, picks: Sequence[int], rows: Ints | None, verdict: Verdict) -> None:
-        """Take in what a step showed.
+    Attributes:
+        row: the row.
+        draft: what it feeds.
+        verdict: what was accepted; nothing yet before the walk.
+        logits: `[S, V]`, at the nodes of the draft's tree; after the forward pass.
+        choices: `[S]` ids, if the chooser chose at all nodes at once; see `Chooser.choose_all`.
+        readout: what was read of the logits, with those choices.
+    """
 
-        Args:
-            picks: `[S]`, the argmax at each node of the tree that `grow` returned last.
-            rows: `[S, WIDTH]`, see `read`, where the drafter asks for them.
-            verdict: what the walk accepted.
-        """
-        self.drafter.learn(self.tokens, picks, rows, verdict)
+    row: Row
+    draft: Draft
+    verdict: Verdict = field(default_factory=Verdict)
+    logits: torch.Tensor = field(init=False)
+    choices: torch.Tensor | None = field(init=False, default=None)
+    readout: Readout = field(init=False)
+
+    def choose_all(self) -> None:
+        """Choose at all nodes at once, if the chooser does that; its error ends the row."""
+        try:
+            self.choices = self.row.chooser.choose_all(self.logits, self.draft.tree.depths)
+        except Exception as problem:  # noqa: BLE001 - the row has it
+            self.row.fail(problem)
+
+    def walk(self) -> None:
+        """Accept what the model chooses. An error of processors or stop rules ends the row."""
+        row, ids = self.row, self.readout.argmax_ids if self.choices is None else self.readout.choices
+        assert ids is not None
+        try:
+            walk(self.draft.tree, row.chooser.bind(self.logits, ids, row.tokens), row.emit, self.verdict)
+        except Exception as problem:  # noqa: BLE001 - likewise
+            row.fail(problem)
+
+    def report(self, seconds: float) -> Step:
+        """What the step yielded for this row, and how many seconds it took."""
+        return Step(self.row.steps, self.verdict.tokens, self.verdict.sources, len(self.draft.tree), seconds)

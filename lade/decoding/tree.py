@@ -6,7 +6,7 @@
                               mask     = a node sees the cache, its ancestors and itself
 
 Window cells and guesses are all candidates for what follows the root. Two candidates with a common prefix share its
-nodes, since the model computes the same thing for both; so any node may be accepted, whoever proposed it.
+nodes, since the model computes the same thing for both; so any node may be accepted, whichever source proposed it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TokenTree:
         self.ids = [root]
         self.parents = [-1]
         self.depths = [0]
-        self.sources = ["bonus"]  # the root's name is never asked for: it is accepted before it is fed
+        self.sources = ["bonus"]  # never reported: the root is accepted before it is fed
         self.max_depth = max_depth
         self._children: dict[tuple[int, int], int] = {}
 
@@ -40,7 +40,7 @@ class TokenTree:
         return len(self.ids)
 
     def add(self, parent: int | None, token: int, source: str) -> int | None:
-        """The child of `parent` that carries `token`, made if need be.
+        """The child of `parent` that carries `token`, added if there is none.
 
         Returns:
             Its index, or None where it (or its parent) would lie deeper than `max_depth`.

@@ -7,22 +7,68 @@ path (arXiv 2402.02057, algorithm 4 and appendix B, on a trie).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from lade.decoding.choose import Choose
+import torch
+
 from lade.decoding.tree import ROOT, TokenTree
+
+Choose = Callable[[int], int]
+"""From a node to the token that follows it."""
+
+
+class Chooser(Protocol):
+    """Decides which token follows, given the logits.
+
+    It chooses once per emitted token, in the order of the text. So processors with a memory of their own see what they
+    would see in plain decoding, and a generator is drawn from just as often.
+    """
+
+    def choose_all(self, logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor | None:
+        """Choose at every node of one step, without waiting for the device.
+
+        Args:
+            logits: `[S, V]`, one row a node, in the model's dtype.
+            depths: `[S]`, of the nodes.
+
+        Returns:
+            `[S]` ids on the device; None where the choice is the argmax, or is made node by node.
+        """
+        ...
+
+    def bind(self, logits: torch.Tensor, ids: Sequence[int], tokens: Sequence[int]) -> Choose:
+        """Prepare for the walk through one step's nodes.
+
+        Args:
+            logits: `[S, V]`, one row a node, in the model's dtype.
+            ids: `[S]`, what `choose_all` returned; where that was None, the argmax at each node.
+            tokens: the row's prompt and output so far; it grows during the walk.
+        """
+        ...
+
+
+class Greedy:
+    """The argmax, found for all nodes at once."""
+
+    def choose_all(self, logits: torch.Tensor, depths: Sequence[int]) -> None:
+        """See `Chooser.choose_all`."""
+
+    def bind(self, logits: torch.Tensor, ids: Sequence[int], tokens: Sequence[int]) -> Choose:
+        """See `Chooser.bind`."""
+        return ids.__getitem__
 
 
 @dataclass
 class Verdict:
-    """What a walk has accepted; after an error, what it had accepted by then.
+    """What a walk has accepted; after an error, what it had accepted before it.
 
     Attributes:
         path: `[A]`, nodes whose keys and values stay in the cache, the root first.
         tokens: `[A]`, the token emitted at each node of the path. The last one is not in the cache: it is the next
             root. After an error there is none for the last node of the path.
-        sources: for each token who proposed it; `bonus` for the last one where nobody did.
+        sources: for each token who proposed it; `bonus` for the last one if it was not proposed.
         done: whether a stop rule ended the row with the last token.
     """
 
@@ -37,8 +83,8 @@ def walk(tree: TokenTree, choose: Choose, emit: Callable[[int], bool], verdict: 
 
     Args:
         tree: the step's candidates.
-        choose: the chooser, opened on the logits of `tree`. Called once per emitted token.
-        emit: takes each token as soon as it is chosen and says whether a stop rule ends the row there, so that
+        choose: the chooser, bound to the logits of `tree`. Called once per emitted token.
+        emit: takes each token as soon as it is chosen and returns whether a stop rule ends the row there, so that
             neither chooser nor stop rules see a token that plain decoding would not have reached.
         verdict: a new one, which grows with the walk, so that the caller knows what was accepted when `choose` or
             `emit` raises. None: one is made.

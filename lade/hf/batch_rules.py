@@ -1,8 +1,8 @@
-"""What it takes to ask row by row what plain decoding asks for a whole batch at once.
+"""What it takes to call processors and criteria row by row, which plain decoding calls for a whole batch.
 
-Plain decoding calls processors and criteria with all rows, which are equally long. Ours go on at their own pace, so
-each row is asked about by itself, with the columns that plain decoding would show of it. That comes to the same for
-transformers' own classes, as they look at one row at a time; what a user's own would make of it nobody knows.
+Plain decoding calls them with all rows, which are equally long. Ours advance at their own pace, so they are called for
+each row by itself, with the columns that plain decoding would show of it. For transformers' own classes that is the
+same, as they treat one row at a time; of a user's own it cannot be known.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROW_WISE_PROCESSORS = frozenset(
     TemperatureLogitsWarper TopHLogitsWarper TopKLogitsWarper TopPLogitsWarper TypicalLogitsWarper
     """.split()  # noqa: SIM905
 )
-"""Transformers' processors that make of each row what they would make of it alone."""
+"""Transformers' processors that treat each row as if it were alone."""
 
 BATCH_PROCESSORS = {
     "ClassifierFreeGuidanceLogitsProcessor": "it pairs the rows of a batch",
@@ -47,7 +47,7 @@ BATCH_PROCESSORS = {
 """Those that do not, and why."""
 
 ROW_WISE_CRITERIA = frozenset({"EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria"})
-BATCH_CRITERIA = {"ConfidenceCriteria": "it looks at the first row only"}
+BATCH_CRITERIA = {"ConfidenceCriteria": "it reads the first row only"}
 
 REMEDY = 'decode the prompts one by one, use plain model.generate, or lookahead="auto", which falls back to it'
 
@@ -57,9 +57,9 @@ def check_rows(
 ) -> None:
     """Raise `UnsupportedArgumentError` for what cannot be served where there are several rows."""
     for processor in processors:
-        _check_asked(processor, logits_process.__name__, ROW_WISE_PROCESSORS, BATCH_PROCESSORS)
+        _check_row_wise(processor, logits_process.__name__, ROW_WISE_PROCESSORS, BATCH_PROCESSORS)
     for criterion in criteria:
-        _check_asked(criterion, stopping_criteria.__name__, ROW_WISE_CRITERIA, BATCH_CRITERIA)
+        _check_row_wise(criterion, stopping_criteria.__name__, ROW_WISE_CRITERIA, BATCH_CRITERIA)
     ends = [criterion for criterion in criteria if type(criterion) is not MaxLengthCriteria]
     if ends and not any(type(criterion) is EosTokenCriteria for criterion in ends):
         _refuse(
@@ -77,17 +77,17 @@ def check_lengths(positions: Positions, width: int, paddings: list[int], max_len
     """Refuse texts on both sides of a length at which a pass changes the frequencies of all its rows.
 
     Args:
-        positions: of the model.
+        positions: limits of the model's positions.
         width: L, padding included.
         paddings: `[B]`, padding columns of each row.
-        max_length: of the output, padding included.
+        max_length: greatest length of the output, padding included.
     """
     shortest, longest = width - max(paddings), max_length - min(paddings)
-    for wall, beyond in ((positions.longrope_switch, True), (positions.dynamic, False)):
-        if wall is not None and longest > wall and not (beyond and shortest > wall):
+    for limit, beyond in ((positions.longrope_switch, True), (positions.dynamic, False)):
+        if limit is not None and longest > limit and not (beyond and shortest > limit):
             _refuse(
                 f"max_length={max_length}",
-                f"from {wall} tokens on, the longest row decides how this model sees the others",
+                f"from {limit} tokens on, the longest row decides how this model sees the others",
             )
 
 
@@ -95,9 +95,9 @@ def processors_of_row(processors: LogitsProcessorList, row: int, rows: int) -> L
     """The processors as they are for one row alone; `check_rows` has let them pass.
 
     Args:
-        processors: of the batch.
+        processors: those of the batch.
         row: number of the row.
-        rows: B.
+        rows: B, the rows of the batch.
     """
     return LogitsProcessorList([_of_row(processor, row, rows) for processor in processors])
 
@@ -126,17 +126,17 @@ def _of_row(processor: Any, row: int, rows: int) -> Any:
 
 
 def _of_this_row(allowed: Any, row: int, batch_id: int, input_ids: torch.Tensor) -> Any:
-    """A user's `prefix_allowed_tokens_fn`, told the row's number in the batch."""
+    """A user's `prefix_allowed_tokens_fn`, called with the row's number in the batch."""
     return allowed(row, input_ids)
 
 
-def _check_asked(thing: Any, module: str, row_wise: frozenset[str], refused: dict[str, str]) -> None:
+def _check_row_wise(thing: Any, module: str, row_wise: frozenset[str], refused: dict[str, str]) -> None:
     name = type(thing).__name__
     name = getattr(thing, "__name__", name) if name == "function" else name
     if type(thing).__module__ != module:
         _refuse(f"{name}, which is not transformers' own,", "plain decoding shows it all rows at once")
     if name not in row_wise:
-        _refuse(name, refused.get(name, "it is not known whether it looks at one row at a time"))
+        _refuse(name, refused.get(name, "it is not known whether it treats one row at a time"))
 
 
 def _refuse(what: str, why: str) -> None:

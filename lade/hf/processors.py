@@ -1,4 +1,4 @@
-"""Transformers' processors and criteria, asked once per emitted token with what plain decoding would show them."""
+"""Transformers' processors and criteria, called once per emitted token with the arguments of plain decoding."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from lade.decoding.choose import Choose
 from lade.decoding.row import StopRule
+from lade.decoding.verify import Choose
 from lade.hf.sampling import Sampler
 
 
@@ -43,11 +43,11 @@ class Transcript:
 
 @dataclass
 class Record:
-    """Scores and logits of the emitted tokens, as `output_scores` and `output_logits` ask for them.
+    """Scores and logits of the emitted tokens, for `output_scores` and `output_logits`.
 
     Attributes:
-        scores: `[1, V]` float32 after the processors, one a token; None where nobody asked.
-        logits: `[1, V]` float32 before them, one a token; None where nobody asked.
+        scores: `[1, V]` float32 after the processors, one a token; None if not wanted.
+        logits: `[1, V]` float32 before them, one a token; None if not wanted.
     """
 
     scores: tuple[torch.Tensor, ...] | None = None
@@ -74,21 +74,21 @@ class Processed:
         processors: called with the text so far and the logits of one node.
         transcript: the text so far.
         sampler: draws the tokens; None for the argmax.
-        record: is told scores and logits.
+        record: collects scores and logits.
     """
 
     def __init__(
         self, processors: LogitsProcessorList, transcript: Transcript, *, sampler: Sampler | None, record: Record
     ) -> None:
-        self._processors: Any = processors  # its annotations ask for LongTensor, which no torch function returns
+        self._processors: Any = processors  # annotated with LongTensor, which no torch function returns
         self._transcript, self._sampler, self._record = transcript, sampler, record
 
-    def look_ahead(self, logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor | None:
-        """See `lade.decoding.choose.Chooser.look_ahead`."""
+    def choose_all(self, logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor | None:
+        """See `lade.decoding.verify.Chooser.choose_all`."""
         return None
 
-    def open(self, logits: torch.Tensor, picks: Sequence[int], tokens: Sequence[int]) -> Choose:
-        """See `lade.decoding.choose.Chooser.open`."""
+    def bind(self, logits: torch.Tensor, ids: Sequence[int], tokens: Sequence[int]) -> Choose:
+        """See `lade.decoding.verify.Chooser.bind`."""
 
         def choose(node: int) -> int:
             input_ids = self._transcript.upto(tokens)
@@ -134,10 +134,10 @@ class StopRules:
 class Streamed:
     """Stop rules that pass each token on to a streamer, once the criteria have been called with it.
 
-    Plain decoding does it in this order, so criteria and processors that look at the streamer see the same there.
+    Plain decoding does it in this order, so criteria and processors that read the streamer see the same there.
 
     Args:
-        stop: is asked first.
+        stop: is called first.
         streamer: gets each token as `[1]` int64, on the CPU.
     """
 

@@ -4,7 +4,7 @@ Plain decoding calls `torch.multinomial` once per token, on the probabilities `[
 ended included. For one sample a row that call is an argmax of `p / q`, q being noise `[B, V]` from an exponential
 distribution, drawn in one go (aten/src/ATen/native/Distributions.cpp, `multinomial_out`). So the noise of a token
 depends on its number and its row alone, not on the probabilities: it can be drawn as soon as it is needed first, and be
-kept, or drawn anew, until the last row has come as far.
+kept, or drawn again, until the last row has come as far.
 
             token 1   token 2   token 3          a block `[B, V]` each, drawn in this order
     row 0    used      used      used
@@ -44,7 +44,7 @@ class Sampler(Protocol):
         ...
 
     def draw_ahead(self, probabilities: torch.Tensor, depths: Sequence[int]) -> torch.Tensor:
-        """What each node of a tree would be followed by; nobody waits for the device, and no token is taken yet.
+        """What each node of a tree would be followed by, without a wait for the device; no token is taken yet.
 
         Args:
             probabilities: `[S, V]` float32.
@@ -67,8 +67,8 @@ class Noise:
     again from the state that the generator had, which takes longer.
 
     Args:
-        rows: B.
-        most_bytes: that blocks may take, the one in use not counted.
+        rows: B, the rows of the batch.
+        most_bytes: bytes that blocks may take, the one in use not counted.
         generator: draws them; None for torch's own of the device.
     """
 
@@ -118,7 +118,7 @@ class Noise:
         self._at = number
 
     def recheck(self) -> None:
-        """Drop what was drawn ahead if somebody else has used the generator since: plain decoding draws after that."""
+        """Drop what was drawn ahead if other code has used the generator since: plain decoding draws after that."""
         if self._generator is None or self._at == self._next:
             return
         if not torch.equal(self._generator.get_state(), self._states[self._at]):
@@ -142,9 +142,9 @@ class Draws:
     last one, up to a bound.
 
     Args:
-        rows: B.
-        most_bytes: see `Noise`.
-        generator: likewise.
+        rows: B, the rows of the batch.
+        most_bytes: bytes that blocks may take, see `Noise`.
+        generator: draws the noise; None for torch's own of the device.
     """
 
     def __init__(self, rows: int, most_bytes: int = MOST_BYTES, generator: torch.Generator | None = None) -> None:
@@ -189,8 +189,8 @@ class RowSampler:
     """Draws for one row of a batch; see `Sampler`.
 
     Args:
-        draws: of the batch.
-        row: its number.
+        draws: the draws of the batch.
+        row: number of the row.
     """
 
     def __init__(self, draws: Draws, row: int) -> None:
@@ -213,7 +213,7 @@ class LoneSampler(RowSampler):
     """Draws for a row that is alone, or that has a generator of its own; see `Sampler`.
 
     Args:
-        generator: None for torch's own of the device.
+        generator: draws the tokens; None for torch's own of the device.
     """
 
     def __init__(self, generator: torch.Generator | None = None) -> None:

@@ -15,13 +15,13 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lade.config import LookaheadConfig
-from lade.decoding.choose import Chooser, Greedy
-from lade.decoding.drafting.batch_budget import JointBudget
+from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.drafting.factory import drafter_for
-from lade.decoding.drafting.memory import Memory
-from lade.decoding.loop import Engine
+from lade.decoding.drafting.memory import ContextMemory
+from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row, StopRule
+from lade.decoding.verify import Chooser, Greedy
 from lade.hf.batch_rules import check_lengths, check_rows, processors_of_row
 from lade.hf.processors import Processed, Record, StopRules, Streamed, Transcript
 from lade.hf.refusals import check_cache, check_switch, checked_paddings
@@ -94,9 +94,9 @@ class Session:
         self._record = record_for(generation_config)
         self._draws = Draws(len(self._paddings)) if self._is_batch and generation_config.do_sample else None
         self._cost = None if drafter else self._cost_of_steps(config, runner)
-        budget = JointBudget(self._cost) if isinstance(self._cost, BatchCost) else None
+        budget = BatchBudget(self._cost) if isinstance(self._cost, BatchCost) else None
         if self._is_batch and config.adaptive and config.memory is None:
-            config = replace(config, memory=Memory())  # one caller's rows may learn from each other
+            config = replace(config, memory=ContextMemory())  # one caller's rows may learn from each other
         self._rows: list[Row] = []
         for number in range(len(self._paddings)):
             if drafter and number:
@@ -106,7 +106,7 @@ class Session:
             )
             self._rows.append(self._row(number, own, logits_processor, stopping_criteria))
         cache: Any = self._cache  # the runner's own kind
-        self._engine = Engine(list(self._rows), runner, cache, stats, budget)
+        self._engine = DecodeLoop(list(self._rows), runner, cache, stats, budget)
 
     @property
     def _is_batch(self) -> bool:

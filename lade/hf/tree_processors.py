@@ -1,8 +1,8 @@
-"""Transformers' processors asked about all nodes of a tree at once, and the draws made there, without a wait per token.
+"""Transformers' processors called for all nodes of a tree at once, and the draws made there, without a wait per token.
 
 Node by node, each emitted token costs a dozen kernels and a wait for the device; on a GPU that is much of a small
-model's step. Processors that do not read the text may as well be asked about every node, reached or not, before
-anybody waits. On a CPU that would be work for nodes that are mostly rejected.
+model's step. Processors that do not read the text may as well be called for every node, reached or not, before
+the host waits. On a CPU that would be work for nodes that are mostly rejected.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
-from lade.decoding.choose import Choose
+from lade.decoding.verify import Choose
 from lade.hf.processors import Processed
 from lade.hf.sampling import NO_TOKEN
 
@@ -44,32 +44,32 @@ class AtOnce(Processed):
     """Makes the choices for all nodes of a step on the device; see `Processed`, whose tokens it emits.
 
     What was drawn ahead is taken only as it is emitted, so that torch's generator is where plain decoding has it
-    whenever anybody else may look.
+    whenever other code may read it.
     """
 
     _probabilities: torch.Tensor | None = None  # [S, V]
 
-    def look_ahead(self, logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor:
-        """See `lade.decoding.choose.Chooser.look_ahead`."""
+    def choose_all(self, logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor:
+        """See `lade.decoding.verify.Chooser.choose_all`."""
         raw = logits.float()  # which none of these processors writes to
-        nothing = torch.empty((len(raw), 0), dtype=torch.long, device=raw.device)
-        scores = self._processors(nothing, raw)  # [S, V]
+        no_text = torch.empty((len(raw), 0), dtype=torch.long, device=raw.device)
+        scores = self._processors(no_text, raw)  # [S, V]
         if self._sampler is None:
             choices: torch.Tensor = scores.argmax(dim=-1)
             return choices
         self._probabilities = scores.softmax(dim=-1)
         return self._sampler.draw_ahead(self._probabilities, depths)
 
-    def open(self, logits: torch.Tensor, picks: Sequence[int], tokens: Sequence[int]) -> Choose:
-        """See `lade.decoding.choose.Chooser.open`."""
+    def bind(self, logits: torch.Tensor, ids: Sequence[int], tokens: Sequence[int]) -> Choose:
+        """See `lade.decoding.verify.Chooser.bind`."""
         sampler, probabilities = self._sampler, self._probabilities
         if sampler is None or probabilities is None:
-            return picks.__getitem__
+            return ids.__getitem__
 
         def choose(node: int) -> int:
-            if picks[node] == NO_TOKEN:
-                return sampler.draw(probabilities[node : node + 1])  # which says what is wrong
+            if ids[node] == NO_TOKEN:
+                return sampler.draw(probabilities[node : node + 1])  # which raises
             sampler.take()
-            return picks[node]
+            return ids[node]
 
         return choose

@@ -1,8 +1,7 @@
-"""The requests that are decoded together: they join one by one, prompt piece by piece, and leave as they end."""
+"""Continuous batching: requests join one by one, are prefilled in pieces, decoded together, and leave as they end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from lade.decoding.drafting.batch_budget import JointBudget
+from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.drafting.factory import drafter_for
-from lade.decoding.loop import Engine
+from lade.decoding.loop import DecodeLoop, prompt_hook
 from lade.decoding.readout import read
 from lade.decoding.row import Row
 from lade.hf.session import Output, vocabulary_of
@@ -29,17 +28,17 @@ from lade.tuning.cost_cache import save_refreshed, step_cost_for
 
 
 @dataclass(eq=False)
-class Seat:
-    """A request that is being decoded.
+class ActiveRequest:
+    """A request that is being prefilled or decoded.
 
     Attributes:
-        request: what is asked for.
-        handle: who is told.
-        row: writes the answer; made when the prompt's turn has come.
-        cache: of the prompt, until the row joins the others.
+        request: the prompt and its arguments.
+        handle: gets the steps and the result.
+        row: writes the answer; made when prefill begins.
+        cache: keys and values of the prompt, until the row joins the batch.
         fed: tokens of the prompt that the cache holds.
-        seconds: that prefill has taken.
-        leaves: whether it is to end before the next step.
+        seconds: seconds that prefill has taken.
+        cancelled: whether to evict it before the next step.
     """
 
     request: Request
@@ -48,24 +47,24 @@ class Seat:
     cache: TreeCache = field(default_factory=TreeCache)
     fed: int = 0
     seconds: float = 0.0
-    leaves: bool = False
+    cancelled: bool = False
 
 
 class Batch:
-    """One pass after the other for all requests that have joined; not to be used by two threads at a time.
+    """Prefill and decode steps of all active requests; not to be used by two threads at a time.
 
-    An error in a request's processors, criteria or `on_step` ends that request alone. One in a pass of the model ends
-    all that took part in it.
+    An error in a request's processors, criteria or `on_step` ends that request alone. One in a forward pass ends all
+    requests that took part in it.
 
     Args:
-        model: that `lade.supports`.
+        model: one that `lade.supports`.
         plan: how it takes its masks.
-        prefill_tokens: of prompts fed between two steps, at most.
-        max_rows: decoded at a time.
+        prefill_tokens: prompt tokens fed between two decode steps, at most.
+        max_rows: requests decoded at a time.
         max_tokens: slots of the cache; None for as many as this machine has memory for.
 
     Attributes:
-        capacity: what may be seated.
+        capacity: what fits at a time.
     """
 
     def __init__(
@@ -80,14 +79,14 @@ class Batch:
             max_tokens = default_max_tokens(token_bytes, self._runner.device)
         self._cache = self._runner.new_cache(limit=max_tokens)
         self.capacity = Capacity(max_rows, max_tokens, token_bytes, self._runner.sizing)
-        own_kind: Any = self._cache  # which this runner knows
-        self._engine = Engine([], self._runner, own_kind, isolate=True)
-        self._opening: list[Seat] = []
-        self._seats: dict[Row, Seat] = {}  # those that have joined
+        own_kind: Any = self._cache  # the one that this runner expects
+        self._loop = DecodeLoop([], self._runner, own_kind, isolate=True)
+        self._prefilling: list[ActiveRequest] = []
+        self._decoding: dict[Row, ActiveRequest] = {}  # after prefill
         self._cost: BatchCost | None = None
 
     def _token_bytes(self) -> int:
-        """Found by feeding a token: no two families keep the same."""
+        """Bytes of a cached token, found by feeding one: no two families keep the same."""
         cache = TreeCache()
         with torch.random.fork_rng(devices=[]):
             self._prefill_runner.prefill([[0]], cache)
@@ -95,145 +94,137 @@ class Batch:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
-        return not self._opening and not self._seats
+        """Whether no request is active."""
+        return not self._prefilling and not self._decoding
 
     @property
-    def seats(self) -> list[Seat]:
-        """All requests that are being decoded."""
-        return [*self._opening, *self._seats.values()]
+    def active(self) -> list[ActiveRequest]:
+        """All requests that are being prefilled or decoded."""
+        return [*self._prefilling, *self._decoding.values()]
 
     def has_room(self, request: Request) -> bool:
-        """Whether one more fits beside those that are there."""
-        return self.capacity.fits([request.need, *(seat.request.need for seat in self.seats)])
+        """Whether one more request fits beside the active ones."""
+        return self.capacity.fits([request.need, *(active.request.need for active in self.active)])
 
-    def add(self, request: Request, handle: Handle) -> Seat:
-        """Let a request take a seat; its prompt is fed when those before it have been."""
-        seat = Seat(request, handle)
-        self._opening.append(seat)
-        return seat
+    def add(self, request: Request, handle: Handle) -> ActiveRequest:
+        """Activate a request; it is prefilled after those before it."""
+        active = ActiveRequest(request, handle)
+        self._prefilling.append(active)
+        return active
 
     def _drafter(self, request: Request) -> Drafter:
         config, weighs = request.config, request.config.adaptive and request.config.budget is None
-        if weighs and self._engine.budget is None:
+        if weighs and self._loop.budget is None:
             self._cost = BatchCost(lambda rows: step_cost_for(self._model, self._runner, batch=rows), 1)
-            self._engine.budget = JointBudget(self._cost)
-        budget = self._engine.budget if weighs else None
+            self._loop.budget = BatchBudget(self._cost)
+        budget = self._loop.budget if weighs else None
         return drafter_for(config, request.excluded, vocabulary=vocabulary_of(self._model), budget=budget)
 
     def advance(self) -> None:
-        """Let go who is to leave, feed a bounded piece of the prompts, then make a step."""
-        for seat in self.seats:
-            if seat.leaves:
-                self._end(seat, None)
-        self._feed()
-        if self._engine.rows:
+        """Evict cancelled requests, prefill up to `prefill_tokens`, run one decode step."""
+        for active in self.active:
+            if active.cancelled:
+                self._end(active, None)
+        self._prefill()
+        if self._loop.rows:
             self._step()
         if self.idle:
             self._cache.reset()
             save_refreshed(self._model)
 
     def close(self, problem: BaseException | None = None) -> None:
-        """End all requests, with an error or as cancelled, and give back what they took."""
-        seats, self._opening, self._seats, self._engine.rows = self.seats, [], {}, []
-        for seat in seats:
-            seat.handle.end(problem)
+        """End all requests, with an error or as cancelled, and release what they took."""
+        everyone, self._prefilling, self._decoding, self._loop.rows = self.active, [], {}, []
+        for active in everyone:
+            active.handle.end(problem)
         self._cache.reset()
         release(self._model)
         save_refreshed(self._model)
 
-    def _feed(self) -> None:
+    def _prefill(self) -> None:
         left = self._prefill_tokens
-        while left > 0 and self._opening:
-            seat = self._opening[0]
-            before = seat.fed
+        while left > 0 and self._prefilling:
+            active = self._prefilling[0]
+            before = active.fed
             try:
-                self._feed_piece(seat, left)
-            except Exception as problem:  # noqa: BLE001 - whatever it is, the request's owner gets it
-                self._end(seat, problem)
-                if self._engine.rows and self._cache.room == (0, 0):  # the others have lost what they had
+                self._prefill_piece(active, left)
+            except Exception as problem:  # noqa: BLE001 - whatever it is, the request's handle gets it
+                self._end(active, problem)
+                if self._loop.rows and self._cache.room == (0, 0):  # the decoding rows have lost their cache
                     self._end_rows(problem)
-            left -= seat.fed - before
+            left -= active.fed - before
 
-    def _feed_piece(self, seat: Seat, most: int) -> None:
-        """Feed at most so many tokens of a prompt; behind the last one the answer begins."""
+    def _prefill_piece(self, active: ActiveRequest, most: int) -> None:
+        """Feed at most `most` tokens of a prompt; after the last one the answer begins."""
         start = perf_counter()
-        if seat.fed == 0:
-            seat.row = seat.request.row(self._drafter(seat.request))
-        row = seat.row
-        end = min(len(row.tokens), seat.fed + most)
-
-        def show(alike: Sequence[int], first: int, logits: torch.Tensor) -> None:
-            said = read(logits).entries
-            assert said is not None
-            row.drafter.read_prompt(row.tokens, first, said)
-
-        logits = self._prefill_runner.prefill(
-            [row.tokens[:end]], seat.cache, show if row.drafter.reads else None
-        )  # [1, V]
-        seat.fed = end
+        if active.fed == 0:
+            active.row = active.request.row(self._drafter(active.request))
+        row = active.row
+        end = min(len(row.tokens), active.fed + most)
+        logits = self._prefill_runner.prefill([row.tokens[:end]], active.cache, prompt_hook([row]))  # [1, V]
+        active.fed = end
         if end < len(row.tokens):
-            seat.seconds += perf_counter() - start
+            active.seconds += perf_counter() - start
             return
-        token = row.open(logits, read(logits, likeliest=False).picks)
-        seat.seconds += perf_counter() - start
-        self._join(seat)
-        self._engine.drop_finished()  # the first token may have been the last
-        self._tell(seat, Step(0, [token], ["prefill"], end, seat.seconds))
+        token = row.choose_first(logits, read(logits, wants_entries=False).argmax_ids)
+        active.seconds += perf_counter() - start
+        self._join(active)
+        self._loop.drop_finished()  # the first token may have been the last
+        self._deliver(active, Step(0, [token], ["prefill"], end, active.seconds))
 
-    def _join(self, seat: Seat) -> None:
-        self._opening.remove(seat)
-        self._seats[seat.row] = seat
-        self._make_room(seat.fed)
-        self._cache.take(seat.cache)
-        self._engine.rows.append(seat.row)
+    def _join(self, active: ActiveRequest) -> None:
+        self._prefilling.remove(active)
+        self._decoding[active.row] = active
+        self._reserve(active.fed)
+        self._cache.take(active.cache)
+        self._loop.rows.append(active.row)
 
     def _step(self) -> None:
-        rows = list(self._engine.rows)
+        rows = list(self._loop.rows)
         try:
-            self._make_room()
+            self._reserve()
             if self._cost is not None:
                 self._cost.resize(len(rows))
-            steps = self._engine.step()
-        except Exception as problem:  # noqa: BLE001 - likewise; and who knows what the cache holds now
+            steps = self._loop.step()
+        except Exception as problem:  # noqa: BLE001 - likewise; and what the cache holds now is unknown
             self._end_rows(problem)
             return
         for row, step in zip(rows, steps, strict=True):
             if step.tokens:  # also of a row that then failed
-                self._tell(self._seats[row], step)
+                self._deliver(self._decoding[row], step)
             else:
-                self._end(self._seats[row], row.problem)
+                self._end(self._decoding[row], row.problem)
 
     def _end_rows(self, problem: BaseException) -> None:
-        rows, self._engine.rows = self._engine.rows, []
+        rows, self._loop.rows = self._loop.rows, []
         for row in rows:
-            self._end(self._seats[row], problem)
+            self._end(self._decoding[row], problem)
 
-    def _make_room(self, joining: int = 0) -> None:
-        """Before the cache would grow by itself, which knows nothing of limits; `joining` tokens are about to come."""
-        cache, needs = self._cache, [seat.request.need for seat in self._seats.values()]
+    def _reserve(self, joining: int = 0) -> None:
+        """Reserve slots before the cache grows by itself, which knows no limits; `joining` tokens are about to join."""
+        cache, needs = self._cache, [active.request.need for active in self._decoding.values()]
         longest = max(joining, *cache.lengths)
-        capacity = replace(self.capacity, sizing=cache)  # of what holds the rows now
+        capacity = replace(self.capacity, sizing=cache)  # of the buffers that hold the rows now
         if not capacity.suffices(cache.room, needs, longest):
             cache.reserve(*capacity.room(needs, longest))
 
-    def _tell(self, seat: Seat, step: Step) -> None:
+    def _deliver(self, active: ActiveRequest, step: Step) -> None:
         try:
-            seat.handle.tell(step, 0.0 if step.index == 0 else self._runner.forward_s)
+            active.handle.tell(step, 0.0 if step.index == 0 else self._runner.forward_s)
         except Exception as problem:  # noqa: BLE001 - on_step is the user's
-            self._end(seat, problem)
+            self._end(active, problem)
             return
-        if seat.row.done:
-            self._end(seat, seat.row.problem or seat.request.output(seat.row))
+        if active.row.done:
+            self._end(active, active.row.problem or active.request.output(active.row))
 
-    def _end(self, seat: Seat, result: Output | BaseException | None) -> None:
-        """Let a request go; see `Handle.end` for the result."""
-        if seat in self._opening:
-            self._opening.remove(seat)
+    def _end(self, active: ActiveRequest, result: Output | BaseException | None) -> None:
+        """End a request; see `Handle.end` for the result."""
+        if active in self._prefilling:
+            self._prefilling.remove(active)
         else:
-            del self._seats[seat.row]
-            seat.row.done = True
-            self._engine.drop_finished()
-            if not self._engine.rows:
+            del self._decoding[active.row]
+            active.row.done = True
+            self._loop.drop_finished()
+            if not self._loop.rows:
                 self._cache.reset()
-        seat.handle.end(result)
+        active.handle.end(result)

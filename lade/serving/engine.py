@@ -16,7 +16,7 @@ from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError, EngineClosedError, EngineFullError
 from lade.hf.refusals import resolve
 from lade.model.support.supports import supports, unwrap
-from lade.serving.batch import Batch, Seat
+from lade.serving.batch import ActiveRequest, Batch
 from lade.serving.capacity import Capacity
 from lade.serving.handle import Handle, check_process
 from lade.serving.request import Request, prepared
@@ -146,7 +146,7 @@ class Desk:
         self._batch, self._max_waiting = batch, max_waiting
         self._capacity: Capacity = batch.capacity
         self._waiting: deque[tuple[Request, Handle]] = deque()
-        self._seats: dict[Handle, Seat] = {}
+        self._seats: dict[Handle, ActiveRequest] = {}
         self._changed = threading.Condition()
         self._closed = False
         self._process = os.getpid()
@@ -189,7 +189,7 @@ class Desk:
             if handle.done():
                 return False
             if handle in self._seats:
-                self._seats[handle].leaves = True
+                self._seats[handle].cancelled = True
                 return True
             self._waiting = deque(entry for entry in self._waiting if entry[1] is not handle)
         handle.end(None)

@@ -20,8 +20,8 @@ from lade.bench.harness.experiment import jobs_of
 from lade.bench.harness.methods import parse_all
 from lade.bench.harness.pass_counter import Meter
 from lade.bench.results import Results, Settings
-from lade.decoding.drafting.memory import Memory
 from lade.errors import ConfigError, InputError, UnsupportedError
+from lade.memory import Memory
 from lade.stats import Stats
 from lade.testing import toy_model
 

@@ -16,7 +16,7 @@ from lade.cli.options.model import Loading
 from lade.cli.rng_state import Noise
 from lade.cli.terminal import Terminal, terminal
 from lade.config import LookaheadConfig
-from lade.decoding.drafting.memory import Memory
+from lade.memory import Memory
 from lade.stats import distinct_ngrams
 
 PROMPT = "say it again, say it"

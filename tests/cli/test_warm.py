@@ -13,8 +13,8 @@ from lade.cli import warm as module
 from lade.cli.loading.load import Subject
 from lade.cli.main import app
 from lade.cli.warm import Harvest
-from lade.decoding.drafting.memory_file import fingerprint_of
 from lade.decoding.kernels import ORDERS, TEXT_ORDERS
+from lade.memory_file import fingerprint_of
 from lade.stats import Stats
 
 CONTEXT = 512  # of the model in conftest.py

@@ -5,7 +5,7 @@ from math import exp
 
 import numpy as np
 
-from lade.decoding.drafting.memory import Memory, tail_of
+from lade.decoding.drafting.memory import context_of
 from lade.decoding.kernels import (
     BITS,
     END,
@@ -20,6 +20,7 @@ from lade.decoding.kernels import (
     Doubles,
     Ints,
 )
+from lade.memory import Memory
 
 Row = dict[int, int]
 """Value by token."""
@@ -50,7 +51,7 @@ def likeliest(row: Sequence[int]) -> int:
 
 
 def tails_of(texts: Sequence[Sequence[int]]) -> Ints:
-    return np.array([tail_of(text) for text in texts], np.int32).reshape(-1, LONGEST)
+    return np.array([context_of(text) for text in texts], np.int32).reshape(-1, LONGEST)
 
 
 def learn(memory: Memory, texts: Sequence[Sequence[int]], rows: Sequence[Row]) -> None:

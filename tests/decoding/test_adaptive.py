@@ -15,9 +15,10 @@ import lade
 from lade import LookaheadConfig, Memory, Stats
 from lade.decoding.drafting import best_first as growth_module
 from lade.decoding.drafting.adaptive import LEAST_COLUMNS, NGRAM, AdaptiveDrafter
+from lade.decoding.drafting.drafter import Draft
 from lade.decoding.drafting.tree_size import LARGEST, Controller, FixedBudget
-from lade.decoding.kernels import ORDERS, TEXT_ORDERS, Ints
-from lade.decoding.readout import read as read_out
+from lade.decoding.kernels import ORDERS, TEXT_ORDERS
+from lade.decoding.readout import read
 from lade.decoding.tree import ROOT, TokenTree
 from lade.decoding.verify import Verdict, walk
 from lade.testing import nearly_flat_cost, toy_model
@@ -27,13 +28,6 @@ Follow = Callable[[Sequence[int]], int]
 seeds = st.integers(0, 10_000)
 texts = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=12)
 depths = st.one_of(st.none(), st.integers(0, 5))
-
-
-def read(logits: torch.Tensor) -> tuple[list[int], Ints]:
-    """Picks and entries."""
-    said = read_out(logits)
-    assert said.entries is not None
-    return said.picks, said.entries
 
 
 def path_to(tree: TokenTree, node: int) -> list[int]:
@@ -48,20 +42,20 @@ def path_to(tree: TokenTree, node: int) -> list[int]:
 class SetBudget:
     """Does what a test says; remembers what it was told."""
 
-    def __init__(self, grown: int, chosen: int, explored: int, resting: Sequence[bool] = ()) -> None:
-        self.grown, self.chosen, self.most, self.resting = grown, chosen, explored, list(resting)
+    def __init__(self, grown: int, chosen: int, filled: int, resting: Sequence[bool] = ()) -> None:
+        self.grown, self.chosen, self.most, self.resting = grown, chosen, filled, list(resting)
         self.observed: list[tuple[int, int, float, float]] = []
 
-    def stages(self) -> list[tuple[int, float]]:
+    def thresholds(self) -> list[tuple[int, float]]:
         return [(self.grown // 2 + 1, 0.0), (self.grown, 1e-6)]
 
     def choose(self, scores: Sequence[float]) -> int:
         return min(self.chosen, len(scores))
 
-    def explored(self, size: int) -> int:
+    def fill_to(self, size: int) -> int:
         return max(size, self.most)
 
-    def rest(self) -> bool:
+    def skip_drafting(self) -> bool:
         return self.resting.pop(0) if self.resting else False
 
     def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
@@ -90,19 +84,19 @@ def logits_of(tree: TokenTree, text: list[int], follow: Follow, vocabulary: int 
 
 def step(
     drafter: AdaptiveDrafter, text: list[int], follow: Follow, max_depth: int | None = None
-) -> tuple[TokenTree, Verdict]:
-    """One step as the engine makes it; `text` grows."""
-    tree = drafter.grow(text, max_depth)
-    picks, rows = read(logits_of(tree, text, follow))
+) -> tuple[Draft, Verdict]:
+    """One step as the loop makes it; `text` grows."""
+    draft = drafter.draft(text, max_depth)
+    readout = read(logits_of(draft.tree, text, follow), wants_entries=draft.wants_entries)
 
     def emit(token: int) -> bool:
         text.append(token)
         return False
 
-    verdict = walk(tree, picks.__getitem__, emit)
-    drafter.learn(text, picks, rows if drafter.reads else None, verdict)
-    drafter.observe(1e-3, 5e-4)
-    return tree, verdict
+    verdict = walk(draft.tree, readout.argmax_ids.__getitem__, emit)
+    drafter.learn(text, draft, readout, verdict)
+    drafter.observe(len(draft.tree), len(verdict.tokens), 1e-3, 5e-4)
+    return draft, verdict
 
 
 def cells(tree: TokenTree) -> int:
@@ -115,7 +109,7 @@ def test_no_tree_is_larger_than_its_budget(seed, prompt, size, order, max_depth)
     drafter = drafter_of(filled_memory(seed), FixedBudget(size), prompt)
     text = list(prompt)
     for _ in range(12):
-        tree, _ = step(drafter, text, follow_of(order, seed), max_depth)
+        tree = step(drafter, text, follow_of(order, seed), max_depth)[0].tree
         assert len(tree) <= size
         assert max_depth is None or max(tree.depths) <= max_depth
         guesses = tree.sources.count("memory")
@@ -127,14 +121,14 @@ def test_no_tree_is_larger_than_its_budget(seed, prompt, size, order, max_depth)
 def test_no_tree_is_larger_than_the_largest(seed, prompt):
     drafter = drafter_of(filled_memory(seed, texts=200), Controller(nearly_flat_cost()), prompt)
     text = list(prompt)
-    assert all(len(step(drafter, text, follow_of(2, seed))[0]) <= LARGEST for _ in range(12))
+    assert all(len(step(drafter, text, follow_of(2, seed))[0].tree) <= LARGEST for _ in range(12))
 
 
 def test_the_window_gets_what_the_memory_leaves():
     """At first that is all; when the text has come round again and again, nothing."""
     text = [0]
     drafter = drafter_of(Memory(), FixedBudget(24), text)
-    shares = [cells(step(drafter, text, lambda text: (text[-1] + 1) % VOCABULARY)[0]) for _ in range(60)]
+    shares = [cells(step(drafter, text, lambda text: (text[-1] + 1) % VOCABULARY)[0].tree) for _ in range(60)]
     assert shares[0] > 0 == shares[-1]
     assert max(shares) >= (LEAST_COLUMNS - 1) * (NGRAM - 1)
 
@@ -146,26 +140,27 @@ def test_a_window_finds_what_no_memory_knows():
     text, accepted = [0], 0
     drafter = drafter_of(Memory(), SetBudget(1, 1, 80), text)
     for _ in range(30):
-        tree = drafter.grow(text, None)
-        picks, rows = read(logits_of(tree, text, lambda text: table[text[-1]], 40))
-        verdict = walk(tree, picks.__getitem__, lambda token: text.append(token) or False)
-        drafter.learn(text, picks, rows, verdict)
+        draft = drafter.draft(text, None)
+        readout = read(logits_of(draft.tree, text, lambda text: table[text[-1]], 40))
+        verdict = walk(draft.tree, readout.argmax_ids.__getitem__, lambda token: text.append(token) or False)
+        drafter.learn(text, draft, readout, verdict)
         accepted += verdict.sources.count("window")
     assert accepted > 10
 
 
 @given(seeds, texts, st.integers(1, 30), st.integers(1, 30), st.integers(1, 60), st.integers(1, 3), depths)
-def test_after_a_step_what_follows_each_of_its_nodes_is_known(seed, prompt, grown, chosen, explored, order, max_depth):
+def test_after_a_step_what_follows_each_of_its_nodes_is_known(seed, prompt, grown, chosen, filled, order, max_depth):
     """Under the ends of the node's own text, however much was cut off before the window was planted."""
     follow = follow_of(order, seed)
-    drafter = drafter_of(filled_memory(seed), SetBudget(grown, chosen, explored), prompt)
+    drafter = drafter_of(filled_memory(seed), SetBudget(grown, chosen, filled), prompt)
     drafter.memory = memory = Memory()  # what was known serves the first tree only
     text = list(prompt)
     for number in range(4):
         if number == 0:
             drafter.memory = filled_memory(seed)
         before = list(text)
-        tree, verdict = step(drafter, text, follow, max_depth)
+        draft, verdict = step(drafter, text, follow, max_depth)
+        tree = draft.tree
         for node in range(len(tree)):
             full = before + path_to(tree, node)
             rows = drafter.memory.lookup(full)[0]
@@ -180,22 +175,22 @@ def test_after_a_step_what_follows_each_of_its_nodes_is_known(seed, prompt, grow
 
 
 @given(seeds, texts, st.integers(1, 30), st.integers(1, 40))
-def test_weights_are_learned_from_the_rows_of_the_nodes_that_were_reached(seed, prompt, chosen, explored):
+def test_weights_are_learned_from_the_rows_of_the_nodes_that_were_reached(seed, prompt, chosen, filled):
     """As the memory knew them before, and from no others, such as those of nodes that were cut off."""
     memory = filled_memory(seed)
-    drafter = drafter_of(memory, SetBudget(30, chosen, explored), prompt)
+    drafter = drafter_of(memory, SetBudget(30, chosen, filled), prompt)
     text, follow = list(prompt), follow_of(1, seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(growth_module, "RATE", 1e-9)  # so small that it does not matter who comes first
         for _ in range(6):
             before, weights = list(text), memory.weights.copy()
-            tree = drafter.grow(text, None)
-            picks, rows = read(logits_of(tree, text, follow))
-            verdict = walk(tree, picks.__getitem__, lambda token: text.append(token) or False)
+            draft = drafter.draft(text, None)
+            readout = read(logits_of(draft.tree, text, follow))
+            verdict = walk(draft.tree, readout.argmax_ids.__getitem__, lambda token: text.append(token) or False)
             expected = np.zeros_like(weights)
             for end, token in enumerate(verdict.tokens, start=len(before)):
                 expected += downhill(weights, said_of(memory, text[:end]), token)
-            drafter.learn(text, picks, rows, verdict)
+            drafter.learn(text, draft, readout, verdict)
             assert (memory.weights - weights) / 1e-9 == pytest.approx(expected, abs=1e-3)
 
 
@@ -204,7 +199,7 @@ def test_ids_that_are_excluded_or_not_in_the_vocabulary_are_never_drafted(seed, 
     """The window is left out: its cells are the model's own choices and the prompt's."""
     memory = filled_memory(seed, vocabulary=20, texts=60)
     drafter = drafter_of(memory, SetBudget(60, 60, 1), prompt, excluded=excluded, vocabulary=vocabulary)
-    tree = drafter.grow(prompt, None)
+    tree = drafter.draft(prompt, None).tree
     assert all(token < vocabulary and token not in excluded for token in tree.ids[1:])
     allowed = {token for token in mixed(memory.weights, said_of(memory, prompt)) if token < vocabulary} - excluded
     assert len(tree) >= min(60, 1 + len(allowed)), "others are drafted all the same"
@@ -217,19 +212,19 @@ def test_a_resting_step_feeds_one_token_and_asks_for_nothing():
     drafter = drafter_of(memory, budget, text)
     for rests in resting:
         known, rows = len(memory), [list(row) for row in drafter.window.rows]
-        tree, verdict = step(drafter, text, follow_of(1, 0))
-        assert (len(tree) == 1) == rests == (not drafter.reads)
+        draft, verdict = step(drafter, text, follow_of(1, 0))
+        assert (len(draft.tree) == 1) == rests == (not draft.wants_entries)
         if rests:
             assert len(verdict.tokens) == 1
             assert (len(memory), drafter.window.rows) == (known, rows)
-        assert budget.observed[-1] == (len(tree), len(verdict.tokens), 1e-3, 5e-4)
+        assert budget.observed[-1] == (len(draft.tree), len(verdict.tokens), 1e-3, 5e-4)
 
 
 def test_what_the_model_says_to_the_prompt_is_kept_under_the_prompts_ends():
     memory, prompt = Memory(), [3, 1, 4, 1, 5]
     drafter = AdaptiveDrafter(memory, FixedBudget(8))
-    says = read(torch.eye(VOCABULARY)[[6, 2, 7]])[1]
-    drafter.read_prompt(prompt, 2, says)  # behind 4, 1 and 5
+    entries = read(torch.eye(VOCABULARY)[[6, 2, 7]]).entries
+    drafter.learn_prompt(prompt, 2, entries)  # after 4, 1 and 5
     for end, token in ((3, 6), (4, 2), (5, 7)):
         rows, followed = memory.lookup(prompt[:end])
         assert len(rows) == len(ORDERS) and likeliest(rows[-1]) == token and len(followed) == 0
@@ -248,7 +243,7 @@ def test_what_followed_in_the_prompt_is_kept_if_it_may_be_read(reads):
 def test_a_prompt_may_be_of_one_token():
     memory, text = Memory(), [5]
     drafter = AdaptiveDrafter(memory, FixedBudget(8))
-    drafter.read_prompt(text, 0, read(torch.eye(VOCABULARY)[[2]])[1])
+    drafter.learn_prompt(text, 0, read(torch.eye(VOCABULARY)[[2]]).entries)
     drafter.begin([*text, 2], 1)
     assert likeliest(memory.lookup(text)[0][-1]) == 2 == likeliest(memory.lookup(text)[1][-1])
     text.append(2)
@@ -265,8 +260,8 @@ def test_threads_may_draft_from_one_memory():
         try:
             drafter, text = drafter_of(memory, FixedBudget(24), [seed, 1]), [seed, 1]
             for _ in range(60):
-                tree, verdict = step(drafter, text, follow_of(3, seed))
-                assert len(tree) <= 24 and len(verdict.tokens) >= 1
+                draft, verdict = step(drafter, text, follow_of(3, seed))
+                assert len(draft.tree) <= 24 and len(verdict.tokens) >= 1
             assert text == plain(seed, len(text))
         except BaseException as error:
             failures.append(error)
@@ -301,7 +296,7 @@ def test_prompts_are_read_only_if_they_may_be(model, reads):
     lade.generate(model, input_ids=IDS, max_new_tokens=1, lookahead=LookaheadConfig(memory=memory, prompt_ngrams=reads))
     assert (len(memory) > 0) is reads
     assert [len(rows) for rows in memory.lookup([1, 2])] == ([len(ORDERS), len(TEXT_ORDERS)] if reads else [0, 0])
-    assert AdaptiveDrafter(memory, FixedBudget(8), read_prompts=reads).reads is reads
+    assert AdaptiveDrafter(memory, FixedBudget(8), read_prompts=reads).wants_prompt_entries is reads
 
 
 def test_a_seed_changes_the_window_and_not_the_text(model):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lade.decoding.drafting.batch_budget import JointBudget
+from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.decoding.drafting.tree_size import Controller
 from lade.tuning.step_cost import StepCost
 
@@ -22,8 +22,8 @@ NOTHING = [1.0]
 
 def decided(*found: Sequence[float]) -> int:
     """How many nodes a row with many could feed."""
-    budget = JointBudget(steep_cost())
-    assert not budget.rest()
+    budget = BatchBudget(steep_cost())
+    assert not budget.skip_drafting()
     budget.decide(found)
     return budget.choose(range(100))
 
@@ -43,24 +43,24 @@ def test_it_is_asked_about_the_mean_row():
 
 
 def test_a_row_feeds_no_more_than_it_has_found():
-    budget = JointBudget(steep_cost())
-    budget.rest()
+    budget = BatchBudget(steep_cost())
+    budget.skip_drafting()
     budget.decide([SURE, SURE[:3]])
     assert budget.choose(SURE) == len(SURE) and budget.choose(SURE[:3]) == 3
-    assert budget.explored(3) >= len(SURE), "the rest is for the window: the pass is that long anyway"
+    assert budget.fill_to(3) >= len(SURE), "the rest is for the window: the pass is that long anyway"
 
 
 def test_all_rows_rest_in_the_same_steps():
-    budget, rests = JointBudget(steep_cost()), []
+    budget, rests = BatchBudget(steep_cost()), []
     for _ in range(60):
-        said = {budget.rest() for _ in range(4)}
+        said = {budget.skip_drafting() for _ in range(4)}
         assert len(said) == 1
         rests += said
         budget.decide([[] if rests[-1] else NOTHING] * 4)
-        budget.passed(1, 1.0, 1.5 * PLAIN_S, PLAIN_S)
+        budget.observe_pass(1, 1.0, 1.5 * PLAIN_S, PLAIN_S)
     alone, expected = Controller(steep_cost()), []
     for _ in range(60):
-        expected.append(alone.rest())
+        expected.append(alone.skip_drafting())
         if not expected[-1]:
             alone.choose(NOTHING)
         alone.observe(1, 1, 1.5 * PLAIN_S, PLAIN_S)
@@ -71,18 +71,18 @@ def test_a_pass_is_learned_once():
     cost = steep_cost()
     seen: list[tuple[int, float]] = []
     cost.observe = lambda size, seconds: seen.append((size, seconds))  # type: ignore[method-assign]
-    budget = JointBudget(cost)
+    budget = BatchBudget(cost)
     for _ in range(3):
         budget.observe(1, 1, 5.0, 4.0)
     assert seen == []
-    budget.passed(8, 2.5, 5e-3, 4e-3)
+    budget.observe_pass(8, 2.5, 5e-3, 4e-3)
     assert seen == [(8, 4e-3)]
 
 
 @pytest.mark.parametrize("found", [[], [[], []]])
 def test_nothing_is_decided_where_nobody_looked(found: list[list[float]]):
-    budget = JointBudget(steep_cost())
-    budget.rest()
+    budget = BatchBudget(steep_cost())
+    budget.skip_drafting()
     budget.decide([SURE, SURE])
     budget.decide(found)
     assert budget.choose(SURE) == len(SURE)
@@ -94,10 +94,10 @@ def test_a_row_that_drafts_nothing_counts_the_token_that_it_gets(plain: Sequence
     for scores in (SURE, SURE[:3], NOTHING):
         assert decided(scores, plain, plain) == decided(scores, NOTHING, NOTHING)
     cheap = StepCost.of({1: [PLAIN_S], 8: [1.08 * PLAIN_S], 128: [3 * PLAIN_S]})
-    found, budget = [1.0, 0.5, 0.4, 0.3, 0.2, 0.1], JointBudget(cheap)
+    found, budget = [1.0, 0.5, 0.4, 0.3, 0.2, 0.1], BatchBudget(cheap)
     for _ in range(100):
-        if not budget.rest():
+        if not budget.skip_drafting():
             budget.decide([found, plain, plain])
         size = budget.choose(found)
-        budget.passed(size, (sum(found[:size]) + 2) / 3, cheap.seconds(size), cheap.seconds(size))
+        budget.observe_pass(size, (sum(found[:size]) + 2) / 3, cheap.seconds(size), cheap.seconds(size))
     assert size == len(found)

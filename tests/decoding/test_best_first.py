@@ -1,4 +1,4 @@
-"""Growth: trees that have the likeliest nodes of all, and what the memory knows at each of them."""
+"""TreeGrower: trees that have the likeliest nodes of all, and what the memory knows at each of them."""
 
 from collections.abc import Callable, Sequence
 from math import prod
@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from memories import downhill, filled_memory, known, learn, likeliest, mixed, probability, rows_of, said_of
 
 from lade.decoding.drafting import best_first as module
-from lade.decoding.drafting.best_first import PROMISE, Growth
-from lade.decoding.drafting.memory import Memory
+from lade.decoding.drafting.best_first import OPTIMISM, TreeGrower
 from lade.decoding.kernels import ORDERS, TEXT_ORDERS
 from lade.decoding.tree import ROOT, TokenTree
+from lade.memory import Memory
 
 VOCABULARY = 8
 Allowed = Callable[[int], bool]
@@ -63,7 +63,7 @@ def naive_scores(
     return taken
 
 
-def grown(growth: Growth, text: Sequence[int], count: int) -> TokenTree:
+def grown(growth: TreeGrower, text: Sequence[int], count: int) -> TokenTree:
     tree = TokenTree(text[-1])
     growth.hang(tree, count)
     return tree
@@ -88,8 +88,8 @@ def test_a_tree_has_the_likeliest_nodes_of_all(seed, text, stages, max_depth, ex
         return token not in excluded and (vocabulary is None or token < vocabulary)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "PROMISE", 1.0)
-        growth = Growth(excluded, vocabulary)
+        patch.setattr(module, "OPTIMISM", 1.0)
+        growth = TreeGrower(excluded, vocabulary)
         for _ in range(2):  # the second tree of a growth is as good as the first
             growth.begin(text)
             scores = growth.grow(memory, stages, max_depth)
@@ -100,7 +100,7 @@ def test_a_tree_has_the_likeliest_nodes_of_all(seed, text, stages, max_depth, ex
 @given(seeds, texts, st.lists(st.tuples(st.integers(1, 40), st.floats(0.0, 0.3)), min_size=1, max_size=4), depths)
 def test_nodes_come_in_falling_order_with_their_probabilities(seed, text, stages, max_depth):
     """In any number of stages. A node may come too late by as much as the promise was too low."""
-    memory, growth = filled_memory(seed), Growth()
+    memory, growth = filled_memory(seed), TreeGrower()
     growth.begin(text)
     scores, before = growth.grow(memory, stages, max_depth), 1
     tree = grown(growth, text, len(scores))
@@ -116,7 +116,7 @@ def test_nodes_come_in_falling_order_with_their_probabilities(seed, text, stages
         chances = [{token: chance for chance, token in each} for each in offered]
         assert scores[node] == pytest.approx(prod(chance[token] for chance, token in zip(chances, path, strict=True)))
         assert tree.parents[node] < node
-        assert PROMISE * scores[node] <= min(scores[:node]) + 1e-12
+        assert OPTIMISM * scores[node] <= min(scores[:node]) + 1e-12
     pairs = list(zip(tree.parents, tree.ids, strict=True))
     assert len(set(pairs)) == len(pairs), "nothing is there twice"
     assert tree.depths == [len(path_to(tree, node)) for node in range(len(tree))]
@@ -126,7 +126,7 @@ def test_nodes_come_in_falling_order_with_their_probabilities(seed, text, stages
 
 def test_a_size_that_is_not_reached_ends_growth():
     """What a later stage would take is not taken then: what is too unlikely now stays so."""
-    memory, growth = filled_memory(0, texts=100), Growth()
+    memory, growth = filled_memory(0, texts=100), TreeGrower()
     growth.begin([1, 2, 3])
     few = len(growth.grow(memory, [(30, 0.3)]))
     growth.begin([1, 2, 3])
@@ -137,10 +137,10 @@ def test_a_size_that_is_not_reached_ends_growth():
 
 @pytest.mark.parametrize("promise", (0.3, 0.7, 1.0))
 def test_a_low_promise_changes_the_order_and_not_the_scores(promise, monkeypatch):
-    memory, growth = filled_memory(1, texts=100), Growth()
+    memory, growth = filled_memory(1, texts=100), TreeGrower()
     growth.begin([1, 2, 3])
     usual = growth.grow(memory, [(40, 0.0)])
-    monkeypatch.setattr(module, "PROMISE", promise)
+    monkeypatch.setattr(module, "OPTIMISM", promise)
     growth.begin([1, 2, 3])
     scores = growth.grow(memory, [(40, 0.0)])
     assert sum(scores) >= (0.8 if promise < 0.7 else 1.0) * sum(usual) - 1e-9
@@ -149,7 +149,7 @@ def test_a_low_promise_changes_the_order_and_not_the_scores(promise, monkeypatch
 def test_trees_may_be_large():
     """Larger than there is room for at first, and none the worse for it."""
     memory = filled_memory(2, texts=2000)
-    small, large = Growth(), Growth()
+    small, large = TreeGrower(), TreeGrower()
     for growth, sizes in ((small, [100, 100]), (large, [1500])):
         growth.begin([1, 2, 3])
         for size in sizes:
@@ -162,7 +162,7 @@ def test_trees_may_be_large():
 
 def test_growth_goes_on_where_it_stopped():
     """One grows on in the same tree, whatever room that takes."""
-    memory, growth, at_once = filled_memory(3, texts=500), Growth(), Growth()
+    memory, growth, at_once = filled_memory(3, texts=500), TreeGrower(), TreeGrower()
     growth.begin([1, 2, 3])
     for size in (5, 50, 500):
         scores = growth.grow(memory, [(size, 0.0)])
@@ -173,7 +173,7 @@ def test_growth_goes_on_where_it_stopped():
 
 
 def test_nothing_grows_where_nothing_is_known():
-    growth = Growth()
+    growth = TreeGrower()
     growth.begin([1, 2, 3])
     assert growth.grow(Memory(), [(5, 0.0)]) == [1.0]
     assert growth.grow(Memory(), [(1, 0.0), (9, 0.5)]) == [1.0]
@@ -181,7 +181,7 @@ def test_nothing_grows_where_nothing_is_known():
 
 
 def test_one_token_is_a_text():
-    memory, growth = Memory(), Growth()
+    memory, growth = Memory(), TreeGrower()
     learn(memory, [[3]], [{4: 255}])
     growth.begin([3])
     assert len(growth.grow(memory, [(9, 0.0)])) == 2 and grown(growth, [3], 2).ids == [3, 4]
@@ -193,7 +193,7 @@ def test_one_token_is_a_text():
 @given(seeds, texts, st.integers(2, 30), st.integers(1, 30), st.lists(texts, max_size=4), st.data())
 def test_the_nodes_of_the_tree_are_known_after_cutting_and_planting_too(seed, text, size, kept, planted, data):
     """A node that was cut off and one that was planted later may have the same number."""
-    memory, fresh, growth = filled_memory(seed), Memory(), Growth()
+    memory, fresh, growth = filled_memory(seed), Memory(), TreeGrower()
     growth.begin(text)
     kept = min(kept, len(growth.grow(memory, [(size, 0.0)])))
     tree = grown(growth, text, kept)
@@ -226,7 +226,7 @@ def test_the_nodes_of_the_tree_are_known_after_cutting_and_planting_too(seed, te
 
 @given(seeds, texts, st.integers(1, 20))
 def test_what_was_chosen_is_what_followed(seed, text, size):
-    memory, growth = filled_memory(seed), Growth()
+    memory, growth = filled_memory(seed), TreeGrower()
     growth.begin(text)
     tree = grown(growth, text, len(growth.grow(memory, [(size, 0.0)])))
     growth.follow(tree, len(tree))
@@ -237,7 +237,7 @@ def test_what_was_chosen_is_what_followed(seed, text, size):
 
 
 def test_planted_trees_may_be_large():
-    growth, tree, text = Growth(), TokenTree(3), [1, 2, 3]
+    growth, tree, text = TreeGrower(), TokenTree(3), [1, 2, 3]
     growth.begin(text)
     for start in range(40):
         tree.add_path(range(100 * start, 100 * start + 30), "window")

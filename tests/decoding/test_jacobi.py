@@ -7,12 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lade import Stats
-from lade.decoding.choose import Greedy
 from lade.decoding.drafting.jacobi import JacobiDrafter
-from lade.decoding.loop import Engine
+from lade.decoding.loop import DecodeLoop
+from lade.decoding.readout import Readout
 from lade.decoding.row import Row
-from lade.decoding.tree import TokenTree
-from lade.decoding.verify import Verdict
+from lade.decoding.verify import Greedy, Verdict
 from lade.errors import ConfigError
 from lade.testing import FunctionRunner, ListCache
 
@@ -28,8 +27,8 @@ def decoded(
 ) -> tuple[list[int], Stats]:
     end, stats = len(prompt) + new_tokens, Stats()
     row = Row(prompt, drafter, Greedy(), lambda tokens: len(tokens) >= end)
-    engine = Engine([row], FunctionRunner(follow, VOCABULARY, max_length), ListCache(), stats)
-    for _ in engine.run():
+    loop = DecodeLoop([row], FunctionRunner(follow, VOCABULARY, max_length), ListCache(), stats)
+    for _ in loop.run():
         pass
     return row.tokens, stats
 
@@ -67,14 +66,16 @@ def test_where_the_text_does_not_depend_on_the_guesses_one_pass_makes_all_of_the
     assert stats.accepted == [1, 6, 1, 4]
 
 
-def test_the_choices_behind_the_accepted_tokens_are_the_next_guesses():
+def test_the_choices_after_the_accepted_tokens_are_the_next_guesses():
     drafter = JacobiDrafter(3)
     drafter.begin([5, 6, 1], 2)
     assert len(drafter.chain) == 3 and set(drafter.chain) <= {5, 6}, "drawn from the prompt"
     drafter.chain = [2, 3, 4]
-    tree = drafter.grow([5, 6, 1], None)
+    draft = drafter.draft([5, 6, 1], None)
+    tree = draft.tree
     assert (tree.ids, tree.parents) == ([1, 2, 3, 4], [-1, 0, 1, 2])
-    drafter.learn([5, 6, 1, 2, 9], [2, 9, 10, 11], None, Verdict([0, 1], [2, 9], ["window", "bonus"], False))
+    verdict = Verdict([0, 1], [2, 9], ["window", "bonus"], False)
+    drafter.learn([5, 6, 1, 2, 9], draft, Readout([2, 9, 10, 11]), verdict)
     assert drafter.chain[:2] == [10, 11]
     assert len(drafter.chain) == 3 and drafter.chain[2] in {5, 6}
 
@@ -93,8 +94,9 @@ def test_at_the_end_of_the_context_the_chain_is_cut_and_filled_again():
     assert text[2:] == [2, 0, 1, 2, 0, 1, 2, 0]
     drafter = JacobiDrafter(4)
     drafter.begin([3, 3], 1)
-    assert isinstance(drafter.grow([3, 3], 2), TokenTree) and len(drafter.grow([3, 3], 2)) == 3
-    drafter.learn([3, 3, 5], [5, 6, 7], None, Verdict([0], [5], ["bonus"], False))
+    draft = drafter.draft([3, 3], 2)
+    assert len(draft.tree) == 3
+    drafter.learn([3, 3, 5], draft, Readout([5, 6, 7]), Verdict([0], [5], ["bonus"], False))
     assert drafter.chain == [6, 7, 3, 3]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from memories import Reference, rows_of, tails_of, unpacked
 
 from lade.decoding import kernels
-from lade.decoding.drafting.memory import tail_of
+from lade.decoding.drafting.memory import context_of
 from lade.decoding.drafting.mixer import prior_weights
 from lade.decoding.kernels import END, LENGTHS, LINES, LONGEST, ORDERS, TEXT, TEXT_ORDERS, WIDTH, Ints
 
@@ -41,7 +41,7 @@ def slots_with(keys: list[tuple[int, int]]) -> Ints:
 
 def known(young: Ints, old: Ints, text: list[int]) -> tuple[list, list]:
     rows = np.full((END, WIDTH), -1, np.int32)
-    found, heard = kernels.look_up(young, old, tail_of(text), rows)
+    found, heard = kernels.look_up(young, old, context_of(text), rows)
     assert (rows[found:TEXT] == -1).all() and (rows[TEXT + heard :] == -1).all(), "only what is known is written"
     return [unpacked(row) for row in rows[:found]], [unpacked(row) for row in rows[TEXT : TEXT + heard]]
 

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lade import LookaheadConfig, Stats
-from lade.decoding.choose import Greedy
 from lade.decoding.drafting.factory import drafter_for
-from lade.decoding.loop import Engine
+from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
+from lade.decoding.verify import Greedy
 from lade.testing import FunctionRunner, ListCache, nearly_flat_cost
 
 VOCABULARY = 12
@@ -52,9 +52,9 @@ def plain(follow: Follow, prompt: Sequence[int], new_tokens: int, eos: int | Non
     return text
 
 
-def engine_for(
+def loop_for(
     prompts: list[list[int]], config: LookaheadConfig, follow: Follow, new_tokens: Sequence[int], eos: int | None = None
-) -> tuple[Engine[ListCache], list[Row]]:
+) -> tuple[DecodeLoop[ListCache], list[Row]]:
     def stop_at(length: int) -> Callable[[Sequence[int]], bool]:
         return lambda tokens: len(tokens) >= length or tokens[-1] == eos
 
@@ -63,92 +63,92 @@ def engine_for(
         Row(prompt, drafter_for(config, excluded, cost=nearly_flat_cost()), Greedy(), stop_at(len(prompt) + new))
         for prompt, new in zip(prompts, new_tokens, strict=True)
     ]
-    return Engine(list(rows), FunctionRunner(follow, VOCABULARY), ListCache(len(rows)), Stats()), rows
+    return DecodeLoop(list(rows), FunctionRunner(follow, VOCABULARY), ListCache(len(rows)), Stats()), rows
 
 
 @given(configs, prompts, st.integers(1, 3), st.integers(0, 50), st.integers(1, 40), st.sampled_from([None, 3]))
 def test_any_window_ngram_and_guesses_give_the_plain_text(config, prompt, order, salt, new_tokens, eos):
     follow = follow_of(order, salt)
-    engine, (row,) = engine_for([prompt], config, follow, [new_tokens], eos)
-    steps = [step for (step,) in engine.run()]
+    loop, (row,) = loop_for([prompt], config, follow, [new_tokens], eos)
+    steps = [step for (step,) in loop.run()]
     expected = plain(follow, prompt, new_tokens, eos)
     assert row.tokens == expected
     assert [token for step in steps for token in step.tokens] == expected[len(prompt) :]
-    assert engine.cache.rows == [expected[:-1]]
-    assert sum(engine.stats.accepted) == engine.stats.new_tokens - 1 == len(expected) - len(prompt) - 1
-    assert len(steps) == engine.stats.steps + 1
+    assert loop.cache.rows == [expected[:-1]]
+    assert sum(loop.stats.accepted) == loop.stats.new_tokens - 1 == len(expected) - len(prompt) - 1
+    assert len(steps) == loop.stats.steps + 1
 
 
 @given(configs, st.lists(prompts, min_size=2, max_size=4), st.integers(1, 2), st.integers(0, 9), st.data())
 def test_rows_of_a_batch_accept_at_their_own_pace(config, prompts, order, salt, data):
     new_tokens = data.draw(st.lists(st.integers(1, 25), min_size=len(prompts), max_size=len(prompts)))
     follow = follow_of(order, salt)
-    engine, rows = engine_for(prompts, config, follow, new_tokens)
-    for _ in engine.run():
-        for text, cached in zip(engine.rows, engine.cache.rows, strict=False):
+    loop, rows = loop_for(prompts, config, follow, new_tokens)
+    for _ in loop.run():
+        for text, cached in zip(loop.rows, loop.cache.rows, strict=False):
             assert cached == text.tokens[:-1]
     for row, prompt, new in zip(rows, prompts, new_tokens, strict=True):
         assert row.tokens == plain(follow, prompt, new)
 
 
 def test_a_periodic_text_comes_several_tokens_a_step():
-    engine, _ = engine_for([[0, 1, 2, 3]], LookaheadConfig(5, 4, 5), lambda text: (text[-1] + 1) % 7, [80])
-    list(engine.run())
-    assert engine.stats.tokens_per_step > 3
+    loop, _ = loop_for([[0, 1, 2, 3]], LookaheadConfig(5, 4, 5), lambda text: (text[-1] + 1) % 7, [80])
+    list(loop.run())
+    assert loop.stats.tokens_per_step > 3
 
 
 def test_plain_decoding_is_the_empty_tree():
-    engine, _ = engine_for([[0, 1]], LookaheadConfig(0, 2, 0), follow_of(1, 1), [20])
-    list(engine.run())
-    assert engine.stats.step_tokens == [1] * 19
-    assert engine.stats.accepted == [1] * 19
+    loop, _ = loop_for([[0, 1]], LookaheadConfig(0, 2, 0), follow_of(1, 1), [20])
+    list(loop.run())
+    assert loop.stats.step_tokens == [1] * 19
+    assert loop.stats.accepted == [1] * 19
 
 
 def test_a_full_match_is_longer_than_the_guess():
     """A guess of N-1 tokens yields N: the bonus token is not thrown away."""
-    engine, _ = engine_for([[0, 1, 2] * 4], LookaheadConfig(0, 3, 2), lambda text: (text[-1] + 1) % 3, [31])
-    list(engine.run())
-    assert engine.stats.accepted == [3] * 10
+    loop, _ = loop_for([[0, 1, 2] * 4], LookaheadConfig(0, 3, 2), lambda text: (text[-1] + 1) % 3, [31])
+    list(loop.run())
+    assert loop.stats.accepted == [3] * 10
 
 
 def test_guesses_are_verified_while_the_window_still_fills():
-    engine, _ = engine_for([[0, 1, 2] * 4], LookaheadConfig(4, 6, 4), lambda text: (text[-1] + 1) % 3, [13])
-    list(engine.run())
-    assert engine.stats.accepted[0] == 6
+    loop, _ = loop_for([[0, 1, 2] * 4], LookaheadConfig(4, 6, 4), lambda text: (text[-1] + 1) % 3, [13])
+    list(loop.run())
+    assert loop.stats.accepted[0] == 6
 
 
 def test_nobody_guesses_past_the_end_of_the_context():
     follow = follow_of(1, 4)
-    engine, (row,) = engine_for([[1, 2, 3]], LookaheadConfig(5, 4, 5), follow, [30])
-    engine.runner.max_length = 20
-    list(engine.run())
+    loop, (row,) = loop_for([[1, 2, 3]], LookaheadConfig(5, 4, 5), follow, [30])
+    loop.runner.max_length = 20
+    list(loop.run())
     assert row.tokens == plain(follow, [1, 2, 3], 30)
-    assert engine.stats.step_tokens[-12:] == [1] * 12
+    assert loop.stats.step_tokens[-12:] == [1] * 12
 
 
 def test_a_consumer_that_stops_early_leaves_tokens_and_cache_agreeing():
-    engine, (row,) = engine_for([[1, 2, 1, 2]], LookaheadConfig(7, 5, 7), follow_of(1, 2), [50])
-    run = engine.run()
+    loop, (row,) = loop_for([[1, 2, 1, 2]], LookaheadConfig(7, 5, 7), follow_of(1, 2), [50])
+    run = loop.run()
     for _ in range(4):
         next(run)
     run.close()
-    assert engine.cache.rows[0] == row.tokens[:-1]
+    assert loop.cache.rows[0] == row.tokens[:-1]
     assert row.tokens == plain(follow_of(1, 2), [1, 2, 1, 2], len(row.tokens) - 4)
 
 
-def counting_engine(period: int = 7) -> tuple[Engine[ListCache], Row, list[int]]:
+def counting_loop(period: int = 7) -> tuple[DecodeLoop[ListCache], Row, list[int]]:
     """One that accepts several tokens a step, its row, and the tokens that its stop rule has been called with."""
     prompt, seen = [0, 1, 2, 3, 4, 5, 6, 0, 1], list[int]()
     drafter = drafter_for(LookaheadConfig(0, 4, 4))
     row = Row(prompt, drafter, Greedy(), lambda tokens: bool(seen.append(tokens[-1])))
     runner = FunctionRunner(lambda text: (text[-1] + 1) % period, VOCABULARY)
-    return Engine([row], runner, ListCache(), Stats()), row, seen
+    return DecodeLoop([row], runner, ListCache(), Stats()), row, seen
 
 
 @pytest.mark.parametrize("problem", [RuntimeError("a user's own"), KeyboardInterrupt()])
 @pytest.mark.parametrize("at", range(1, 10))
 def test_an_error_amid_a_step_leaves_the_accepted_tokens_in_the_cache_and_no_others(at, problem):
-    engine, row, _ = counting_engine()
+    loop, row, _ = counting_loop()
     calls = []
 
     def stop(tokens: Sequence[int]) -> bool:
@@ -160,39 +160,39 @@ def test_an_error_amid_a_step_leaves_the_accepted_tokens_in_the_cache_and_no_oth
     row._stop = stop
     yielded = []
     with pytest.raises(type(problem)) as caught:
-        for (step,) in engine.run():
+        for (step,) in loop.run():
             yielded += step.tokens
-    assert caught.value is problem and engine.runner.passes < max(2, at)
-    assert engine.cache.rows[0] == row.tokens[:-1] and engine.settled == engine.cache.lengths
-    assert engine.stats.new_tokens == at - 1, "all that were emitted before"
+    assert caught.value is problem and loop.runner.passes < max(2, at)
+    assert loop.cache.rows[0] == row.tokens[:-1] and loop.settled == loop.cache.lengths
+    assert loop.stats.new_tokens == at - 1, "all that were emitted before"
     if isinstance(problem, Exception) or at == 1:
         assert yielded == calls[:-1]
     assert row.problem is None
 
 
 def test_a_pass_that_fails_is_not_text():
-    engine, row, _ = counting_engine()
-    forward, run = engine.runner.forward, engine.run()
+    loop, row, _ = counting_loop()
+    forward, run = loop.runner.forward, loop.run()
     first = next(run)
 
     def fails(trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: ListCache) -> None:
         forward(trees, rows, cache)
         raise MemoryError("no more")
 
-    engine.runner.forward = fails  # type: ignore[method-assign, assignment]
+    loop.runner.forward = fails  # type: ignore[method-assign, assignment]
     with pytest.raises(MemoryError, match="no more"):
         next(run)
-    assert engine.cache.lengths > engine.settled == [len(row.tokens) - 1]
+    assert loop.cache.lengths > loop.settled == [len(row.tokens) - 1]
     assert row.written == first[0].tokens
 
 
 def test_an_isolated_row_ends_with_the_tokens_before_its_error():
-    engine, row, seen = counting_engine()
-    other, problem = counting_engine()[1], RuntimeError("a user's own")
-    engine.rows.append(other)
-    engine.cache.rows.append([])
-    engine.isolate = True
-    run = engine.prefill()
+    loop, row, seen = counting_loop()
+    other, problem = counting_loop()[1], RuntimeError("a user's own")
+    loop.rows.append(other)
+    loop.cache.rows.append([])
+    loop.isolate = True
+    run = loop.prefill()
     emit = row._stop
 
     def stop(tokens: Sequence[int]) -> bool:
@@ -201,8 +201,8 @@ def test_an_isolated_row_ends_with_the_tokens_before_its_error():
         return emit(tokens)
 
     row._stop = stop
-    failed, complete = engine.step()
-    assert row.problem is problem and engine.rows == [other]
+    failed, complete = loop.step()
+    assert row.problem is problem and loop.rows == [other]
     assert run[0].tokens + failed.tokens == seen and len(seen) == 3
     assert len(complete.tokens) > len(failed.tokens)
-    assert engine.cache.rows == [other.tokens[:-1]]
+    assert loop.cache.rows == [other.tokens[:-1]]

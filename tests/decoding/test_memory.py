@@ -13,10 +13,10 @@ from memories import Reference, Row, known, learn, likeliest, random_rows, rows_
 
 from lade.decoding import kernels
 from lade.decoding.drafting import memory as module
-from lade.decoding.drafting.memory import SLOT_BYTES, Memory, tail_of
-from lade.decoding.drafting.memory_file import LEAST_BYTES
+from lade.decoding.drafting.memory import LEAST_BYTES, SLOT_BYTES, context_of
 from lade.decoding.kernels import BITS, END, LONGEST, ORDERS, TEXT, TEXT_ORDERS, TOKEN, WIDTH
 from lade.errors import ConfigError
+from lade.memory import Memory
 
 HUGE = TOKEN - 1  # the largest token that fits into a row
 
@@ -130,9 +130,9 @@ def test_a_text_may_be_empty():
 
 
 def test_tails_are_the_last_tokens_and_know_the_start_of_a_text():
-    assert tail_of([7, 8]).tolist() == [8, 7] + [-1] * (LONGEST - 2)
-    assert tail_of(range(20)).tolist() == list(range(19, 19 - LONGEST, -1))
-    assert tail_of([]).tolist() == [-1] * LONGEST and tail_of([]).dtype == np.int32
+    assert context_of([7, 8]).tolist() == [8, 7] + [-1] * (LONGEST - 2)
+    assert context_of(range(20)).tolist() == list(range(19, 19 - LONGEST, -1))
+    assert context_of([]).tolist() == [-1] * LONGEST and context_of([]).dtype == np.int32
 
 
 # ---------------------------------------------------------------------------------------------------------- forgetting

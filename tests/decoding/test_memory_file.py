@@ -16,11 +16,11 @@ from memories import known, learn, random_rows, rows_of, tails_of, unpacked
 from safetensors import numpy as container
 
 import lade
-from lade.decoding.drafting import memory_file
-from lade.decoding.drafting.memory import SLOT_BYTES, Memory
-from lade.decoding.drafting.memory_file import LEAST_BYTES
+from lade import memory_file
+from lade.decoding.drafting.memory import LEAST_BYTES, SLOT_BYTES
 from lade.decoding.kernels import BITS, END, LENGTHS, LINES, ORDERS, TEXT_ORDERS, TOKEN, WIDTH
 from lade.errors import ConfigError, InputError, LadeError
+from lade.memory import Memory
 from lade.testing import toy_model
 
 LARGEST = TOKEN - 1

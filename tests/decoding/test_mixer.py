@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from memories import NEGLIGIBLE, Row, Said, downhill, line_of, log_odds_of, memory_saying, mixed, probability, rows_of
 
 from lade.decoding import kernels
-from lade.decoding.drafting.best_first import Growth
-from lade.decoding.drafting.memory import Memory
+from lade.decoding.drafting.best_first import TreeGrower
 from lade.decoding.drafting.mixer import RATE, prior_weights
 from lade.decoding.kernels import END, FLOOR, LINES, ORDERS, SCALE, TEXT, TEXT_ORDERS, WIDTH, Doubles
 from lade.decoding.tree import TokenTree
+from lade.memory import Memory
 
 CONTEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 tokens, values = st.integers(0, 20), st.integers(0, 255)
@@ -24,7 +24,7 @@ of_logits, of_text = st.lists(rows, max_size=len(ORDERS)), st.lists(rows, max_si
 
 def ranked(memory: Memory) -> list[tuple[int, float]]:
     """All tokens that may follow, with their probabilities, as trees have them."""
-    growth, tree = Growth(), TokenTree(CONTEXT[-1])
+    growth, tree = TreeGrower(), TokenTree(CONTEXT[-1])
     growth.begin(CONTEXT)
     scores = growth.grow(memory, [(1 + END * WIDTH, -1.0)], max_depth=1)
     growth.hang(tree, len(scores))
@@ -33,7 +33,7 @@ def ranked(memory: Memory) -> list[tuple[int, float]]:
 
 def taught(memory: Memory, *chosen: int) -> Doubles:
     """What is added to the weights when the model chooses these tokens in this context."""
-    before, growth = memory.weights.copy(), Growth()
+    before, growth = memory.weights.copy(), TreeGrower()
     for token in chosen:
         growth.begin(CONTEXT)
         growth.learn(memory, [0], [token], rows_of([]))

@@ -21,16 +21,16 @@ BLOCK = 64
 def read_here(logits: torch.Tensor) -> tuple[list[int], Ints]:
     said = read(logits)
     assert said.entries is not None and said.choices is None
-    assert read(logits, likeliest=False) == Readout(said.picks)
-    return said.picks, said.entries
+    assert read(logits, wants_entries=False) == Readout(said.argmax_ids)
+    return said.argmax_ids, said.entries
 
 
 def read_from_afar(logits: torch.Tensor) -> tuple[list[int], Ints]:
     """As logits on another device are read."""
-    said = module._read_remotely(logits, None, likeliest=True)
+    said = module._read_remotely(logits, None, wants_entries=True)
     assert said.entries is not None and said.choices is None
-    assert module._read_remotely(logits, None, likeliest=False) == Readout(said.picks)
-    return said.picks, said.entries
+    assert module._read_remotely(logits, None, wants_entries=False) == Readout(said.argmax_ids)
+    return said.argmax_ids, said.entries
 
 
 READERS = (read_here, read_from_afar)
@@ -200,22 +200,21 @@ def test_reading_changes_no_logits():
         assert torch.equal(logits, before)
 
 
-@pytest.mark.parametrize("likeliest", [True, False])
+@pytest.mark.parametrize("wants_entries", [True, False])
 @pytest.mark.parametrize("reader", [read, module._read_remotely], ids=["here", "afar"])
-def test_choices_come_along(reader, likeliest):
+def test_choices_come_along(reader, wants_entries):
     logits, choices = logits_of(6, 100), torch.tensor([99, -1, 0, 3, 2, 1])
-    said = reader(logits, choices, likeliest=likeliest)
-    assert said.choices == choices.tolist() and said.picks == logits.argmax(-1).tolist()
-    assert (said.entries is not None) == likeliest
-    if likeliest:
+    said = reader(logits, choices, wants_entries=wants_entries)
+    assert said.choices == choices.tolist() and said.argmax_ids == logits.argmax(-1).tolist()
+    assert (said.entries is not None) == wants_entries
+    if wants_entries:
         assert np.array_equal(said.entries, read_here(logits)[1]) and said.entries.flags.c_contiguous
 
 
-def test_it_is_split_by_rows():
-    said = Readout([1, 2, 3, 4, 5, 6], np.arange(36, dtype=np.int32).reshape(6, 6), [7, 8, 9, 10, 11, 12])
-    first, second = said.split([True, True])
-    assert first.picks == [1, 2, 3] and second.picks == [4, 5, 6]
-    assert first.choices == [7, 8, 9] and second.choices == [10, 11, 12]
-    assert np.array_equal(second.entries, said.entries[3:]) and len(first.entries) == 3
-    assert [each.choices for each in said.split([False, True])] == [None, [10, 11, 12]]
-    assert Readout([1, 2]).split([False, False]) == [Readout([1]), Readout([2])]
+def test_rows_have_parts_of_it():
+    entries = np.arange(36, dtype=np.int32).reshape(6, 6)
+    whole = Readout([1, 2, 3, 4, 5, 6], entries, [7, 8, 9, 10, 11, 12])
+    part = whole.rows(3, 2)
+    assert part.argmax_ids == [4, 5] and part.choices == [10, 11]
+    assert np.array_equal(part.entries, entries[3:5]) and part.entries.flags.c_contiguous
+    assert Readout([1, 2]).rows(1, 1) == Readout([2])

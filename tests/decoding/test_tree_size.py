@@ -60,21 +60,21 @@ def after(cost: FrozenCost, history: Sequence[tuple[list[float], float, float]])
     """A controller that has been through steps: scores, which share of the tree was accepted, own time."""
     controller = Controller(cost)
     for scores, accepted, own in history:
-        if not controller.rest():
+        if not controller.skip_drafting():
             size = controller.choose(scores)
             take(controller, cost, size, 1 + int(accepted * (size - 1)), own * PLAIN_S)
     return controller
 
 
 def usual_size(controller: Controller) -> int:
-    return controller.stages()[0][0]
+    return controller.thresholds()[0][0]
 
 
 def looks(controller: Controller, cost: FrozenCost, steps: int, scores: Sequence[float], own_s: float) -> list[bool]:
     """For each of some steps that nothing comes of: whether the controller looked for guesses."""
     looked = []
     for _ in range(steps):
-        looked.append(not controller.rest())
+        looked.append(not controller.skip_drafting())
         size = controller.choose(scores) if looked[-1] else 1
         take(controller, cost, size, 1, own_s if looked[-1] else 0.0)
     return looked
@@ -92,12 +92,12 @@ def rests(looked: Sequence[bool]) -> list[int]:
 @given(st.integers(1, 200), falling_scores)
 def test_a_fixed_budget_is_what_it_says(size, scores):
     budget = FixedBudget(size)
-    assert budget.stages() == [(size, 0.0)]
+    assert budget.thresholds() == [(size, 0.0)]
     assert budget.choose(scores) == len(scores)
     for _ in range(100):
         budget.observe(size, 1, 1.0, 0.1)
-        assert not budget.rest()
-    assert budget.explored(1) == size
+        assert not budget.skip_drafting()
+    assert budget.fill_to(1) == size
 
 
 # --------------------------------------------------------------------------------------------------------- what pays
@@ -207,7 +207,7 @@ def test_what_was_usual_is_fed_for_a_while_and_not_for_ever(monkeypatch):
 @given(rising, steps)
 def test_stages_ascend_from_the_usual_size_and_ask_ever_more_of_a_node(increments, history):
     controller = after(any_cost(increments), history)
-    sizes, least = map(list, zip(*controller.stages(), strict=True))
+    sizes, least = map(list, zip(*controller.thresholds(), strict=True))
     assert sizes == sorted(sizes) and sizes[0] >= 1 and sizes[-1] <= LARGEST
     assert least[0] == 0.0 and least == sorted(least)
 
@@ -227,7 +227,7 @@ def grown(scores: Sequence[float], stages: Sequence[tuple[int, float]]) -> list[
 def test_growing_in_stages_comes_to_the_tree_that_growing_to_the_end_would_come_to(slopes, history, scores):
     """On a convex curve. Elsewhere a stage may end between corners, where the marginals promise too much."""
     controller = after(convex_cost(slopes), history)
-    stages = controller.stages()
+    stages = controller.thresholds()
     everything = scores[: stages[-1][0]]
     patient, staged = copy.deepcopy(controller), grown(scores, stages)
     sizes = patient.choose(everything), controller.choose(staged)
@@ -243,15 +243,15 @@ def test_growing_in_stages_comes_to_the_tree_that_growing_to_the_end_would_come_
 def test_growing_in_stages_spares_what_cannot_pay():
     cost = cost_of(TIMID)
     scores = [1.0] + [0.9] * 10 + [0.01] * 100
-    stages = Controller(cost).stages()
+    stages = Controller(cost).thresholds()
     assert usual_size(Controller(cost)) < 11 < stages[-1][0], "or else this shows nothing"
     assert len(grown(scores, stages)) == 11
 
 
 def test_a_stage_asks_what_the_nodes_before_its_corner_cost_and_not_those_behind():
     controller = Controller(cost_of({1: 1.0, 8: 1.05, 256: 250.0}))
-    assert usual_size(controller) < 8 < controller.stages()[-1][0], "or else this shows nothing"
-    assert len(grown([1.0] + [0.3] * 30, controller.stages())) == 8
+    assert usual_size(controller) < 8 < controller.thresholds()[-1][0], "or else this shows nothing"
+    assert len(grown([1.0] + [0.3] * 30, controller.thresholds())) == 8
 
 
 # -------------------------------------------------------------------------------------------------------- exploring
@@ -260,32 +260,32 @@ def test_a_stage_asks_what_the_nodes_before_its_corner_cost_and_not_those_behind
 @given(rising, steps, st.integers(1, LARGEST))
 def test_what_is_explored_is_bounded_and_no_less_than_the_tree_and_the_usual_size(increments, history, size):
     controller = after(any_cost(increments), history)
-    assert max(size, usual_size(controller)) <= controller.explored(size) <= LARGEST
+    assert max(size, usual_size(controller)) <= controller.fill_to(size) <= LARGEST
 
 
 @pytest.mark.parametrize("flat", [{1: 1.0, 256: 1.01}, {1: 1.0, 128: 1.005, 192: 50.0}, {1: 1.0, 96: 1.0, 256: 1.01}])
 def test_exploring_stops_where_tokens_cost_more_than_they_teach(flat):
     """Whether or not the largest tree lies at a corner of the curve."""
-    assert Controller(cost_of(flat)).explored(1) == LARGEST
+    assert Controller(cost_of(flat)).fill_to(1) == LARGEST
     steep = Controller(cost_of(STEEP))
-    assert steep.explored(1) == usual_size(steep)
+    assert steep.fill_to(1) == usual_size(steep)
 
 
 def test_exploring_goes_as_far_as_the_curve_is_flat():
-    assert Controller(cost_of({1: 1.0, 32: 1.001, 256: 100.0})).explored(1) == 32
+    assert Controller(cost_of({1: 1.0, 32: 1.001, 256: 100.0})).fill_to(1) == 32
 
 
 def test_nothing_is_explored_where_what_is_learned_never_helps():
     """A step that yields three tokens in the time of three plain ones leaves the rate as it is."""
     cost = cost_of({1: 1.0, 256: 1.2})
     controller = Controller(cost)
-    assert controller.explored(1) == LARGEST
+    assert controller.fill_to(1) == LARGEST
     for _ in range(400):
         take(controller, cost, controller.choose([1.0]), 1)
-    assert controller.explored(1) == 1
+    assert controller.fill_to(1) == 1
     for _ in range(20):
         controller.observe(1, 3, 3 * PLAIN_S, 3 * PLAIN_S)
-    assert controller.explored(1) == LARGEST
+    assert controller.fill_to(1) == LARGEST
 
 
 # ---------------------------------------------------------------------------------------------------------- resting
@@ -322,12 +322,12 @@ def test_the_first_choice_that_is_not_plain_ends_the_resting():
     cost = cost_of(STEEP)
     controller = Controller(cost)
     assert looks(controller, cost, 1000, POOR, PLAIN_S).count(False) > 500
-    while controller.rest():
+    while controller.skip_drafting():
         take(controller, cost, 1, 1)
     assert controller.choose([1.0] + [0.99999] * 3) == 1, "two tokens cost as much as two steps"
     sharp = cost_of({1: 1.0, 256: 2.0})
     controller._cost = sharp
-    while controller.rest():
+    while controller.skip_drafting():
         take(controller, sharp, 1, 1)
     assert controller.choose([1.0] + [0.9] * 9) > 1
     assert looks(controller, sharp, 3, [1.0], PLAIN_S) == [True] * 3
@@ -365,7 +365,7 @@ def test_the_librarys_own_time_counts_against_a_node():
         controller = Controller(cost)
         for _ in range(100):
             take(controller, cost, 30, 1, own_s)
-        sizes.append((controller.choose(scores), controller.stages()[-1][1], -controller.explored(1)))
+        sizes.append((controller.choose(scores), controller.thresholds()[-1][1], -controller.fill_to(1)))
     (free, least_free, explored_free), (dear, least_dear, explored_dear) = sizes
     assert free == 41 and dear < free
     assert least_free < least_dear and explored_free < explored_dear

@@ -291,7 +291,7 @@ HOLDERS = {
     model/kv_cache.py model/tree_layer.py model/user_cache.py model/cache_moves.py model/runner.py
     """.split()  # noqa: SIM905 - a table of words reads better without the quotes
 }
-"""The code that has the cache in its hands."""
+"""The code that handles the cache."""
 assert all(Path(file).is_file() for file in HOLDERS)
 
 

@@ -205,12 +205,12 @@ def test_what_is_no_distribution_fails_where_it_is_reached(wrong):
     logits[2, 4] = wrong
     chooser = AtOnce(LogitsProcessorList(), transcript, sampler=LoneSampler(), record=Record())
     torch.manual_seed(0)
-    ahead = chooser.look_ahead(logits, [0, 1, 1])
+    ahead = chooser.choose_all(logits, [0, 1, 1])
     assert ahead.tolist()[2] == -1
-    choose = chooser.open(logits, ahead.tolist(), [1, 2])
+    choose = chooser.bind(logits, ahead.tolist(), [1, 2])
     torch.manual_seed(0)
     expected = Processed(LogitsProcessorList(), transcript, sampler=LoneSampler(), record=Record())
-    one_by_one = expected.open(logits, [], [1, 2])
+    one_by_one = expected.bind(logits, [], [1, 2])
     assert [choose(0), choose(1)] == ahead.tolist()[:2]
     torch.manual_seed(0)
     assert [one_by_one(0), one_by_one(1)] == ahead.tolist()[:2]

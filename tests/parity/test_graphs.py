@@ -22,8 +22,7 @@ from test_batch_families import batch, build
 from transformers import GenerationConfig
 
 import lade
-from lade.decoding import loop as engine
-from lade.decoding import readout
+from lade.decoding import loop, readout
 from lade.errors import CaptureWarning
 from lade.hf import session
 from lade.model import select_runner as choice
@@ -513,10 +512,10 @@ def test_the_host_looks_at_a_tensor_once_a_step(
     if graphs.device.type != "cpu":
         pytest.skip("there, torch itself counts: see the next test")
 
-    def read(logits: torch.Tensor, choices: torch.Tensor | None = None, *, likeliest: bool = True) -> Any:
-        return readout._read_remotely(logits, choices, likeliest=likeliest)
+    def read(logits: torch.Tensor, choices: torch.Tensor | None = None, *, wants_entries: bool = True) -> Any:
+        return readout._read_remotely(logits, choices, wants_entries=wants_entries)
 
-    monkeypatch.setattr(engine, "read", read)  # as if they lay elsewhere
+    monkeypatch.setattr(loop, "read", read)  # as if they lay elsewhere
     monkeypatch.setattr(session, "pays_at_once", lambda device: True)
     model, ids = built("llama", graphs.device, dtype=torch.float32), prompt(20).repeat(rows, 1)
     ids[:, 0] = torch.arange(1, rows + 1)
@@ -533,7 +532,7 @@ def test_the_host_looks_at_a_tensor_once_a_step(
 
     for name in ("cpu", "tolist", "item", "__int__", "__bool__", "__float__", "__index__"):
         counting(name)
-    step, counts = engine.Engine.step, []
+    step, counts = loop.DecodeLoop.step, []
 
     def counted_step(self: Any) -> Any:
         looks.clear()
@@ -541,7 +540,7 @@ def test_the_host_looks_at_a_tensor_once_a_step(
         counts.append(looks.total())
         return steps
 
-    monkeypatch.setattr(engine.Engine, "step", counted_step)
+    monkeypatch.setattr(loop.DecodeLoop, "step", counted_step)
     lookahead(model, ids, config, max_new_tokens=30, **arguments)
     assert len(counts) > 3 and set(counts) == {1}
 

@@ -105,7 +105,7 @@ class Driven:
         if handle.done():
             return False
         if handle in self.seats:
-            self.seats[handle].leaves = True
+            self.seats[handle].cancelled = True
         else:
             self.waiting = deque(entry for entry in self.waiting if entry[1] is not handle)
             handle.end(None)
@@ -125,13 +125,13 @@ class Driven:
         capacity, cache = self.batch.capacity, self.batch._cache
         rows, slots = cache.room
         assert rows * slots <= max(capacity.max_tokens, 0)
-        assert len(self.batch.seats) <= capacity.max_rows
-        assert {id(seat.handle) for seat in self.batch.seats} == {id(handle) for handle in self.seats}
-        assert len(self.batch._engine.rows) == len(self.batch._seats)
-        assert cache.lengths == ([len(row.tokens) - 1 for row in self.batch._engine.rows] or [0])
+        assert len(self.batch.active) <= capacity.max_rows
+        assert {id(seat.handle) for seat in self.batch.active} == {id(handle) for handle in self.seats}
+        assert len(self.batch._loop.rows) == len(self.batch._decoding)
+        assert cache.lengths == ([len(row.tokens) - 1 for row in self.batch._loop.rows] or [0])
         if isinstance(cache, FallbackCache) and isinstance(cache.current, StaticCache):
             check_zeros(cache.current)
-        self.most_rows = max(self.most_rows, len(self.batch._engine.rows))
+        self.most_rows = max(self.most_rows, len(self.batch._loop.rows))
 
     def finish(self):
         for _ in range(10_000):

@@ -88,7 +88,7 @@ def test_a_text_of_one_token_never_takes_part_in_a_step(passes):
     handle = driven.add(random_ids(5), max_new_tokens=1)
     driven.advance()
     assert passes == [] and driven.batch.idle and len(new_tokens(handle, random_ids(5))) == 1
-    assert driven.batch._engine.cache.room == (0, 0)
+    assert driven.batch._loop.cache.room == (0, 0)
 
 
 def test_the_first_token_may_be_the_end_of_sequence_while_others_go_on():
@@ -158,7 +158,7 @@ def test_a_memory_learns_the_prompt_alike_in_pieces_and_at_once(monkeypatch):
     shown = {}
     for piece in (4, 512):
         seen = shown[piece] = {}
-        read = AdaptiveDrafter.read_prompt
+        read = AdaptiveDrafter.learn_prompt
 
         def watched(self, tokens, start, rows, read=read, seen=seen):
             for number, row in enumerate(rows.tolist(), start):
@@ -166,7 +166,7 @@ def test_a_memory_learns_the_prompt_alike_in_pieces_and_at_once(monkeypatch):
                 seen[number] = row
             return read(self, tokens, start, rows)
 
-        monkeypatch.setattr(AdaptiveDrafter, "read_prompt", watched)
+        monkeypatch.setattr(AdaptiveDrafter, "learn_prompt", watched)
         driven = Driven(LLAMA, prefill_tokens=piece)
         driven.add(random_ids(14), LookaheadConfig(budget=8), max_new_tokens=3)
         driven.finish()
@@ -452,7 +452,7 @@ def test_cancelling(state):
     assert handle.cancel() is (state != "ended")
     assert handle.done() is (state in ("waiting", "ended"))
     driven.advance()
-    assert handle.done() and len(handle._steps) == steps and len(driven.batch.seats) == (state != "ended")
+    assert handle.done() and len(handle._steps) == steps and len(driven.batch.active) == (state != "ended")
     driven.finish()
     assert (handle._result is None) is (state != "ended")
     assert other.tokens == alone(LLAMA, random_ids(4), max_new_tokens=30)

@@ -539,7 +539,7 @@ def test_many_short_requests_leave_nothing_behind(of_each_round):
             time.sleep(0.01)
         assert not any(ref() for ref in kept)
         assert len(set(counts[1:])) == 1, counts
-        assert engine._desk._batch._engine.cache.room == (0, 0)
+        assert engine._desk._batch._loop.cache.room == (0, 0)
     assert not engine_threads()
     freed = weakref.ref(engine)
     del engine

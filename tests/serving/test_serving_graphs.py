@@ -154,7 +154,7 @@ def test_a_row_that_joins_finds_its_place_where_it_is(graphs):
     for number in (3, 4):
         handles.append(driven.add(random_ids(3 + number, number), None, max_new_tokens=40))
         driven.advance()
-    assert driven.batch._cache.current.buffers is buffers and len(driven.batch._engine.rows) == 5
+    assert driven.batch._cache.current.buffers is buffers and len(driven.batch._loop.rows) == 5
     driven.finish()
     assert [handle.tokens for handle in handles] == [text_of(number, 40) for number in range(5)]
 
@@ -559,7 +559,7 @@ def test_a_step_of_all_rows_waits_for_the_device_once(method):
                     driven.batch.advance()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert len(driven.batch._engine.rows) == 3, "no row has left"
+        assert len(driven.batch._loop.rows) == 3, "no row has left"
         driven.finish()
     assert len([w for w in caught if "synchronizing CUDA operation" in str(w.message)]) <= 5
 

@@ -20,10 +20,10 @@ from lade.bench.results import Method, Settings
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.drafting.jacobi import JacobiDrafter
-from lade.decoding.drafting.memory import Memory
 from lade.errors import UnsupportedModelError
 from lade.hf.original import original_generate
 from lade.hf.session import Session
+from lade.memory import Memory
 from lade.model.support.supports import supports
 from lade.stats import Stats, Step
 

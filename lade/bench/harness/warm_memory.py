@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lade.bench.harness.arms import Arm
-from lade.decoding.drafting.memory import Memory
 from lade.errors import InputError
+from lade.memory import Memory
 
 
 class KeptMemories:

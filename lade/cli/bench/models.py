@@ -14,8 +14,8 @@ from lade.bench.results import Model
 from lade.cli.bench.job import Plan
 from lade.cli.loading import load as loading
 from lade.cli.terminal import Terminal
-from lade.decoding.drafting.memory_file import fingerprint_of
 from lade.errors import InputError, UnsupportedModelError
+from lade.memory_file import fingerprint_of
 from lade.model.packing import pack as packing
 
 

@@ -19,7 +19,7 @@ from lade.errors import ConfigError
 if TYPE_CHECKING:
     from lade.cli.demo.side_by_side import Race
     from lade.cli.loading.load import Subject
-    from lade.decoding.drafting.memory import Memory
+    from lade.memory import Memory
 
 EXAMPLE = 'Example:  [bold]lade demo --prompt "class Stack:" --max-new-tokens 200[/bold]'
 EXIT_DIFFERENT = 1
@@ -90,7 +90,7 @@ def demo(
         sizes = options.lookahead_of(None, window, ngram, guesses)
         from lade.cli.loading.load import load
         from lade.cli.run import check_served
-        from lade.decoding.drafting.memory import Memory
+        from lade.memory import Memory
 
         subject = load(loading, term=term, pack=pack)
         memory = Memory()

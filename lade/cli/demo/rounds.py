@@ -12,7 +12,7 @@ from lade.config import LookaheadConfig
 
 if TYPE_CHECKING:
     from lade.cli.loading.load import Subject
-    from lade.decoding.drafting.memory import Memory
+    from lade.memory import Memory
 
 ADAPTIVE, KEPT = "adaptive", "memory kept"
 _LEARNING_S = 6.0

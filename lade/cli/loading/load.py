@@ -21,8 +21,8 @@ from lade.cli.loading.quantization import quantization_config
 from lade.cli.options.model import Loading
 from lade.cli.terminal import Terminal, one_line
 from lade.config import Lookahead, LookaheadConfig
-from lade.decoding.drafting.memory import Memory
 from lade.errors import ConfigError, InputError, UnsupportedModelError
+from lade.memory import Memory
 from lade.model.packing import pack as packing
 from lade.model.position_limits import LEARNED_POSITIONS
 

@@ -1,4 +1,4 @@
-"""Guesses for beam search: a beam search of its own, on what the model is expected to say."""
+"""Guesses for beam search: a beam search of its own, on the logits that the model is expected to give."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ FOLLOWS = 8
 class BeamGuesser:
     """Grows the tree of a beam search by the tokens that its next steps are expected to take.
 
-    The next beam steps are played ahead, with a few beams more than there are. Behind a node that a pass has seen, the
-    next tokens and their log-probabilities are known; behind others those are taken that the model last gave to the
+    The next beam steps are played ahead, with a few beams more than there are. After a node that has been fed, the
+    next tokens and their log-probabilities are known; after others those are taken that the model last gave after the
     same tokens. This takes the place of the Jacobi window, which guesses one text where k of them are wanted: under the
     best beam a window of 7 columns saved fewer passes than as many nodes of this play do.
 
     Args:
         config: N - 1 is the number of steps played ahead; W, how many beams more than k are played (0 plays none); G,
-            how many n-grams of the pool are tried behind each beam.
+            how many n-grams of the pool are tried after each beam.
         num_beams: k.
-        excluded: ids behind which nothing is guessed.
-        recycler: what the model last said to follow a context; may be shared with other prompts.
+        excluded: ids after which nothing is guessed.
+        recycler: the likeliest next tokens by context; may be shared with other prompts.
     """
 
     def __init__(self, config: LookaheadConfig, num_beams: int, excluded: Collection[int], recycler: Recycler) -> None:
@@ -42,11 +42,11 @@ class BeamGuesser:
         self._known_text = 0  # tokens of the trunk whose n-grams the pool has
 
     def learn(self, branches: Branches, first: int) -> None:
-        """Take in what a pass said behind the nodes from number `first` on."""
+        """Learn from a forward pass over the nodes from number `first` on."""
         for node in range(first, len(branches.follows)):
             self._recycler.learn(branches.ending(node, self._recycler.orders), branches.follows[node])
-        picks = [follows[0][0] if follows else -1 for follows in branches.follows]
-        self._pool.learn(chosen_ngrams(branches.tree, picks, self._config.ngram)[max(first - 1, 0) :], "pool")
+        argmax_ids = [follows[0][0] if follows else -1 for follows in branches.follows]
+        self._pool.learn(chosen_ngrams(branches.tree, argmax_ids, self._config.ngram)[max(first - 1, 0) :], "pool")
 
     def learn_text(self, text: Sequence[int]) -> None:
         """Enter the n-grams of the trunk that are not known yet."""
@@ -57,10 +57,10 @@ class BeamGuesser:
         self._known_text = len(text)
 
     def grow(self, branches: Branches, beams: Mapping[int, float], room: int | None) -> None:
-        """Add guesses behind the beams.
+        """Add guesses after the beams.
 
         Args:
-            branches: what there is; its tree grows.
+            branches: the texts of the search; its tree grows.
             beams: the nodes that the beams end with, and the beams' log-probabilities.
             room: how many levels there may be at most; None for no limit.
         """

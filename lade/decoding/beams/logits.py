@@ -1,8 +1,8 @@
 """Logits for beam search: all beams of a prompt are paths of one token tree, which a pass extends where it is needed.
 
-What a beam step is, which tokens and beams it takes, is decided by whoever asks. Here the questions are answered: the
-tokens that lengthen the beams come in, the logits behind them go out. Where the tree has these nodes already, no pass
-is needed. Otherwise the new tokens are fed, and guesses of the beam steps after them:
+What a beam step is, which tokens and beams it takes, is decided by the caller. Here its requests are served: the tokens
+that lengthen the beams come in, the logits after them go out. If the tree has these nodes already, no forward pass is
+needed. Otherwise the new tokens are fed, and guesses of the beam steps after them:
 
     trunk, in the cache           tree, in the cache too             fed by the next pass
     Once upon a time there was ─┬─ a ─── little ─┬─ girl           ┬─ who ─── ...
@@ -33,7 +33,7 @@ from lade.stats import Stats, Step
 
 
 class BeamCache(Protocol):
-    """Keys and values of B rows; see `lade.decoding.loop.Cache`."""
+    """Keys and values of B rows; see `lade.decoding.loop.KVCache`."""
 
     def keep(self, paths: Sequence[Sequence[int]], fed: int, held: Sequence[int] | None = None) -> None:
         """Of the tokens that came last, `fed` and before them in each row `held` ones, keep those of its path."""
@@ -67,7 +67,7 @@ class BeamRunner(Protocol[CacheT_contra]):
 
 
 class BeamMeter:
-    """Reports each pass to `stats` once it is known how many beam steps it served: when the next one begins."""
+    """Reports each forward pass to `stats` once it is known how many beam steps it served: when the next one begins."""
 
     def __init__(self, stats: Stats) -> None:
         self._stats = stats
@@ -81,7 +81,7 @@ class BeamMeter:
         self._start = perf_counter()
 
     def ran(self, fed: Sequence[int], forward_s: float) -> None:
-        """The model was fed so many tokens in each row, in so many seconds."""
+        """The model was fed `fed[b]` tokens in row b, and took `forward_s` seconds."""
         self._fed, self._forward_s = fed, forward_s
 
     def answered(self) -> None:
@@ -100,7 +100,7 @@ class BeamMeter:
 
 
 class BeamLogits(Generic[CacheT]):
-    """Answers what follows the beams of B prompts.
+    """Gives the logits after the beams of B prompts.
 
     Beams are numbered through: those of prompt b are b * k to b * k + k - 1.
 
@@ -112,7 +112,7 @@ class BeamLogits(Generic[CacheT]):
         cache: empty; it will hold trunk and tree of each prompt.
         stats: is added to, as if the beams of a prompt were one text: a beam step counts as one token of each prompt,
             however many beams it lengthens; the tokens fed in a pass are those of all beams of a prompt together.
-        excluded: ids (end of sequence, padding) behind which nothing is guessed.
+        excluded: ids (end of sequence, padding) after which nothing is guessed.
     """
 
     def __init__(
@@ -126,17 +126,17 @@ class BeamLogits(Generic[CacheT]):
         excluded: Collection[int] = (),
     ) -> None:
         self.runner, self.cache, self.num_beams = runner, cache, num_beams
-        recycler = Recycler()  # what the model said of one prompt helps the others
+        recycler = Recycler()  # logits of one prompt help the others
         self.rows = [
             BeamRow(prompt, num_beams, BeamGuesser(config, num_beams, excluded, recycler)) for prompt in prompts
         ]
         self._prompts = prompts
-        self._fed = 0  # slots that the last pass took behind the longest row
+        self._fed = 0  # slots that the last pass took after the longest row
         self._held = [1] * len(self.rows)  # nodes that were in the cache before it; at first the root is the last token
         self._meter = BeamMeter(stats)
 
     def prefill(self) -> torch.Tensor:
-        """Run the prompts; the logits behind them, `[B * k, V]`, the same for all beams of a prompt."""
+        """Run the prompts; the logits after them, `[B * k, V]`, the same for all beams of a prompt."""
         self._meter.begin()
         logits = self.runner.prefill(self._prompts, self.cache)  # [B, V]
         self._meter.ran([len(prompt) for prompt in self._prompts], 0.0)
@@ -145,13 +145,13 @@ class BeamLogits(Generic[CacheT]):
         return self._answer()
 
     def reorder(self, beams: Sequence[int]) -> None:
-        """Beam i goes on from what was beam `beams[i]`, which is of the same prompt."""
+        """Beam i continues what was beam `beams[i]`, which is of the same prompt."""
         for number, row in enumerate(self.rows):
             first = number * self.num_beams
             row.reorder([beam - first for beam in beams[first : first + self.num_beams]])
 
     def extend(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Lengthen each beam by its token; the logits behind them, `[B * k, V]`."""
+        """Lengthen each beam by its token; the logits after them, `[B * k, V]`."""
         for number, row in enumerate(self.rows):
             row.lengthen(tokens[number * self.num_beams :][: self.num_beams])
         if not all(row.known for row in self.rows):
@@ -163,7 +163,7 @@ class BeamLogits(Generic[CacheT]):
         self._meter.end()
 
     def leave_rows(self) -> None:
-        """Give the cache a row for each beam, as plain decoding leaves it; the search cannot go on then."""
+        """Give the cache a row for each beam, as plain decoding leaves it; the search cannot be continued then."""
         self.cache.batch_select_indices(torch.arange(len(self.rows)).repeat_interleave(self.num_beams))
         paths = [row.branches.path(node) for row in self.rows for node in row.beams]
         self.cache.keep(paths, self._fed, [held for held in self._held for _ in range(self.num_beams)])

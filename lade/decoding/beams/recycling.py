@@ -1,7 +1,7 @@
-"""Recycled logits: what the model last said to follow a context, whether that was accepted or not.
+"""Recycled logits: the likeliest next tokens by context, whether they were accepted or not.
 
-Every row of logits of a pass is paid for. Its best tokens are kept under the last tokens of the node's text, and are
-asked for wherever these tokens come up again. Source of the idea: Token Recycling, arXiv 2408.08696.
+Every row of logits of a pass is paid for. Its best tokens are kept under the last tokens of the node's text, and looked
+up where these tokens come up again. Source of the idea: Token Recycling, arXiv 2408.08696.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from lade.decoding.beams.tree import Follow
 
 
 class Recycler:
-    """Maps the last 1 to `orders` tokens of a text to the likeliest next tokens seen last behind them.
+    """Maps the last 1 to `orders` tokens of a text to the likeliest next tokens seen last after them.
 
     Args:
         orders: length of the longest context.

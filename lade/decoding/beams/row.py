@@ -1,4 +1,4 @@
-"""The beams of one prompt: paths of its token tree, with what the model said at its nodes."""
+"""The beams of one prompt: paths of its token tree, with the logits at its nodes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BeamRow:
         self.branches = Branches.of(prompt)
         self.beams = [ROOT] * num_beams
         self._scores = [0.0] * num_beams  # log-probabilities of the beams without processors; only guesses need them
-        self._logits: dict[int, torch.Tensor] = {}  # `[V]` behind each node that was fed and that a beam may get to
+        self._logits: dict[int, torch.Tensor] = {}  # `[V]` at each node that was fed and that a beam may get to
         self._guesser = guesser
         guesser.learn_text(prompt)
 
@@ -49,16 +49,16 @@ class BeamRow:
 
     @property
     def known(self) -> bool:
-        """Whether no pass is needed to say what follows the beams."""
+        """Whether the logits after the beams are known without a forward pass."""
         return all(node in self._logits for node in self.beams)
 
     @property
     def logits(self) -> torch.Tensor:
-        """Behind the beams, `[k, V]`."""
+        """After the beams, `[k, V]`."""
         return torch.stack([self._logits[node] for node in self.beams])
 
     def reorder(self, beams: Sequence[int]) -> None:
-        """Beam i goes on from what was beam `beams[i]`."""
+        """Beam i continues what was beam `beams[i]`."""
         self.beams = [self.beams[beam] for beam in beams]
         self._scores = [self._scores[beam] for beam in beams]
 
@@ -82,12 +82,12 @@ class BeamRow:
         return pruned.kept
 
     def grow(self, room: int | None) -> None:
-        """Add guesses behind the beams, at most `room` levels of them; None for no limit."""
+        """Add guesses after the beams, at most `room` levels of them; None for no limit."""
         self._guesser.learn_text(self.branches.trunk)
         self._guesser.grow(self.branches, dict(zip(self.beams, self._scores, strict=True)), room)
 
     def learn(self, logits: torch.Tensor) -> None:
-        """Note what a pass said at the nodes that were not seen yet, `[S, V]`; further rows mean nothing."""
+        """Take the logits `[S, V]` of a forward pass at the nodes that were not seen yet; further rows mean nothing."""
         first = self.seen
         self._logits.update(enumerate(logits[: len(self.tree) - first], start=first))
         self.branches.follows += top_follows(logits[: len(self.tree) - first], self._guesser.kept)

@@ -1,4 +1,4 @@
-"""The texts of a beam search as one tree behind a common trunk, which lose what no beam can use any more."""
+"""The texts of a beam search as one tree after a common trunk, pruned of what no beam can use any more."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Branches:
         return path[::-1]
 
     def ending(self, node: int, length: int) -> list[int]:
-        """The last tokens of the text that ends with this node, at most so many."""
+        """The last tokens of the text that ends with this node, at most `length`."""
         tokens: list[int] = []
         while node >= 0 and len(tokens) < length:
             tokens.append(self.tree.ids[node])
@@ -63,7 +63,7 @@ class Branches:
     def prune(self, beams: Sequence[int]) -> Pruned:
         """Keep what the beams, which end with these nodes, come from and can get to.
 
-        What is common to all of them, and behind what any of them can ask for, joins the trunk.
+        What is common to all of them, and before all that any of them can still need, joins the trunk.
         """
         reachable = set(beams)
         for node, parent in enumerate(self.tree.parents):  # parents come before their children

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
+from functools import partial
 
 import numpy as np
 
 from lade.decoding import kernels
-from lade.decoding.drafting.best_first import Growth
-from lade.decoding.drafting.memory import Memory
+from lade.decoding.drafting.best_first import TreeGrower
+from lade.decoding.drafting.drafter import Candidates, Draft, Drafter, Source
+from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.tree_size import Budget
 from lade.decoding.drafting.window import Window
 from lade.decoding.kernels import Ints
+from lade.decoding.readout import Readout
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Verdict
 
@@ -26,91 +29,85 @@ LEAST_COLUMNS = 3
 """A smaller window finds nothing worth its cells."""
 
 
-class AdaptiveDrafter:
+class AdaptiveDrafter(Drafter):
     """Drafts for one row; see `Drafter`.
 
-    What the memory offers comes first; where that is less than the budget, the lookahead window takes the rest, so that
-    its share grows when guesses are missing.
+    Candidates of the memory come first. Where they are fewer than the budget, guesses of other sources and the
+    lookahead window take the rest, so that the window's share grows when guesses are missing.
 
     Args:
         memory: what follows a context; it is added to.
-        budget: how large trees are.
-        excluded: ids behind which nothing is to be guessed (end of sequence, padding).
+        budget: decides how large trees are.
+        excluded: ids after which nothing is guessed (end of sequence, padding).
         vocabulary: ids below it can be fed; a memory may know others, of another model.
         read_prompts: whether to learn from the logits of the prompt.
-        seed: of the window's first tokens.
+        sources: guesses beside those of the memory.
+        seed: seeds the choice of the window's first tokens.
     """
 
     def __init__(
         self,
-        memory: Memory,
+        memory: ContextMemory,
         budget: Budget,
         excluded: Collection[int] = (),
         *,
         vocabulary: int | None = None,
         read_prompts: bool = True,
+        sources: Sequence[Source] = (),
         seed: int = 0,
     ) -> None:
         self.memory, self.budget = memory, budget
-        self.reads = self._read_prompts = read_prompts
+        self.wants_prompt_entries = read_prompts
         self.window: Window | None = None
-        self._growth = Growth(excluded, vocabulary)
+        self._grower = TreeGrower(excluded, vocabulary)
+        self._sources = sources
         self._rng = random.Random(seed)
-        self._tips: list[int | None] = []
-        self._found: Sequence[float] | None = None  # scores of the nodes that the next tree can have
-        self._fed = self._emitted = 1
 
-    def read_prompt(self, tokens: Sequence[int], start: int, rows: Ints) -> None:
+    def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:
         """See `Drafter`."""
-        self.memory.learn(kernels.tails_of(np.array(tokens, dtype=np.int64), start, len(rows)), rows)
+        self.memory.learn(kernels.tails_of(np.array(tokens, dtype=np.int64), start, len(entries)), entries)
 
     def begin(self, tokens: Sequence[int], prompt_length: int) -> None:
         """See `Drafter`."""
         self.window = Window(COLUMNS, NGRAM, tokens[-1], tokens[:prompt_length], self._rng)
-        if self._read_prompts:
+        if self.wants_prompt_entries:
             self.memory.learn_text(kernels.tails_of(np.array(tokens, dtype=np.int64), 0, len(tokens) - 1), tokens[1:])
 
-    def look(self, tokens: Sequence[int], max_depth: int | None) -> Sequence[float]:
-        """See `Drafter`; `grow` does it by itself where nobody else wants to know."""
-        self.reads = not self.budget.rest()
-        self._found = []
-        if self.reads:
-            self._growth.begin(tokens)
-            self._found = self._growth.grow(self.memory, self.budget.stages(), max_depth)
-        return self._found
-
-    def grow(self, tokens: Sequence[int], max_depth: int | None) -> TokenTree:
+    def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
         """See `Drafter`."""
-        tree = TokenTree(tokens[-1], max_depth)
-        if self._found is None:
-            self.look(tokens, max_depth)
-        if self._found:
-            size = self.budget.choose(self._found)
-            self._growth.hang(tree, size)
-            self._explore(tree)
-            self._growth.follow(tree, size)
-        self._fed, self._found = len(tree), None
-        return tree
+        return self.candidates(context, max_depth).draft()
 
-    def _explore(self, tree: TokenTree) -> None:
-        """Fill the tree with as many columns of the window as there is room for."""
-        self._tips = []
-        if self.window is not None:
-            columns = (self.budget.explored(len(tree)) - len(tree)) // (NGRAM - 1)
-            if columns >= LEAST_COLUMNS:
-                self._tips = self.window.plant(tree, columns)
-
-    def learn(self, tokens: Sequence[int], picks: Sequence[int], rows: Ints | None, verdict: Verdict) -> None:
+    def candidates(self, context: Sequence[int], max_depth: int | None) -> Candidates:
         """See `Drafter`."""
-        self._emitted = len(verdict.tokens)
-        if not self.reads or rows is None:
+        if self.budget.skip_drafting():
+            return Candidates((), lambda: Draft(TokenTree(context[-1], max_depth)))
+        self._grower.begin(context)
+        scores = self._grower.grow(self.memory, self.budget.thresholds(), max_depth)
+        return Candidates(scores, partial(self._assembled, context, max_depth, scores))
+
+    def _assembled(self, context: Sequence[int], max_depth: int | None, scores: Sequence[float]) -> Draft:
+        """The best candidates of the memory; the guesses of other sources and the window take what is left."""
+        tree, size = TokenTree(context[-1], max_depth), self.budget.choose(scores)
+        self._grower.hang(tree, size)
+        most = self.budget.fill_to(len(tree))
+        for tokens, name in (guess for source in self._sources for guess in source.guesses(context)):
+            tree.add_path(tokens[: most - len(tree)], name)
+        last_row_nodes: Sequence[int | None] = ()
+        columns = (most - len(tree)) // (NGRAM - 1)
+        if self.window is not None and columns >= LEAST_COLUMNS:
+            last_row_nodes = self.window.plant(tree, columns)
+        self._grower.follow(tree, size)
+        return Draft(tree, wants_entries=True, last_row_nodes=last_row_nodes)
+
+    def learn(self, context: Sequence[int], draft: Draft, readout: Readout, verdict: Verdict) -> None:
+        """See `Drafter`."""
+        if not draft.wants_entries:
             return
-        self._growth.learn(self.memory, verdict.path, verdict.tokens, rows[: self._fed])
-        if self.window is not None and self._tips:
-            last = self.window.rows[-1]
-            new = [last[i] if tip is None else picks[tip] for i, tip in enumerate(self._tips)]
-            self.window.advance(tokens[-1], new)
+        assert readout.entries is not None
+        self._grower.learn(self.memory, verdict.path, verdict.tokens, readout.entries)
+        if self.window is not None and draft.last_row_nodes:
+            self.window.advance(context[-1], self.window.new_row(draft.last_row_nodes, readout.argmax_ids))
 
-    def observe(self, seconds: float, forward_s: float) -> None:
+    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
         """See `Drafter`."""
-        self.budget.observe(self._fed, self._emitted, seconds, forward_s)
+        self.budget.observe(fed, emitted, seconds, forward_s)

@@ -7,12 +7,12 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from lade.decoding import kernels
-from lade.decoding.drafting.memory import Memory
+from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.mixer import RATE
 from lade.decoding.kernels import LONGEST, Ints
 from lade.decoding.tree import TokenTree
 
-PROMISE = 0.7
+OPTIMISM = 0.7
 """A node waits to be expanded as if its likeliest child had this probability. With 1.0, the bound, a quarter more nodes
 are expanded for nothing but 0.1 % of what trees yield."""
 
@@ -20,8 +20,8 @@ _ROOM = 160  # nodes, at first
 _NO_LIMIT = 2**31 - 1
 
 
-class Growth:
-    """The nodes of one tree after the other, and what the memory knows at each of them.
+class TreeGrower:
+    """Grows one tree after the other; knows at each node what the memory has for its context.
 
     Args:
         excluded: ids that are not to be drafted.
@@ -35,30 +35,32 @@ class Growth:
 
     def begin(self, tokens: Sequence[int]) -> None:
         """A new tree, whose root is the last of `tokens`."""
-        kernels.plant(self._work, np.array(tokens[-LONGEST:], dtype=np.int64), PROMISE)
+        kernels.plant(self._work, np.array(tokens[-LONGEST:], dtype=np.int64), OPTIMISM)
 
-    def grow(self, memory: Memory, stages: Sequence[tuple[int, float]], max_depth: int | None = None) -> list[float]:
+    def grow(
+        self, memory: ContextMemory, thresholds: Sequence[tuple[int, float]], max_depth: int | None = None
+    ) -> list[float]:
         """Add the likeliest nodes.
 
         Args:
             memory: what follows a context.
-            stages: sizes up to which to grow, each with the score that a node must exceed to be added on the way there;
-                growth ends with the first size that is not reached.
-            max_depth: of a node; None for no limit.
+            thresholds: sizes up to which to grow, each with the score that a node must exceed to be added on the way
+                there; growth ends with the first size that is not reached.
+            max_depth: no node lies deeper; None for no limit.
 
         Returns:
             The scores of all nodes, the root's 1.0 first.
         """
-        self._reserve(max(size for size, _ in stages))
+        self._reserve(max(size for size, _ in thresholds))
         count = kernels.grow(
             self._work,
             *memory.tables,
             memory.weights,
-            np.array(stages, dtype=np.float64),
+            np.array(thresholds, dtype=np.float64),
             self._excluded,
             self._vocabulary,
             _NO_LIMIT if max_depth is None else max_depth,
-            PROMISE,
+            OPTIMISM,
         )
         scores: list[float] = self._work.scores[:count].tolist()
         return scores
@@ -70,29 +72,29 @@ class Growth:
         tree.extend(ids, parents, depths, "memory")
 
     def follow(self, tree: TokenTree, count: int) -> None:
-        """Know the nodes of a tree, of which the first `count` were hung by `hang`, and the others added by others."""
+        """Take over the nodes of a tree that others have added after the `count` nodes that `hang` hung."""
         if len(tree) == count:
             return
         self._reserve(len(tree))
         others = tree.ids[count:], tree.parents[count:]
         kernels.follow(self._work, count, *(np.array(column, dtype=np.int64) for column in others))
 
-    def learn(self, memory: Memory, path: Sequence[int], chosen: Sequence[int], rows: Ints) -> None:
-        """Take in a step.
+    def learn(self, memory: ContextMemory, path: Sequence[int], chosen: Sequence[int], entries: Ints) -> None:
+        """Learn from a step.
 
         Args:
-            memory: that the tree grew from.
+            memory: the one that the tree grew from.
             path: `[A]`, nodes that verification reached.
             chosen: `[A]`, what the model chose there.
-            rows: `[S, WIDTH]`, what it said at all nodes, see `readout.read`.
+            entries: `[S, WIDTH]`, of the logits at all nodes, see `readout.read`.
         """
         nodes, tokens = np.array(path, dtype=np.int64), np.array(chosen, dtype=np.int64)
         kernels.learn_weights(self._work, *memory.tables, memory.weights, nodes, tokens, RATE)
-        memory.learn(self._work.tails[: len(rows)], rows)
+        memory.learn(self._work.tails[: len(entries)], entries)
         memory.learn_text(self._work.tails[nodes], tokens)
 
     def _reserve(self, nodes: int) -> None:
-        """Make room for that many; what is there stays."""
+        """Make room for that many nodes; those that are there stay."""
         room = len(self._work.ids)
         if nodes <= room:
             return

@@ -1,51 +1,118 @@
-"""Drafters: what guesses the tokens to come. Whatever they guess, the text is the same; only its speed differs."""
+"""Drafters: what guesses the tokens to come. Whatever they guess, the text is the same; only its speed differs.
+
+A method is a `Drafter`: the paper's, the adaptive one, plain Jacobi decoding. Guesses that any method can use, such as
+those of a text that is expected, or of a grammar that leaves no choice, come from a `Source`.
+
+To add a source, write one file with a class that has `guesses`, and one line in `factory.drafter_for` that adds it to
+`sources`. Its guesses then enter the token trees of every method, which keep the sizes that they have without them: in
+the paper's method they come before those of the pool, in the adaptive one after those of the memory. They are verified
+like all others, and `Step.sources` reports them under the name that they come with.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from lade.decoding.kernels import Ints
+from lade.decoding.readout import Readout
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Verdict
 
+Guess = tuple[Sequence[int], str]
+"""Tokens that may follow a context, and the name of the source that proposes them."""
 
-class Drafter(Protocol):
+
+class Source(Protocol):
+    """Proposes guesses for one row."""
+
+    def guesses(self, context: Sequence[int]) -> Iterable[Guess]:
+        """What may follow `context`, the row's tokens so far; the best guess first."""
+        ...
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What one row feeds in one step.
+
+    Attributes:
+        tree: what is fed; its root is the last token of the context.
+        wants_entries: whether to read the likeliest tokens of each row of logits, for `Drafter.learn`.
+        last_row_nodes: `[W]`, the nodes of the last row of the lookahead window; None for cells that are left out.
+    """
+
+    tree: TokenTree
+    wants_entries: bool = False
+    last_row_nodes: Sequence[int | None] = ()
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What one row could feed in one step, while it is open how much of it. All rows of a batch decide that together.
+
+    Attributes:
+        scores: for each node the probability that it is accepted, the root's 1.0 first. Empty where the size of the
+            tree is not weighed.
+        draft: makes the draft, once the size is decided.
+    """
+
+    scores: Sequence[float]
+    draft: Callable[[], Draft]
+
+
+class Drafter(ABC):
     """Drafts the trees of one row.
 
     Attributes:
-        reads: whether it wants to know the likeliest tokens of each row of logits.
+        wants_prompt_entries: whether `learn_prompt` is to be called.
     """
 
-    reads: bool
+    wants_prompt_entries: bool = False
 
-    def read_prompt(self, tokens: Sequence[int], start: int, rows: Ints) -> None:
-        """Be told what prefill said behind the tokens from number `start` on; `rows` is `[T, WIDTH]`, see `read`."""
-        ...
-
-    def begin(self, tokens: Sequence[int], prompt_length: int) -> None:
-        """Get ready, once prefill has emitted the first token."""
-        ...
-
-    def look(self, tokens: Sequence[int], max_depth: int | None) -> Sequence[float]:
-        """Find what the next step could feed; the scores of all nodes, or nothing where sizes are not weighed."""
-        ...
-
-    def grow(self, tokens: Sequence[int], max_depth: int | None) -> TokenTree:
-        """The tree of the next step; its root is the last of `tokens`, and no node lies deeper than `max_depth`."""
-        ...
-
-    def learn(self, tokens: Sequence[int], picks: Sequence[int], rows: Ints | None, verdict: Verdict) -> None:
-        """Take in what a pass over the last tree showed.
+    def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:  # noqa: B027 - a no-op is meant
+        """Learn from prefill.
 
         Args:
-            tokens: the row's, with those that the walk has accepted.
-            picks: `[S]`, the argmax at each node.
-            rows: `[S, WIDTH]`, see `read`, or None where `reads` is false.
+            tokens: the prompt.
+            start: number of the first token with entries.
+            entries: `[T, WIDTH]`, see `readout.read`, of the logits at the tokens from `start` on.
+        """
+
+    def begin(self, tokens: Sequence[int], prompt_length: int) -> None:  # noqa: B027 - likewise
+        """Prepare for the first draft, once prefill has yielded the first token."""
+
+    @abstractmethod
+    def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
+        """Draft the next step.
+
+        Args:
+            context: the row's tokens so far; the last one becomes the root.
+            max_depth: no node lies deeper; None for no limit.
+        """
+
+    def candidates(self, context: Sequence[int], max_depth: int | None) -> Candidates:
+        """The same in two stages, for a row that shares the size of its trees with others."""
+        return Candidates((), partial(self.draft, context, max_depth))
+
+    def learn(self, context: Sequence[int], draft: Draft, readout: Readout, verdict: Verdict) -> None:  # noqa: B027
+        """Learn from a forward pass.
+
+        Args:
+            context: the row's tokens so far, with those that were accepted.
+            draft: what was fed; the last one that was made.
+            readout: what was read of the logits at its S nodes; it has entries if the draft wants them.
             verdict: what was accepted.
         """
-        ...
 
-    def observe(self, seconds: float, forward_s: float) -> None:
-        """Be told how long the step took, and how much of that the model did."""
-        ...
+    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:  # noqa: B027
+        """Learn what a step costs.
+
+        Args:
+            fed: tokens fed, the root included.
+            emitted: tokens emitted, the bonus token included.
+            seconds: seconds that the whole step took.
+            forward_s: seconds of those that the model took.
+        """

@@ -1,15 +1,15 @@
-"""Which drafter a config asks for."""
+"""The drafter that a config means."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
-from lade.decoding.drafting.drafter import Drafter
+from lade.decoding.drafting.drafter import Drafter, Source
 from lade.decoding.drafting.lookahead import LookaheadDrafter
-from lade.decoding.drafting.memory import Memory
-from lade.decoding.drafting.tree_size import Budget, Controller, FixedBudget, StepCost
+from lade.decoding.drafting.memory import ContextMemory
+from lade.decoding.drafting.tree_size import Budget, Controller, FixedBudget, PassCost
 
 
 def drafter_for(
@@ -17,38 +17,39 @@ def drafter_for(
     excluded: Collection[int] = (),
     *,
     vocabulary: int | None = None,
-    cost: StepCost | None = None,
+    cost: PassCost | None = None,
     budget: Budget | None = None,
+    sources: Sequence[Source] = (),
 ) -> Drafter:
     """A drafter for one row.
 
     Args:
         config: the paper's method, or the adaptive one.
-        excluded: ids behind which nothing is to be guessed (end of sequence, padding).
+        excluded: ids after which nothing is guessed (end of sequence, padding).
         vocabulary: ids below it can be fed; None for no limit.
-        cost: of a pass; needed where the adaptive method has no fixed budget.
-        budget: that several rows share, if they do.
+        cost: what a forward pass costs; the adaptive method needs it if it has no budget.
+        budget: shared with other rows; None for one of its own.
+        sources: guesses beside the method's own.
 
     Raises:
-        ValueError: there is neither a budget nor a cost to choose one by.
+        ValueError: the adaptive method has neither a budget nor a cost to choose one by.
     """
     if not config.adaptive:
-        return LookaheadDrafter(config, excluded)
-    memory = Memory() if config.memory is None else config.memory
-    assert isinstance(memory, Memory)  # the config has seen to it
+        return LookaheadDrafter(config, excluded, sources)
+    memory = ContextMemory() if config.memory is None else config.memory
+    assert isinstance(memory, ContextMemory)  # there is no other kind
+    if budget is None and config.budget is not None:
+        budget = FixedBudget(config.budget)
+    if budget is None and cost is not None:
+        budget = Controller(cost)
+    if budget is None:
+        raise ValueError("the adaptive method needs the cost of a pass, or a budget: give LookaheadConfig(budget=...)")
     return AdaptiveDrafter(
         memory,
-        _budget(config, cost) if budget is None else budget,
+        budget,
         excluded,
         vocabulary=vocabulary,
         read_prompts=config.prompt_ngrams,
+        sources=sources,
         seed=config.seed,
     )
-
-
-def _budget(config: LookaheadConfig, cost: StepCost | None) -> Budget:
-    if config.budget is not None:
-        return FixedBudget(config.budget)
-    if cost is None:
-        raise ValueError("the adaptive method needs the cost of a pass, or a budget: give LookaheadConfig(budget=...)")
-    return Controller(cost)

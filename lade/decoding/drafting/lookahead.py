@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from itertools import chain, islice
 
 from lade.config import LookaheadConfig
+from lade.decoding.drafting.drafter import Draft, Drafter, Source
 from lade.decoding.drafting.ngram_pool import NGramPool
 from lade.decoding.drafting.window import Window
-from lade.decoding.kernels import Ints
+from lade.decoding.readout import Readout
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Verdict
 
 
-class LookaheadDrafter:
+class LookaheadDrafter(Drafter):
     """Drafts for one row; see `Drafter`.
 
     Args:
-        config: W, N, G.
+        config: the sizes W, N and G.
         excluded: ids that no n-gram may contain (end of sequence, padding).
+        sources: guesses that come before those of the pool; all together are G of up to N - 1 tokens.
     """
 
-    reads = False
-
-    def __init__(self, config: LookaheadConfig, excluded: Collection[int] = ()) -> None:
-        self.config = config
+    def __init__(self, config: LookaheadConfig, excluded: Collection[int] = (), sources: Sequence[Source] = ()) -> None:
+        self.config, self._sources = config, sources
         self.pool = NGramPool(config.ngram, config.guesses, excluded)
         self.window: Window | None = None
-        self._tree = TokenTree(0)
-        self._tips: list[int | None] = []
-
-    def read_prompt(self, tokens: Sequence[int], start: int, rows: Ints) -> None:
-        """Nothing: it did not ask."""
 
     def begin(self, tokens: Sequence[int], prompt_length: int) -> None:
         """Learn the prompt, and set up the window."""
@@ -41,53 +37,41 @@ class LookaheadDrafter:
             self.window = Window(config.window, config.ngram, tokens[-1], prompt, random.Random(config.seed))
         self._learn_text(tokens, prompt_length, "text")
 
-    def look(self, tokens: Sequence[int], max_depth: int | None) -> Sequence[float]:
-        """Nothing: its sizes are fixed."""
-        return ()
-
-    def grow(self, tokens: Sequence[int], max_depth: int | None) -> TokenTree:
+    def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
         """Window and guesses, merged under the current token."""
-        tree = TokenTree(tokens[-1], max_depth)
-        self._tips = self.window.plant(tree) if self.window else []
-        for guess, source in self.pool.lookup(tokens[-1]):
-            tree.add_path(guess, source)
-        self._tree = tree
-        return tree
+        tree = TokenTree(context[-1], max_depth)
+        last_row_nodes = self.window.plant(tree) if self.window else []
+        guesses = chain(*(source.guesses(context) for source in self._sources), self.pool.lookup(context[-1]))
+        for tokens, name in islice(guesses, self.config.guesses):
+            tree.add_path(tokens[: self.config.ngram - 1], name)
+        return Draft(tree, last_row_nodes=last_row_nodes)
 
-    def learn(self, tokens: Sequence[int], picks: Sequence[int], rows: Ints | None, verdict: Verdict) -> None:
+    def learn(self, context: Sequence[int], draft: Draft, readout: Readout, verdict: Verdict) -> None:
         """The window advances; its n-grams, the model's choices at all nodes and the accepted text enter the pool."""
         if self.window:
-            # A tip that the context's end cut off keeps its token: only the speed could differ.
-            last = self.window.rows[-1]
-            new = [last[i] if tip is None else picks[tip] for i, tip in enumerate(self._tips)]
-            self.pool.learn(self.window.advance(tokens[-1], new), "pool")
-        self.pool.learn(chosen_ngrams(self._tree, picks, self.config.ngram), "pool")
-        self._learn_text(tokens, len(tokens) - len(verdict.tokens), "text")
-
-    def observe(self, seconds: float, forward_s: float) -> None:
-        """Nothing: its sizes are fixed."""
+            new = self.window.new_row(draft.last_row_nodes, readout.argmax_ids)
+            self.pool.learn(self.window.advance(context[-1], new), "pool")
+        self.pool.learn(chosen_ngrams(draft.tree, readout.argmax_ids, self.config.ngram), "pool")
+        self._learn_text(context, len(context) - len(verdict.tokens), "text")
 
     def _learn_text(self, tokens: Sequence[int], start: int, source: str) -> None:
         """Enter the n-grams that end with the tokens from `start` on."""
         if self.config.prompt_ngrams:
-            self.pool.learn(self._ngrams(tokens, start), source)
-
-    def _ngrams(self, tokens: Sequence[int], start: int) -> Iterator[Sequence[int]]:
-        ngram = self.config.ngram
-        for end in range(max(start + 1, ngram), len(tokens) + 1):
-            yield tokens[end - ngram : end]
+            ngram = self.config.ngram
+            ends = range(max(start + 1, ngram), len(tokens) + 1)
+            self.pool.learn((tokens[end - ngram : end] for end in ends), source)
 
 
-def chosen_ngrams(tree: TokenTree, picks: Sequence[int], ngram: int) -> list[tuple[int, ...]]:
+def chosen_ngrams(tree: TokenTree, argmax_ids: Sequence[int], ngram: int) -> list[tuple[int, ...]]:
     """For each node but the root its token and what the model chose to follow it, as far as the tree shows.
 
-    The choice at a node continues it by one token; where a child carries that token, the choice at the child goes on.
+    The choice at a node continues it by one token; where a child carries that token, the child's choice comes next.
     These n-grams cost nothing, since the pass has computed every node's choice. What follows the root is the accepted
     text, which is learned as such.
 
     Args:
         tree: the candidates of a step.
-        picks: `[S]`, the argmax at each node.
+        argmax_ids: `[S]`, the argmax at each node.
         ngram: N, the greatest length.
 
     Returns:
@@ -95,7 +79,7 @@ def chosen_ngrams(tree: TokenTree, picks: Sequence[int], ngram: int) -> list[tup
     """
     chosen: list[tuple[int, ...]] = [()] * len(tree)
     for node in range(len(tree) - 1, 0, -1):  # children come after their parents
-        child = tree.child(node, picks[node])
-        follows = (picks[node],) if child is None else chosen[child][: ngram - 1]
+        child = tree.child(node, argmax_ids[node])
+        follows = (argmax_ids[node],) if child is None else chosen[child][: ngram - 1]
         chosen[node] = (tree.ids[node], *follows)
     return chosen[1:]

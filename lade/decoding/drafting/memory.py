@@ -10,48 +10,57 @@ Source of the idea: Token Recycling (arXiv 2408.08696) keeps the last row under 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from lade.config import BaseMemory
 from lade.decoding import kernels
-from lade.decoding.drafting import memory_file
-from lade.decoding.drafting.memory_file import LEAST_BYTES, Contents
 from lade.decoding.drafting.mixer import prior_weights
-from lade.decoding.kernels import END, LOGITS, LONGEST, TEXT, WIDTH, Ints
+from lade.decoding.kernels import END, LENGTHS, LOGITS, LONGEST, TEXT, WIDTH, Doubles, Ints
 from lade.errors import ConfigError
 from lade.locks import ForkSafeLock
 
 SLOT_BYTES = 4 * (2 + WIDTH)
+LEAST_BYTES = 4096
+"""The smallest memory there is."""
 DEFAULT_BYTES = 128 * 2**20
+KINDS = 7
+"""The lowest bits of a slot's key: which of `kernels.LENGTHS` its context has, from 1 on."""
 _FIRST_SLOTS = 1024
 
 
-class Memory(BaseMemory):
-    """What follows the contexts seen, the least recently used forgotten first.
+@dataclass(frozen=True)
+class Snapshot:
+    """What a memory holds at one moment.
 
-    By default each generation has one of its own. Hand one in to keep it across generations:
+    Attributes:
+        old: `[n, 2 + WIDTH]`, slots of contexts that have not been used lately.
+        young: `[m, 2 + WIDTH]`, those of the others.
+        weights: `[LINES, END + 1]`, see `mixer`.
+        max_bytes: bound of the memory.
+    """
 
-    >>> memory = lade.Memory()
-    >>> config = lade.LookaheadConfig(memory=memory)
-    >>> lade.generate(model, input_ids=ids, lookahead=config)
+    old: Ints
+    young: Ints
+    weights: Doubles
+    max_bytes: int
 
-    Texts that look alike are then written faster. What made one user's text fast, another user's clock could notice:
-    share a memory only between those who may know of each other's texts.
+
+class ContextMemory(BaseMemory):
+    """What follows the contexts seen; the least recently used are evicted first.
 
     There are two tables. One is written, the other is what it was before: when the first has no more room, it becomes
-    the second, whose contexts are forgotten unless they have come up again meanwhile.
+    the second, whose contexts are evicted unless they have come up again meanwhile. Threads may share a memory.
 
     Args:
         max_bytes: what both tables may take at most. A context takes about 50 bytes.
 
     Attributes:
         weights: `[LINES, END + 1]`, what has been learned about how far its rows are to be trusted, see `mixer`.
-        fingerprint: of the tokenizer that it was loaded or saved with, None if there was none.
 
     Raises:
         ConfigError: `max_bytes` is no whole number, or too small.
@@ -62,7 +71,6 @@ class Memory(BaseMemory):
             raise ConfigError("max_bytes", max_bytes, f"give a whole number of bytes >= {LEAST_BYTES}")
         self.max_bytes = max_bytes
         self.weights = prior_weights()
-        self.fingerprint: str | None = None
         self._most_slots = max_bytes // (2 * SLOT_BYTES)
         self._young, self._old = _table(min(_FIRST_SLOTS, self._most_slots)), _table(1)
         self._taken = 0
@@ -75,7 +83,7 @@ class Memory(BaseMemory):
 
     def __repr__(self) -> str:
         used = self._young.nbytes + self._old.nbytes
-        return f"Memory({len(self):,} contexts, {used / 2**20:.1f} of {self.max_bytes / 2**20:.1f} MiB)"
+        return f"{type(self).__name__}({len(self):,} contexts, {used / 2**20:.1f} of {self.max_bytes / 2**20:.1f} MiB)"
 
     @property
     def tables(self) -> tuple[Ints, Ints]:
@@ -88,39 +96,40 @@ class Memory(BaseMemory):
         Returns:
             `[R, WIDTH]` and `[R', WIDTH]` entries, see `kernels`.
         """
-        rows = np.empty((END, WIDTH), np.int32)
-        found, heard = kernels.look_up(*self.tables, tail_of(tokens), rows)
-        return rows[:found], rows[TEXT : TEXT + heard]
+        entries = np.empty((END, WIDTH), np.int32)
+        logit_hits, text_hits = kernels.look_up(*self.tables, context_of(tokens), entries)
+        return entries[:logit_hits], entries[TEXT : TEXT + text_hits]
 
-    def learn(self, tails: Ints, rows: Ints) -> None:
-        """Take in what the model said.
+    def learn(self, contexts: Ints, entries: Ints) -> None:
+        """Learn from logits.
 
         Args:
-            tails: `[M, LONGEST]`, contexts, see `kernels`.
-            rows: `[M, WIDTH]`, entries of each.
+            contexts: `[M, LONGEST]`, see `kernels`.
+            entries: `[M, WIDTH]`, of the logits after each.
         """
-        self._learn(tails, rows, LOGITS, TEXT)
+        self._learn(contexts, entries, LOGITS, TEXT)
 
-    def learn_text(self, tails: Ints, tokens: Sequence[int] | npt.NDArray[np.int64]) -> None:
-        """Take in what followed in a text: `tokens`, `[M]`, each behind its context in `tails`, `[M, LONGEST]`."""
-        self._learn(tails, kernels.certain(np.asarray(tokens, dtype=np.int64)), TEXT, END)
+    def learn_text(self, contexts: Ints, tokens: Sequence[int] | npt.NDArray[np.int64]) -> None:
+        """Learn what followed in a text: `tokens`, `[M]`, each after its context in `contexts`, `[M, LONGEST]`."""
+        self._learn(contexts, kernels.certain(np.asarray(tokens, dtype=np.int64)), TEXT, END)
 
-    def _learn(self, tails: Ints, rows: Ints, first: int, end: int) -> None:
-        if tails.shape != (len(rows), LONGEST) or rows.shape[1:] != (WIDTH,):  # compiled code would read beyond
-            raise ValueError(f"tails of shape {tails.shape} and rows of shape {rows.shape} do not belong together")
+    def _learn(self, contexts: Ints, entries: Ints, first: int, end: int) -> None:
+        if contexts.shape != (len(entries), LONGEST) or entries.shape[1:] != (WIDTH,):  # compiled code reads beyond
+            shapes = f"contexts of shape {contexts.shape} and entries of shape {entries.shape}"
+            raise ValueError(f"{shapes} do not belong together")
         with self._writing:
             learned = 0
             try:
-                while learned < len(tails):
-                    self._make_room((len(tails) - learned) * (end - first))
+                while learned < len(contexts):
+                    self._make_room((len(contexts) - learned) * (end - first))
                     state = learned, self._taken, _most_taken(len(self._young))
-                    learned, self._taken = kernels.learn(self._young, self._old, tails, rows, first, end, *state)
+                    learned, self._taken = kernels.learn(self._young, self._old, contexts, entries, first, end, *state)
             except BaseException:  # Ctrl-C is raised when compiled code returns, which may have taken slots
                 self._taken = int(np.count_nonzero(self._young[:, 0]))
                 raise
 
     def _make_room(self, contexts: int) -> None:
-        """For that many new ones, or at least for those of one more row."""
+        """Make room for that many new contexts, or at least for those of one more row of logits."""
         slots, wanted = len(self._young), self._taken + max(contexts, END)
         while _most_taken(slots) < wanted and slots < self._most_slots:
             slots = min(2 * slots, self._most_slots)
@@ -132,68 +141,55 @@ class Memory(BaseMemory):
             self._old = self._young  # frees the one before, so that there are never three
             self._young, self._taken = _table(slots), 0
 
-    def save(self, path: str | os.PathLike[str], tokenizer: Any = None) -> None:
-        """Save it to a file, which holds all of it or is left as it was. Others may go on learning meanwhile.
-
-        >>> memory.save("stories.memory", tokenizer)
-        >>> memory = lade.Memory.load("stories.memory", tokenizer)
-
-        Args:
-            path: of the file.
-            tokenizer: of the model that filled it; the file is tied to its vocabulary. None: to the tokenizer that the
-                memory was loaded or saved with before, if any.
-
-        Raises:
-            InputError: it cannot be written, or the memory is of another tokenizer.
-        """
-        fingerprint = memory_file.agreed(path, self.fingerprint, tokenizer)
+    def snapshot(self) -> Snapshot:
+        """A copy of its contents at this moment; other threads may learn meanwhile."""
         with self._writing:
             old, young = (table[table[:, 0] != 0] for table in (self._old, self._young))
-            contents = Contents(old, young, self.weights.copy(), self.max_bytes, fingerprint)
-        memory_file.write(path, contents)
-        self.fingerprint = fingerprint
+            return Snapshot(old, young, self.weights.copy(), self.max_bytes)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], tokenizer: Any = None, *, max_bytes: int | None = None) -> Memory:
-        """A memory from a file.
+    def of(cls, snapshot: Snapshot, max_bytes: int | None = None) -> Self:
+        """A memory with the contents of a snapshot.
 
         Args:
-            path: of the file.
-            tokenizer: of the model that is to use it. None: it is not checked whether the file is of the same one.
-            max_bytes: as of `Memory`; None: as it was saved. If it is less, longer contexts go before shorter ones,
-                among those used lately and among the others.
+            snapshot: contents of another memory.
+            max_bytes: see the class; None for the bound of that other memory. If it is less, longer
+                contexts go before shorter ones, among those used lately and among the others.
 
         Raises:
-            InputError: the file cannot be read, is damaged, or is of another tokenizer.
             ConfigError: `max_bytes` is no whole number, or too small.
         """
-        contents = memory_file.read(path, tokenizer)
-        memory = cls(contents.max_bytes if max_bytes is None else max_bytes)
-        memory.weights, memory.fingerprint = contents.weights, contents.fingerprint
-        room = _most_taken(memory._most_slots)
-        old, young = contents.old, contents.young
-        if max(len(old), len(young)) > room:
-            old, young = contents.reduced(room)
+        memory = cls(snapshot.max_bytes if max_bytes is None else max_bytes)
+        memory.weights, most = snapshot.weights, _most_taken(memory._most_slots)
+        old, young = snapshot.old, snapshot.young
+        if max(len(old), len(young)) > most:
+            old, young = _shortest(old, most), _shortest(young, most)
         memory._old, memory._young = _table_of(old, memory._most_slots), _table_of(young, memory._most_slots)
         memory._taken = len(young)
         return memory
 
 
-def tail_of(tokens: Sequence[int]) -> Ints:
+def context_of(tokens: Sequence[int]) -> Ints:
     """The context `[LONGEST]` at the end of a text, see `kernels`."""
-    tail = np.full(LONGEST, -1, np.int32)
+    context = np.full(LONGEST, -1, np.int32)
     last = tokens[-LONGEST:][::-1]
-    tail[: len(last)] = last
-    return tail
+    context[: len(last)] = last
+    return context
+
+
+def _shortest(slots: Ints, most: int) -> Ints:
+    """At most that many slots: a context stays before any longer one does."""
+    lengths = np.array(LENGTHS)[(slots[:, 0] & KINDS) - 1]
+    return slots[np.argsort(lengths, kind="stable")][:most]
 
 
 def _table(slots: int) -> Ints:
-    """An empty one."""
+    """An empty table."""
     return np.zeros((slots, 2 + WIDTH), np.int32)
 
 
 def _table_of(taken: Ints, most_slots: int) -> Ints:
-    """One with these slots, and room for some more."""
+    """A table with these slots, and room for some more."""
     slots = min(_FIRST_SLOTS, most_slots)
     while _most_taken(slots) < len(taken):
         slots = min(2 * slots, most_slots)

@@ -4,9 +4,9 @@ Let t(S) be the seconds of a step that feeds S tokens, E(S) the tokens it is exp
 second of late. In the long run most tokens per second come from the S that maximises E(S) - r t(S): what a step yields,
 less what its time would yield elsewhere (renewal reward theorem). S = 1, plain decoding, is always a candidate.
 
-That counts what a step yields now. What it teaches pays later, most of all where hardly anything is known and E(S)
-says to feed little. So a step feeds no less than steps were worth feeding of late, unless that costs too much, and what
-the memory cannot fill is left to the lookahead window.
+That counts what a step yields now. What it teaches pays later, most of all while hardly anything is known and E(S)
+stays low. So a step feeds no less than steps were worth feeding lately, unless that costs too much, and what the memory
+cannot fill is left to the lookahead window.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ TUITION = 0.15
 """Tokens that feeding the usual size may cost, for what it teaches, where less would yield more now."""
 _GAIN_OF_NEWS = 0.3
 _FIRST_SIZE = 2  # what was worth feeding before anything is known
-_SPREAD, _LEAP = 2, 8  # a tree has at most so many times the usual size, and so many nodes more
+_SPREAD, _LEAP = 2, 8  # a tree has at most _SPREAD times the usual size, and _LEAP nodes more
 _STEPS = 24  # that averages are over
-_LEAST_NODES = 6  # the library's time of a step is that of so many nodes, and of those fed
+_LEAST_NODES = 6  # the library's time of a step is that of the nodes fed and of this many more
 _PATIENCE = 3  # steps
-_LONGEST_REST = 64  # steps
+_LONGEST_SKIP = 64  # steps
 _CHEAP = 0.005  # of a step's time
 
 
-class StepCost(Protocol):
+class PassCost(Protocol):
     """What a forward pass costs."""
 
     @property
@@ -57,20 +57,20 @@ class StepCost(Protocol):
 class Budget(Protocol):
     """Decides how large trees are."""
 
-    def stages(self) -> list[tuple[int, float]]:
-        """Sizes up to which to grow, each with the least score that a node must have to be added on the way there."""
+    def thresholds(self) -> list[tuple[int, float]]:
+        """Sizes up to which to grow, each with the score that a node must exceed to be added on the way there."""
         ...
 
     def choose(self, scores: Sequence[float]) -> int:
-        """How many of the nodes to feed, given all their scores; the root, with 1.0, comes first."""
+        """How many of the candidates to feed, given their scores, the root's 1.0 first."""
         ...
 
-    def explored(self, size: int) -> int:
-        """Up to which size to fill a tree of `size` with the lookahead window."""
+    def fill_to(self, size: int) -> int:
+        """The size up to which to fill a tree of `size` with other guesses and the lookahead window."""
         ...
 
-    def rest(self) -> bool:
-        """Whether the step that begins had better not even look for guesses."""
+    def skip_drafting(self) -> bool:
+        """Whether to feed the root alone in the step that begins, without a search for candidates."""
         ...
 
     def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
@@ -79,7 +79,7 @@ class Budget(Protocol):
 
 
 class FixedBudget:
-    """So many tokens in each step, as far as there are guesses.
+    """The same number of tokens in each step, as long as there are guesses.
 
     Args:
         size: tokens fed, the root included.
@@ -88,11 +88,11 @@ class FixedBudget:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def rest(self) -> bool:
+    def skip_drafting(self) -> bool:
         """See `Budget`."""
         return False
 
-    def stages(self) -> list[tuple[int, float]]:
+    def thresholds(self) -> list[tuple[int, float]]:
         """See `Budget`."""
         return [(self.size, 0.0)]
 
@@ -100,7 +100,7 @@ class FixedBudget:
         """See `Budget`."""
         return len(scores)
 
-    def explored(self, size: int) -> int:
+    def fill_to(self, size: int) -> int:
         """See `Budget`."""
         return self.size
 
@@ -112,17 +112,17 @@ class Controller:
     """The size that pays best, by what passes cost and what guesses have been worth.
 
     Args:
-        cost: of a pass; it is told about every step.
+        cost: what a forward pass costs; it learns from every step.
     """
 
-    def __init__(self, cost: StepCost) -> None:
+    def __init__(self, cost: PassCost) -> None:
         self._cost = cost
         self._tokens, self._seconds = _STEPS * 1.0, _STEPS * cost.table[1]
         self._gain = _GAIN_OF_NEWS
         self._usual = float(_FIRST_SIZE)
         self._node_s = 0.0  # of the library's own time, per node
         self._idle = 0  # times in a row that plain decoding was chosen
-        self._rest = 0  # steps to go
+        self._skip = 0  # steps to go
 
     @property
     def rate(self) -> float:
@@ -134,7 +134,7 @@ class Controller:
         """What a node is worth beside its score; nothing, if what is learned never helps."""
         return NEWS * min(1.0, self._gain / _GAIN_OF_NEWS)
 
-    def stages(self) -> list[tuple[int, float]]:
+    def thresholds(self) -> list[tuple[int, float]]:
         """See `Budget`: the usual size, then the corners of the cost's hull, between which all nodes cost the same."""
         rate, news, cost, least = self.rate, self._news, self._cost, int(self._usual)
         most = min(LARGEST, _SPREAD * least + _LEAP)
@@ -150,32 +150,32 @@ class Controller:
             yielded + news * size - rate * (table[size] + node_s * (size + _LEAST_NODES))
             for size, yielded in enumerate(accumulate(scores), start=1)
         ]
-        worth[0] = 1.0 + news - rate * table[1]  # who decodes plainly will soon rest, and not even look
+        worth[0] = 1.0 + news - rate * table[1]  # plain decoding soon skips the search, which costs time, too
         best = worth.index(max(worth)) + 1
         self._idle = self._idle + 1 if best == 1 else 0
         self._usual += (best - self._usual) / _STEPS
         usual = min(int(self._usual), len(scores))
         return usual if usual > best and worth[usual - 1] > worth[best - 1] - TUITION else best
 
-    def explored(self, size: int) -> int:
+    def fill_to(self, size: int) -> int:
         """See `Budget`: to the usual size, and as far as a node costs less than its news is worth."""
         rate, news, cost = self.rate, self._news, self._cost
-        ends = [min(corner, LARGEST) for corner in cost.corners]  # the hull may go straight on behind the largest
+        ends = [min(corner, LARGEST) for corner in cost.corners]  # the hull may go straight on beyond the largest
         affordable = [end for end in ends if rate * (cost.marginals[end - 1] + self._node_s) <= news]
         return max([size, int(self._usual), *affordable])
 
-    def rest(self) -> bool:
-        """See `Budget`: where looking has been in vain for a while and costs something, ever longer."""
-        if self._rest == 0 and self._idle > _PATIENCE and self._node_s * _LEAST_NODES > _CHEAP * self._cost.table[1]:
-            self._rest = 1 + min(_LONGEST_REST, 2 ** (self._idle - _PATIENCE - 1))
-        self._rest = max(0, self._rest - 1)
-        return self._rest > 0
+    def skip_drafting(self) -> bool:
+        """See `Budget`: for longer and longer, if the search costs time and has found nothing worth feeding."""
+        if self._skip == 0 and self._idle > _PATIENCE and self._node_s * _LEAST_NODES > _CHEAP * self._cost.table[1]:
+            self._skip = 1 + min(_LONGEST_SKIP, 2 ** (self._idle - _PATIENCE - 1))
+        self._skip = max(0, self._skip - 1)
+        return self._skip > 0
 
     def observe(self, fed: int, emitted: float, seconds: float, forward_s: float) -> None:
         """See `Budget`."""
         self._tokens += emitted - self._tokens / _STEPS
         self._seconds += seconds - self._seconds / _STEPS
         self._gain += (emitted - 1 - self._gain) / _STEPS
-        if not self._rest:
+        if not self._skip:
             self._node_s += ((seconds - forward_s) / (fed + _LEAST_NODES) - self._node_s) / _STEPS
         self._cost.observe(fed, forward_s)

@@ -56,6 +56,16 @@ class Window:
             column = [tree.add(above, token, "window") for above, token in zip(column, row, strict=True)]
         return column
 
+    def new_row(self, last_row_nodes: Sequence[int | None], argmax_ids: Sequence[int]) -> list[int]:
+        """The model's choices at the last row.
+
+        Args:
+            last_row_nodes: as `plant` returned them. A cell that was left out keeps its token: only speed may differ.
+            argmax_ids: `[S]`, the argmax at each node.
+        """
+        last = self.rows[-1]
+        return [last[i] if node is None else argmax_ids[node] for i, node in enumerate(last_row_nodes)]
+
     def advance(self, current: int, new: Sequence[int]) -> list[NGram]:
         """One Jacobi iteration: take the model's choices at the last row and move by one position.
 

@@ -16,7 +16,6 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +24,8 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors import numpy as container
 
-from lade.decoding.kernels import (
-    BITS,
-    CEILING,
-    END,
-    FLOOR,
-    LENGTHS,
-    LINES,
-    ORDERS,
-    TEXT_ORDERS,
-    TOKEN,
-    WIDTH,
-    Doubles,
-    Ints,
-)
+from lade.decoding.drafting.memory import KINDS, LEAST_BYTES, Snapshot
+from lade.decoding.kernels import BITS, CEILING, END, FLOOR, LINES, ORDERS, TEXT_ORDERS, TOKEN, WIDTH, Ints
 from lade.errors import InputError
 from lade.files import write_whole
 from lade.version import __version__
@@ -46,8 +33,6 @@ from lade.version import __version__
 FORMAT = "lade.memory"
 VERSION = 2
 REMEDY = "fill a new one with lade warm"
-LEAST_BYTES = 4096
-"""The smallest memory there is."""
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -55,35 +40,8 @@ _HASH = "chained multiplication, 1"  # to be changed with `kernels`, where conte
 _LAYOUT = json.dumps(
     {"orders": ORDERS, "text": TEXT_ORDERS, "width": WIDTH, "log_odds": [FLOOR, CEILING], "hash": _HASH}
 )
-_KINDS = 7  # the lowest bits of a key: which of the orders it is of
 _UNKNOWN = b"0" * 64
 _CHECKSUM = re.compile(rb'"sha256":"([0-9a-f]{64})"')
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What a file holds.
-
-    Attributes:
-        old: `[n, 2 + WIDTH]`, slots of contexts that have not been used lately.
-        young: `[m, 2 + WIDTH]`, those of the others.
-        weights: `[LINES, END + 1]`, see `mixer`.
-        max_bytes: of the memory that was saved.
-        fingerprint: of the tokenizer that the tokens are of; None if nobody has said.
-    """
-
-    old: Ints
-    young: Ints
-    weights: Doubles
-    max_bytes: int
-    fingerprint: str | None
-
-    def reduced(self, most: int) -> tuple[Ints, Ints]:
-        """At most so many slots of each table: a context stays before any longer one does."""
-        lengths = np.array(LENGTHS)
-        tables = (self.old, self.young)
-        old, young = (table[np.argsort(lengths[(table[:, 0] & _KINDS) - 1], kind="stable")][:most] for table in tables)
-        return old, young
 
 
 def fingerprint_of(tokenizer: Any) -> str:
@@ -100,7 +58,7 @@ def agreed(path: str | os.PathLike[str], known: str | None, tokenizer: Any) -> s
 
     Args:
         path: where to; for the message.
-        known: of the tokenizer that the memory has been loaded or saved with; None if there was none.
+        known: fingerprint of the tokenizer that the memory has been loaded or saved with; None if there was none.
         tokenizer: the one that it is to be saved with; None: as before.
 
     Raises:
@@ -114,15 +72,21 @@ def agreed(path: str | os.PathLike[str], known: str | None, tokenizer: Any) -> s
     return given
 
 
-def write(path: str | os.PathLike[str], contents: Contents) -> None:
-    """Write a file; whoever reads meanwhile, or after a failure, finds the old one whole.
+def write(path: str | os.PathLike[str], snapshot: Snapshot, fingerprint: str | None) -> None:
+    """Write a file; a reader meanwhile, or after a failure, finds the old one whole.
 
     Only its owner may read a new file, since it tells of texts. The permissions of a file that was there stay.
+
+    Args:
+        path: the file.
+        snapshot: contents of the memory.
+        fingerprint: names the tokenizer that the tokens are of; None if it is not known.
 
     Raises:
         InputError: it cannot be written.
     """
-    whole = _sealed(container.save(_tensors(contents), _metadata(contents)))
+    tensors: dict[str, npt.NDArray[Any]] = {"old": snapshot.old, "young": snapshot.young, "weights": snapshot.weights}
+    whole = _sealed(container.save(tensors, _metadata(snapshot.max_bytes, fingerprint)))
     target = Path(os.path.realpath(path))
     try:
         if target.exists() and not target.is_file():
@@ -135,12 +99,15 @@ def write(path: str | os.PathLike[str], contents: Contents) -> None:
         ) from problem
 
 
-def read(path: str | os.PathLike[str], tokenizer: Any = None) -> Contents:
+def read(path: str | os.PathLike[str], tokenizer: Any = None) -> tuple[Snapshot, str | None]:
     """Read a file, and believe none of it unchecked.
 
     Args:
-        path: of the file.
+        path: the file.
         tokenizer: the one it is to be used with; None: it is not checked whether it is of the same one.
+
+    Returns:
+        The memory's contents, and the fingerprint of their tokenizer; None if it is not known.
 
     Raises:
         InputError: it cannot be read, is damaged or something else, or is of another tokenizer.
@@ -155,11 +122,12 @@ def read(path: str | os.PathLike[str], tokenizer: Any = None) -> Contents:
     try:
         metadata = _checked_metadata(whole)
         arrays = _checked_arrays(container.load(whole))
-        contents = _contents(metadata, arrays)
+        snapshot = _snapshot(metadata, arrays)
     except (_Refused, SafetensorError, KeyError) as problem:  # KeyError: a dtype that numpy does not have
         reason = problem.args[0] if isinstance(problem, _Refused) else f"is damaged ({problem})"
         raise InputError(f"{_named(path)} {reason}; {REMEDY}") from problem
-    return contents if tokenizer is None else _matched(path, contents, tokenizer)
+    known = metadata.get("tokenizer")
+    return snapshot, known if tokenizer is None else _matched(path, snapshot, known, tokenizer)
 
 
 class _Refused(Exception):
@@ -181,19 +149,19 @@ def _foreign(path: str | os.PathLike[str], what: str, given: str) -> InputError:
     )
 
 
-def _matched(path: str | os.PathLike[str], contents: Contents, tokenizer: Any) -> Contents:
-    """The contents, of this tokenizer; where the file does not say which one it is of, its ids must fit at least."""
+def _matched(path: str | os.PathLike[str], snapshot: Snapshot, known: str | None, tokenizer: Any) -> str:
+    """The fingerprint of this tokenizer; if the file does not name the one it is of, its ids must fit at least."""
     given = fingerprint_of(tokenizer)
-    if contents.fingerprint not in (None, given):
-        raise _foreign(path, f"is of the tokenizer {_short(contents.fingerprint)}", given)
-    if contents.fingerprint is None:
-        largest = max(_largest_id(contents.old), _largest_id(contents.young))
+    if known not in (None, given):
+        raise _foreign(path, f"is of the tokenizer {_short(known)}", given)
+    if known is None:
+        largest = max(_largest_id(snapshot.old), _largest_id(snapshot.young))
         if largest >= len(tokenizer):
             raise InputError(
                 f"{_named(path)} has the id {largest}, and the tokenizer given has only {len(tokenizer)}: "
                 f"give the tokenizer that the memory was filled with, or {REMEDY}"
             )
-    return replace(contents, fingerprint=given)
+    return given
 
 
 def _largest_id(slots: Ints) -> int:
@@ -201,16 +169,16 @@ def _largest_id(slots: Ints) -> int:
     return int(tokens[tokens != TOKEN].max(initial=-1))
 
 
-def _metadata(contents: Contents) -> dict[str, str]:
+def _metadata(max_bytes: int, fingerprint: str | None) -> dict[str, str]:
     facts = {
         "format": FORMAT,
         "version": str(VERSION),
         "layout": _LAYOUT,
         "library": __version__,
-        "max_bytes": str(contents.max_bytes),
+        "max_bytes": str(max_bytes),
         "sha256": _UNKNOWN.decode(),
     }
-    return facts if contents.fingerprint is None else {**facts, "tokenizer": contents.fingerprint}
+    return facts if fingerprint is None else {**facts, "tokenizer": fingerprint}
 
 
 def _sealed(whole: bytes) -> bytes:
@@ -255,7 +223,7 @@ def _checked_arrays(arrays: Arrays) -> Arrays:
     """The tensors, each with its dtype, its shape and numbers that make sense."""
     for name in ("old", "young"):
         slots = _checked(arrays, name, np.int32, None, 2 + WIDTH)
-        kinds = slots[:, 0] & _KINDS
+        kinds = slots[:, 0] & KINDS
         if not ((kinds >= 1) & (kinds <= END)).all():
             raise _Refused(f"is damaged: {name} has a key of no order")
         if (slots[:, 2:] < 0).any() or (slots[:, 2:] >> BITS > 255).any():
@@ -279,15 +247,11 @@ def _checked(arrays: Arrays, name: str, dtype: npt.DTypeLike, *shape: int | None
     return array
 
 
-def _contents(metadata: Mapping[str, str], arrays: Arrays) -> Contents:
+def _snapshot(metadata: Mapping[str, str], arrays: Arrays) -> Snapshot:
     try:
         max_bytes = int(metadata["max_bytes"])
     except (KeyError, ValueError) as problem:
         raise _Refused(f"is damaged: its metadata are incomplete ({problem})") from problem
     if max_bytes < LEAST_BYTES:
         raise _Refused(f"is damaged: max_bytes={max_bytes} is less than {LEAST_BYTES}")
-    return Contents(arrays["old"], arrays["young"], arrays["weights"], max_bytes, metadata.get("tokenizer"))
-
-
-def _tensors(contents: Contents) -> dict[str, npt.NDArray[Any]]:
-    return {"old": contents.old, "young": contents.young, "weights": contents.weights}
+    return Snapshot(arrays["old"], arrays["young"], arrays["weights"], max_bytes)
