@@ -1,10 +1,12 @@
 """The decoding loop. It reads like the paper: draft, forward, verify, learn, keep.
 
-draft     each row's drafter guesses a tree of tokens that may follow
-forward   one forward pass of the model over the trees of all rows
-verify    in each tree, walk along the tokens that the model itself chooses: these are accepted
-learn     drafters take in what the model chose at all nodes, accepted or not
-keep      the KV cache keeps the accepted paths and drops all other nodes
+    draft     each row's drafter guesses a tree of tokens that may follow
+    forward   one forward pass of the model over the trees of all rows
+    verify    in each tree, walk along the tokens that the model itself chooses: these are accepted
+    learn     drafters take in what the model chose at all nodes, accepted or not
+    keep      the KV cache keeps the accepted paths and drops all other nodes
+
+`DecodeLoop.step` is these five lines; what stands around them keeps tokens and cache in agreement when one fails.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Verdict:
         path: `[A]`, nodes whose keys and values stay in the cache, the root first.
         tokens: `[A]`, the token emitted at each node of the path. The last one is not in the cache: it is the next
             root. After an error there is none for the last node of the path.
-        sources: for each token who proposed it; `bonus` for the last one if it was not proposed.
+        sources: for each token the source that proposed it; `bonus` for the last one if it was not proposed.
         done: whether a stop rule ended the row with the last token.
     """
 

@@ -33,7 +33,7 @@ class NGramPool:
         return sum(map(len, self._table.values()))
 
     def learn(self, ngrams: Iterable[Sequence[int]], source: str) -> None:
-        """Enter n-grams (2 to N ids each), the last one as the most recent; `source` names who saw them."""
+        """Enter n-grams (2 to N ids each), the last one as the most recent; `source` names where they were seen."""
         if not self.guesses:
             return
         for key, *rest in ngrams:
