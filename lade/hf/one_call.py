@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
@@ -14,8 +14,6 @@ from lade.hf.generation_fields import ALWAYS, SAMPLING, Nonsense, nonsense_in
 from lade.model.support.adapters import remove_hooks_of_one_call, values_of_one_call
 from lade.model.support.supports import unwrap
 
-P = ParamSpec("P")
-T = TypeVar("T")
 OF_ADAPTERS = ("adapter_names", "alora_offsets", "task_ids")
 REMEDY = "choose the adapter with set_adapter, or use lade.generate"
 
@@ -39,18 +37,14 @@ def refuse_hooks_of_one_call(model: PreTrainedModel, where: str) -> None:
     refuse_values_of_one_call(dict.fromkeys(values_of_one_call(model), True), where)
 
 
-def guarded(call: Callable[P, T]) -> Callable[P, T]:
-    """Clean up after a call that raises; the model is its first argument. See `clean_up`."""
-
-    @functools.wraps(call)
-    def guard(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return call(*args, **kwargs)
-        except BaseException as problem:
-            clean_up(args[0] if args else kwargs.get("model"), problem, kwargs.get("generation_config"))
-            raise
-
-    return guard
+@contextmanager
+def cleaning_up(model: Any, generation_config: object) -> Iterator[None]:
+    """Clean up after a block that raises; see `clean_up`."""
+    try:
+        yield
+    except BaseException as problem:
+        clean_up(model, problem, generation_config)
+        raise
 
 
 def clean_up(model: Any, problem: BaseException, given: object) -> None:

@@ -10,37 +10,100 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GENERATION_MODES_MAPPING
+from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateOutput
 
 from lade.errors import LadeError, UnsupportedArgumentError
+from lade.hf.arguments import argument_of
+from lade.hf.ids import ids_of
 from lade.hf.one_call import clean_up
 from lade.hf.original import original_generate
+from lade.hf.prepared import Prepared
+from lade.model.packing.linear import refuse_autocast
 from lade.model.support.supports import unwrap
 from lade.model.thread_hooks import hooked
 from lade.stats import Stats, Step
 
+Generated = torch.Tensor | GenerateOutput
+"""Ids `[B, L + new]`, or the output object of `return_dict_in_generate=True`."""
 
-def decoding_method(model: PreTrainedModel, generation_config: GenerationConfig) -> Callable[..., Any]:
-    """Transformers' own loop for the mode that `generation_config` asks for, to be called with prepared arguments.
 
-    Assisted modes get the loop without their assistant, which is not passed on to a callable: same tokens.
+class NeedsGenerateError(UnsupportedArgumentError):
+    """No loop decodes what `model.generate` has prepared in this mode: only `model.generate` itself does."""
+
+
+def decoding_method(prepared: Prepared, *, unassisted: bool = True) -> Callable[..., Any]:
+    """Transformers' own loop for the mode of `prepared`, unbound.
+
+    Args:
+        prepared: what `model.generate` has prepared.
+        unassisted: whether assisted modes may have the loop without their assistant, which transformers does not pass
+            to a callable: the tokens are the same.
+
+    Raises:
+        NeedsGenerateError: there is no such loop.
     """
-    mode = generation_config.get_generation_mode()
-    if mode is GenerationMode.ASSISTED_GENERATION:
-        mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
+    config = prepared.generation_config
+    mode = config.get_generation_mode()
+    if mode is GenerationMode.ASSISTED_GENERATION and unassisted:
+        mode = GenerationMode.SAMPLE if config.do_sample else GenerationMode.GREEDY_SEARCH
     name = GENERATION_MODES_MAPPING.get(mode, "/")
-    if "/" in name:
-        raise UnsupportedArgumentError(
-            f"transformers has no loop for generation mode {mode.value}", "call model.generate"
-        )
-    method: Callable[..., Any] = getattr(type(model), name)
+    if "/" in name or mode is GenerationMode.ASSISTED_GENERATION:
+        raise NeedsGenerateError(f"transformers has no loop for generation mode {mode.value}", "call model.generate")
+    method: Callable[..., Any] = getattr(type(prepared.model), name)
     return method
+
+
+def decode_prepared(
+    prepared: Prepared, stats: Stats | None, streamer: BaseStreamer | None, *, unassisted: bool = True
+) -> Generated:
+    """Plain decoding of what `model.generate` has prepared.
+
+    Args:
+        prepared: what `model.generate` has prepared.
+        stats: is added to.
+        streamer: gets the prompt and every token.
+        unassisted: see `decoding_method`.
+
+    Raises:
+        NeedsGenerateError: see `decoding_method`.
+    """
+    method = decoding_method(prepared, unassisted=unassisted)
+    streamed = {} if streamer is None else {"streamer": streamer}
+    if streamer is not None:
+        streamer.put(prepared.input_ids.cpu())
+    with metered(prepared.model, stats) as rows:
+        output: Generated = method(prepared.model, *prepared.positional, **prepared.model_kwargs, **streamed)
+        rows.extend(_lengths(prepared.generation_config, len(prepared.prompts), prepared.input_ids.shape[1], output))
+    return output
+
+
+def generate_plainly(
+    model: Any, stats: Stats | None, streamer: BaseStreamer | None, arguments: dict[str, Any]
+) -> Generated:
+    """`model.generate` itself, also of an enabled model.
+
+    Args:
+        model: the model as the caller has it.
+        stats: is added to.
+        streamer: gets the prompt and every token.
+        arguments: arguments of `model.generate`, by name.
+    """
+    inner = unwrap(model)
+    refuse_autocast(inner)
+    if streamer is not None:
+        arguments = {**arguments, "streamer": streamer}
+    with metered(model, stats) as rows, original_generate(model) as generate:
+        output: Generated = generate(**arguments)
+        if stats is not None:
+            rows.extend(_lengths_by(inner, arguments, output))
+    return output
 
 
 EVERY_PASS = sys.maxsize
@@ -111,19 +174,34 @@ def _add_passes(stats: Stats, passes: Sequence[_Pass], begin: float, end: float,
         add(index, "bonus", each.fed, laps[index] - each.start, each.end - each.start)
 
 
-def lengths_of(output: Any, width: int, ends: Collection[int], padding: int | None) -> list[int]:
-    """How many tokens each row has got, its end of sequence included.
+def _lengths(config: Any, prompts: int, width: int, output: Any) -> list[int]:
+    """How many tokens plain decoding gave each row, its end of sequence included; the beams of a prompt are one row.
 
     Args:
-        output: what `model.generate` returned for rows that are not beams.
-        width: columns of the prompt.
-        ends: ids that end a sequence.
-        padding: what stands behind a row that ended otherwise.
+        config: has the fields of a generation_config that say how many beams there are and how rows end.
+        prompts: P, how many there are.
+        width: columns of the prompts.
+        output: what `model.generate` returned.
     """
+    if (config.num_beams or 1) > 1:
+        return [EVERY_PASS] * prompts
     rows = getattr(output, "sequences", output)[:, width:].tolist()
+    ends = ids_of(config.eos_token_id)
     if len(rows) == 1 or not ends:
         return [len(row) for row in rows]
-    return [_length(row, ends, padding) for row in rows]
+    return [_length(row, ends, config.pad_token_id) for row in rows]
+
+
+def _lengths_by(model: Any, arguments: dict[str, Any], output: Any) -> list[int]:
+    """The same by the arguments of `model.generate`; none where they do not say it."""
+    prompts = arguments.get("inputs", arguments.get("input_ids"))
+    if not isinstance(prompts, torch.Tensor) or not isinstance(getattr(output, "sequences", output), torch.Tensor):
+        return []
+    if model.config.is_encoder_decoder:
+        return []
+    fields = ("num_beams", "eos_token_id", "pad_token_id")
+    config = SimpleNamespace(**{name: argument_of(model, arguments, name) for name in fields})
+    return _lengths(config, prompts.shape[0], prompts.shape[1], output)
 
 
 def _length(row: list[int], ends: Collection[int], padding: int | None) -> int:
@@ -170,7 +248,7 @@ class _Channel(BaseStreamer):
         self._asked.release()
 
 
-def plain_steps(model: Any, stats: Stats | None, **generate_arguments: Any) -> Iterator[Step]:
+def plain_steps(model: Any, stats: Stats | None, arguments: dict[str, Any]) -> Iterator[Step]:
     """`model.generate` as an iterator: one `Step` a token. Stopping early ends the generation.
 
     Raises:
@@ -184,9 +262,9 @@ def plain_steps(model: Any, stats: Stats | None, **generate_arguments: Any) -> I
                 for autocast in casting:
                     stack.enter_context(autocast)
                 generate = stack.enter_context(original_generate(model))
-                generate(streamer=channel, **generate_arguments)
+                generate(streamer=channel, **arguments)
         except BaseException as problem:  # noqa: BLE001 - handed over to the reader, who raises it
-            clean_up(model, problem, generate_arguments.get("generation_config"))
+            clean_up(model, problem, arguments.get("generation_config"))
             channel.items.put(problem)
         channel.items.put(None)
 

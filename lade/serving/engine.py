@@ -19,7 +19,7 @@ from lade.model.support.supports import supports, unwrap
 from lade.serving.batch import Batch, Seat
 from lade.serving.capacity import Capacity
 from lade.serving.handle import Handle, check_process
-from lade.serving.request import Request, prepared
+from lade.serving.request import Request, prepare
 from lade.stats import Stats, Step
 
 PLAIN = LookaheadConfig(window=0, ngram=2, guesses=0)
@@ -109,7 +109,7 @@ class Engine:
         """
         self._desk.check_process()
         config = resolve(lookahead)[0] or PLAIN
-        request = prepared(self._model, input_ids, generate_arguments, config=config, seed=seed)
+        request = prepare(self._model, input_ids, generate_arguments, config=config, seed=seed)
         make = functools.partial(Handle, stats=Stats() if stats is None else stats, seed=request.seed, on_step=on_step)
         return self._desk.take(request, make)
 

@@ -11,7 +11,7 @@ from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 
 from lade.errors import EngineClosedError
-from lade.hf.session import Output
+from lade.hf.output import Output
 from lade.stats import Stats, Step
 
 

@@ -287,11 +287,12 @@ PACKAGE = Path(lade.__file__).parent
 HOLDERS = {
     str(PACKAGE / file)
     for file in """
-    hf/generate.py hf/session.py hf/transcript.py decoding/engine.py decoding/row.py decoding/verify.py
-    model/cache.py model/lending.py model/moves.py model/runner.py
+    hf/generate.py hf/session.py hf/processors.py decoding/loop.py decoding/row.py decoding/verify.py
+    model/kv_cache.py model/user_cache.py model/cache_moves.py model/runner.py
     """.split()  # noqa: SIM905 - a table of words reads better without the quotes
 }
 """The code that has the cache in its hands."""
+assert all(Path(file).is_file() for file in HOLDERS)
 
 
 class Interrupter:

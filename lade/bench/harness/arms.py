@@ -23,6 +23,7 @@ from lade.decoding.drafting.jacobi import JacobiDrafter
 from lade.decoding.drafting.memory import Memory
 from lade.errors import UnsupportedModelError
 from lade.hf.original import original_generate
+from lade.hf.prepared import preparing
 from lade.hf.session import Session
 from lade.model.support.supports import supports
 from lade.stats import Stats, Step
@@ -122,7 +123,7 @@ class OwnArm:
         with seeded(seed, self._model):
             start = perf_counter()
             session: Any = self._model.generate(
-                **inputs, **self._arguments, max_new_tokens=new_tokens, custom_generate=make
+                **inputs, **self._arguments, max_new_tokens=new_tokens, custom_generate=preparing(make)
             )
             steps: list[Step] = list(session)
             seconds = perf_counter() - start
