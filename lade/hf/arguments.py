@@ -51,7 +51,7 @@ def arguments_for_callable(model: Any, arguments: dict[str, Any]) -> dict[str, A
     if arguments.get("cache_implementation") == "paged":
         raise UnsupportedArgumentError("cache_implementation='paged' asks for continuous batching", REMEDY)
     if argument_of(inner, arguments, "token_healing"):
-        refuse("token_healing=True", "transformers does not hand on the tokenizer that it needs")
+        refuse("token_healing=True", "transformers does not pass on the tokenizer that it needs")
     refuse_media(arguments)  # for which transformers would run another encoder
     ids = arguments.get("inputs", arguments.get("input_ids"))
     embedded = arguments.get("inputs_embeds") is not None or inner.config.is_encoder_decoder

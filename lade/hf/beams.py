@@ -102,18 +102,18 @@ class _StandIn:
         return _output(self._answers.prefill())
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
-        """The beams `[k, L]`, as they are handed to the call."""
+        """The beams `[k, L]`, as they are passed to the call."""
         return {"input_ids": input_ids}
 
     def __call__(self, input_ids: torch.Tensor, **kwargs: Any) -> CausalLMOutputWithPast:
-        """Logits `[k, 1, V]` behind the beams."""
+        """Logits `[k, 1, V]` after the beams."""
         return _output(self._answers.extend(input_ids[:, -1].tolist()))
 
     def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: Any, **kwargs: Any) -> Any:
         return model_kwargs
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Beam i goes on from what was beam `beam_idx[i]`."""
+        """Beam i continues what was beam `beam_idx[i]`."""
         self._answers.reorder(beam_idx.tolist())
 
 

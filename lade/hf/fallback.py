@@ -1,4 +1,4 @@
-"""`lookahead=`: what it means, and plain decoding in place of what cannot be served."""
+"""The report of a fallback: plain decoding in place of what cannot be served."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIBRARIES = frozenset({"lade", "transformers", "transformers_modules", "torch", 
 
 @contextmanager
 def falling_back(stats: Stats | None, *, allowed: bool = True) -> Iterator[None]:
-    """Suppress an `UnsupportedError` of the block, and report why decoding goes on plainly.
+    """Suppress an `UnsupportedError` of the block, and report why decoding is plain.
 
     The report is one `FallbackWarning` at the user's line, a line in the log, and `stats.fallback`.
 

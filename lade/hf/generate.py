@@ -23,7 +23,8 @@ from lade.hf.arguments import (
 from lade.hf.beams import BeamSession
 from lade.hf.fallback import falling_back
 from lade.hf.one_call import cleaning_up, refuse_values_of_one_call
-from lade.hf.plain import Generated, NeedsGenerateError, decode_prepared, generate_plainly, plain_steps
+from lade.hf.plain import Generated, NeedsGenerateError, decode_prepared, generate_plainly
+from lade.hf.plain_stream import plain_steps
 from lade.hf.prepared import Prepared, preparing
 from lade.hf.refusals import refuse_slow_beams, resolve
 from lade.hf.session import Session
@@ -55,7 +56,7 @@ def decode(
         input_ids: `[B, L]` int64, padded on the left.
         logits_processor: called once per emitted token, as in plain decoding; in a batch for each row by itself, unless
             the rows are beams.
-        stopping_criteria: likewise.
+        stopping_criteria: called once per emitted token, for each row by itself as well.
         generation_config: the final, merged one.
         lookahead: W, N, G; "auto" takes the defaults and falls back to plain decoding, with one `FallbackWarning`,
             where they cannot be served, or are known to be slower: beams of several prompts on a CPU; None decodes
@@ -184,8 +185,8 @@ def generate(
 
     Args:
         model: a transformers causal language model, or one wrapped by PEFT.
-        inputs: `[B, L]` int64, the prompts, padded on the left; usually given as `input_ids=`. Rows of a batch go on at
-            their own pace and leave it when they end; with `num_beams` all prompts take their steps together.
+        inputs: `[B, L]` int64, the prompts, padded on the left; usually given as `input_ids=`. Rows of a batch are
+            decoded at their own pace and leave it when they end; with `num_beams` all prompts step together.
         lookahead: see `lade.decode`.
         stats: is added to.
         streamer: gets the prompt, and each token after the stopping criteria and before anything else.
@@ -249,6 +250,3 @@ def stream(
                 prepared = arguments_for_callable(model, arguments)
                 return iter(model.generate(custom_generate=preparing(make, model), **prepared))
         return plain_steps(model, stats, arguments)
-
-
-__all__ = ["LookaheadConfig", "decode", "decoder", "generate", "stream"]

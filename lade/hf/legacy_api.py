@@ -107,7 +107,7 @@ def config_lade(
         SPLIT_FLAG: accepted without effect on the tokens; the original library splits its attention with it.
         DIST_WORKERS: 1. More than one (lookahead parallelism) is not available.
         POOL_FROM_PROMPT: 1 takes n-grams of the prompt and of the accepted text into the pool.
-        backend: of `DIST_WORKERS`, so without effect.
+        backend: the backend of `DIST_WORKERS`; without effect.
         USE_FLASH: 0. Flash attention kernels take no tree mask, so 1 is not available: SDPA is used.
 
     Raises:

@@ -22,8 +22,8 @@ def refuse_values_of_one_call(arguments: dict[str, Any], where: str) -> None:
     """Raise `UnsupportedArgumentError` for arguments that act only while `model.generate` runs.
 
     Args:
-        arguments: of `model.generate`, which here returns before the first pass.
-        where: what decodes then.
+        arguments: arguments of `model.generate`, which here returns before the first pass.
+        where: the function or class that decodes then, for the message.
     """
     for name in OF_ADAPTERS:
         if arguments.get(name) is not None:
@@ -33,7 +33,7 @@ def refuse_values_of_one_call(arguments: dict[str, Any], where: str) -> None:
 
 
 def refuse_hooks_of_one_call(model: PreTrainedModel, where: str) -> None:
-    """Raise `UnsupportedArgumentError` where PEFT has hooks of one generation on the model; see above."""
+    """Raise `UnsupportedArgumentError` where PEFT has hooks of one generation on the model."""
     refuse_values_of_one_call(dict.fromkeys(values_of_one_call(model), True), where)
 
 
@@ -48,10 +48,10 @@ def cleaning_up(model: Any, generation_config: object) -> Iterator[None]:
 
 
 def clean_up(model: Any, problem: BaseException, given: object) -> None:
-    """Take PEFT's hooks of one generation off a model, and tell what transformers has stumbled over.
+    """Take PEFT's hooks of one generation off a model, and note what transformers stumbled over.
 
     Args:
-        model: of a generation that has failed.
+        model: the model whose generation has failed.
         problem: gets a note if a field of a generation_config is nonsense, which transformers mostly does not name.
         given: the generation_config that was an argument, if one was.
     """

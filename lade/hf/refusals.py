@@ -130,8 +130,8 @@ def _mode_arguments(mode: GenerationMode, config: GenerationConfig) -> str:
     """The arguments that led to a generation mode, for the error."""
     names = ("do_sample", "num_beams", "num_beam_groups", "prompt_lookup_num_tokens", "penalty_alpha", "dola_layers")
     values = {name: getattr(config, name, None) for name in names}
-    told = [f"{name}={value!r}" for name, value in values.items() if value is True or value not in (None, False, 1)]
-    return ", ".join(told) or f"generation mode {mode.value}"
+    given = [f"{name}={value!r}" for name, value in values.items() if value is True or value not in (None, False, 1)]
+    return ", ".join(given) or f"generation mode {mode.value}"
 
 
 def refuse(what: str, why: str) -> None:
@@ -177,7 +177,7 @@ def _left_paddings(input_ids: torch.Tensor, attention_mask: torch.Tensor | None)
         attention_mask: `[B, L]` of 0 and 1, or None for no padding.
 
     Raises:
-        UnsupportedArgumentError: every token of a row is masked, or one behind another that is not.
+        UnsupportedArgumentError: every token of a row is masked, or one after another that is not.
     """
     if attention_mask is None:
         return [0] * input_ids.shape[0]
@@ -229,7 +229,7 @@ def refuse_slow_beams(prepared: Prepared) -> None:
     if prepared.input_ids.device.type == "cpu" and prompts > 1 and beams > 1:
         raise UnsupportedArgumentError(
             f"num_beams={beams} for {prompts} prompts is slower with lookahead decoding on a CPU",
-            "give a LookaheadConfig to have it all the same",
+            "give a LookaheadConfig to use it anyway",
         )
 
 

@@ -169,7 +169,7 @@ class Session:
             yield
 
     def _give_back(self, problem: type[BaseException] | None, *_: object) -> None:
-        """Give the cache back, without what is not text; empty where nobody is going to use it."""
+        """Give the cache back, without what is not text; empty where it is not used again."""
         used = not self._is_batch and (self._prepared.user_cache is not None or problem is None)
         self._loan.give_back(min(self._loop.settled[0], self._known) if used else 0)
 

@@ -1,4 +1,4 @@
-"""One prompt as `model.generate` has prepared it, to be decoded beside others."""
+"""One prompt as `model.generate` has prepared it, to be decoded with others in one batch."""
 
 from __future__ import annotations
 

@@ -291,8 +291,8 @@ HOLDERS = {
     model/kv_cache.py model/user_cache.py model/cache_moves.py model/runner.py
     """.split()  # noqa: SIM905 - a table of words reads better without the quotes
 }
-"""The code that has the cache in its hands."""
-assert all(Path(file).is_file() for file in HOLDERS)
+"""The code that handles the cache."""
+assert all(Path(holder).is_file() for holder in HOLDERS)
 
 
 class Interrupter:
