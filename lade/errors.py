@@ -6,7 +6,7 @@ LadeError
 ├── UnsupportedError        (ValueError)  what cannot be served exactly
 │   ├── UnsupportedModelError             this model
 │   └── UnsupportedArgumentError          this argument of generate()
-├── EngineFullError         (RuntimeError) as many requests wait for a `lade.Engine` as may
+├── EngineFullError         (RuntimeError) the waiting line of a `lade.Engine` is full
 ├── EngineClosedError       (RuntimeError) a `lade.Engine` takes no more requests
 └── MissingExtraError       (ImportError) an optional dependency is not installed
 
@@ -43,7 +43,7 @@ class UnsupportedError(LadeError, ValueError):
     """What cannot be decoded exactly, and what to do about it.
 
     Attributes:
-        reason: the first half of the message, for who has found a remedy already.
+        reason: the first half of the message, without the remedy.
     """
 
     def __init__(self, reason: str, remedy: str) -> None:
@@ -60,7 +60,7 @@ class UnsupportedArgumentError(UnsupportedError):
 
 
 class EngineFullError(LadeError, RuntimeError):
-    """As many requests wait for an engine as may."""
+    """The waiting line of an engine is full."""
 
 
 class EngineClosedError(LadeError, RuntimeError):
@@ -86,7 +86,7 @@ class CaptureWarning(UserWarning):
 
 
 def _rebuilt(kind: type[LadeError], args: tuple[Any, ...]) -> LadeError:
-    """An error with these `args`, made without its own `__init__`; its attributes are set by whoever unpickles it."""
+    """An error with these `args`, made without its own `__init__`; unpickling sets its attributes."""
     error: LadeError = kind.__new__(kind, *args)
     super(LadeError, error).__init__(*args)
     return error

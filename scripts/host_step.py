@@ -29,7 +29,7 @@ from lade.decoding.drafting.tree_size import FixedBudget
 from lade.decoding.readout import Readout
 from lade.decoding.row import Row
 from lade.decoding.verify import Greedy, walk
-from lade.hf.session import special_ids, vocabulary_of
+from lade.hf.ids import special_ids, vocabulary_of
 from lade.model.cuda_graphs.inputs import StaticInputs
 
 PARTS = ("growing", "inputs", "walk", "learning")

@@ -23,7 +23,9 @@ from lade.decoding.drafting.drafter import Candidates, Draft, Drafter
 from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.tree import ROOT, TokenTree
 from lade.embedded.files import model_path
-from lade.hf.session import Session, special_ids
+from lade.hf.ids import special_ids
+from lade.hf.prepared import preparing
+from lade.hf.session import Session
 
 
 class Recorder:
@@ -54,7 +56,7 @@ def steps(
     recorder = Recorder(drafter_for(config, special_ids(model.generation_config), vocabulary=model.config.vocab_size))
     make = functools.partial(Session, config=config, stats=Stats(), drafter=recorder)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    for step in model.generate(**inputs, max_new_tokens=200, do_sample=False, custom_generate=make):
+    for step in model.generate(**inputs, max_new_tokens=200, do_sample=False, custom_generate=preparing(make)):
         yield step, recorder.tree
 
 

@@ -39,8 +39,8 @@ def enable(model: ModelT, lookahead: Lookahead = "auto", *, stats: Stats | None 
 
     Args:
         model: a transformers causal language model, or one wrapped by PEFT or `torch.compile`. One that is enabled
-            already goes on with the new settings.
-        lookahead: as of `lade.generate`. With "auto", calls that cannot be served exactly, or ask for another way of
+            already takes the new settings.
+        lookahead: as in `lade.generate`. With "auto", calls that cannot be served exactly, or ask for another way of
             decoding (`custom_generate=`, `assistant_model=`), are left to plain `model.generate`, with one
             `FallbackWarning`; with a `LookaheadConfig` they raise.
         stats: is added to by every call.
@@ -86,7 +86,7 @@ class Accelerated:
 
     Args:
         wrapped: the `generate` of the model's class.
-        lookahead: as of `lade.generate`.
+        lookahead: as in `lade.generate`.
         stats: is added to.
     """
 
@@ -113,7 +113,7 @@ class Accelerated:
 
 
 class EndingStreamer(BaseStreamer):
-    """Passes on to a streamer, and ends it once: a `TextIteratorStreamer` without an end is waited for forever."""
+    """Passes on to a streamer, and ends it once: a `TextIteratorStreamer` without an end is read forever."""
 
     def __init__(self, streamer: BaseStreamer) -> None:
         self._streamer, self._ended = streamer, False

@@ -14,7 +14,6 @@ Source of the names: github.com/hao-ai-lab/LookaheadDecoding, lade/utils.py.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import warnings
 from collections import deque
@@ -27,11 +26,11 @@ import torch
 from transformers import GenerationMixin
 
 from lade.config import LookaheadConfig
-from lade.errors import ConfigError, FallbackWarning, UnsupportedError
+from lade.errors import ConfigError
+from lade.hf.fallback import falling_back
+from lade.hf.prepared import Prepared
 from lade.hf.session import Session
 from lade.stats import Stats
-
-logger = logging.getLogger(__name__)
 
 LOGGED_GENERATIONS = 65_536
 """Entries of the log, those of the last generations: a program that runs for weeks must not fill its memory."""
@@ -108,7 +107,7 @@ def config_lade(
         SPLIT_FLAG: accepted without effect on the tokens; the original library splits its attention with it.
         DIST_WORKERS: 1. More than one (lookahead parallelism) is not available.
         POOL_FROM_PROMPT: 1 takes n-grams of the prompt and of the accepted text into the pool.
-        backend: of `DIST_WORKERS`, so without effect.
+        backend: the backend of `DIST_WORKERS`; without effect.
         USE_FLASH: 0. Flash attention kernels take no tree mask, so 1 is not available: SDPA is used.
 
     Raises:
@@ -167,23 +166,18 @@ def _augmented(original: Callable[..., Any]) -> Callable[..., Any]:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        prepared = (model, input_ids, logits_processor, stopping_criteria, generation_config)
-        if os.environ.get("USE_LADE", "0") in ("", "0"):
-            return original(*prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
+        prepared = Prepared(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, wrapper=model
+        )
+        session: Session | None = None
         stats = Stats()
-        try:
-            session = Session(
-                *prepared,
-                config=_settings.lookahead,
-                stats=stats,
-                streamer=streamer,
-                prompt_streamed=True,  # transformers has done so before it called us
-                **model_kwargs,
-            )
-        except UnsupportedError as problem:
-            logger.info("decoding plainly: %s", problem.reason)
-            warnings.warn(f"decoding plainly: {problem.reason}", FallbackWarning, stacklevel=2)
-            return original(*prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
+        if os.environ.get("USE_LADE", "0") not in ("", "0"):
+            make = functools.partial(Session, config=_settings.lookahead, stats=stats, streamer=streamer)
+            with falling_back(stats):
+                session = make(prepared, prompt_streamed=True)  # by transformers, before it called us
+        if session is None:
+            loop = functools.partial(original, model, *prepared.positional, **model_kwargs)
+            return loop(synced_gpus=synced_gpus, streamer=streamer)
         output = session.run()
         _log(stats)
         return output

@@ -30,8 +30,8 @@ def says_text(model: PreTrainedModel, name: str, value: Any) -> bool:
 
     Args:
         model: the causal language model.
-        name: of the argument.
-        value: `[B, L]`.
+        name: name of the argument.
+        value: its value, `[B, L]`.
     """
     multimodal = model.config.get_text_config(decoder=True) is not model.config
     return multimodal and name in KINDS_OF_TOKENS and isinstance(value, torch.Tensor) and not value.any()

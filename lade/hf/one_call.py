@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
@@ -14,8 +14,6 @@ from lade.hf.generation_fields import ALWAYS, SAMPLING, Nonsense, nonsense_in
 from lade.model.support.adapters import remove_hooks_of_one_call, values_of_one_call
 from lade.model.support.supports import unwrap
 
-P = ParamSpec("P")
-T = TypeVar("T")
 OF_ADAPTERS = ("adapter_names", "alora_offsets", "task_ids")
 REMEDY = "choose the adapter with set_adapter, or use lade.generate"
 
@@ -24,8 +22,8 @@ def refuse_values_of_one_call(arguments: dict[str, Any], where: str) -> None:
     """Raise `UnsupportedArgumentError` for arguments that act only while `model.generate` runs.
 
     Args:
-        arguments: of `model.generate`, which here returns before the first pass.
-        where: what decodes then.
+        arguments: arguments of `model.generate`, which here returns before the first pass.
+        where: the function or class that decodes then, for the message.
     """
     for name in OF_ADAPTERS:
         if arguments.get(name) is not None:
@@ -35,29 +33,25 @@ def refuse_values_of_one_call(arguments: dict[str, Any], where: str) -> None:
 
 
 def refuse_hooks_of_one_call(model: PreTrainedModel, where: str) -> None:
-    """Raise `UnsupportedArgumentError` where PEFT has hooks of one generation on the model; see above."""
+    """Raise `UnsupportedArgumentError` where PEFT has hooks of one generation on the model."""
     refuse_values_of_one_call(dict.fromkeys(values_of_one_call(model), True), where)
 
 
-def guarded(call: Callable[P, T]) -> Callable[P, T]:
-    """Clean up after a call that raises; the model is its first argument. See `clean_up`."""
-
-    @functools.wraps(call)
-    def guard(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return call(*args, **kwargs)
-        except BaseException as problem:
-            clean_up(args[0] if args else kwargs.get("model"), problem, kwargs.get("generation_config"))
-            raise
-
-    return guard
+@contextmanager
+def cleaning_up(model: Any, generation_config: object) -> Iterator[None]:
+    """Clean up after a block that raises; see `clean_up`."""
+    try:
+        yield
+    except BaseException as problem:
+        clean_up(model, problem, generation_config)
+        raise
 
 
 def clean_up(model: Any, problem: BaseException, given: object) -> None:
-    """Take PEFT's hooks of one generation off a model, and tell what transformers has stumbled over.
+    """Take PEFT's hooks of one generation off a model, and note what transformers stumbled over.
 
     Args:
-        model: of a generation that has failed.
+        model: the model whose generation has failed.
         problem: gets a note if a field of a generation_config is nonsense, which transformers mostly does not name.
         given: the generation_config that was an argument, if one was.
     """

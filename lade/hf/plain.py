@@ -1,129 +1,132 @@
-"""Plain decoding by transformers itself: asked for, or where lookahead decoding cannot serve."""
+"""Plain decoding by transformers itself: on request, or where lookahead decoding cannot serve."""
 
 from __future__ import annotations
 
-import os
-import queue
-import sys
-import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from time import perf_counter
+from collections.abc import Callable, Collection
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GENERATION_MODES_MAPPING
+from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateOutput
 
-from lade.errors import LadeError, UnsupportedArgumentError
-from lade.hf.one_call import clean_up
+from lade.errors import UnsupportedArgumentError
+from lade.hf.arguments import argument_of
+from lade.hf.ids import ids_of
 from lade.hf.original import original_generate
+from lade.hf.pass_meter import EVERY_PASS, metered
+from lade.hf.prepared import Prepared
+from lade.model.packing.linear import refuse_autocast
 from lade.model.support.supports import unwrap
-from lade.model.thread_hooks import hooked
-from lade.stats import Stats, Step
+from lade.stats import Stats
+
+Generated = torch.Tensor | GenerateOutput
+"""Ids `[B, L + new]`, or the output object of `return_dict_in_generate=True`."""
 
 
-def decoding_method(model: PreTrainedModel, generation_config: GenerationConfig) -> Callable[..., Any]:
-    """Transformers' own loop for the mode that `generation_config` asks for, to be called with prepared arguments.
+class NeedsGenerateError(UnsupportedArgumentError):
+    """No loop decodes what `model.generate` has prepared in this mode: only `model.generate` itself does."""
 
-    Assisted modes get the loop without their assistant, which is not passed on to a callable: same tokens.
+
+def decoding_method(prepared: Prepared, *, unassisted: bool = True) -> Callable[..., Any]:
+    """Transformers' own loop for the mode of `prepared`, unbound.
+
+    Args:
+        prepared: what `model.generate` has prepared.
+        unassisted: whether assisted modes may have the loop without their assistant, which transformers does not pass
+            to a callable: the tokens are the same.
+
+    Raises:
+        NeedsGenerateError: there is no such loop.
     """
-    mode = generation_config.get_generation_mode()
-    if mode is GenerationMode.ASSISTED_GENERATION:
-        mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
+    config = prepared.generation_config
+    mode = config.get_generation_mode()
+    if mode is GenerationMode.ASSISTED_GENERATION and unassisted:
+        mode = GenerationMode.SAMPLE if config.do_sample else GenerationMode.GREEDY_SEARCH
     name = GENERATION_MODES_MAPPING.get(mode, "/")
-    if "/" in name:
-        raise UnsupportedArgumentError(
-            f"transformers has no loop for generation mode {mode.value}", "call model.generate"
-        )
-    method: Callable[..., Any] = getattr(type(model), name)
+    if "/" in name or mode is GenerationMode.ASSISTED_GENERATION:
+        raise NeedsGenerateError(f"transformers has no loop for generation mode {mode.value}", "call model.generate")
+    method: Callable[..., Any] = getattr(type(prepared.model), name)
     return method
 
 
-EVERY_PASS = sys.maxsize
-"""The length of a row that gets a token from every pass, as the beams of a prompt do."""
-
-
-@dataclass
-class _Pass:
-    """One forward pass, or one that has not come to its end."""
-
-    fed: int
-    start: float
-    end: float = 0.0
-
-
-@contextmanager
-def metered(model: Any, stats: Stats | None) -> Iterator[list[int]]:
-    """Count and time the forward passes that this thread makes meanwhile, as one generation of one token a pass.
-
-    Passes over more than one token at the beginning (a prefill in chunks) count as prefill. After an error the last
-    pass does not count: it has failed, or its token was never emitted.
-
-    Yields:
-        A list; whoever knows how many tokens each row of a batch has got puts that in. Then every row counts.
-    """
-    rows: list[int] = []
-    if stats is None:
-        yield rows
-        return
-    model = unwrap(model)
-    passes: list[_Pass] = []
-
-    def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        passes.append(_Pass(1 if ids is None else ids.shape[-1], perf_counter()))
-
-    def after(output: Any) -> None:
-        passes[-1].end = perf_counter()
-
-    begin = perf_counter()
-    with hooked(model, before=before, after=after):
-        try:
-            yield rows
-        except BaseException:
-            _add_passes(stats, _with_token(passes), begin, perf_counter(), rows)
-            raise
-        _add_passes(stats, passes, begin, perf_counter(), rows)
-
-
-def _with_token(passes: Sequence[_Pass]) -> Sequence[_Pass]:
-    """The passes of a failed generation whose tokens were emitted: those that another pass came after."""
-    prefilled = any(each.fed == 1 for each in passes[1:])
-    return passes[:-1] if prefilled else ()
-
-
-def _add_passes(stats: Stats, passes: Sequence[_Pass], begin: float, end: float, rows: Sequence[int]) -> None:
-    prefill = max(1, next((i for i, each in enumerate(passes) if each.fed == 1), len(passes)))
-    laps = [*(each.start for each in passes[prefill:]), end]  # a step ends where the next pass begins
-
-    def add(index: int, source: str, fed: int, seconds: float, forward_s: float) -> None:
-        going_on = sum(length > index for length in rows) if rows else 1
-        if going_on:
-            stats.add(*[Step(index, [-1], [source], fed, seconds)] * going_on, forward_s=forward_s)
-
-    if passes:
-        add(0, "prefill", sum(each.fed for each in passes[:prefill]), laps[0] - begin, 0.0)
-    for index, each in enumerate(passes[prefill:], start=1):
-        add(index, "bonus", each.fed, laps[index] - each.start, each.end - each.start)
-
-
-def lengths_of(output: Any, width: int, ends: Collection[int], padding: int | None) -> list[int]:
-    """How many tokens each row has got, its end of sequence included.
+def decode_prepared(
+    prepared: Prepared, stats: Stats | None, streamer: BaseStreamer | None, *, unassisted: bool = True
+) -> Generated:
+    """Plain decoding of what `model.generate` has prepared.
 
     Args:
-        output: what `model.generate` returned for rows that are not beams.
-        width: columns of the prompt.
-        ends: ids that end a sequence.
-        padding: what stands behind a row that ended otherwise.
+        prepared: what `model.generate` has prepared.
+        stats: is added to.
+        streamer: gets the prompt and every token.
+        unassisted: see `decoding_method`.
+
+    Raises:
+        NeedsGenerateError: see `decoding_method`.
     """
+    method = decoding_method(prepared, unassisted=unassisted)
+    streamed = {} if streamer is None else {"streamer": streamer}
+    if streamer is not None:
+        streamer.put(prepared.input_ids.cpu())
+    with metered(prepared.model, stats) as rows:
+        output: Generated = method(prepared.model, *prepared.positional, **prepared.model_kwargs, **streamed)
+        if stats is not None:
+            prompts, width = len(prepared.prompts), prepared.input_ids.shape[1]
+            rows.extend(_lengths(prepared.generation_config, prompts, width, output))
+    return output
+
+
+def generate_plainly(
+    model: Any, stats: Stats | None, streamer: BaseStreamer | None, arguments: dict[str, Any]
+) -> Generated:
+    """`model.generate` itself, also of an enabled model.
+
+    Args:
+        model: the model as the caller has it.
+        stats: is added to.
+        streamer: gets the prompt and every token.
+        arguments: arguments of `model.generate`, by name.
+    """
+    inner = unwrap(model)
+    refuse_autocast(inner)
+    if streamer is not None:
+        arguments = {**arguments, "streamer": streamer}
+    with metered(model, stats) as rows, original_generate(model) as generate:
+        output: Generated = generate(**arguments)
+        if stats is not None:
+            rows.extend(_lengths_by(inner, arguments, output))
+    return output
+
+
+def _lengths(config: Any, prompts: int, width: int, output: Any) -> list[int]:
+    """How many tokens plain decoding gave each row, its end of sequence included; the beams of a prompt are one row.
+
+    Args:
+        config: has the fields of a generation_config that say how many beams there are and how rows end.
+        prompts: P, how many there are.
+        width: columns of the prompts.
+        output: what `model.generate` returned.
+    """
+    if (config.num_beams or 1) > 1:
+        return [EVERY_PASS] * prompts
     rows = getattr(output, "sequences", output)[:, width:].tolist()
+    ends = ids_of(config.eos_token_id)
     if len(rows) == 1 or not ends:
         return [len(row) for row in rows]
-    return [_length(row, ends, padding) for row in rows]
+    return [_length(row, ends, config.pad_token_id) for row in rows]
+
+
+def _lengths_by(model: Any, arguments: dict[str, Any], output: Any) -> list[int]:
+    """The same by the arguments of `model.generate`; none where they do not say it."""
+    prompts = arguments.get("inputs", arguments.get("input_ids"))
+    if not isinstance(prompts, torch.Tensor) or not isinstance(getattr(output, "sequences", output), torch.Tensor):
+        return []
+    if model.config.is_encoder_decoder:
+        return []
+    fields = ("num_beams", "eos_token_id", "pad_token_id")
+    config = SimpleNamespace(**{name: argument_of(model, arguments, name) for name in fields})
+    return _lengths(config, prompts.shape[0], prompts.shape[1], output)
 
 
 def _length(row: list[int], ends: Collection[int], padding: int | None) -> int:
@@ -131,96 +134,3 @@ def _length(row: list[int], ends: Collection[int], padding: int | None) -> int:
         if token in ends:
             return length
     return len(row) - next((i for i, token in enumerate(reversed(row)) if token != padding), 0)
-
-
-class _Closed(BaseException):
-    """Ends a generation whose reader has stopped; not an `Exception`, so that no handler on the way catches it."""
-
-
-class _Channel(BaseStreamer):
-    """Carries tokens from the thread that generates to the one that reads, which asks for each of them.
-
-    The generating thread waits between two tokens. Running ahead, it would leave text in a user's cache, and draws from
-    torch's generator, that the reader has never seen.
-    """
-
-    def __init__(self) -> None:
-        self.items: queue.SimpleQueue[list[int] | BaseException | None] = queue.SimpleQueue()
-        self._asked = threading.Semaphore(0)
-        self._closed = self._prompt_seen = False
-
-    def put(self, value: torch.Tensor) -> None:
-        if self._prompt_seen:
-            self.items.put(value.flatten().tolist())
-            self._asked.acquire()
-            if self._closed:
-                raise _Closed
-        self._prompt_seen = True
-
-    def end(self) -> None:
-        """No-op: the reader stops when the thread ends, so that an error after the last token is not lost."""
-
-    def ask(self) -> None:
-        """For the reader: go on to the next token."""
-        self._asked.release()
-
-    def close(self) -> None:
-        """For the reader: end the generation where it stands."""
-        self._closed = True
-        self._asked.release()
-
-
-def plain_steps(model: Any, stats: Stats | None, **generate_arguments: Any) -> Iterator[Step]:
-    """`model.generate` as an iterator: one `Step` a token. Stopping early ends the generation.
-
-    Raises:
-        LadeError: it goes on in a process that was forked meanwhile, which has no thread that generates.
-    """
-    channel, casting = _Channel(), _autocasts(unwrap(model))
-
-    def work() -> None:
-        try:
-            with ExitStack() as stack, metered(model, stats), suppress(_Closed):
-                for autocast in casting:
-                    stack.enter_context(autocast)
-                generate = stack.enter_context(original_generate(model))
-                generate(streamer=channel, **generate_arguments)
-        except BaseException as problem:  # noqa: BLE001 - handed over to the reader, who raises it
-            clean_up(model, problem, generate_arguments.get("generation_config"))
-            channel.items.put(problem)
-        channel.items.put(None)
-
-    thread = threading.Thread(target=work, name="lade-plain", daemon=True)
-    lap = perf_counter()
-    thread.start()
-    index, home = 0, os.getpid()
-    try:
-        while (item := _next(channel, home)) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            source = "bonus" if index else "prefill"
-            yield Step(index, item, [source] * len(item), 1, perf_counter() - lap)
-            index, lap = index + 1, perf_counter()
-            channel.ask()
-    finally:
-        if os.getpid() == home:
-            channel.close()
-            thread.join()
-
-
-def _next(channel: _Channel, home: int) -> list[int] | BaseException | None:
-    """What comes next; `home` is the process whose thread generates."""
-    if os.getpid() != home:
-        raise LadeError(
-            f"this stream is generated in process {home}, and process {os.getpid()}, which was forked from it, has no "
-            "thread for that: begin it again in this process"
-        )
-    return channel.items.get()
-
-
-def _autocasts(model: PreTrainedModel) -> list[torch.autocast]:
-    """Contexts in which another thread casts as this one does: autocast is a setting of each thread."""
-    return [
-        torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
-        for kind in sorted({"cpu", model.device.type})
-    ]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from lade.hf.generate import Generated
 from lade.hf.generate import generate as lookahead_generate
 from lade.hf.original import is_decoded_plainly
+from lade.hf.plain import Generated
 from lade.recipe.lookahead import lookahead_from
 
 

@@ -15,7 +15,8 @@ from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.loop import DecodeLoop, prompt_hook
 from lade.decoding.readout import read
 from lade.decoding.row import Row
-from lade.hf.session import Output, vocabulary_of
+from lade.hf.ids import vocabulary_of
+from lade.hf.output import Output
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.select_runner import release, runner_for

@@ -38,7 +38,7 @@ class Need:
 class Capacity:
     """The limits of an engine.
 
-    All rows have room for as many tokens as the longest one and for the largest tree behind it, so a batch of B rows
+    All rows have room for as many tokens as the longest one and for the largest tree after it, so a batch of B rows
     takes B times these slots, times `token_bytes`.
 
     Attributes:
@@ -71,7 +71,7 @@ class Capacity:
         )
 
     def slots(self, needs: Sequence[Need], longest: int | None = None) -> int:
-        """Slots that each row takes while these texts are decoded: the trees lie behind the longest one.
+        """Slots that each row takes while these texts are decoded: the trees lie after the longest one.
 
         Args:
             needs: of the texts.
@@ -122,7 +122,7 @@ def default_max_tokens(token_bytes: int, device: torch.device) -> int:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Of a CUDA device; torch has memory that it keeps for the next one who asks."""
+    """Free memory of a CUDA device, with what torch keeps for later allocations."""
     free: int = torch.cuda.mem_get_info(device)[0]
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 

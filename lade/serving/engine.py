@@ -19,7 +19,7 @@ from lade.model.support.supports import supports, unwrap
 from lade.serving.batch import ActiveRequest, Batch
 from lade.serving.capacity import Capacity
 from lade.serving.handle import Handle, check_process
-from lade.serving.request import Request, prepared
+from lade.serving.request import Request, prepare
 from lade.stats import Stats, Step
 
 PLAIN = LookaheadConfig(window=0, ngram=2, guesses=0)
@@ -37,7 +37,7 @@ class Engine:
     ...     texts = [tokenizer.decode(handle.result()[0]) for handle in handles]
 
     Other threads may call the model while the engine is open, to generate or for anything else that leaves it as it is;
-    whoever does shares the machine's time with its requests. Requests share nothing but the model; give all of them one
+    this takes machine time from its requests. Requests share nothing but the model; give all of them one
     `LookaheadConfig(memory=...)` where they may learn from each other's texts.
 
     Args:
@@ -76,8 +76,10 @@ class Engine:
         plan = supports(model).require()
         batch = Batch(unwrap(model), plan, prefill_tokens=prefill_tokens, max_rows=max_rows, max_tokens=max_tokens)
         self.token_bytes, self.max_tokens = batch.capacity.token_bytes, batch.capacity.max_tokens
-        self._desk = Desk(batch, max_waiting)
-        self._finalizer = weakref.finalize(self, self._desk.close)  # also when it is forgotten, and when Python ends
+        self._scheduler = Scheduler(batch, max_waiting)
+        self._finalizer = weakref.finalize(
+            self, self._scheduler.close
+        )  # also when it is forgotten, and when Python ends
 
     def add(
         self,
@@ -89,7 +91,7 @@ class Engine:
         stats: Stats | None = None,
         **generate_arguments: Any,
     ) -> Handle:
-        """Have a prompt continued; returns at once.
+        """Add a prompt to be continued; returns at once.
 
         Args:
             input_ids: `[L]` or `[1, L]` ids of one prompt.
@@ -107,23 +109,23 @@ class Engine:
             EngineFullError: as many requests wait as may.
             EngineClosedError: the engine was closed, or this process was forked from the engine's.
         """
-        self._desk.check_process()
+        self._scheduler.check_process()
         config = resolve(lookahead)[0] or PLAIN
-        request = prepared(self._model, input_ids, generate_arguments, config=config, seed=seed)
+        request = prepare(self._model, input_ids, generate_arguments, config=config, seed=seed)
         make = functools.partial(Handle, stats=Stats() if stats is None else stats, seed=request.seed, on_step=on_step)
-        return self._desk.take(request, make)
+        return self._scheduler.take(request, make)
 
     def close(self) -> None:
         """End all requests as cancelled and free what they took; returns when that is done. May be called again.
 
         Called by an `on_step`, it returns at once, and all end before the next step. In a forked process it does
-        nothing: there the engine has no thread, and the other process goes on with its requests.
+        nothing: there the engine has no thread, and the other process continues its requests.
         """
         self._finalizer.detach()
-        self._desk.close()
+        self._scheduler.close()
 
     def __repr__(self) -> str:
-        return f"Engine({type(unwrap(self._model)).__name__}, {self._desk.state})"
+        return f"Engine({type(unwrap(self._model)).__name__}, {self._scheduler.state})"
 
     def __enter__(self) -> Engine:
         return self
@@ -132,10 +134,10 @@ class Engine:
         self.close()
 
 
-class Desk:
-    """Where requests wait, and the thread that serves them.
+class Scheduler:
+    """The queue of requests, and the thread that serves them.
 
-    It knows nothing of the `Engine`, so that a forgotten engine can be collected, which closes its desk.
+    It knows nothing of the `Engine`, so that a forgotten engine can be collected, which closes its scheduler.
 
     Args:
         batch: decodes; only the thread touches it.
@@ -155,7 +157,7 @@ class Desk:
 
     @property
     def state(self) -> str:
-        """How many requests are decoded and wait, or that it is closed. Never waits for the thread."""
+        """How many requests are decoded and wait, or that it is closed. Never blocks."""
         if self._closed:
             return "closed"
         return f"{len(self._seats)} of {self._capacity.max_rows} rows, {len(self._waiting)} waiting"
@@ -177,7 +179,7 @@ class Desk:
         return handle
 
     def check_process(self) -> None:
-        """Raise `EngineClosedError` in a forked process, before a lock is asked for that nobody there will release."""
+        """Raise `EngineClosedError` in a forked process, before a lock is taken that no thread there releases."""
         check_process(self._process)
 
     def cancel(self, handle: Handle) -> bool:
@@ -209,7 +211,7 @@ class Desk:
         problem: BaseException | None = None
         try:
             with torch.no_grad():
-                while self._seat_some():
+                while self._admit():
                     self._batch.advance()
                     self._forget_ended()
         except BaseException as unforeseen:
@@ -218,8 +220,8 @@ class Desk:
         finally:
             self._end_all(problem)
 
-    def _seat_some(self) -> bool:
-        """Seat those that have room, waiting for the first one if there is nothing to do; false to end."""
+    def _admit(self) -> bool:
+        """Admit requests that fit, waiting for one if there is nothing to do; false to end."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._waiting or not self._batch.idle)
             while self._waiting and not self._closed and self._batch.has_room(self._waiting[0][0]):

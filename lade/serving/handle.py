@@ -1,4 +1,4 @@
-"""What whoever adds a request gets in return: its steps as they come, its result, and a way to end it."""
+"""Client side of a request: its steps as they come, its result, cancellation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 
 from lade.errors import EngineClosedError
-from lade.hf.session import Output
+from lade.hf.output import Output
 from lade.stats import Stats, Step
 
 
@@ -25,11 +25,11 @@ class Handle:
 
     In a coroutine, `async for step in handle` does the same.
 
-    In a process that was forked nothing decodes: there a handle tells what it knew when that happened, and waiting for
+    In a process that was forked nothing decodes: there a handle has what it had when that happened, and waiting for
     more raises `EngineClosedError`.
 
     Attributes:
-        seed: that its tokens are drawn with; None where nothing is drawn.
+        seed: the seed that its tokens are drawn with; None where nothing is drawn.
         stats: figures of this request. The seconds of a pass are those of all rows that took part.
     """
 
@@ -85,7 +85,7 @@ class Handle:
             timeout: seconds to wait at most; None for no limit.
 
         Raises:
-            TimeoutError: it has not ended by then; it goes on.
+            TimeoutError: it has not ended by then; it is not cancelled.
             EngineClosedError: in a forked process, if it had not ended before.
             concurrent.futures.CancelledError: it was cancelled, or the engine was closed. `tokens` has what there is.
             Exception: whatever its processors, its criteria, its `on_step` or the model raised.
@@ -113,17 +113,17 @@ class Handle:
             place += 1
 
     async def __aiter__(self) -> AsyncIterator[Step]:
-        """The same for coroutines: waiting blocks nobody."""
+        """The same for coroutines; waiting does not block the loop."""
         loop, woken, place = asyncio.get_running_loop(), asyncio.Event(), 0
 
         def wake() -> None:
-            with suppress(RuntimeError):  # the loop was closed under a reader who never said goodbye
+            with suppress(RuntimeError):  # the loop was closed while the reader waited
                 loop.call_soon_threadsafe(woken.set)
 
         with self._watched(wake):
             while True:
                 woken.clear()
-                ended = self.done()  # asked before looking for steps: none comes after the end
+                ended = self.done()  # read before the steps: none comes after the end
                 while place < len(self._steps):
                     yield self._steps[place]
                     place += 1
@@ -153,7 +153,7 @@ class Handle:
         def there() -> bool:
             return self._ended or len(self._steps) > steps
 
-        if there():  # asked without the lock, which in a forked process nobody may be there to release
+        if there():  # without the lock, which in a forked process no thread may be there to release
             return
         check_process(self._process)
         with self._changed:

@@ -1,4 +1,4 @@
-"""One prompt as `model.generate` has prepared it, to be decoded beside others."""
+"""One prompt as `model.generate` has prepared it, to be decoded with others in one batch."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import PreTrainedModel
 
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.row import Row
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
-from lade.hf.generate import check_request
-from lade.hf.one_call import guarded, refuse_hooks_of_one_call, refuse_values_of_one_call
-from lade.hf.refusals import checked_paddings, why_no_ids, with_stop_strings
+from lade.hf.arguments import arguments_for_callable, why_no_ids
+from lade.hf.ids import special_ids
+from lade.hf.one_call import cleaning_up, refuse_hooks_of_one_call, refuse_values_of_one_call
+from lade.hf.output import Output, output_of, record_for
+from lade.hf.prepared import Prepared, preparing
+from lade.hf.refusals import check
+from lade.hf.row import row_for
 from lade.hf.sampling import LoneSampler
-from lade.hf.session import Output, output_of, record_for, row_for, special_ids
 from lade.model.position_limits import LEARNED_POSITIONS, Positions
 from lade.model.runner import input_device
 from lade.model.support.supports import unwrap
@@ -33,74 +36,52 @@ _REFUSED = {
 
 
 class Request:
-    """A prompt, what is to be made of it, and its answer in the end.
-
-    The arguments are those that `model.generate(custom_generate=...)` hands to a callable, and these:
+    """A prompt, how to continue it, and its answer in the end.
 
     Args:
+        prepared: what `model.generate` has prepared.
         config: the method and its sizes.
         seed: of its draws; None: one is drawn.
 
     Attributes:
         config: as given.
-        seed: that its draws are made with; None where nothing is drawn.
-        excluded: ids behind which nothing is to be guessed.
-        need: what it can come to take.
+        seed: the seed of its draws; None where nothing is drawn.
+        excluded: ids after which nothing is drafted.
+        need: the room that it can come to take.
 
     Raises:
         InputError: the prompt is empty, has ids out of the vocabulary, or it or its answer is too long for a table of
             positions.
-        UnsupportedArgumentError: it cannot be served exactly.
+        UnsupportedModelError, UnsupportedArgumentError: it cannot be served exactly.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        *,
-        config: LookaheadConfig,
-        seed: int | None,
-        **model_kwargs: Any,
-    ) -> None:
-        paddings = checked_paddings(model, input_ids, logits_processor, generation_config, model_kwargs)
+    def __init__(self, prepared: Prepared, *, config: LookaheadConfig, seed: int | None) -> None:
+        generation_config = prepared.generation_config
+        _, paddings = check(prepared)
         if len(paddings) > 1:
             refuse(f"num_return_sequences={generation_config.num_return_sequences}", "add a request for each of them")
-        self._padding = paddings[0]
+        self._prepared, self._padding = prepared, paddings[0]
         self.need = Need(generation_config.max_length - self._padding, largest_tree(config))
-        _check_positions(model, self.need.tokens)
+        _check_positions(prepared.model, self.need.tokens)
         self.config, self.seed = config, None
         if generation_config.do_sample:
             self.seed = secrets.randbelow(_DRAWN_SEEDS) if seed is None else seed
         self.excluded = special_ids(generation_config)
-        self._input_ids, self._generation_config = input_ids, generation_config
-        self._processors, self._criteria = logits_processor, stopping_criteria
         self._record = record_for(generation_config)
 
     def row(self, drafter: Drafter) -> Row:
         """The row that writes its answer."""
         sampler = None
         if self.seed is not None:
-            sampler = LoneSampler(torch.Generator(self._input_ids.device).manual_seed(self.seed))
-        return row_for(
-            self._input_ids,
-            self._padding,
-            drafter,
-            self._processors,
-            self._criteria,
-            sampler=sampler,
-            record=self._record,
-        )
+            sampler = LoneSampler(torch.Generator(self._prepared.input_ids.device).manual_seed(self.seed))
+        return row_for(self._prepared, 0, self._padding, drafter, sampler=sampler, record=self._record)
 
     def output(self, row: Row) -> Output:
         """What `model.generate` returns, given the row that has ended."""
-        return output_of(self._input_ids, [row.written], self._generation_config, self._record)
+        return output_of(self._prepared, [row.written], self._record)
 
 
-@guarded
-def prepared(
+def prepare(
     model: Any,
     input_ids: torch.Tensor | Sequence[int],
     arguments: dict[str, Any],
@@ -111,7 +92,7 @@ def prepared(
     """Have `model.generate` prepare a request; nothing is fed yet.
 
     Args:
-        model: that `lade.supports`.
+        model: a model that `lade.supports`.
         input_ids: `[L]` or `[1, L]`.
         arguments: anything that `model.generate` takes.
         config: the method and its sizes.
@@ -119,7 +100,7 @@ def prepared(
 
     Raises:
         ConfigError: the seed is none that torch takes.
-        InputError, UnsupportedArgumentError: see `Request`.
+        InputError, UnsupportedModelError, UnsupportedArgumentError: see `Request`.
     """
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEEDS):
         raise ConfigError("seed", seed, "give a whole number from 0 to 2**64 - 1, or None to have one drawn")
@@ -127,13 +108,13 @@ def prepared(
         if arguments.get(name) is not None:
             refuse(name, remedy)
     arguments = {**arguments, "input_ids": _as_prompt(input_ids, input_device(unwrap(model)))}
-    make = functools.partial(Request, config=config, seed=seed)
-    try:
-        check_request(model, arguments)
-        _refuse_contexts(unwrap(model), arguments)
-        request: Request = model.generate(custom_generate=make, **with_stop_strings(unwrap(model), arguments))
-    except UnsupportedArgumentError as problem:
-        raise UnsupportedArgumentError(problem.reason, REMEDY) from None  # no "auto" falls back to anything here
+    make = preparing(functools.partial(Request, config=config, seed=seed), model)
+    with cleaning_up(model, arguments.get("generation_config")):
+        try:
+            _refuse_contexts(unwrap(model), arguments)
+            request: Request = model.generate(custom_generate=make, **arguments_for_callable(model, arguments))
+        except UnsupportedArgumentError as problem:
+            raise UnsupportedArgumentError(problem.reason, REMEDY) from None  # no "auto" falls back to anything here
     return request
 
 

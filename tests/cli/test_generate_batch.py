@@ -451,7 +451,7 @@ def test_an_engine_that_breaks_down_ends_the_run(generate, prompts, out, monkeyp
     """What it has begun has an error for an answer, and the run can be gone on with."""
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS * 3))
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
-    forget = serving_engine.Desk._forget_ended
+    forget = serving_engine.Scheduler._forget_ended
 
     def breaking(self):
         forget(self)
@@ -459,7 +459,7 @@ def test_an_engine_that_breaks_down_ends_the_run(generate, prompts, out, monkeyp
             raise MemoryError("all is lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(serving_engine.Desk, "_forget_ended", breaking)
+        patch.setattr(serving_engine.Scheduler, "_forget_ended", breaking)
         result = generate("--out", out)
     assert result.exit_code == 2 and "MemoryError: all is lost" in result.stderr
     assert result.stderr.splitlines()[-1].startswith("error: ")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from same_as_plain import PAD, PAPER, VOCABULARY, padded
 from transformers import GenerationConfig, WatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -16,13 +17,11 @@ from lade.hf.sampling import Draws
 from lade.model.runner import EagerRunner
 from lade.testing import nearly_flat_cost, toy_model
 
-VOCABULARY, PAD = 48, 0
 MODELS = {
     "llama": toy_model("llama"),
     "qwen3": toy_model("qwen3", dtype=torch.float32, attention="eager"),
     "gpt2": toy_model("gpt2"),
 }
-PAPER = LookaheadConfig(7, 5, 7)
 SHARED = Memory()  # of all models and texts
 configs = st.one_of(
     st.builds(LookaheadConfig, window=st.integers(0, 6), ngram=st.integers(2, 5), guesses=st.integers(0, 6)),
@@ -34,13 +33,6 @@ configs = st.one_of(
     ),
 )
 prompts = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=12), min_size=2, max_size=5)
-
-
-def padded(texts):
-    """Ids and mask `[B, L]`, padded on the left."""
-    width = max(map(len, texts))
-    ids = torch.tensor([[PAD] * (width - len(text)) + text for text in texts])
-    return {"input_ids": ids, "attention_mask": torch.tensor([[0] * (width - len(t)) + [1] * len(t) for t in texts])}
 
 
 def random_texts(*lengths, seed=0):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from same_as_plain import PAD, PAPER, VOCABULARY, assert_same_beams, both, padded
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.cache_utils import DynamicCache
 
@@ -16,41 +17,12 @@ from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.testing import toy_model
 
-VOCABULARY = 48
-PAPER = LookaheadConfig(7, 5, 7)
-EVERYTHING = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 MODELS = {family: toy_model(family) for family in ("llama", "qwen3", "gpt2")}
 RAGGED = [[1, 2, 3, 4, 5, 1, 2, 3], [7, 8, 9], [4], [6, 5, 6, 5, 6]]
 
 
-def padded(prompts, padding=0):
-    """Ids and mask of prompts, padded on the left."""
-    width = max(map(len, prompts))
-    ids = [[padding] * (width - len(prompt)) + prompt for prompt in prompts]
-    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
-
-
-def both(model, prompts, lookahead=PAPER, stats=None, **arguments):
-    """Plain's output and ours, with what the generator says after each."""
-    outputs = []
-    asked = {**padded(prompts), "max_new_tokens": 40, "pad_token_id": 0, **EVERYTHING, **arguments}
-    for way in (model.generate, lambda **rest: lade.generate(model, lookahead=lookahead, stats=stats, **rest)):
-        torch.manual_seed(11)
-        outputs.append((way(**asked), torch.get_rng_state()))
-    return outputs
-
-
-def assert_same(model, prompts, lookahead=PAPER, stats=None, **arguments):
-    (plain, plain_state), (ours, our_state) = both(model, prompts, lookahead, stats, **arguments)
-    assert torch.equal(ours.sequences, plain.sequences)
-    assert torch.equal(ours.beam_indices, plain.beam_indices)
-    torch.testing.assert_close(ours.sequences_scores, plain.sequences_scores)
-    assert len(ours.scores) == len(plain.scores)
-    torch.testing.assert_close(ours.scores, plain.scores)
-    torch.testing.assert_close(ours.logits, plain.logits)
-    assert torch.equal(our_state, plain_state)
-    return ours
+def assert_same(model, prompts, lookahead=PAPER, **arguments):
+    return assert_same_beams(model, lookahead, **{**padded(prompts), "pad_token_id": PAD, "seed": 11, **arguments})
 
 
 configs = st.builds(
@@ -94,7 +66,7 @@ def test_any_batch_of_beam_searches_is_that_of_transformers(
         MODELS[family],
         prompts,
         config,
-        stats,
+        stats=stats,
         num_beams=num_beams,
         num_return_sequences=data.draw(st.integers(1, num_beams)),
         max_new_tokens=new_tokens,
@@ -190,7 +162,7 @@ def test_what_the_model_said_of_one_prompt_is_guessed_behind_another(monkeypatch
 @pytest.mark.parametrize("config", [LookaheadConfig(0, 5, 7), LookaheadConfig(7, 5, 0), LookaheadConfig(0, 2, 0)])
 def test_window_and_pool_can_be_left_out(config):
     stats = Stats()
-    assert_same(MODELS["gpt2"], RAGGED, config, stats, num_beams=3)
+    assert_same(MODELS["gpt2"], RAGGED, config, stats=stats, num_beams=3)
     if not (config.window or config.guesses):
         assert stats.accepted == [1] * 39 * len(RAGGED)
         assert max(stats.step_tokens) <= 3, "nothing but the beams' own tokens"
@@ -287,14 +259,17 @@ def test_sequences_alone_whichever_way(sequences, sampling):
 
 
 def test_the_cache_that_is_given_back_is_that_of_the_running_beams():
-    (plain, _), (ours, _) = both(MODELS["llama"], [[1, 2, 3], [7, 8, 9]], num_beams=4, max_new_tokens=30)
+    (plain, _), (ours, _) = both(
+        MODELS["llama"], **padded([[1, 2, 3], [7, 8, 9]]), pad_token_id=PAD, num_beams=4, max_new_tokens=30
+    )
     assert isinstance(ours.past_key_values, TreeCache)
     for layer, expected in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
         length = layer.get_seq_length()
         assert layer.lengths == [length] * 8
         torch.testing.assert_close(layer.keys[:, :, :length], expected.keys)
         torch.testing.assert_close(layer.values[:, :, :length], expected.values)
-    assert both(MODELS["llama"], RAGGED, num_beams=2)[1][0].past_key_values is None, "it has no slots for padding"
+    _, (ours, _) = both(MODELS["llama"], **padded(RAGGED), pad_token_id=PAD, num_beams=2)
+    assert ours.past_key_values is None, "it has no slots for padding"
 
 
 REFUSED = {

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from same_as_plain import PAPER, VOCABULARY, assert_same_beams, both
 from transformers import LogitsProcessor, MistralConfig, MistralForCausalLM, StoppingCriteria
 from transformers.cache_utils import DynamicCache
 from transformers.generation.streamers import BaseStreamer
@@ -16,10 +17,6 @@ from lade.decoding.beams.row import BeamRow
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.testing import toy_model
-
-VOCABULARY = 48
-PAPER = LookaheadConfig(7, 5, 7)
-EVERYTHING = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 
 
 def windowed_mistral():
@@ -52,27 +49,8 @@ MODELS = {
 IDS = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3]])
 
 
-def both(model, ids=IDS, lookahead=PAPER, stats=None, seed=None, **arguments):
-    """Plain's output and ours, with what the generator says after each."""
-    outputs = []
-    for way in (model.generate, lambda **rest: lade.generate(model, lookahead=lookahead, stats=stats, **rest)):
-        if seed is not None:
-            torch.manual_seed(seed)
-        output = way(input_ids=ids, **{"max_new_tokens": 40, **EVERYTHING, **arguments})
-        outputs.append((output, torch.get_rng_state()))
-    return outputs
-
-
-def assert_same(model, ids=IDS, lookahead=PAPER, stats=None, seed=None, **arguments):
-    (plain, plain_state), (ours, our_state) = both(model, ids, lookahead, stats, seed, **arguments)
-    assert torch.equal(ours.sequences, plain.sequences)
-    assert torch.equal(ours.beam_indices, plain.beam_indices)
-    torch.testing.assert_close(ours.sequences_scores, plain.sequences_scores)
-    assert len(ours.scores) == len(plain.scores)
-    torch.testing.assert_close(ours.scores, plain.scores)
-    torch.testing.assert_close(ours.logits, plain.logits)
-    assert torch.equal(our_state, plain_state)
-    return ours
+def assert_same(model, ids=IDS, lookahead=PAPER, **arguments):
+    return assert_same_beams(model, lookahead, input_ids=ids, **arguments)
 
 
 configs = st.builds(
@@ -115,7 +93,7 @@ def test_any_beam_search_is_that_of_transformers(
         MODELS[family],
         torch.tensor([prompt]),
         config,
-        stats,
+        stats=stats,
         seed=11,
         num_beams=num_beams,
         num_return_sequences=data.draw(st.integers(1, num_beams)),
@@ -250,7 +228,7 @@ def test_the_three_ways_agree():
 
 
 def test_the_cache_that_is_given_back_is_that_of_the_running_beams():
-    (plain, _), (ours, _) = both(MODELS["llama"], num_beams=4, max_new_tokens=30)
+    (plain, _), (ours, _) = both(MODELS["llama"], input_ids=IDS, num_beams=4, max_new_tokens=30)
     assert isinstance(ours.past_key_values, TreeCache)
     assert len(ours.past_key_values.layers) == len(plain.past_key_values.layers)
     for layer, expected in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):

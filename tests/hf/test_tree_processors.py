@@ -14,7 +14,7 @@ from transformers.generation import logits_process
 
 import lade
 from lade import LookaheadConfig
-from lade.hf import session
+from lade.hf import row as hf_row
 from lade.hf.batch_rules import ROW_WISE_PROCESSORS
 from lade.hf.processors import Processed, Record, Transcript
 from lade.hf.sampling import LoneSampler
@@ -49,8 +49,8 @@ def at_once(monkeypatch):
             super().__init__(*args, **kwargs)
             made_choosers.append(self)
 
-    monkeypatch.setattr(session, "pays_at_once", lambda device: True)
-    monkeypatch.setattr(session, "AtOnce", Counted)
+    monkeypatch.setattr(hf_row, "pays_at_once", lambda device: True)
+    monkeypatch.setattr(hf_row, "AtOnce", Counted)
     return made_choosers
 
 
@@ -94,7 +94,7 @@ def test_the_tokens_and_the_generator_are_plains(family, config, warped, suppres
     arguments = {"max_new_tokens": new_tokens, "eos_token_id": eos, "suppress_tokens": suppressed, **warped}
     expected, expected_state = sampled(plain, model, seed, **arguments)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(session, "pays_at_once", lambda device: True)
+        patched.setattr(hf_row, "pays_at_once", lambda device: True)
         ours, state = sampled(lade.generate, model, seed, lookahead=config, **arguments)
     assert torch.equal(ours, expected)
     assert torch.equal(state, expected_state)
@@ -118,7 +118,7 @@ def test_trees_are_those_of_choices_made_one_by_one(config, monkeypatch):
     """What is learned of a step is what the model says, not what was drawn."""
     seen = []
     for at_once in (True, False):
-        monkeypatch.setattr(session, "pays_at_once", lambda device, at_once=at_once: at_once)
+        monkeypatch.setattr(hf_row, "pays_at_once", lambda device, at_once=at_once: at_once)
         stats = lade.Stats()
         for seed in range(3):
             arguments = {"max_new_tokens": 60, "temperature": 0.8}

@@ -24,6 +24,7 @@ from transformers import GenerationConfig
 import lade
 from lade.decoding import loop, readout
 from lade.errors import CaptureWarning
+from lade.hf import row as hf_row
 from lade.hf import session
 from lade.model import select_runner as choice
 from lade.model.cuda_graphs import static_cache
@@ -516,7 +517,7 @@ def test_the_host_looks_at_a_tensor_once_a_step(
         return readout._read_remotely(logits, choices, wants_entries=wants_entries)
 
     monkeypatch.setattr(loop, "read", read)  # as if they lay elsewhere
-    monkeypatch.setattr(session, "pays_at_once", lambda device: True)
+    monkeypatch.setattr(hf_row, "pays_at_once", lambda device: True)
     model, ids = built("llama", graphs.device, dtype=torch.float32), prompt(20).repeat(rows, 1)
     ids[:, 0] = torch.arange(1, rows + 1)
     looks: Counter[str] = Counter()

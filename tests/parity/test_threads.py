@@ -22,7 +22,7 @@ from transformers import BloomForCausalLM
 
 import lade
 from lade.hf import session
-from lade.hf.plain import metered
+from lade.hf.pass_meter import metered
 from lade.model.cuda_graphs import model_pools
 from lade.model.select_runner import why_eager
 from lade.model.thread_hooks import hooked

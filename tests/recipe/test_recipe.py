@@ -179,4 +179,4 @@ def test_a_model_that_cannot_be_served_is_decoded_plainly(recipe: dict[str, Any]
 )
 def test_errors_are_those_of_the_package(toy: Any, recipe: dict[str, Any], arguments: Any, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        toy.generate(**arguments, **recipe)
+        toy.generate(**arguments, max_new_tokens=5, **recipe)

@@ -13,7 +13,7 @@ from lade.model.cuda_graphs.static_cache import StaticCache
 from lade.serving.batch import Batch
 from lade.serving.engine import PLAIN
 from lade.serving.handle import Handle
-from lade.serving.request import prepared
+from lade.serving.request import prepare
 from lade.testing import toy_model
 
 VOCABULARY, PAD = 48, 0
@@ -95,7 +95,7 @@ class Driven:
 
     def add(self, ids, lookahead=PAPER, *, seed=None, on_step=None, **arguments):
         config = resolve(lookahead)[0] or PLAIN
-        request = prepared(self.model, ids, {"pad_token_id": PAD, **arguments}, config=config, seed=seed)
+        request = prepare(self.model, ids, {"pad_token_id": PAD, **arguments}, config=config, seed=seed)
         self.batch.capacity.check(request.need)
         handle = Handle(self.cancel, stats=Stats(), seed=request.seed, on_step=on_step)
         self.waiting.append((request, handle))

@@ -68,7 +68,7 @@ def going_on(engine):
 
     handle = engine.add(IDS, max_new_tokens=30, on_step=on_step)
     assert reached.wait(SOON)
-    with held(engine._desk._changed, handle._changed):
+    with held(engine._scheduler._changed, handle._changed):
         yield handle
     opened.set()
     assert new_tokens(handle, IDS) == alone(LLAMA, IDS, max_new_tokens=30), "the first process is not affected"

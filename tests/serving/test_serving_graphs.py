@@ -190,7 +190,7 @@ def test_a_text_whose_numbers_overflow_does_not_touch_the_others(first, graphs):
 
 def test_an_engine_with_threads_gives_back_what_it_took(graphs):
     with Engine(LLAMA, max_rows=3, prefill_tokens=5) as engine:
-        assert type(engine._desk._batch._runner) is GraphRunner
+        assert type(engine._scheduler._batch._runner) is GraphRunner
         wanted = []
         for number, method in enumerate(METHODS):
             ids = random_ids(4 + number, number)
@@ -246,7 +246,7 @@ def test_what_is_left_from_before_is_free_for_an_engine(pool):
 def test_closing_an_engine_frees_its_buffers(pool):
     with Engine(LLAMA) as engine:
         assert engine.add(random_ids(5), lookahead=PAPER, max_new_tokens=9).result(30.0) is not None
-    assert pool._entries == [] and engine._desk._batch._runner.device == CPU
+    assert pool._entries == [] and engine._scheduler._batch._runner.device == CPU
 
 
 def test_between_two_bursts_an_engine_can_give_back_its_buffers(pool):

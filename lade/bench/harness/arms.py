@@ -22,6 +22,7 @@ from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.drafting.jacobi import JacobiDrafter
 from lade.errors import UnsupportedModelError
 from lade.hf.original import original_generate
+from lade.hf.prepared import preparing
 from lade.hf.session import Session
 from lade.memory import Memory
 from lade.model.support.supports import supports
@@ -122,7 +123,7 @@ class OwnArm:
         with seeded(seed, self._model):
             start = perf_counter()
             session: Any = self._model.generate(
-                **inputs, **self._arguments, max_new_tokens=new_tokens, custom_generate=make
+                **inputs, **self._arguments, max_new_tokens=new_tokens, custom_generate=preparing(make)
             )
             steps: list[Step] = list(session)
             seconds = perf_counter() - start

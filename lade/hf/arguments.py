@@ -1,0 +1,139 @@
+"""What `model.generate` is called with, before it prepares anything.
+
+Nearly all checks are made on what `model.generate` has prepared, in `lade.hf.refusals`. Here are those that cannot wait
+so long: of arguments that transformers keeps to itself or stumbles over before it calls a callable.
+"""
+
+from __future__ import annotations
+
+import copy
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+
+from lade.errors import InputError, UnsupportedArgumentError
+from lade.hf.original import check_generate
+from lade.hf.refusals import REMEDY, check_shape, refuse, refuse_media
+from lade.model.support.supports import supports, unwrap
+
+KEPT = {
+    "assistant_model": "asks for another way of decoding beside lookahead",
+    "prompt_lookup_num_tokens": "asks for another way of decoding beside lookahead",
+    "custom_generate": "asks for another way of decoding beside lookahead",
+    "synced_gpus": "has all ranks make as many passes as the slowest one",
+}
+"""Arguments that transformers does not pass to a callable, and what they do."""
+PROMPTS = ("inputs", "input_ids", "inputs_embeds")
+
+
+def arguments_for_callable(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with which `model.generate` comes to a callable, and the callable gets all that it needs.
+
+    Args:
+        model: the model as the caller has it.
+        arguments: by name, as the caller gave them.
+
+    Raises:
+        UnsupportedModelError, UnsupportedArgumentError: they never come there.
+        InputError: transformers would stumble over the prompt.
+    """
+    inner = unwrap(model)
+    if getattr(type(inner), "generate", None) is not GenerationMixin.generate:
+        supports(model).require()  # a `generate` of its own may do anything with our callable, or not be there at all
+    check_generate(model)
+    for name, what in KEPT.items():
+        value = arguments.get(name)
+        if value is not None and value is not False:
+            raise UnsupportedArgumentError(f"{name}={value} {what}" if value is True else f"{name} {what}", REMEDY)
+    if arguments.get("cache_implementation") == "paged":
+        raise UnsupportedArgumentError("cache_implementation='paged' asks for continuous batching", REMEDY)
+    if argument_of(inner, arguments, "token_healing"):
+        refuse("token_healing=True", "transformers does not pass on the tokenizer that it needs")
+    refuse_media(arguments)  # for which transformers would run another encoder
+    ids = arguments.get("inputs", arguments.get("input_ids"))
+    embedded = arguments.get("inputs_embeds") is not None or inner.config.is_encoder_decoder
+    if isinstance(ids, torch.Tensor) and not embedded:  # an encoder may be fed anything
+        check_shape(ids)
+    return _with_stop_strings(inner, arguments)
+
+
+def argument_of(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
+    """A field of the final generation_config: an argument, None included, or what a config says."""
+    if name in arguments:
+        return arguments[name]
+    configs = (arguments.get("generation_config"), getattr(model, "generation_config", None))
+    values = (getattr(config, name, None) for config in configs)
+    return next((value for value in values if value is not None), None)
+
+
+def num_beams(model: Any, arguments: Mapping[str, Any]) -> int:
+    """How many beams `model.generate` would search with, given these arguments."""
+    return argument_of(model, arguments, "num_beams") or 1
+
+
+def prompts_in(arguments: Mapping[str, Any]) -> Any:
+    """The prompts as `model.generate` is given them, under whatever name; None without any."""
+    return next((arguments[name] for name in PROMPTS if arguments.get(name) is not None), None)
+
+
+def refuse_streamed_beams(beams: int) -> None:
+    """Raise `UnsupportedArgumentError` for a streamed search of several beams, plain or not."""
+    if beams > 1:
+        raise UnsupportedArgumentError(
+            f"num_beams={beams} cannot be streamed: which beam wins is known only at its end",
+            "use lade.generate without a streamer, or num_beams=1",
+        )
+
+
+def refuse_streamed_rows(model: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedArgumentError` for several rows in one `lade.stream`."""
+    prompts = prompts_in(arguments)
+    rows = prompts.shape[0] if isinstance(prompts, torch.Tensor) and prompts.ndim > 1 else 1
+    rows *= argument_of(model, arguments, "num_return_sequences") or 1
+    if rows > 1:
+        raise UnsupportedArgumentError(f"a batch of {rows} rows cannot be streamed", "stream one at a time")
+
+
+def check_ids(arguments: Mapping[str, Any]) -> None:
+    """Raise `InputError` for a prompt that is no tensor of ids, such as a text."""
+    for name in ("inputs", "input_ids"):
+        if not isinstance(value := arguments.get(name), torch.Tensor | None):
+            raise InputError(why_no_ids(name, value))
+
+
+def why_no_ids(name: str, value: object) -> str:
+    """What is wrong with a prompt that is no tensor of ids, and the remedy."""
+    first = value[0] if isinstance(value, list | tuple) and value else value
+    if isinstance(first, str):
+        return (
+            f"{name} is a text, {reprlib.repr(first)}: encode it with the tokenizer: "
+            'tokenizer(text, return_tensors="pt").input_ids'
+        )
+    if isinstance(value, Mapping):
+        return f"{name} is a {type(value).__name__}: give what it holds as arguments, **{name}"
+    return f"{name} is a {type(value).__name__}: give ids as an int64 tensor [batch, length]"
+
+
+def _with_stop_strings(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments with `stop_strings` as a criterion, since transformers hands a callable no tokenizer for them.
+
+    They may come from a generation_config as well. Without a tokenizer they stay, for transformers to ask for one.
+    """
+    tokenizer, strings = arguments.get("tokenizer"), argument_of(model, arguments, "stop_strings")
+    if tokenizer is None or strings is None:
+        return arguments
+    changed = dict(arguments)
+    criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
+    if not any(type(each) is StopStringCriteria for each in criteria):  # else transformers takes the user's own alone
+        criteria.append(StopStringCriteria(tokenizer, strings))
+    changed["stopping_criteria"] = criteria
+    given = arguments.get("generation_config")
+    if getattr(given, "stop_strings", None) is not None:
+        changed["generation_config"] = copy.deepcopy(given)
+        changed["generation_config"].stop_strings = None
+    if "stop_strings" in arguments or model.generation_config.stop_strings is not None:
+        changed["stop_strings"] = None  # an argument goes before what the model's generation_config says
+    return changed

@@ -1,0 +1,50 @@
+"""What `model.generate` returns: ids, or an output object with them."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from transformers import GenerationConfig
+from transformers.cache_utils import Cache
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from lade.hf.prepared import Prepared
+from lade.hf.processors import Record
+
+Output = torch.Tensor | GenerateDecoderOnlyOutput
+
+
+def output_of(prepared: Prepared, written: list[list[int]], record: Record, cache: Cache | None = None) -> Output:
+    """What `model.generate` returns, given the new tokens of each row.
+
+    Args:
+        prepared: has the prompts, and says whether an output object is wanted and what a row that ended early is
+            padded with.
+        written: the new tokens of each row.
+        record: scores and logits for the output object.
+        cache: the cache for the output object; None for none.
+    """
+    prompts, config = prepared.input_ids, prepared.generation_config
+    longest = max(map(len, written))
+    pad: Any = config._pad_token_tensor  # which is the end of sequence where there is no pad_token_id
+    pad = None if pad is None else int(pad)
+    new = [tokens + [pad] * (longest - len(tokens)) for tokens in written]
+    ids = torch.cat([prompts, prompts.new_tensor(new)], dim=1)
+    if not config.return_dict_in_generate:
+        return ids
+    return GenerateDecoderOnlyOutput(
+        sequences=cast(torch.LongTensor, ids),
+        scores=cast(Any, record.scores),
+        logits=cast(Any, record.logits),
+        past_key_values=cache,
+    )
+
+
+def record_for(generation_config: GenerationConfig) -> Record:
+    """An empty record of what the output object is to have."""
+    wanted = generation_config.return_dict_in_generate
+    return Record(
+        scores=() if wanted and generation_config.output_scores else None,
+        logits=() if wanted and generation_config.output_logits else None,
+    )

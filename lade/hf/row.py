@@ -1,0 +1,51 @@
+"""A row of a batch whose tokens transformers' processors and criteria decide about."""
+
+from __future__ import annotations
+
+from transformers.generation.streamers import BaseStreamer
+
+from lade.decoding.drafting.drafter import Drafter
+from lade.decoding.row import Row, StopRule
+from lade.decoding.verify import Chooser, Greedy
+from lade.hf.batch_rules import processors_of_row
+from lade.hf.prepared import Prepared
+from lade.hf.processors import Processed, Record, StopRules, Streamed, Transcript
+from lade.hf.sampling import Sampler
+from lade.hf.tree_processors import AtOnce, can_be_asked_at_once, pays_at_once
+
+
+def row_for(
+    prepared: Prepared,
+    number: int,
+    padding: int,
+    drafter: Drafter,
+    *,
+    sampler: Sampler | None,
+    record: Record,
+    streamer: BaseStreamer | None = None,
+) -> Row:
+    """The row that writes the answer to one prompt of a batch, without the prompt's padding.
+
+    Args:
+        prepared: the batch.
+        number: the prompt's row in it.
+        padding: columns of padding on the prompt's left.
+        drafter: drafts for this row alone.
+        sampler: draws its tokens; None for the argmax.
+        record: gets scores and logits.
+        streamer: gets each token.
+    """
+    prompt, rows = prepared.input_ids[number : number + 1], len(prepared.input_ids)
+    processors = prepared.logits_processor
+    if rows > 1:
+        processors = processors_of_row(processors, number, rows)
+    transcript = Transcript(prompt, padding)
+    chooser: Chooser = Greedy()
+    if processors or sampler or record:
+        at_once = pays_at_once(prompt.device) and can_be_asked_at_once(processors) and not record
+        make = AtOnce if at_once else Processed
+        chooser = make(processors, transcript, sampler=sampler, record=record)
+    stop: StopRule = StopRules(prepared.stopping_criteria, transcript, record)
+    if streamer is not None:
+        stop = Streamed(stop, streamer)
+    return Row(prompt[0, padding:].tolist(), drafter, chooser, stop)
