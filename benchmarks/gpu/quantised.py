@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 
 import lade
 from lade.bench.harness.environment import command_line, environment_of
-from lade.bench.inflation import inflate
+from lade.bench.inflation.inflate import inflate
 from lade.bench.inflation.search import Wanted, choose
 from lade.embedded.files import model_path
 from lade.model.cuda_graphs.runner import GraphRunner

@@ -347,7 +347,7 @@ def test_kill_9_keeps_all_whole_prompts(folder, prompts, out):
     arguments = ["-m", folder, "-w", prompts, "--methods", "plain,adaptive-warm=8", "--out", out, "-n", "60"]
     code = (
         "import os, signal, sys\n"
-        "from lade.bench import experiment\n"
+        "from lade.bench.harness import experiment\n"
         "experiment.step_curve = lambda *args, **options: None\n"
         "from lade.bench.results import Results\n"
         "save = Results.save\n"

@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import lade
 from lade.bench import Settings, workloads
-from lade.bench.inflation import inflate
+from lade.bench.inflation.inflate import inflate
 from lade.embedded.files import model_path
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -32,7 +32,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.bench.inflation import inflate
+from lade.bench.inflation.inflate import inflate
 from lade.embedded.files import model_path
 from lade.model.cuda_graphs.workspace import setup_of
 from lade.model.runner import EagerRunner

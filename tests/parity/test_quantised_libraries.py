@@ -17,7 +17,7 @@ from families import VOCABULARY
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, TorchAoConfig
 
 import lade
-from lade.bench.inflation import inflate
+from lade.bench.inflation.inflate import inflate
 from lade.cli.loading.quantization import SCHEMES, quantization_config
 
 # What these libraries warn of while they are imported and used is theirs.

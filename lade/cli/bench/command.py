@@ -96,9 +96,7 @@ def bench(
     resume: Annotated[
         bool, _results("--resume", help="Go on where it was left; a run that is complete is only reported again.")
     ] = False,
-    figures: Annotated[
-        bool, _results("--figures", help="Draw figures too, SVG and PNG, for light and dark pages.")
-    ] = False,
+    figures: Annotated[bool, _results("--figures", help="Draw the pictures into files too, SVG and PNG.")] = False,
     allow_near_ties: Annotated[
         bool, _results("--allow-near-ties", help="Exit code 0 though texts differ, if rounding explains it.")
     ] = False,

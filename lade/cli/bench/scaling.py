@@ -68,9 +68,7 @@ def scaling(
     resume: Annotated[
         bool, _results("--resume", help="Go on with the sizes that DIR lacks; with none, only report again.")
     ] = False,
-    figures: Annotated[
-        bool, _results("--figures", help="Draw figures too, SVG and PNG, for light and dark pages.")
-    ] = False,
+    figures: Annotated[bool, _results("--figures", help="Draw the pictures into files too, SVG and PNG.")] = False,
     threads: Annotated[
         int | None,
         typer.Option(
