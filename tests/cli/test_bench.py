@@ -17,7 +17,6 @@ from lade.bench.harness import experiment as experiment_module
 from lade.bench.harness.arms import OwnArm
 from lade.bench.results import Results
 from lade.bench.workloads import load
-from lade.cli.bench import command as module
 from lade.cli.bench import report as bench_report
 from lade.cli.bench import run as bench_run
 from lade.cli.bench.run import duration
@@ -180,11 +179,11 @@ def test_ctrl_c_before_anything_is_done(bench, out, interrupting):
     assert bench("--resume").exit_code == 0
 
 
-def test_complete_results_are_reported_anew_without_a_model(bench, lade, out, prompts, monkeypatch, folder):
+def test_complete_results_are_reported_again_without_a_model(bench, lade, out, prompts, monkeypatch, folder):
     first = bench()
     monkeypatch.setattr(loading, "load", None)
     again = bench("--resume")
-    assert again.exit_code == 0 and again.stdout == first.stdout and "is complete: reported anew" in again.stderr
+    assert again.exit_code == 0 and again.stdout == first.stdout and "is complete: reported again" in again.stderr
     fails(bench("--resume", "-n", NEW + 1), "settings.max_new_tokens", "is 9 here", "8")
     fails(bench("--resume", methods="hf"), "methods", "adaptive-warm 8")
     fails(bench("--resume", "--limit", 2), "workloads 1.prompts")
@@ -245,7 +244,7 @@ def test_sampling(bench, out):
 def test_figures_are_drawn_only_if_asked_for_and_without_matplotlib_that_is_refused_at_once(
     bench, out, drawn, monkeypatch
 ):
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr("lade.cli.options.output.find_spec", lambda name: None)
     fails(bench("--figures"), "matplotlib is not installed: run pip install")
     assert not out.exists()
     result = bench()

@@ -9,7 +9,6 @@ from test_cli_errors import fails
 from lade.bench.scaling import figure as scaling_figure
 from lade.bench.scaling import run as study
 from lade.bench.scaling.records import NAME, Scaling
-from lade.cli.bench import scaling as module
 
 NEW = 12
 TEXTS = ["say it again, say it", "one two three"]
@@ -117,7 +116,7 @@ def test_a_wrong_output_is_exit_code_1(scaling, monkeypatch):
 
 
 def test_figures_are_drawn_only_if_asked_for_and_without_matplotlib_that_is_refused_at_once(scaling, out, monkeypatch):
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr("lade.cli.options.output.find_spec", lambda name: None)
     fails(scaling("--figures"), 'matplotlib is not installed: run pip install "lookahead-decoding[bench]"')
     assert not out.exists()
     result = scaling("--json")

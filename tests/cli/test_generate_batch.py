@@ -15,10 +15,9 @@ from test_cli_generate import FIELDS
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
-from lade.cli.batch import answers as batch_answers
 from lade.cli.batch import run as batch_run
-from lade.cli.batch.answers import Answers, in_order
 from lade.cli.batch.output import AnswerFile
+from lade.cli.batch.run import Answers, in_order
 from lade.cli.main import app
 from lade.serving import batch as serving_batch
 from lade.serving import engine as serving_engine
@@ -47,7 +46,7 @@ def known_cost_of_batches(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(batch_answers, "_POLL_S", 0.001)
+    monkeypatch.setattr(batch_run, "_POLL_S", 0.001)
 
 
 @pytest.fixture
@@ -346,7 +345,7 @@ def test_kill_9_in_the_middle_of_a_line(generate, whole, folder, prompts, out):
     """In a process of its own, as nothing else can be killed."""
     code = (
         "import os, signal, sys\n"
-        "from lade.cli import batch_file\n"
+        "from lade.cli.batch import output as batch_file\n"
         "line, written = batch_file._line, []\n"
         "def add(self, entry):\n"
         "    text = line(entry)\n"
@@ -575,7 +574,7 @@ class Fake:
 def fakes(monkeypatch):
     """Handles by line; each poll lets the next one of `ends` end."""
     handles, ends = {}, []
-    monkeypatch.setattr(batch_answers, "sleep", lambda seconds: handles[ends.pop(0)].future.set_result(None))
+    monkeypatch.setattr(batch_run, "sleep", lambda seconds: handles[ends.pop(0)].future.set_result(None))
 
     def begin(line):
         handles[line] = Fake()

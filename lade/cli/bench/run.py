@@ -28,7 +28,7 @@ def carry_out(plan: Plan, models: Models, tokenizer: Any, term: Terminal) -> Res
         plan.methods,
         plan.settings,
         folder=plan.out,
-        resume=plan.resume,
+        resume=plan.files.resume,
         command=command_line(),
     )
     _announce(experiment, term)
