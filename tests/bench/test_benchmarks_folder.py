@@ -393,7 +393,7 @@ def test_the_script_for_gpus_runs_without_one(tmp_path):
     assert run.returncode == 0, run.stdout + run.stderr
     sampled = json.loads((tmp_path / "out" / "8M-sampled" / "results.json").read_text("utf-8"))
     assert sampled["complete"] and len(sampled["methods"]) == 4
-    assert "engine, adaptive, kept" in (tmp_path / "out" / "batches-8M.txt").read_text("utf-8")
+    assert "engine, adaptive-warm" in (tmp_path / "out" / "batches-8M.txt").read_text("utf-8")
     steps = json.loads((tmp_path / "out" / "steps-8M.json").read_text("utf-8"))
     assert [each["size"] for each in steps["passes"]] == [1, 8, 16, 32, 64] and not steps["captured"]
     found = json.loads((tmp_path / "out" / "8M" / "results.json").read_text("utf-8"))

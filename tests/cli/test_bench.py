@@ -366,3 +366,30 @@ def test_kill_9_keeps_all_whole_prompts(folder, prompts, out):
     result = CliRunner().invoke(app, ["bench", *map(str, arguments), "--resume"])
     assert result.exit_code == 0, result.output
     assert "going on after 2 of 3 prompts" in result.stderr
+
+
+def test_many_prompts_at_a_time(lade, folder, prompts):
+    arguments = ["bench", "-m", folder, "-w", prompts, "-n", NEW]
+    result = lade(*arguments, "--batch-size", "1,3")
+    assert result.exit_code == 0, result.output
+    assert "1 rows" in result.stdout and "3 rows" in result.stdout and "engine, adaptive-warm" in result.stdout
+    found = json.loads(lade(*arguments, "--arrivals", 100, "--json").stdout)
+    (measured,) = found["measured"]
+    assert (measured["rows"], measured["arrivals_per_s"], len(measured["arms"])) == (8, 100.0, 4)
+    assert all(arm["latency_median_s"] > 0 and arm["parting"] == 0 for arm in measured["arms"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--batch-size", "0"], ["batch-size", ">= 1"]),
+        (["--batch-size", "x"], ["batch-size", "4,8"]),
+        (["--arrivals", "0"], ["arrivals", "> 0"]),
+        (["--arrivals", "nan"], ["arrivals", "> 0"]),
+        (["--batch-size", "2", "--methods", "hf"], ["--methods", "leave it out"]),
+        (["--batch-size", "2", "--temperature", "1"], ["--temperature", "leave it out"]),
+        (["--arrivals", "2", "--resume"], ["--resume", "leave it out"]),
+    ],
+)
+def test_options_that_many_prompts_have_no_use_for(lade, folder, prompts, arguments, words):
+    fails(lade("bench", "-m", folder, "-w", prompts, *arguments), *words)

@@ -6,6 +6,7 @@ import typer
 
 from lade.cli.bench import compare, plan, scaling
 from lade.cli.bench.job import Answers, Files, Plan, Runs, Weights
+from lade.cli.bench.throughput import LoadOptions, measure
 from lade.cli.options import decoding as options
 from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
 from lade.errors import InputError
@@ -22,6 +23,7 @@ def bench(
     runs: Runs,
     *,
     answers: Answers,
+    many: LoadOptions,
     files: Files,
     loading: options.Loading,
     weights: Weights,
@@ -39,7 +41,11 @@ def bench(
         _refuse_options(context)
         return
     with terminal(output) as term:
-        run(Plan.of(loading, runs, answers, files, weights), term)
+        if many.given:
+            rows = many.rows(runs, files, sampling=answers.temperature is not None)
+            measure(Plan.of(loading, runs, answers, files, weights), rows, many.arrivals, term)
+        else:
+            run(Plan.of(loading, runs, answers, files, weights), term)
 
 
 app.command("compare", epilog=compare.EXAMPLE)(compare.compare)
