@@ -60,7 +60,7 @@ def pages(folder: Path = FOLDER) -> list[Path]:
 
 
 def made(page: Path) -> str:
-    """A page with what lies between its marks made anew."""
+    """A page with what lies between its marks made again."""
     makers: dict[str, Callable[[Path, Path], str]] = {
         "results": _results,
         "scaling": _scaling,
@@ -80,7 +80,7 @@ def made(page: Path) -> str:
 
 
 def write_pages(folder: Path = FOLDER) -> list[Path]:
-    """Write all pages anew; those that have changed."""
+    """Write all pages; those that have changed."""
     changed = [page for page in pages(folder) if page.read_text(encoding="utf-8") != made(page)]
     for page in changed:
         page.write_text(made(page), encoding="utf-8")

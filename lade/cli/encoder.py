@@ -22,7 +22,7 @@ class Encoder:
         templated: whether texts are put into a chat template.
 
     Raises:
-        ConfigError: something was asked of a template that the model has not.
+        ConfigError: an option needs a template that the model has not.
     """
 
     def __init__(self, loaded: LoadedModel, template: Template) -> None:

@@ -42,7 +42,7 @@ def generate(
 
     With --batch-size the answers are the same, as lines of JSON in the order of the prompts.
 
-    --out keeps them whatever ends the run, --resume goes on after them. Exit code 1: a prompt failed.
+    --out keeps them whatever ends the run, --resume continues after them. Exit code 1: a prompt failed.
     """
     with terminal(output) as term:
         lookahead = speed.lookahead()

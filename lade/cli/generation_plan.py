@@ -33,11 +33,11 @@ class GenerationPlan:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What was asked for, as far as the object that `--json` prints does not say it."""
-        said = self.choices.as_dict()
-        unsaid = {name: value for name, value in asdict(self.choices).items() if name not in said}
-        asked = {"method": _method(self.config), "max_new_tokens": self.max_new_tokens, **unsaid}
-        return {**asked, **self.loaded.variant, **self.encode.settings}
+        """The options, as far as the object that `--json` prints does not have them."""
+        shown = self.choices.as_dict()
+        others = {name: value for name, value in asdict(self.choices).items() if name not in shown}
+        given = {"method": _method(self.config), "max_new_tokens": self.max_new_tokens, **others}
+        return {**given, **self.loaded.variant, **self.encode.settings}
 
     @property
     def config(self) -> LookaheadConfig | None:

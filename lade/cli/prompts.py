@@ -62,7 +62,7 @@ class Source:
         given = sum(each is not None for each in (self.text, self.prompt, self.prompt_file))
         if given > 1 or (not given and sys.stdin.isatty()):
             raise InputError(
-                "exactly one prompt is wanted: give it as an argument, as --prompt-file FILE, or through a pipe"
+                "exactly one prompt is needed: give it as an argument, as --prompt-file FILE, or through a pipe"
             )
 
     def read(self) -> list[Prompt]:

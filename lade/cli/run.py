@@ -115,7 +115,7 @@ def check_served(loaded: LoadedModel, lookahead: Lookahead, choices: Choices = G
     """Raise what would be wrong with every prompt.
 
     Raises:
-        UnsupportedModelError: a method was asked for that the model cannot be decoded with.
+        UnsupportedModelError: the model cannot be decoded with this method.
         ConfigError: a stop text that its tokenizer cannot spell, or a checkpoint's value that is out of range.
     """
     if isinstance(lookahead, LookaheadConfig):
@@ -140,23 +140,23 @@ def warn_of_length(loaded: LoadedModel, longest: int, max_new_tokens: int, term:
 
 
 def generate_arguments(loaded: LoadedModel, choices: Choices) -> dict[str, Any]:
-    """What `model.generate` is to be told about choosing tokens; what is not said it takes from the model."""
-    told: dict[str, Any] = {"repetition_penalty": choices.repetition_penalty}
+    """Arguments of `model.generate` for choosing tokens; others are the model's own."""
+    arguments: dict[str, Any] = {"repetition_penalty": choices.repetition_penalty}
     if choices.do_sample:
         checkpoint_defaults = {name: loaded.checkpoint_defaults.get(name) for name in SAMPLING_FIELDS}
         mine = {name: getattr(choices, name, None) for name in SAMPLING_FIELDS}
-        told |= {name: wish if mine[name] is None else mine[name] for name, wish in checkpoint_defaults.items()}
-        told["do_sample"] = True
+        arguments |= {name: value if mine[name] is None else mine[name] for name, value in checkpoint_defaults.items()}
+        arguments["do_sample"] = True
     if choices.num_beams > 1:
-        told |= {name: loaded.checkpoint_defaults.get(name) for name in BEAM_FIELDS}
-        told["num_beams"] = choices.num_beams
+        arguments |= {name: loaded.checkpoint_defaults.get(name) for name in BEAM_FIELDS}
+        arguments["num_beams"] = choices.num_beams
     if choices.stop:
-        told |= {"stop_strings": choices.stop, "tokenizer": loaded.tokenizer}
-    return {name: value for name, value in told.items() if value is not None}
+        arguments |= {"stop_strings": choices.stop, "tokenizer": loaded.tokenizer}
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def finish_reason(loaded: LoadedModel, run: Generation, room: int) -> str:
-    """Why a generation ended that nobody interrupted; see `Generation`.
+    """Why a generation ended that was not interrupted; see `Generation`.
 
     Args:
         loaded: what generated.

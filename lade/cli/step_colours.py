@@ -21,7 +21,7 @@ class Palette:
         self._runs = 0
 
     def style(self, tokens: int) -> str:
-        """The style of the next step, which yielded so many tokens."""
+        """The style of the next step, which yielded this many tokens."""
         if tokens < 2:
             return ""
         self._runs += 1

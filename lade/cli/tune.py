@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example:  [bold]lade tune --model gpt2 --cached 64,1024 --out cost.svg[/bold]"
 FREE = 1.2
-"""A pass of several tokens is called free if it takes at most so many times as long as a pass of one."""
+"""A pass of several tokens is called free if it takes at most this many times as long as a pass of one."""
 
 LONGEST_S = 86_400
 _what = in_panel("What to measure")

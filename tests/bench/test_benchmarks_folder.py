@@ -284,7 +284,7 @@ def test_one_is_run(scripts, tmp_path):
     subprocess.run(words, check=True, capture_output=True)
     assert scripts.run.complete(scripts.catalogue.BENCHMARKS[1], tmp_path)
     again = subprocess.run(words, check=True, capture_output=True, text=True)
-    assert "about 0 min left" in again.stdout and "reported anew" in again.stderr
+    assert "about 0 min left" in again.stdout and "reported again" in again.stderr
 
 
 # On a GPU

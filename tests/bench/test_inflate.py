@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import lade
-from lade.bench.inflation import inflate
+from lade.bench.inflation.inflate import inflate
 from lade.bench.inflation.search import Growth, Wanted, choose
 from lade.embedded.files import model_path, prompts
 from lade.errors import ConfigError, UnsupportedModelError

@@ -159,7 +159,7 @@ def test_ctrl_c_and_going_on(bench, out, interrupting):
     interrupting |= {"calls": 0, "at": 6}  # two of the warm-up, two of the first prompt, one of the second
     result = bench()
     assert result.exit_code == 130, result.output
-    assert f"interrupted: 1 of 3 prompts are in {str(out)!r}; the same command with --resume goes on" in result.stderr
+    assert f"interrupted: 1 of 3 prompts are in {str(out)!r}; the same command with --resume continues" in result.stderr
     assert "Traceback" not in result.stderr
     kept = Results.load(out / "results.json")
     assert not kept.complete and len(kept.samples) == 3
@@ -365,7 +365,7 @@ def test_kill_9_keeps_all_whole_prompts(folder, prompts, out):
     assert done.returncode == -signal.SIGKILL, done.stderr
     result = CliRunner().invoke(app, ["bench", *map(str, arguments), "--resume"])
     assert result.exit_code == 0, result.output
-    assert "going on after 2 of 3 prompts" in result.stderr
+    assert "continuing after 2 of 3 prompts" in result.stderr
 
 
 def test_many_prompts_at_a_time(lade, folder, prompts):

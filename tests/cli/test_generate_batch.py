@@ -191,7 +191,7 @@ def test_a_run_goes_on_where_it_was_ended(generate, whole, out, lines):
     assert result.exit_code == 0, result.output
     assert out.read_bytes().startswith(kept), "lines that are there stay as they are"
     assert timeless(read(out)) == timeless(read(whole))
-    said = f"going on after {int(lines)} of 7 prompts" if lines < 7 else f"{str(out)!r} is complete: 7 lines"
+    said = f"continuing after {int(lines)} of 7 prompts" if lines < 7 else f"{str(out)!r} is complete: 7 lines"
     assert (said in result.stderr) == (lines >= 1)
 
 
@@ -325,7 +325,7 @@ def test_ctrl_c_keeps_the_lines_and_says_how_to_go_on(generate, whole, out, inte
     (line,) = result.stderr.splitlines()
     done = len(read(out))
     assert done == 1 if times == 2 else 2 <= done < 7, "the second one waits for nothing"
-    assert line == f"interrupted: {done} of 7 prompts are in {str(out)!r}; the same command with --resume goes on"
+    assert line == f"interrupted: {done} of 7 prompts are in {str(out)!r}; the same command with --resume continues"
     assert timeless(read(out)) == timeless(read(whole))[:done]
     assert signal.getsignal(signal.SIGINT) is before
     assert generate("--out", out, "--resume").exit_code == 0
@@ -447,7 +447,7 @@ def test_ctrl_c_while_prompts_are_tried_again_loses_no_line(generate, whole, out
 
 
 def test_an_engine_that_breaks_down_ends_the_run(generate, prompts, out, monkeypatch):
-    """What it has begun has an error for an answer, and the run can be gone on with."""
+    """What it has begun has an error for an answer, and the run can be continued."""
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS * 3))
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     forget = serving_engine.Desk._forget_ended

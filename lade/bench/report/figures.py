@@ -75,7 +75,7 @@ def can_draw() -> bool:
 
 
 def _drawn(results: Results) -> Iterator[tuple[str, Figure]]:
-    """Every picture that there is data for; each is to be saved before the next one is asked for."""
+    """Every picture that there is data for; each is to be saved before the next one is drawn."""
     from matplotlib import rc_context
 
     draws: list[Callable[[Results], Figure | None]] = [_speedup, _trade, _step_cost, _acceptance]

@@ -49,12 +49,12 @@ class BatchOptions:
     Attributes:
         batch_size: how many to decode at a time; None: one after the other, no batch.
         out: the file to write.
-        resume: go on with what is in it.
+        resume: whether to continue what is in it.
     """
 
     batch_size: Annotated[int | None, _option(metavar="B", help="Decode B prompts of a .jsonl file at a time.")] = None
     out: Annotated[Path | None, _option(metavar="FILE", help="File for the answers, as JSON lines.")] = None
-    resume: Annotated[bool, _option("--resume", metavar="", help="Go on after the lines in --out.")] = False
+    resume: Annotated[bool, _option("--resume", metavar="", help="Continue after the lines in --out.")] = False
 
     def batch(self, source: Source) -> Batch | None:
         """The batch that the options describe; None where they describe none.
@@ -76,7 +76,7 @@ class BatchOptions:
         if file is None or file.suffix != ".jsonl":
             raise ConfigError("batch-size", size, "it is for many prompts: give --prompt-file FILE.jsonl, one a line")
         if self.resume and self.out is None:
-            raise InputError("--resume goes on with a file: give the one to go on with as --out FILE")
+            raise InputError("--resume continues a file: give it as --out FILE")
         prompts = numbered_prompts(file)
         written = None if self.out is None else AnswerFile(self.out, prompts, resume=self.resume)
         return Batch(file, prompts, size, written)

@@ -52,12 +52,12 @@ def carry_out(batch: Batch, plan: GenerationPlan, term: Terminal, *, quiet: bool
         term.say(f"{str(batch.file.path)!r} is complete: {run.total} lines", "dim")
         return
     if run.answered:
-        term.say(f"going on after {run.answered} of {run.total} prompts", "dim")
+        term.say(f"continuing after {run.answered} of {run.total} prompts", "dim")
     run.do()
     if run.answered < run.total:
-        where = "are written; with --out FILE a run can be gone on with"
+        where = "are written; with --out FILE a run can be continued"
         if batch.file is not None:
-            where = f"are in {str(batch.file.path)!r}; the same command with --resume goes on"
+            where = f"are in {str(batch.file.path)!r}; the same command with --resume continues"
         term.say(f"interrupted: {run.answered} of {run.total} prompts {where}", "yellow")
         raise typer.Exit(EXIT_INTERRUPTED)
     if not quiet:
@@ -201,7 +201,7 @@ class Answers:
         plan, named = self._plan, {"line": line, **self._batch.prompts[line].as_dict()}
         try:
             output: Any = handle.result()
-        except Exception as problem:  # noqa: BLE001 - whatever ended this one, the others go on
+        except Exception as problem:  # noqa: BLE001 - whatever ended this one, the others continue
             self.failed += 1
             reason = f"{type(problem).__name__}: {one_line(problem)}"
             self._term.say(f"failed: {self._batch.place(line)}: {reason}", "yellow")

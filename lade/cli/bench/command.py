@@ -33,7 +33,7 @@ def bench(
 
     Without options: the embedded model on built-in prompts, offline, in a minute or two.
 
-    DIR gets results.json, from which --resume goes on after Ctrl-C, and report.html; figures with --figures.
+    DIR gets results.json, from which --resume continues after Ctrl-C, and report.html; figures with --figures.
 
     Exit code 1: a method's output differs from the first's. 2: bad input. 130: interrupted.
     """

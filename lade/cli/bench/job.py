@@ -117,7 +117,7 @@ class Files:
 
     out: Annotated[Path | None, _results(metavar="DIR", help="Folder for them. Default: bench-results/MODEL.")] = None
     resume: Annotated[
-        bool, _results("--resume", help="Go on where it was left; a run that is complete is only reported again.")
+        bool, _results("--resume", help="Continue where it stopped; a complete run is only reported again.")
     ] = False
     figures: Annotated[bool, _results("--figures", help="Draw the pictures into files too, SVG and PNG.")] = False
     allow_near_ties: Annotated[
@@ -138,7 +138,7 @@ class Weights:
 
     inflate: Annotated[
         float | None,
-        _model(metavar="PARAMS", help="Grow it to so many parameters, such as 500e6: same text, its cost."),
+        _model(metavar="PARAMS", help="Grow it to this many parameters, such as 500e6: same text, its cost."),
     ] = None
     threads: options.Threads = None
     pack: Annotated[

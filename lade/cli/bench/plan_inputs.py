@@ -1,4 +1,4 @@
-"""The model and the hardware that `lade bench plan` is asked about, as the command line has them."""
+"""The model and the hardware of `lade bench plan`, as the command line has them."""
 
 from __future__ import annotations
 

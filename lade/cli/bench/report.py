@@ -55,13 +55,13 @@ def complete_results(plan: Plan) -> Results | None:
 
 
 def report(results: Results, plan: Plan, tokenizer: Any, term: Terminal) -> None:
-    """Tell it, and write the report, and figures if they are wanted.
+    """Print the results, and write the report, with figures if they are wanted.
 
     Args:
         results: complete or not.
         plan: says where to, and whether as JSON.
         tokenizer: to spell tokens with; None: they are named by their ids.
-        term: where to tell it.
+        term: where to report it.
     """
     for mismatch in results.mismatches:
         term.say(Text(described(mismatch, tokenizer), "yellow" if mismatch.near_tie else "bold red"))

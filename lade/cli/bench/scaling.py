@@ -91,7 +91,7 @@ class ScalingResults:
 
     out: Annotated[Path, _results(metavar="DIR", help="Folder for scaling.json, made if need be.")] = Path("scaling")
     resume: Annotated[
-        bool, _results("--resume", help="Go on with the sizes that DIR lacks; with none, only report again.")
+        bool, _results("--resume", help="Continue with the sizes that DIR lacks; with none, only report again.")
     ] = False
     figures: Annotated[bool, _results("--figures", help="Draw the pictures into files too, SVG and PNG.")] = False
     json: options.Json = False
@@ -115,7 +115,7 @@ def scaling(
 
     Nothing is timed, so a busy machine changes nothing.
 
-    Each size is saved as soon as it is done; after Ctrl-C the same command with --resume goes on.
+    Each size is saved as soon as it is done; after Ctrl-C the same command with --resume continues.
 
     Exit code 1: an output differs from plain decoding's. 2: bad input. 130: interrupted.
     """
@@ -193,7 +193,7 @@ def _run(study: Study, results: ScalingResults, term: Terminal) -> None:
             f"{excused} answers differ from plain decoding's in a near tie, as {found.model.dtype} rounds", "yellow"
         )
     if interrupted:
-        term.say(f"interrupted: {len(found.points)} sizes are in {str(out)!r}; --resume goes on", "yellow")
+        term.say(f"interrupted: {len(found.points)} sizes are in {str(out)!r}; --resume continues", "yellow")
         raise typer.Exit(EXIT_INTERRUPTED)
     if found.wrong:
         raise typer.Exit(EXIT_DIFFERENT)
@@ -203,17 +203,17 @@ def _watch(study: Study, term: Terminal) -> None:
     """Show how far it is: with a bar on a terminal, with a line now and then elsewhere."""
     from lade.cli.bench.run import duration
 
-    bar, start, said = term.animated, perf_counter(), perf_counter()
+    bar, start, reported_at = term.animated, perf_counter(), perf_counter()
     columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description} · time left"), TimeRemainingColumn())
     with Progress(*columns, console=term.err, transient=True, disable=not bar) as progress:
         task = progress.add_task("sizes", total=1.0)
         for share in study:
             progress.update(task, completed=share, description=f"{len(study.scaling.points)} sizes")
             now = perf_counter()
-            if not bar and now - said > _LINE_EVERY_S and share < 1.0:
+            if not bar and now - reported_at > _LINE_EVERY_S and share < 1.0:
                 left = (now - start) / share * (1.0 - share)
                 term.say(f"{len(study.scaling.points)} sizes, {share:.0%}, about {duration(left)} left", "dim")
-                said = now
+                reported_at = now
 
 
 def _figures(found: Scaling, out: Path) -> list[str]:

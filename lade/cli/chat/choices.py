@@ -45,14 +45,14 @@ def chosen(choices: Choices, loaded: LoadedModel, *, greedy: bool) -> Choices:
     return replace(choices, do_sample=choices.do_sample or (_asks(loaded) and not greedy)).settled()
 
 
-def described(choices: Choices, loaded: LoadedModel, *, greedy: bool, asked: bool) -> str:
+def described(choices: Choices, loaded: LoadedModel, *, greedy: bool, do_sample: bool) -> str:
     """One line for the start of a chat.
 
     Args:
         choices: settled ones.
         loaded: has the checkpoint's checkpoint_defaults.
         greedy: whether the command line has `--greedy`.
-        asked: whether it has `--do-sample`.
+        do_sample: whether it has `--do-sample`.
     """
     if choices.do_sample:
         from lade.cli.loading.load import SAMPLING_FIELDS
@@ -63,7 +63,7 @@ def described(choices: Choices, loaded: LoadedModel, *, greedy: bool, asked: boo
         limits = f": {values}" if values else ""
         return (
             f"samples as --do-sample asks{limits}"
-            if asked
+            if do_sample
             else f"samples as the checkpoint asks{limits} · --greedy: not"
         )
     if greedy:

@@ -27,10 +27,10 @@ HELP = """\
 /retry          answer the last turn again
 /reset          forget the conversation; the system prompt stays
 /save FILE      write the conversation to a file
-/load FILE      go on with the conversation of a file
+/load FILE      continue the conversation of a file
 /stats          figures of this session
 /quit           leave (so does the end of input, Ctrl-D)
-A line that ends with a backslash goes on with the next one.
+A line that ends with a backslash continues on the next one.
 \"\"\" opens a text of several lines, which ends with \"\"\"; in it, a / begins no command.
 Ctrl-C stops an answer; what was said so far stays in the conversation."""
 _WITH_TEXT = ("/system", "/save", "/load")
@@ -79,7 +79,7 @@ def chat(
         check_served(loaded, lookahead, settled)
         lines = LineInput(None if no_history else history_path())
         talk = Chat(loaded, template, lookahead, settled, max_new_tokens, term, lines)
-        talk.begin(chat_choices.described(settled, loaded, greedy=greedy, asked=choices.do_sample), template.system)
+        talk.begin(chat_choices.described(settled, loaded, greedy=greedy, do_sample=choices.do_sample), template.system)
         talk.run()
 
 
@@ -157,7 +157,7 @@ class Chat:
             raise InputError(f"the input is not UTF-8 at byte {problem.start}: type or save it as UTF-8") from problem
 
     def _obey(self, text: str) -> bool:
-        """Carry out a command; whether the chat goes on."""
+        """Carry out a command; whether the chat continues."""
         name, *others = text.split(maxsplit=1)
         rest = "".join(others)
         try:
@@ -204,7 +204,7 @@ class Chat:
             raise InputError("nothing was said yet: there is nothing to save")
         if name == "/load":
             self._conversation.take(conversation_file.load(path))
-            self._term.say(f"going on after {self._said()}", "dim")
+            self._term.say(f"continuing after {self._said()}", "dim")
         else:
             conversation_file.save(path, self._conversation.messages, self._loaded.name)
             self._term.say(f"{self._said()} saved to {str(path)!r}", "dim")

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 EXAMPLE = 'Example:  [bold]lade demo --prompt "class Stack:" --max-new-tokens 200[/bold]'
 EXIT_DIFFERENT = 1
 _WARMUP_TOKENS = 8
-_REPLAY_S = 4.0  # the embedded model writes several hundred tokens a second, which nobody can follow
-_AGAIN = 3.0  # what would not be at least so many times slower is slow enough to be followed
+_REPLAY_S = 4.0  # the embedded model writes several hundred tokens a second, too fast to follow
+_AGAIN = 3.0  # what would not be slowed down at least this many times is slow enough to be followed
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ def load(loading: Loading, *, term: Terminal, pack: bool | None = False) -> Load
 
 
 def remembering(loaded: LoadedModel, lookahead: Lookahead, memory: Path | None) -> Lookahead:
-    """`lookahead` with a memory from a file, if one was asked for.
+    """`lookahead` with a memory from a file, if one was given.
 
     Raises:
         InputError: it cannot be read, is damaged, or is of another tokenizer.
@@ -175,7 +175,7 @@ def remembering(loaded: LoadedModel, lookahead: Lookahead, memory: Path | None) 
 
 
 def _pack(model: Any, term: Terminal, *, wanted: bool) -> None:
-    """Without `wanted` the user has not asked for packing: what cannot be packed is then said with --debug only."""
+    """wanted: whether --pack was given; otherwise what cannot be packed is reported with --debug only."""
     term.working("packing the weights")
     try:
         packing.pack(model)

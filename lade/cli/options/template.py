@@ -52,7 +52,7 @@ class Template:
 
     @property
     def given(self) -> dict[str, str]:
-        """What only a chat template can use, as on the command line; only what was asked for."""
+        """What only a chat template can use, as on the command line; only what was given."""
         given = {"system": self.system, "chat-template-kwargs": self.chat_template_kwargs}
         return {name: value for name, value in given.items() if value is not None}
 
