@@ -166,7 +166,7 @@ def test_ctrl_c_and_going_on(bench, out, interrupting):
     fails(bench(), out, "--resume", "--out")
     again = bench("--resume", "--json")
     assert again.exit_code == 0, again.output
-    assert "going on after 1 of 3 prompts" in again.stderr
+    assert "continuing after 1 of 3 prompts" in again.stderr
     steps = [[row["steps"] for row in json.loads(r.stdout)["blocks"][0]["rows"]] for r in (whole, again)]
     assert steps[0] == steps[1]
 

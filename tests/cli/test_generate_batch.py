@@ -368,7 +368,7 @@ def test_kill_9_in_the_middle_of_a_line(generate, whole, folder, prompts, out):
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert out.read_bytes().count(b"\n") == 3 and not out.read_bytes().endswith(b"\n")
     result = generate("--budget", 8, "--out", out, "--resume")
-    assert result.exit_code == 0 and "going on after 3 of 7 prompts" in result.stderr
+    assert result.exit_code == 0 and "continuing after 3 of 7 prompts" in result.stderr
     assert [entry["token_ids"] for entry in read(out)] == [entry["token_ids"] for entry in read(whole)]
     assert [entry["line"] for entry in read(out)] == LINES
 
@@ -421,12 +421,12 @@ def test_prompts_that_failed_are_tried_again_in_their_places(generate, whole, ou
     out.write_bytes(b"".join(out.read_bytes().splitlines(keepends=True)[:6]))
     failing(6)
     result = generate("--out", out, "--resume")
-    assert result.exit_code == 1 and "going on after 4 of 7 prompts" in result.stderr
+    assert result.exit_code == 1 and "continuing after 4 of 7 prompts" in result.stderr
     assert "1 of 7 prompts failed" in result.stderr
     assert [entry["line"] for entry in read(out) if "error" in entry] == [6]
     failing()
     result = generate("--out", out, "--resume")
-    assert result.exit_code == 0 and "going on after 6 of 7 prompts" in result.stderr
+    assert result.exit_code == 0 and "continuing after 6 of 7 prompts" in result.stderr
     assert timeless(read(out)) == timeless(read(whole))
     assert list(out.parent.glob("*.partial")) == []
 
