@@ -4,8 +4,8 @@
     python benchmarks/run.py embedded-code code-100M-bf16      these
     python benchmarks/run.py all --stories stories3M-hf --prompts tinystories_openings.jsonl
 
-One that is complete is only reported anew, and one that was interrupted goes on, so the same command can be given again
-at any time. To repeat a benchmark, give another folder with --out, and compare both with `lade bench compare`.
+One that is complete is only reported again, and one that was interrupted is continued, so the same command can be
+given at any time. To repeat a benchmark, give another folder with --out, and compare both with `lade bench compare`.
 """
 
 from __future__ import annotations

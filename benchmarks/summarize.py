@@ -1,6 +1,7 @@
 """Writes into the pages of this folder what the results say, so that no figure in them is typed by hand.
 
     python benchmarks/summarize.py             write
+    python benchmarks/summarize.py --draw      draw the pictures again, too
     python benchmarks/summarize.py --check     exit code 1 if a page says anything else than the results
 
 A page has places like these, and what lies between the two lines is made here:
@@ -26,19 +27,15 @@ from pathlib import Path
 from catalogue import BENCHMARKS, FOLDER, Benchmark
 
 from lade.bench.analysis.summary import Row, Summary, summarise
+from lade.bench.report.figures import MEANINGS, save_figures
 from lade.bench.report.prose import LOSS, MISSING, count, is_loss, number, rate
 from lade.bench.report.table import as_markdown
 from lade.bench.results import Results
+from lade.bench.scaling.figure import save_figures as save_scaling
 from lade.bench.scaling.records import Scaling
 
 NOT_YET = "Not run yet."
-FIGURES = {
-    "speedup": "Speed-up of each method, median and middle half of the answers",
-    "trade": "Tokens per step against tokens fed per step, with the line above which a method gains",
-    "step_cost": "Time of a forward pass by the tokens it feeds",
-    "acceptance": "Who proposed the accepted tokens, by their place in the step",
-    "scaling": "Tokens per step against tokens fed and against guesses, with the fitted laws",
-}
+FIGURES = MEANINGS | {"scaling": "Tokens per step against tokens fed and against guesses, with the fitted laws"}
 SHOWN = ("torch", "transformers", "cuda")
 HEADLINES = ("hf-prompt-lookup", "plain", "lookahead", "adaptive", "adaptive-warm")
 FIRST_SCREEN = {
@@ -63,7 +60,7 @@ def pages(folder: Path = FOLDER) -> list[Path]:
 
 
 def made(page: Path) -> str:
-    """A page with what lies between its marks made anew."""
+    """A page with what lies between its marks made again."""
     makers: dict[str, Callable[[Path, Path], str]] = {
         "results": _results,
         "scaling": _scaling,
@@ -83,11 +80,23 @@ def made(page: Path) -> str:
 
 
 def write_pages(folder: Path = FOLDER) -> list[Path]:
-    """Write all pages anew; those that have changed."""
+    """Write all pages; those that have changed."""
     changed = [page for page in pages(folder) if page.read_text(encoding="utf-8") != made(page)]
     for page in changed:
         page.write_text(made(page), encoding="utf-8")
     return changed
+
+
+def draw(folder: Path = FOLDER) -> None:
+    """Draw the pictures of all benchmarks again; no model is run."""
+    for benchmark in [*BENCHMARKS, *GPU]:
+        file = folder / benchmark.results
+        if not file.exists():
+            continue
+        if benchmark.command == "bench scaling":
+            save_scaling(Scaling.load(file), file.parent)
+        else:
+            save_figures(Results.load(file), file.parent)
 
 
 def _text(folder: Path, file: Path) -> str:
@@ -146,14 +155,9 @@ def _fits(found: Scaling) -> str:
 
 
 def _pictures(folder: Path, inside: Path) -> list[str]:
-    """Those that are there, for light and for dark pages."""
-    return [
-        f'<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="{dark}">\n'
-        f'  <img alt="{meaning}" src="{light}">\n</picture>'
-        for name, meaning in FIGURES.items()
-        for light, dark in [(inside / f"{name}_light.svg", inside / f"{name}_dark.svg")]
-        if (folder / light).exists() and (folder / dark).exists()
-    ]
+    """Those that are there."""
+    files = [(inside / f"{name}.svg", meaning) for name, meaning in FIGURES.items()]
+    return [f"![{meaning}]({file})" for file, meaning in files if (folder / file).exists()]
 
 
 def _overview(folder: Path) -> str:
@@ -254,7 +258,11 @@ def main(arguments: list[str] | None = None, folder: Path = FOLDER) -> int:
     """Do what the command line asks for; the exit code."""
     parser = argparse.ArgumentParser(prog="summarize.py", description="Write what the results say into the pages.")
     parser.add_argument("--check", action="store_true", help="only say which pages are not what the results say")
-    if not parser.parse_args(arguments).check:
+    parser.add_argument("--draw", action="store_true", help="draw the pictures again, too")
+    given = parser.parse_args(arguments)
+    if given.draw:
+        draw(folder)
+    if not given.check:
         for page in write_pages(folder):
             print(f"written: {os.path.relpath(page, folder)}")
         return 0

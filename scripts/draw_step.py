@@ -2,8 +2,8 @@
 
     python scripts/draw_step.py docs/images
 
-The tree is grown by the library itself on a toy text; nothing in the picture is drawn by hand. It writes an SVG for
-light and one for dark backgrounds.
+The tree is grown by the library itself on a toy text; nothing in the picture is drawn by hand. The SVG suits light and
+dark pages.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import random
 import sys
 from pathlib import Path
 
-import matplotlib as mpl
-
-mpl.use("svg")
-from matplotlib import pyplot as plt
+from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from lade.bench.report.theme import LIGHT, RC, as_svg
 from lade.decoding.drafting.ngram_pool import NGramPool
 from lade.decoding.drafting.window import Window
 from lade.decoding.tree import ROOT, TokenTree
 
 WORDS = "the cat sat on the mat and the cat ran to a dog in the sun with one red hat".split()  # noqa: SIM905
 COLOURS = {"root": "#8c8c8c", "window": "#4c8bf5", "pool": "#f29d38"}
-THEMES = {"light": ("#1f2328", "#ffffff"), "dark": ("#e6edf3", "#0d1117")}
+LEGEND = {"root": "current token", "window": "lookahead window", "pool": "guesses from the pool"}
+ON_COLOUR = "#fefefe"  # text on coloured ground, the same on light and on dark pages
 
 
 def text_and_followers() -> tuple[list[str], list[int], dict[int, int]]:
@@ -75,56 +75,53 @@ def colour(tree: TokenTree, node: int) -> str:
     return COLOURS["window" if tree.sources[node] == "window" else "pool"]
 
 
-def draw_tree(axes: Axes, tree: TokenTree, names: list[str], ink: str) -> None:
+def draw_tree(axes: Axes, tree: TokenTree, names: list[str]) -> None:
     spots = layout(tree)
     for node in range(1, len(tree)):
         (x0, y0), (x1, y1) = spots[tree.parents[node]], spots[node]
-        axes.plot([x0, x1], [y0, y1], color=ink, alpha=0.45, linewidth=1, zorder=1)
+        axes.plot([x0, x1], [y0, y1], color=LIGHT.ink, alpha=0.45, linewidth=1, zorder=1)
     for node, (x, y) in enumerate(spots):
         box = {"boxstyle": "round,pad=0.25", "facecolor": colour(tree, node), "edgecolor": "none"}
-        axes.text(x, y, names[tree.ids[node]], ha="center", va="center", fontsize=8, color="white", bbox=box, zorder=2)
+        axes.text(
+            x, y, names[tree.ids[node]], ha="center", va="center", fontsize=8, color=ON_COLOUR, bbox=box, zorder=2
+        )
     depth = max(tree.depths)
     for d in range(depth + 1):
-        axes.text(d, 1.2, "P" if d == 0 else f"P+{d}", ha="center", fontsize=8, color=ink)
+        axes.text(d, 1.2, "P" if d == 0 else f"P+{d}", ha="center", fontsize=8, color=LIGHT.ink)
     axes.set_xlim(-0.5, depth + 0.5)
     axes.set_ylim(min(y for _, y in spots) - 0.8, 1.8)
     axes.set_axis_off()
-    axes.set_title(f"one step: a tree of {len(tree)} tokens", color=ink, fontsize=10)
+    axes.set_title(f"one step: a tree of {len(tree)} tokens", color=LIGHT.ink, fontsize=10)
 
 
-def draw_mask(axes: Axes, tree: TokenTree, ink: str) -> None:
+def draw_mask(axes: Axes, tree: TokenTree) -> None:
     size = len(tree)
     for node, row in enumerate(tree.closure()):
         axes.add_patch(Rectangle((-2.2, node + 0.08), 1.8, 0.84, color=COLOURS["root"], alpha=0.5))
         for other, seen in enumerate(row):
-            shade = colour(tree, other) if seen else ink
+            shade = colour(tree, other) if seen else LIGHT.ink
             axes.add_patch(Rectangle((other + 0.08, node + 0.08), 0.84, 0.84, color=shade, alpha=1 if seen else 0.08))
-    axes.text(-1.3, -0.5, "cache", ha="center", fontsize=8, color=ink)
+    axes.text(-1.3, -0.5, "cache", ha="center", fontsize=8, color=LIGHT.ink)
     axes.set_xlim(-2.4, size + 0.2)
     axes.set_ylim(size + 0.2, -1.4)
     axes.set_aspect("equal")
     axes.set_axis_off()
-    axes.set_title("its mask: each row sees the cache and its ancestors", color=ink, fontsize=10)
+    axes.set_title("its mask: each row sees the cache and its ancestors", color=LIGHT.ink, fontsize=10)
 
 
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    mpl.rcParams["svg.hashsalt"] = "lade"  # the same picture gives the same file
     tree, names = step_tree()
-    for theme, (ink, paper) in THEMES.items():
-        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), facecolor=paper, width_ratios=[1.25, 1])
-        draw_tree(left, tree, names, ink)
-        draw_mask(right, tree, ink)
+    with rc_context(RC):
+        figure = Figure(figsize=(11, 4.6))
+        left, right = figure.subplots(1, 2, width_ratios=[1.25, 1])
+        draw_tree(left, tree, names)
+        draw_mask(right, tree)
         for x, (name, text) in zip((0.30, 0.45, 0.62), LEGEND.items(), strict=True):
             figure.text(x, 0.02, f"■ {text}", color=COLOURS[name], fontsize=9)
         figure.tight_layout(rect=(0, 0.05, 1, 1))
-        figure.savefig(folder / f"step_{theme}.svg", metadata={"Date": None})
-        if "--png" in sys.argv:
-            figure.savefig(folder / f"step_{theme}.png", dpi=110)
-        plt.close(figure)
+        (folder / "step.svg").write_text(as_svg(figure), encoding="utf-8")
 
-
-LEGEND = {"root": "current token", "window": "lookahead window", "pool": "guesses from the pool"}
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))

@@ -3,7 +3,7 @@
     python scripts/profile_step.py --model FOLDER [--method 7,5,7 | --method budget=16]
 
 Each part is timed by wrapping its function. What the wrappers cost counts as the library's time, so this shows shares;
-`measure.py` has the total.
+`lade bench` has the total (column `own`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 The embedded model continues one of the built-in prompts greedily. Each step is printed as the tree that was fed: one
 token a line, a child below its parent, then who proposed it; `*` marks what the model had chosen. The last choice of a
-step, which nobody had to guess, is the root of the next one.
+step, which needed no guess, is the root of the next one.
 """
 
 from __future__ import annotations

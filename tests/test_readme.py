@@ -17,7 +17,7 @@ def test_the_commands_it_names_are_there():
 
 
 def test_its_pictures_are_there():
-    found = re.findall(r'(?:src|srcset)="([^"]+)"', TEXT)
+    found = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", TEXT)
     assert found and all((README.parent / path).is_file() for path in found)
 
 

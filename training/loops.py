@@ -23,7 +23,7 @@ class LoopRows:
     """Rows that begin as text and then loop, and where each label was one round earlier.
 
     ids: [R, T + 1] int64; earlier: [R, T] int64, the place of the same label a round before; looping: [R, T] bool,
-    whether the label continues a repetition that has gone on for too long.
+    whether the label continues a repetition that has lasted too long.
     """
 
     ids: torch.Tensor

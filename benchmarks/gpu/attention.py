@@ -116,7 +116,7 @@ class Problem:
         return arms | {"flash": flash}
 
     def flex(self) -> Arm:
-        """FlexAttention, compiled anew, since it would run uncompiled after a few shapes."""
+        """FlexAttention, compiled again, since it would run uncompiled after a few shapes."""
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         def seen(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -276,7 +276,7 @@ def main(
     steps: Annotated[str, typer.Option(help="tokens of a step")] = "1,8,16,32,64,128",
     rounds: Annotated[int, typer.Option(min=1)] = 20,
     flex: Annotated[bool, typer.Option(help="FlexAttention, which takes seconds to compile for each point")] = True,
-    limit_s: Annotated[float, typer.Option(help="begin no other point after so many seconds")] = math.inf,
+    limit_s: Annotated[float, typer.Option(help="begin no other point after this many seconds")] = math.inf,
     sweep_tiles: Annotated[bool, typer.Option("--sweep", help="measure other tiles of our kernel instead")] = False,
 ) -> None:
     """Measure, save after each point, and print a table."""

@@ -6,9 +6,9 @@ A step that feeds T tokens takes t(T). It is worth while if it yields more than 
 break-even S. Weights of fewer bits are read in less time, so one token costs less; what turns them into numbers again
 and multiplies is often made for one token, so several may cost more. Only a measurement tells.
 
-The embedded model is inflated anew for each way to quantise it. Weights alone are quantised, the head is not, as the
+The embedded model is inflated again for each way to quantise it. Weights alone are quantised, the head is not, as the
 libraries have it; what else there is this library refuses (docs/models.md). A library or a kernel that is missing here
-is told of and left out. Passes run as a user's do: replayed as CUDA graphs where they can be captured.
+is named and left out. Passes run as a user's do: replayed as CUDA graphs where they can be captured.
 """
 
 from __future__ import annotations
@@ -114,12 +114,12 @@ WAYS = (
 
 
 def inflated(params: float, device: torch.device) -> Any:
-    """The embedded model at the cost of about so many parameters, of a width that can be cut into blocks."""
+    """The embedded model at the cost of about this many parameters, of a width that can be cut into blocks."""
     small = AutoModelForCausalLM.from_pretrained(model_path(), dtype=DTYPE)
     sizes = choose(small, Wanted(params))
     width = max(small.config.intermediate_size, sizes.intermediate_size // WIDTHS * WIDTHS)
-    told = {"layers": sizes.layers, "hidden_factor": sizes.hidden_factor, "intermediate_size": width}
-    return inflate(small, None, **told, dtype=DTYPE, device=device)
+    sizing = {"layers": sizes.layers, "hidden_factor": sizes.hidden_factor, "intermediate_size": width}
+    return inflate(small, None, **sizing, dtype=DTYPE, device=device)
 
 
 def measured(model: Any, sizes: Sequence[int], cached: int, rounds: int) -> dict[str, Any]:
@@ -139,13 +139,13 @@ def measured(model: Any, sizes: Sequence[int], cached: int, rounds: int) -> dict
     }
 
 
-def tried(way: Way, told: argparse.Namespace) -> dict[str, Any]:
+def tried(way: Way, options: argparse.Namespace) -> dict[str, Any]:
     """What was measured of one way, or why it was not."""
-    device, sizes = torch.device(told.device), [int(size) for size in told.sizes.split(",")]
-    model = inflated(told.params, device)
+    device, sizes = torch.device(options.device), [int(size) for size in options.sizes.split(",")]
+    model = inflated(options.params, device)
     try:
         way.apply(model)
-        return {"way": way.name, **measured(model, sizes, told.cached, told.rounds)}
+        return {"way": way.name, **measured(model, sizes, options.cached, options.rounds)}
     except (MissingError, ImportError, NotImplementedError, AssertionError, RuntimeError) as problem:  # no kernel here
         return {"way": way.name, "missing": f"{type(problem).__name__}: {problem}".splitlines()[0]}
     except lade.UnsupportedModelError as problem:
@@ -173,35 +173,40 @@ def table_of(found: Sequence[dict[str, Any]]) -> str:
 
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
-    """What was asked for."""
+    """The arguments."""
     parser = argparse.ArgumentParser(description="What several tokens cost with quantised weights.")
     parser.add_argument("--params", type=float, default=7e9, help="parameters of the inflated embedded model")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--cached", type=int, default=512, help="tokens in the cache")
     parser.add_argument("--sizes", default="1,8,16,32,64", help="tokens fed, beginning with 1")
     parser.add_argument("--rounds", type=int, default=20, help="passes of each size that count")
-    parser.add_argument("--limit-s", type=float, default=3600, help="begin nothing after so many seconds")
+    parser.add_argument("--limit-s", type=float, default=3600, help="begin nothing after this many seconds")
     parser.add_argument("--out", type=Path, help="a JSON file; beside it the table, as .txt")
-    told = parser.parse_args(words)
-    if told.sizes.split(",")[0] != "1":
-        parser.error(f"--sizes {told.sizes}: give 1 first, which the others are compared with")
-    return told
+    options = parser.parse_args(words)
+    if options.sizes.split(",")[0] != "1":
+        parser.error(f"--sizes {options.sizes}: give 1 first, which the others are compared with")
+    return options
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure and print one way after the other, saving as it goes; 1 if unquantised weights could not be measured."""
-    told, found, start = arguments(words), [], perf_counter()
+    options, found, start = arguments(words), [], perf_counter()
     warnings.filterwarnings("ignore", module=r"torchao|bitsandbytes")  # of kernels for other machines
     for way in WAYS:
-        late = perf_counter() - start > told.limit_s
-        found.append({"way": way.name, "missing": "no time was left"} if late else tried(way, told))
+        late = perf_counter() - start > options.limit_s
+        found.append({"way": way.name, "missing": "no time was left"} if late else tried(way, options))
         table = table_of(found)
         print(f"{table}\n", flush=True)
-        if told.out is not None:
-            record = {"command": command_line(sys.argv), "params": told.params, "cached": told.cached, "ways": found}
-            told.out.parent.mkdir(parents=True, exist_ok=True)
-            told.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-            told.out.with_suffix(".txt").write_text(table + "\n", encoding="utf-8")
+        if options.out is not None:
+            record = {
+                "command": command_line(sys.argv),
+                "params": options.params,
+                "cached": options.cached,
+                "ways": found,
+            }
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            options.out.with_suffix(".txt").write_text(table + "\n", encoding="utf-8")
     return 0 if "passes" in found[0] else 1
 
 

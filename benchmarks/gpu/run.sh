@@ -143,8 +143,9 @@ for size in "${todo[@]}"; do
     ! wanted methods || run_long "$name parameters" "${lade_bench[@]}" --methods $METHODS --out "$out/$name"
     ! wanted sampled || run_long "$name parameters, sampled" "${lade_bench[@]}" --methods $SAMPLED_METHODS \
         --temperature $TEMPERATURE --out "$out/$name-sampled"
-    ! wanted batches || run_long "$name parameters, batches of $BATCH" "$python" scripts/measure_batches.py \
-        "${model[@]}" --rows $BATCH "${bench[@]}" --rounds $rounds --out "$out/batches-$name.txt"
+    ! wanted batches || run_long "$name parameters, batches of $BATCH" \
+        env COLUMNS=120 bash -c '"${@:2}" >"$1"' - "$out/batches-$name.txt" "$python" -m lade bench "${model[@]}" --no-pack \
+        --batch-size $BATCH "${bench[@]}" --repeats $rounds --allow-near-ties
 done
 
 ! wanted quantised || stage "quantised weights, $name parameters" $QUANTISED_S "$python" benchmarks/gpu/quantised.py \

@@ -78,7 +78,7 @@ def weights_read(model: Any) -> int:
 
 
 def cache_bytes(model: Any, cached: int, rows: int) -> int:
-    """Keys and values of so many tokens."""
+    """Keys and values of this many tokens."""
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -155,7 +155,7 @@ def table_of(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
-    """What was asked for."""
+    """The arguments."""
     parser = argparse.ArgumentParser(description="What one pass takes, with and without graphs.")
     parser.add_argument("--params", type=float, default=7e9, help="parameters of the inflated embedded model")
     parser.add_argument("--device", default="cuda")
@@ -170,15 +170,15 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, print, save; 1 where passes could not be captured on a device that has graphs."""
-    told = arguments(words)
-    device, sizes = torch.device(told.device), [int(size) for size in told.sizes.split(",")]
-    small = AutoModelForCausalLM.from_pretrained(model_path(), dtype=DTYPES[told.dtype])
-    model: Any = inflate(small, told.params, dtype=DTYPES[told.dtype], device=device)
+    options = arguments(words)
+    device, sizes = torch.device(options.device), [int(size) for size in options.sizes.split(",")]
+    small = AutoModelForCausalLM.from_pretrained(model_path(), dtype=DTYPES[options.dtype])
+    model: Any = inflate(small, options.params, dtype=DTYPES[options.dtype], device=device)
     bandwidth, rate, weights = bandwidth_of(device), rate_of(device, model.dtype), weights_read(model)
-    bytes_read = weights * model.dtype.itemsize + cache_bytes(model, told.cached, told.rows)
-    floors = bytes_read / bandwidth, 2 * weights * told.rows / rate
+    bytes_read = weights * model.dtype.itemsize + cache_bytes(model, options.cached, options.rows)
+    floors = bytes_read / bandwidth, 2 * weights * options.rows / rate
     print(
-        f"{weights / 1e9:.3f} billion weights and {told.cached} cached tokens: {bytes_read / 1e9:.3f} GB a pass; "
+        f"{weights / 1e9:.3f} billion weights and {options.cached} cached tokens: {bytes_read / 1e9:.3f} GB a pass; "
         f"copies reach {bandwidth / 1e9:.0f} GB/s, matrix products {rate / 1e12:.2f} TFLOP/s",
         flush=True,
     )
@@ -190,20 +190,20 @@ def main(words: Sequence[str] | None = None) -> int:
         "eager": EagerRunner(model, plan, model.generation_config),
         "replayed": GraphRunner(model, plan, model.generation_config, pool),
     }
-    lanes = {name: Lane(runner, sizes, told.cached, told.rows) for name, runner in runners.items()}
-    measure(list(lanes.values()), sizes, told.rounds)
+    lanes = {name: Lane(runner, sizes, options.cached, options.rows) for name, runner in runners.items()}
+    measure(list(lanes.values()), sizes, options.rounds)
 
     captured = graphs and pool.capture_failed_in is None
     lines = [line_of(size, floors, lanes) for size in sizes]
     table = f"{table_of(lines)}\nreplayed: {'CUDA graphs' if captured else 'called again, not captured'}"
     print(table)
-    if told.out is not None:
+    if options.out is not None:
         found = {"captured": captured, "bandwidth": bandwidth, "operations_per_s": rate, "weights": weights}
-        found |= {"bytes_read": bytes_read, "dtype": told.dtype, "cached": told.cached, "rows": told.rows}
+        found |= {"bytes_read": bytes_read, "dtype": options.dtype, "cached": options.cached, "rows": options.rows}
         found |= {"command": command_line(sys.argv), "environment": vars(environment_of(model)), "passes": lines}
-        told.out.parent.mkdir(parents=True, exist_ok=True)
-        told.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        told.out.with_suffix(".txt").write_text(table + "\n", encoding="utf-8")
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        options.out.with_suffix(".txt").write_text(table + "\n", encoding="utf-8")
     return 0 if captured or device.type == "cpu" else 1
 
 

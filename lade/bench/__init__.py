@@ -24,7 +24,7 @@ _PACKAGES = ("workloads",)
 if not TYPE_CHECKING:  # else type checkers would believe in any name
 
     def __getattr__(name: str) -> Any:
-        """Import a name when it is first asked for: what needs no torch does not wait for it."""
+        """Import a name on first use: what needs no torch does not wait for it."""
         if name in _PACKAGES:
             return importlib.import_module(f"lade.bench.{name}")
         if name not in _HOME_OF:

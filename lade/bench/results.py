@@ -1,4 +1,4 @@
-"""What a benchmark run found: the records behind `results.json`, whose schema is described in docs/results-schema.md.
+"""What a benchmark run found: the records in `results.json`, whose schema is described in docs/results-schema.md.
 
 Everything that is reported can be computed from these records alone; they hold each answer of each method, not means.
 Prompts of others are named by a hash of their ids, not quoted.
@@ -63,7 +63,7 @@ class Settings:
 
     Attributes:
         max_new_tokens: per answer.
-        ignore_eos: whether answers go on after the end of the text.
+        ignore_eos: whether answers continue after the end of the text.
         temperature: None decodes greedily.
         top_k, top_p: as in transformers; None or 0: no limit.
         seeds: one answer of each prompt for each; `[0]` when greedy.
@@ -103,7 +103,7 @@ class Method:
     Attributes:
         name: unique in a run, such as "adaptive" or "lookahead 15,5,15".
         kind: hf, hf-prompt-lookup, hf-assisted, plain, jacobi, lookahead, adaptive or adaptive-warm.
-        config: what it was told, such as `{"window": 15, "ngram": 5, "guesses": 15}`.
+        config: of the method, such as `{"window": 15, "ngram": 5, "guesses": 15}`.
         packed: whether it ran on prepacked weights (`lade.pack`).
         compared: whether its answers are to equal the reference's. Transformers' assisted methods, when sampling, draw
             from the same distribution but otherwise.
@@ -138,7 +138,7 @@ class Sample:
         accepted: tokens emitted; one entry a step. Their sum is `new_tokens - 1`; less for `hf-prompt-lookup` and
             `hf-assisted`, which check guesses in prefill already.
         sources: for each place in a step (0 is the token after the root), who proposed the tokens emitted there and
-            how many: `[{"memory": 80, "bonus": 20}, ...]`; `bonus` for nobody. The chain of `jacobi` counts as
+            how many: `[{"memory": 80, "bonus": 20}, ...]`; `bonus` for none. The chain of `jacobi` counts as
             `window`. Empty for transformers' own methods.
         distinct_4grams: share of distinct 4-grams in the answer; a text that loops flatters all methods.
         output_sha256: of the new ids, as little-endian int64.

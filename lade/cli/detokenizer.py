@@ -26,7 +26,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         before, size = list(context), _TAIL_TOKENS
         self._ids = before[-size:]
-        while not self._decode() and size < len(before):  # special tokens only, which have no text to go on with
+        while not self._decode() and size < len(before):  # special tokens only, which have no text to continue from
             size *= 2
             self._ids = before[-size:]
         self._shown = self._decode()  # what of the window's text was handed out

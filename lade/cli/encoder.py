@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lade.cli.loading.load import Subject
+from lade.cli.loading.load import LoadedModel
 from lade.cli.options.template import Template
 from lade.cli.prompts import Messages, Prompt
 from lade.cli.terminal import one_line
@@ -15,22 +15,22 @@ class Encoder:
     """Encodes the prompts of a command.
 
     Args:
-        subject: has the tokenizer.
+        loaded: has the tokenizer.
         template: checked options.
 
     Attributes:
         templated: whether texts are put into a chat template.
 
     Raises:
-        ConfigError: something was asked of a template that the model has not.
+        ConfigError: an option needs a template that the model has not.
     """
 
-    def __init__(self, subject: Subject, template: Template) -> None:
-        self._subject, self._template = subject, template
-        self.templated = not template.raw and bool(getattr(subject.tokenizer, "chat_template", None))
+    def __init__(self, loaded: LoadedModel, template: Template) -> None:
+        self._loaded, self._template = loaded, template
+        self.templated = not template.raw and bool(getattr(loaded.tokenizer, "chat_template", None))
         for name, value in template.given.items():
             if not self.templated:
-                raise ConfigError(name, value, f"{subject.name!r} has no chat template: leave it out")
+                raise ConfigError(name, value, f"{loaded.name!r} has no chat template: leave it out")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -45,11 +45,11 @@ class Encoder:
         """
         if not self.templated:
             if prompt.messages is not None:
-                why = "--raw was given" if self._template.raw else f"{self._subject.name!r} has no chat template"
+                why = "--raw was given" if self._template.raw else f"{self._loaded.name!r} has no chat template"
                 raise InputError(f'messages need a chat template, and {why}: give a text under "prompt"')
-            return self._subject.encode(prompt.text)
+            return self._loaded.encode(prompt.text)
         ids = self._templated(prompt.messages or [{"role": "user", "content": prompt.text}])
-        self._subject.check(ids)
+        self._loaded.check(ids)
         return ids
 
     def _templated(self, messages: Messages) -> list[int]:
@@ -61,12 +61,12 @@ class Encoder:
         goes_on = messages[-1]["role"] == "assistant"  # then its last message is continued, not answered
         kind = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
         try:
-            ids: list[int] = self._subject.tokenizer.apply_chat_template(
+            ids: list[int] = self._loaded.tokenizer.apply_chat_template(
                 messages, **{**kind, **self._template.arguments}, tokenize=True, return_dict=False
             )
         except Exception as problem:
             reason = one_line(problem, 240)
             raise InputError(
-                f"the chat template of {self._subject.name!r} refuses the prompt ({reason}): mend it, or add --raw"
+                f"the chat template of {self._loaded.name!r} refuses the prompt ({reason}): mend it, or add --raw"
             ) from problem
         return ids

@@ -12,7 +12,7 @@ from lade.cli.options import decoding as options
 from lade.cli.terminal import terminal
 
 if TYPE_CHECKING:
-    from lade.cli.loading.load import Subject
+    from lade.cli.loading.load import LoadedModel
 
 EXAMPLE = "Example:  [bold]lade info --model gpt2[/bold]"
 
@@ -39,31 +39,31 @@ def info(
         term.out.print(table)
 
 
-def _facts(subject: Subject) -> dict[str, Any]:
+def _facts(loaded: LoadedModel) -> dict[str, Any]:
     import torch
     import transformers
 
     from lade.model.support.supports import supports
     from lade.version import __version__
 
-    model = subject.model
+    model = loaded.model
     config = model.config.get_text_config(decoder=True)
     support = supports(model)
     return {
-        "model": subject.name,
+        "model": loaded.name,
         "class": type(model).__name__,
         "model_type": config.model_type,
         "supported": bool(support),
         "reason": support.reason or None,
         "parameters": model.num_parameters(),
         "layers": getattr(config, "num_hidden_layers", None),
-        "dtype": subject.dtype,
+        "dtype": loaded.dtype,
         "attention": config._attn_implementation,
-        "context": subject.context,
+        "context": loaded.context,
         "vocabulary": model.get_input_embeddings().num_embeddings,
-        "chat_template": bool(getattr(subject.tokenizer, "chat_template", None)),
+        "chat_template": bool(getattr(loaded.tokenizer, "chat_template", None)),
         "device": str(model.device),
-        **subject.variant,
+        **loaded.variant,
         **_packing(model),
         "threads": torch.get_num_threads(),
         "lade": __version__,

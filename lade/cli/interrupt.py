@@ -1,4 +1,4 @@
-"""Ctrl-C as a wish that is granted between two steps, so that tokens, cache and statistics agree."""
+"""Ctrl-C, obeyed between two steps, so that tokens, cache and statistics agree."""
 
 from __future__ import annotations
 

@@ -6,7 +6,9 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from lade.errors import InputError
 
@@ -31,28 +33,69 @@ class Prompt:
         return {"prompt": self.text} if self.messages is None else {"messages": self.messages}
 
 
-def read_prompts(text: str | None, prompt: str | None, prompt_file: Path | None) -> list[Prompt]:
-    """The prompts that the options name, none of them empty; nothing named: standard input, unless it is a terminal.
+@dataclass(frozen=True)
+class Source:
+    """Options that name the prompts of a command.
 
-    Args:
+    Attributes:
         text: the positional argument: a prompt; "-" is standard input, of which one newline at the end is taken off.
         prompt: `--prompt`.
         prompt_file: `.jsonl`: one prompt a line under the key `prompt`, or one conversation under the key `messages`;
             anything else: one prompt, exactly as it is.
+    """
+
+    text: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="The prompt. Not given, or -: standard input.")
+    ] = None
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt, too.")] = None
+    prompt_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="One prompt, or of .jsonl one a line: prompt or messages.")
+    ] = None
+
+    @property
+    def piped(self) -> bool:
+        """Whether it is standard input."""
+        return self.text in (None, "-") and self.prompt is None and self.prompt_file is None
+
+    def check(self) -> None:
+        """Raise `InputError` if several prompts are named, or none and there is only a keyboard."""
+        given = sum(each is not None for each in (self.text, self.prompt, self.prompt_file))
+        if given > 1 or (not given and sys.stdin.isatty()):
+            raise InputError(
+                "exactly one prompt is needed: give it as an argument, as --prompt-file FILE, or through a pipe"
+            )
+
+    def read(self) -> list[Prompt]:
+        """The prompts, none of them empty.
+
+        Raises:
+            InputError: see `check`; or one cannot be read.
+        """
+        self.check()
+        if self.prompt_file is not None:
+            return read_file(self.prompt_file)
+        given = self.text if self.prompt is None else self.prompt
+        if given is None or given == self.text == "-":
+            given = _utf8(sys.stdin.buffer.read(), "standard input").removesuffix("\n")
+            if not given:
+                raise InputError(
+                    "standard input is empty: give a prompt there, as an argument, or as --prompt-file FILE"
+                )
+        check_text(given, "the prompt")
+        return [Prompt(given)]
+
+
+def read_file(path: Path) -> list[Prompt]:
+    """The prompts of a file: of `.jsonl` one a line, of anything else one.
 
     Raises:
-        InputError: more than one of them is given, or none and nothing is piped in, or it cannot be read.
+        InputError: it cannot be read, or has no prompt.
     """
-    check_sources(text, prompt, prompt_file)
-    if prompt_file is not None:
-        return _from_file(prompt_file)
-    given = text if prompt is None else prompt
-    if given is None or given == text == "-":
-        given = _utf8(sys.stdin.buffer.read(), "standard input").removesuffix("\n")
-        if not given:
-            raise InputError("standard input is empty: give a prompt there, as an argument, or as --prompt-file FILE")
-    check_text(given, "the prompt")
-    return [Prompt(given)]
+    if path.suffix == ".jsonl":
+        return list(numbered_prompts(path).values())
+    text = _read(path)
+    check_text(text, "the prompt")
+    return [Prompt(text)]
 
 
 def numbered_prompts(path: Path) -> dict[int, Prompt]:
@@ -68,15 +111,6 @@ def numbered_prompts(path: Path) -> dict[int, Prompt]:
     return prompts
 
 
-def check_sources(text: str | None, prompt: str | None, prompt_file: Path | None) -> None:
-    """Raise `InputError` if several prompts are named, or none and there is only a keyboard; see `read_prompts`."""
-    given = sum(each is not None for each in (text, prompt, prompt_file))
-    if given > 1 or (not given and sys.stdin.isatty()):
-        raise InputError(
-            "exactly one prompt is wanted: give it as an argument, as --prompt-file FILE, or through a pipe"
-        )
-
-
 def check_text(text: str, name: str) -> None:
     """Raise `InputError` for an empty text and for one that is no Unicode."""
     if not text:
@@ -85,14 +119,6 @@ def check_text(text: str, name: str) -> None:
         text.encode()
     except UnicodeEncodeError as problem:
         raise InputError(f"{name} is not UTF-8 at character {problem.start}: save or type it as UTF-8") from problem
-
-
-def _from_file(path: Path) -> list[Prompt]:
-    if path.suffix == ".jsonl":
-        return list(numbered_prompts(path).values())
-    text = _read(path)
-    check_text(text, "the prompt")
-    return [Prompt(text)]
 
 
 def _read(path: Path) -> str:

@@ -29,7 +29,7 @@ class Noise:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Meanwhile torch's generators go on from where the last turn left them; afterwards they are as before."""
+        """Run the body with torch's generators as the last turn left them; their states are restored afterwards."""
         if self._seed is None:
             yield
             return

@@ -12,7 +12,7 @@ from transformers import StoppingCriteriaList, StopStringCriteria
 from lade.cli.detokenizer import Detokenizer
 from lade.cli.interrupt import Interrupt
 from lade.cli.loading import checkpoint
-from lade.cli.loading.load import BEAM_FIELDS, SAMPLING_FIELDS, Subject
+from lade.cli.loading.load import BEAM_FIELDS, SAMPLING_FIELDS, LoadedModel
 from lade.cli.options.decoding import GREEDY, Choices
 from lade.cli.terminal import Terminal
 from lade.config import Lookahead, LookaheadConfig
@@ -59,11 +59,11 @@ class Generation:
         self.stats.merge(other.stats)
         self.config, self.choices = other.config, other.choices
 
-    def as_dict(self, subject: Subject) -> dict[str, Any]:
+    def as_dict(self, loaded: LoadedModel) -> dict[str, Any]:
         """The object that `--json` prints."""
         stats = self.stats
         return {
-            "text": Detokenizer(subject.tokenizer, self.prompt).whole(self.token_ids),
+            "text": Detokenizer(loaded.tokenizer, self.prompt).whole(self.token_ids),
             "token_ids": self.token_ids,
             "new_tokens": stats.new_tokens,
             "steps": stats.steps,
@@ -72,8 +72,8 @@ class Generation:
             "prefill_s": stats.prefill_s,
             "decode_s": stats.decode_s,
             "tokens_per_s": self.tokens_per_s,
-            "model": subject.name,
-            "dtype": subject.dtype,
+            "model": loaded.name,
+            "dtype": loaded.dtype,
             "config": config_dict(self.config),
             **self.choices.as_dict(),
             "interrupted": self.interrupted,
@@ -111,72 +111,72 @@ def _how(config: LookaheadConfig | None) -> str:
     return f"adaptive{budget}{', memory' if config.memory is not None else ''}"
 
 
-def check_served(subject: Subject, lookahead: Lookahead, choices: Choices = GREEDY) -> None:
+def check_served(loaded: LoadedModel, lookahead: Lookahead, choices: Choices = GREEDY) -> None:
     """Raise what would be wrong with every prompt.
 
     Raises:
-        UnsupportedModelError: a method was asked for that the model cannot be decoded with.
+        UnsupportedModelError: the model cannot be decoded with this method.
         ConfigError: a stop text that its tokenizer cannot spell, or a checkpoint's value that is out of range.
     """
     if isinstance(lookahead, LookaheadConfig):
-        supports(subject.model).require()
-    checkpoint.check_choices(generate_arguments(subject, choices), subject.name)
+        supports(loaded.model).require()
+    checkpoint.check_choices(generate_arguments(loaded, choices), loaded.name)
     for text in choices.stop or ():
         try:
-            StopStringCriteria(subject.tokenizer, [text])
+            StopStringCriteria(loaded.tokenizer, [text])
         except ValueError as problem:
-            raise ConfigError("stop", text, f"no tokens of {subject.name!r} spell it: give another") from problem
+            raise ConfigError("stop", text, f"no tokens of {loaded.name!r} spell it: give another") from problem
 
 
-def warn_of_length(subject: Subject, longest: int, max_new_tokens: int, term: Terminal) -> None:
+def warn_of_length(loaded: LoadedModel, longest: int, max_new_tokens: int, term: Terminal) -> None:
     """Say so where the longest prompt and the new tokens together leave the model's context."""
-    if subject.context and longest + max_new_tokens > subject.context:
-        then = "the text ends there" if subject.ends else "beyond it the text may get worse"
+    if loaded.context and longest + max_new_tokens > loaded.context:
+        then = "the text ends there" if loaded.ends else "beyond it the text may get worse"
         term.say(
             f"warning: {longest} prompt tokens and {max_new_tokens} new ones exceed the model's context of "
-            f"{subject.context}: {then}",
+            f"{loaded.context}: {then}",
             "yellow",
         )
 
 
-def generate_arguments(subject: Subject, choices: Choices) -> dict[str, Any]:
-    """What `model.generate` is to be told about choosing tokens; what is not said it takes from the model."""
-    told: dict[str, Any] = {"repetition_penalty": choices.repetition_penalty}
+def generate_arguments(loaded: LoadedModel, choices: Choices) -> dict[str, Any]:
+    """Arguments of `model.generate` for choosing tokens; others are the model's own."""
+    arguments: dict[str, Any] = {"repetition_penalty": choices.repetition_penalty}
     if choices.do_sample:
-        wishes = {name: subject.wishes.get(name) for name in SAMPLING_FIELDS}
+        checkpoint_defaults = {name: loaded.checkpoint_defaults.get(name) for name in SAMPLING_FIELDS}
         mine = {name: getattr(choices, name, None) for name in SAMPLING_FIELDS}
-        told |= {name: wish if mine[name] is None else mine[name] for name, wish in wishes.items()}
-        told["do_sample"] = True
+        arguments |= {name: value if mine[name] is None else mine[name] for name, value in checkpoint_defaults.items()}
+        arguments["do_sample"] = True
     if choices.num_beams > 1:
-        told |= {name: subject.wishes.get(name) for name in BEAM_FIELDS}
-        told["num_beams"] = choices.num_beams
+        arguments |= {name: loaded.checkpoint_defaults.get(name) for name in BEAM_FIELDS}
+        arguments["num_beams"] = choices.num_beams
     if choices.stop:
-        told |= {"stop_strings": choices.stop, "tokenizer": subject.tokenizer}
-    return {name: value for name, value in told.items() if value is not None}
+        arguments |= {"stop_strings": choices.stop, "tokenizer": loaded.tokenizer}
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
-def finish_reason(subject: Subject, run: Generation, room: int) -> str:
-    """Why a generation ended that nobody interrupted; see `Generation`.
+def finish_reason(loaded: LoadedModel, run: Generation, room: int) -> str:
+    """Why a generation ended that was not interrupted; see `Generation`.
 
     Args:
-        subject: what generated.
+        loaded: what generated.
         run: its tokens, its prompt, and its stop texts.
         room: the number of tokens that it might have.
     """
     if len(run.token_ids) < room:
         return "stop"  # nothing else ends it before
-    end = subject.model.generation_config.eos_token_id
+    end = loaded.model.generation_config.eos_token_id
     if run.token_ids[-1] in (end if isinstance(end, list) else [end]):
         return "stop"
     if not run.choices.stop:
         return "length"
     text = torch.tensor([run.prompt + run.token_ids])
-    stopped = StopStringCriteria(subject.tokenizer, run.choices.stop)(text, None)
+    stopped = StopStringCriteria(loaded.tokenizer, run.choices.stop)(text, None)
     return "stop" if stopped.all() else "length"
 
 
 def decode(
-    subject: Subject,
+    loaded: LoadedModel,
     prompt: list[int],
     *,
     lookahead: Lookahead,
@@ -189,7 +189,7 @@ def decode(
     """Generate, telling `on_step` each step, or each token of a beam search when it is complete.
 
     Args:
-        subject: what generates.
+        loaded: what generates.
         prompt: ids, at least one.
         lookahead: as in `lade.generate`.
         max_new_tokens: at least 1.
@@ -199,29 +199,29 @@ def decode(
         cache: a `TreeCache` that may hold a part of the prompt; it is left holding all tokens but the last.
     """
     run, fallbacks = Generation(prompt=prompt, choices=choices), len(term.fallbacks)
-    ids, room = torch.tensor([prompt], device=subject.model.device), subject.room(prompt, max_new_tokens)
+    ids, room = torch.tensor([prompt], device=loaded.model.device), loaded.room(prompt, max_new_tokens)
     arguments = {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
         "max_new_tokens": room,
         "lookahead": lookahead,
         **({} if cache is None else {"past_key_values": cache}),
-        **generate_arguments(subject, choices),
+        **generate_arguments(loaded, choices),
     }
     if choices.seed is not None:
         torch.manual_seed(choices.seed)
     term.working("reading the prompt" if choices.num_beams == 1 else "searching with beams")
-    (_steps if choices.num_beams == 1 else _beams)(subject, arguments, run, on_step)
-    run.finish_reason = "interrupted" if run.interrupted else finish_reason(subject, run, room)
+    (_steps if choices.num_beams == 1 else _beams)(loaded, arguments, run, on_step)
+    run.finish_reason = "interrupted" if run.interrupted else finish_reason(loaded, run, room)
     if len(term.fallbacks) == fallbacks:
         run.config = resolve(lookahead)[0]
     return run
 
 
-def _steps(subject: Subject, arguments: dict[str, Any], run: Generation, on_step: Callable[[Step], None]) -> None:
+def _steps(loaded: LoadedModel, arguments: dict[str, Any], run: Generation, on_step: Callable[[Step], None]) -> None:
     measured = Stats()
     with Interrupt() as interrupt:
-        steps: Any = stream(subject.model, stats=measured, **arguments)  # a generator
+        steps: Any = stream(loaded.model, stats=measured, **arguments)  # a generator
         try:
             for step in steps:
                 run.token_ids += step.tokens
@@ -238,12 +238,12 @@ def _steps(subject: Subject, arguments: dict[str, Any], run: Generation, on_step
         run.stats = measured
 
 
-def _beams(subject: Subject, arguments: dict[str, Any], run: Generation, on_step: Callable[[Step], None]) -> None:
+def _beams(loaded: LoadedModel, arguments: dict[str, Any], run: Generation, on_step: Callable[[Step], None]) -> None:
     """Beams change until the last of them ends, so their text comes at the end; so it does after Ctrl-C."""
     with Interrupt() as interrupt:
         try:
             criteria = StoppingCriteriaList([interrupt])
-            output: Any = generate(subject.model, stats=run.stats, stopping_criteria=criteria, **arguments)
+            output: Any = generate(loaded.model, stats=run.stats, stopping_criteria=criteria, **arguments)
         except KeyboardInterrupt:
             run.stats, run.interrupted, run.torn = Stats(), True, True
             return

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rich.text import Text
 
 from lade.cli.detokenizer import Detokenizer
-from lade.cli.loading.load import Subject
+from lade.cli.loading.load import LoadedModel
 from lade.cli.terminal import Terminal
 from lade.stats import Step
 
@@ -21,7 +21,7 @@ class Palette:
         self._runs = 0
 
     def style(self, tokens: int) -> str:
-        """The style of the next step, which yielded so many tokens."""
+        """The style of the next step, which yielded this many tokens."""
         if tokens < 2:
             return ""
         self._runs += 1
@@ -32,14 +32,14 @@ class Painter:
     """Writes steps as text, coloured on a terminal.
 
     Args:
-        subject: has the tokenizer.
+        loaded: has the tokenizer.
         term: is written to.
         context: ids of the prompt that the text continues.
     """
 
-    def __init__(self, subject: Subject, term: Terminal, context: Iterable[int] = ()) -> None:
+    def __init__(self, loaded: LoadedModel, term: Terminal, context: Iterable[int] = ()) -> None:
         self._term, self._palette = term, Palette()
-        self._detokenizer = Detokenizer(subject.tokenizer, context)
+        self._detokenizer = Detokenizer(loaded.tokenizer, context)
 
     def __call__(self, step: Step) -> None:
         """Write what a step completes."""

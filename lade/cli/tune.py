@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,22 +13,23 @@ from rich.table import Table
 from rich.text import Text
 
 from lade.cli.options import decoding as options
+from lade.cli.options.grouping import in_panel
+from lade.cli.options.output import check_picture
 from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
-from lade.errors import ConfigError, MissingExtraError
+from lade.errors import ConfigError
 
 if TYPE_CHECKING:
     from lade.cli.interrupt import Interrupt
-    from lade.cli.loading.load import Subject
+    from lade.cli.loading.load import LoadedModel
     from lade.model.runner import EagerRunner
     from lade.tuning.step_cost import StepCost
 
 EXAMPLE = "Example:  [bold]lade tune --model gpt2 --cached 64,1024 --out cost.svg[/bold]"
 FREE = 1.2
-"""A pass of several tokens is called free if it takes at most so many times as long as a pass of one."""
+"""A pass of several tokens is called free if it takes at most this many times as long as a pass of one."""
 
-_WHAT = "What to measure"
 LONGEST_S = 86_400
-_FORMATS = (".svg", ".png", ".pdf")
+_what = in_panel("What to measure")
 _BAR_WIDTH = 32
 _ROUNDS = 10_000  # time ends it, not their number
 
@@ -87,28 +87,44 @@ class Sweep:
         return {"cached": self.cached, "free_tokens": self.free, "sizes": points}
 
 
-@options.grouped
-def tune(
-    cached: Annotated[
-        str,
-        typer.Option(
-            metavar="P,P,...", rich_help_panel=_WHAT, help="Tokens in the cache meanwhile; a table for each length."
-        ),
-    ] = "256",
-    seconds: Annotated[
-        float, typer.Option(metavar="S", rich_help_panel=_WHAT, help="How long to measure, all lengths together.")
-    ] = 20.0,
+@dataclass(frozen=True)
+class TuneOptions:
+    """What to measure, for how long, and what to draw.
+
+    Attributes:
+        cached: tokens in the cache, with commas between several lengths.
+        seconds: for all lengths together.
+        out: file for a picture.
+        threads: of the CPU.
+    """
+
+    cached: Annotated[str, _what(metavar="P,P,...", help="Tokens in the cache; a table for each length.")] = "256"
+    seconds: Annotated[float, _what(metavar="S", help="How long to measure, all lengths together.")] = 20.0
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", rich_help_panel="Results", help="Draw the curves to a .svg, .png or .pdf file."),
-    ] = None,
+    ] = None
+    threads: options.Threads = None
+
+    def lengths(self) -> list[int]:
+        """Lengths of the cache.
+
+        Raises:
+            ConfigError, MissingExtraError: an option that would end the work.
+        """
+        lengths = options.whole_numbers("cached", self.cached, 1, "64,1024")
+        if not 0 < self.seconds <= LONGEST_S:
+            raise ConfigError("seconds", self.seconds, f"give a number > 0 and <= {LONGEST_S}, which is a day")
+        options.check_threads(self.threads)
+        if self.out is not None:
+            check_picture(self.out)
+        return lengths
+
+
+@options.grouped
+def tune(
+    measuring: TuneOptions,
     *,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", rich_help_panel="Model", help="CPU threads. Default: torch's (the embedded model: 1)."
-        ),
-    ] = None,
     loading: options.Loading,
     pack: options.Pack = None,
     json: options.Json = False,
@@ -121,24 +137,13 @@ def tune(
     Ctrl-C keeps what was measured so far.
     """
     with terminal(output) as term:
-        lengths = _lengths(cached)
-        _check(seconds, threads, out)
+        lengths = measuring.lengths()
         from lade.cli.loading.load import load
 
-        subject = load(loading, term=term, pack=pack)
-        _run(subject, lengths, seconds, threads, out, term, json=json)
+        _run(load(loading, term=term, pack=pack), lengths, measuring, term, json=json)
 
 
-def _run(
-    subject: Subject,
-    lengths: list[int],
-    seconds: float,
-    threads: int | None,
-    out: Path | None,
-    term: Terminal,
-    *,
-    json: bool,
-) -> None:
+def _run(loaded: LoadedModel, lengths: list[int], measuring: TuneOptions, term: Terminal, *, json: bool) -> None:
     import torch
 
     from lade.bench.report.prose import count
@@ -146,16 +151,16 @@ def _run(
     from lade.model.select_runner import runner_for
     from lade.model.support.supports import supports, unwrap
 
-    plan = supports(subject.model).require()
-    if threads is not None:
-        torch.set_num_threads(threads)
-    model = unwrap(subject.model)
+    plan = supports(loaded.model).require()
+    if measuring.threads is not None:
+        torch.set_num_threads(measuring.threads)
+    model = unwrap(loaded.model)
     runner = runner_for(model, plan, model.generation_config)
     with Interrupt() as interrupt:
-        sweeps = _measure(runner, lengths, seconds, interrupt, term)
+        sweeps = _measure(runner, lengths, measuring.seconds, interrupt, term)
     saved = _save(model, runner, sweeps, interrupted=interrupt.requested)
     if json:
-        facts = {"model": subject.name, "dtype": subject.dtype, "packed": subject.packed, "profile": saved}
+        facts = {"model": loaded.name, "dtype": loaded.dtype, "packed": loaded.packed, "profile": saved}
         found = {"interrupted": interrupt.requested, "sweeps": [sweep.as_dict() for sweep in sweeps]}
         term.write_json({**facts, **found})
     else:
@@ -163,8 +168,8 @@ def _run(
             price = f"{count(sweep.free, 'token')} for the price of one (up to {FREE:g} times its time)"
             term.out.print(Text(f"{sweep.cached} cached tokens: {price}", "bold"))
             term.out.print(_table(sweep))
-    if out is not None:
-        draw(sweeps, f"{subject.name}, {subject.dtype}{', packed' if subject.packed else ''}", out)
+    if measuring.out is not None:
+        draw(sweeps, f"{loaded.name}, {loaded.dtype}{', packed' if loaded.packed else ''}", measuring.out)
     term.say(f"saved to {saved}" if saved else "not saved", "dim" if saved else "yellow")
     if interrupt.requested:
         term.say("interrupted", "yellow")
@@ -270,22 +275,3 @@ def draw(sweeps: list[Sweep], title: str, out: Path) -> None:
     axes.set_title(title)
     axes.legend(frameon=False)
     figure.savefig(out)
-
-
-def _lengths(text: str) -> list[int]:
-    return options.whole_numbers("cached", text, 1, "64,1024")
-
-
-def _check(seconds: float, threads: int | None, out: Path | None) -> None:
-    """Find out before the work begins what would end it."""
-    if not 0 < seconds <= LONGEST_S:
-        raise ConfigError("seconds", seconds, f"give a number > 0 and <= {LONGEST_S}, which is a day")
-    options.check_threads(threads)
-    if out is None:
-        return
-    if out.suffix.lower() not in _FORMATS:
-        raise ConfigError("out", str(out), f"give a name that ends in {', '.join(_FORMATS)}")
-    if not out.absolute().parent.is_dir():
-        raise ConfigError("out", str(out), f"the folder {out.absolute().parent} does not exist: create it")
-    if find_spec("matplotlib") is None:
-        raise MissingExtraError("matplotlib", "bench")

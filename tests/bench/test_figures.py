@@ -1,5 +1,6 @@
 """Pictures: all of them, valid, the same bytes every time; what has no data is left out."""
 
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
@@ -26,14 +27,18 @@ def drawn(tmp_path_factory):
     return save_figures(RESULTS, folder)
 
 
-def test_each_picture_is_there_in_both_formats_for_both_backgrounds(drawn):
-    expected = {f"{name}_{theme}.{kind}" for name in NAMES for theme in ("light", "dark") for kind in ("svg", "png")}
+def test_each_picture_is_there_in_both_formats(drawn):
+    expected = {f"{name}.{kind}" for name in NAMES for kind in ("svg", "png")}
     assert {path.name for path in drawn} == expected == {path.name for path in drawn[0].parent.iterdir()}
     for path in drawn:
         if path.suffix == ".png":
             assert path.read_bytes().startswith(b"\x89PNG")
         else:
             assert ET.fromstring(path.read_text()).tag.endswith("svg")
+
+
+def test_the_page_has_the_same_pictures_as_the_folder(drawn):
+    assert figures.pictures(RESULTS) == {path.stem: path.read_text() for path in drawn if path.suffix == ".svg"}
 
 
 def test_drawn_twice_they_are_the_same(drawn, tmp_path):
@@ -50,20 +55,26 @@ def test_they_hold_no_date_and_no_version(drawn):
             assert b"Software" not in path.read_bytes()
 
 
-def test_light_and_dark_differ_in_colours(drawn):
-    light, dark = (
-        next(p for p in drawn if p.name == f"speedup_{theme}.svg").read_text() for theme in ("light", "dark")
-    )
-    assert LIGHT.paper in light
-    assert DARK.paper in dark
-    assert LIGHT.loss in light
-    assert DARK.loss in dark
+def test_one_file_has_the_colours_of_light_and_of_dark_pages_and_its_text_as_text(drawn):
+    svg = next(path for path in drawn if path.name == "speedup.svg").read_text()
+    style = svg[svg.index("<style") : svg.index("</style>")]
+    body = svg[svg.index("</style>") :]
+    assert "@media (prefers-color-scheme: dark)" in style
+    for light, dark in ((LIGHT.paper, DARK.paper), (LIGHT.loss, DARK.loss), (LIGHT.ink, DARK.ink)):
+        assert f'[style*="fill: {light}"]{{fill:{dark}!important}}' in style
+        assert f"fill: {light}" in body and dark not in body
+    assert ">mt-bench</text>" in body and set(re.findall("#[0-9a-f]{6}", body)) <= set(LIGHT.colours())
+
+
+def test_a_colour_of_the_light_theme_names_one_of_the_dark(drawn):
+    pairs = set(zip(LIGHT.colours(), DARK.colours(), strict=True))
+    assert len(pairs) == len(set(LIGHT.colours()))
 
 
 def test_a_loss_is_a_bar_of_another_colour_to_the_left():
     axes = Figure().subplots()
     for row in summarise(RESULTS).overall.rows[2:]:
-        figures._bar(axes, 0, row, LIGHT)
+        figures._bar(axes, 0, row)
     lost, gained = axes.patches
     assert (to_hex(lost.get_facecolor()), to_hex(gained.get_facecolor())) == (LIGHT.loss, LIGHT.gain)
     assert lost.get_width() < 0 < gained.get_width()
@@ -71,18 +82,18 @@ def test_a_loss_is_a_bar_of_another_colour_to_the_left():
 
 
 def test_what_was_not_measured_is_not_drawn(tmp_path):
-    assert {path.stem.split("_")[0] for path in save_figures(BARE, tmp_path)} == {"speedup", "trade"}
+    assert {path.stem for path in save_figures(BARE, tmp_path)} == {"speedup", "trade"}
     assert save_figures(replace(BARE, samples=[]), tmp_path) == []
 
 
 def test_a_method_without_samples_is_drawn_as_not_measured(tmp_path):
     some = replace(BARE, samples=[each for each in BARE.samples if each.method in ("hf", "plain")])
-    assert len(save_figures(some, tmp_path)) == 8
+    assert len(save_figures(some, tmp_path)) == 4
     assert "not measured" in drawn_texts(some)
 
 
 def drawn_texts(results):
-    figure = figures._speedup(results, LIGHT)
+    figure = figures._speedup(results)
     return [text.get_text() for axes in figure.axes for text in axes.texts]
 
 

@@ -292,4 +292,4 @@ def test_quantized_and_offloaded_models_are_refused():
 
 
 def test_the_package_has_it_as_an_attribute():
-    assert lade.bench.inflation.inflate is inflate
+    assert lade.bench.inflate is inflate

@@ -7,7 +7,7 @@ from made_results import METHODS, made_results
 
 from lade.bench.analysis.acceptance import acceptance
 from lade.bench.analysis.answers import answers
-from lade.bench.analysis.cost_benefit import break_even, points_of, timed_points
+from lade.bench.analysis.cost_benefit import points_of
 from lade.bench.analysis.curve import Curve, curve_of, curves_of
 from lade.bench.analysis.speed import Spread
 from lade.bench.analysis.summary import summarise
@@ -223,26 +223,15 @@ def test_the_curve_of_the_run_is_the_one_with_the_most_similar_cache():
     assert curve_of(replace(found, samples=longer), packed=True).cached == 512
 
 
-def test_methods_are_placed_above_or_below_what_they_cost():
-    points = {point.name: point for point in points_of(small(), summarise(small()))}
-    assert set(points) == {"hf, plain", "fast"}
-    assert points["fast"].kind == "gain"
-    assert points["hf, plain"].kind == "even"
-    dear = small(step_curves=[StepCurve(True, 16, [1, 8], [[0.5], [5.0]])])
-    assert {point.name: point.kind for point in points_of(dear, summarise(dear))}["fast"] == "loss"
-    assert [(number, curve.packed) for number, curve in break_even(dear)] == [(0, True)]
-    assert [(number, curve.cached) for number, curve in break_even(made_results(prompts=1))] == [(0, 64), (2, 64)]
-
-
 def test_a_method_breaks_even_where_its_own_steps_bring_as_much_as_they_take():
     row = summarise(small()).overall.row("fast")
-    points = {point.name: point for point in timed_points(summarise(small(step_curves=[])))}
+    points = {point.name: point for point in points_of(summarise(small(step_curves=[])))}
     assert set(points) == {"hf, plain", "fast"} and points["hf, plain"].even is None
     assert points["fast"].even == pytest.approx(row.step_cost, abs=0.005) and points["fast"].kind == "gain"
     slow = [replace(each, decode_s=9 * each.decode_s) if each.method == "fast" else each for each in small().samples]
-    (lost,) = (point for point in timed_points(summarise(small(samples=slow))) if point.name == "fast")
+    (lost,) = (point for point in points_of(summarise(small(samples=slow))) if point.name == "fast")
     assert lost.even == pytest.approx(9 * row.step_cost, abs=0.05) and lost.kind == "loss"
-    (alone,) = timed_points(summarise(small(samples=[each for each in small().samples if each.method == "fast"])))
+    (alone,) = points_of(summarise(small(samples=[each for each in small().samples if each.method == "fast"])))
     assert (alone.even, alone.kind) == (None, "even")
 
 

@@ -220,7 +220,7 @@ def test_what_cannot_be_read_is_said(tmp_path):
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
     refused(tmp_path / "latin.jsonl", "not UTF-8 at byte 12", "save it as UTF-8")
     (tmp_path / "x.jsonl.gz").write_bytes(b"no gzip")
-    refused(tmp_path / "x.jsonl.gz", "no whole gzip file", "get it anew")
+    refused(tmp_path / "x.jsonl.gz", "no whole gzip file", "download it again")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "a"}')[:-9])
     refused(tmp_path / "cut.jsonl.gz", "no whole gzip file")
 

@@ -17,7 +17,6 @@ from lade.bench.harness import experiment as experiment_module
 from lade.bench.harness.arms import OwnArm
 from lade.bench.results import Results
 from lade.bench.workloads import load
-from lade.cli.bench import command as module
 from lade.cli.bench import report as bench_report
 from lade.cli.bench import run as bench_run
 from lade.cli.bench.run import duration
@@ -160,14 +159,14 @@ def test_ctrl_c_and_going_on(bench, out, interrupting):
     interrupting |= {"calls": 0, "at": 6}  # two of the warm-up, two of the first prompt, one of the second
     result = bench()
     assert result.exit_code == 130, result.output
-    assert f"interrupted: 1 of 3 prompts are in {str(out)!r}; the same command with --resume goes on" in result.stderr
+    assert f"interrupted: 1 of 3 prompts are in {str(out)!r}; the same command with --resume continues" in result.stderr
     assert "Traceback" not in result.stderr
     kept = Results.load(out / "results.json")
     assert not kept.complete and len(kept.samples) == 3
     fails(bench(), out, "--resume", "--out")
     again = bench("--resume", "--json")
     assert again.exit_code == 0, again.output
-    assert "going on after 1 of 3 prompts" in again.stderr
+    assert "continuing after 1 of 3 prompts" in again.stderr
     steps = [[row["steps"] for row in json.loads(r.stdout)["blocks"][0]["rows"]] for r in (whole, again)]
     assert steps[0] == steps[1]
 
@@ -180,11 +179,11 @@ def test_ctrl_c_before_anything_is_done(bench, out, interrupting):
     assert bench("--resume").exit_code == 0
 
 
-def test_complete_results_are_reported_anew_without_a_model(bench, lade, out, prompts, monkeypatch, folder):
+def test_complete_results_are_reported_again_without_a_model(bench, lade, out, prompts, monkeypatch, folder):
     first = bench()
     monkeypatch.setattr(loading, "load", None)
     again = bench("--resume")
-    assert again.exit_code == 0 and again.stdout == first.stdout and "is complete: reported anew" in again.stderr
+    assert again.exit_code == 0 and again.stdout == first.stdout and "is complete: reported again" in again.stderr
     fails(bench("--resume", "-n", NEW + 1), "settings.max_new_tokens", "is 9 here", "8")
     fails(bench("--resume", methods="hf"), "methods", "adaptive-warm 8")
     fails(bench("--resume", "--limit", 2), "workloads 1.prompts")
@@ -245,7 +244,7 @@ def test_sampling(bench, out):
 def test_figures_are_drawn_only_if_asked_for_and_without_matplotlib_that_is_refused_at_once(
     bench, out, drawn, monkeypatch
 ):
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr("lade.cli.options.output.find_spec", lambda name: None)
     fails(bench("--figures"), "matplotlib is not installed: run pip install")
     assert not out.exists()
     result = bench()
@@ -347,7 +346,7 @@ def test_kill_9_keeps_all_whole_prompts(folder, prompts, out):
     arguments = ["-m", folder, "-w", prompts, "--methods", "plain,adaptive-warm=8", "--out", out, "-n", "60"]
     code = (
         "import os, signal, sys\n"
-        "from lade.bench import experiment\n"
+        "from lade.bench.harness import experiment\n"
         "experiment.step_curve = lambda *args, **options: None\n"
         "from lade.bench.results import Results\n"
         "save = Results.save\n"
@@ -366,4 +365,31 @@ def test_kill_9_keeps_all_whole_prompts(folder, prompts, out):
     assert done.returncode == -signal.SIGKILL, done.stderr
     result = CliRunner().invoke(app, ["bench", *map(str, arguments), "--resume"])
     assert result.exit_code == 0, result.output
-    assert "going on after 2 of 3 prompts" in result.stderr
+    assert "continuing after 2 of 3 prompts" in result.stderr
+
+
+def test_many_prompts_at_a_time(lade, folder, prompts):
+    arguments = ["bench", "-m", folder, "-w", prompts, "-n", NEW]
+    result = lade(*arguments, "--batch-size", "1,3")
+    assert result.exit_code == 0, result.output
+    assert "1 rows" in result.stdout and "3 rows" in result.stdout and "engine, adaptive-warm" in result.stdout
+    found = json.loads(lade(*arguments, "--arrivals", 100, "--json").stdout)
+    (measured,) = found["measured"]
+    assert (measured["rows"], measured["arrivals_per_s"], len(measured["arms"])) == (8, 100.0, 4)
+    assert all(arm["latency_median_s"] > 0 and arm["parting"] == 0 for arm in measured["arms"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--batch-size", "0"], ["batch-size", ">= 1"]),
+        (["--batch-size", "x"], ["batch-size", "4,8"]),
+        (["--arrivals", "0"], ["arrivals", "> 0"]),
+        (["--arrivals", "nan"], ["arrivals", "> 0"]),
+        (["--batch-size", "2", "--methods", "hf"], ["--methods", "leave it out"]),
+        (["--batch-size", "2", "--temperature", "1"], ["--temperature", "leave it out"]),
+        (["--arrivals", "2", "--resume"], ["--resume", "leave it out"]),
+    ],
+)
+def test_options_that_many_prompts_have_no_use_for(lade, folder, prompts, arguments, words):
+    fails(lade("bench", "-m", folder, "-w", prompts, *arguments), *words)

@@ -9,7 +9,6 @@ from test_cli_errors import fails
 from lade.bench.scaling import figure as scaling_figure
 from lade.bench.scaling import run as study
 from lade.bench.scaling.records import NAME, Scaling
-from lade.cli.bench import scaling as module
 
 NEW = 12
 TEXTS = ["say it again, say it", "one two three"]
@@ -30,7 +29,7 @@ def out(tmp_path):
 @pytest.fixture
 def scaling(lade, folder, prompts, out, monkeypatch):
     """Without pictures, which take their time and have tests of their own."""
-    monkeypatch.setattr(scaling_figure, "save_figures", lambda found, folder: [folder / "scaling_light.svg"])
+    monkeypatch.setattr(scaling_figure, "save_figures", lambda found, folder: [folder / "scaling.svg"])
 
     def run(*arguments, workload=prompts, out=out):
         arguments = ("-w", workload, "--out", out, "-n", NEW, "--windows", "1,3", "--ngrams", "3,4", *arguments)
@@ -77,7 +76,7 @@ def test_json(scaling, out):
     assert points[3, 4]["tokens_per_step"] == Scaling.load(out / NAME).of(4)[1].tokens_per_step
     assert set(found["fits"]["lines"]) == {"3", "4"} and "alpha" in found["fits"]["expectation"]
     assert (found["complete"], found["interrupted"], found["different"], found["mismatches"]) == (True, False, 0, [])
-    assert found["figures"] == [str(out / "scaling_light.svg")] and found["out"] == str(out)
+    assert found["figures"] == [str(out / "scaling.svg")] and found["out"] == str(out)
 
 
 def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(scaling, out, interrupting):
@@ -117,7 +116,7 @@ def test_a_wrong_output_is_exit_code_1(scaling, monkeypatch):
 
 
 def test_figures_are_drawn_only_if_asked_for_and_without_matplotlib_that_is_refused_at_once(scaling, out, monkeypatch):
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr("lade.cli.options.output.find_spec", lambda name: None)
     fails(scaling("--figures"), 'matplotlib is not installed: run pip install "lookahead-decoding[bench]"')
     assert not out.exists()
     result = scaling("--json")

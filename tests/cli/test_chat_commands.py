@@ -169,7 +169,7 @@ def test_a_conversation_goes_on_from_a_file(chat, request, kind, tmp_path):
     assert record["model"] == str(path) and [each["content"] for each in record["messages"]][-4::2] == list(TURNS[:2])
     result = chat("something else", f"/load {file}", TURNS[2], "/retry", f"/save {file}", path=path)
     assert result.answers[1:] == [whole[2], whole[2]]
-    assert "going on after 2 turns, " in result.stderr
+    assert "continuing after 2 turns, " in result.stderr
     assert len(json.loads(file.read_text())["messages"]) == len(record["messages"]) + 2
     assert chat(f"/load {file}", "/retry", path=path).answers == [whole[2]]
 

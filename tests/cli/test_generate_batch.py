@@ -15,10 +15,9 @@ from test_cli_generate import FIELDS
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
-from lade.cli.batch import answers as batch_answers
 from lade.cli.batch import run as batch_run
-from lade.cli.batch.answers import Answers, in_order
 from lade.cli.batch.output import AnswerFile
+from lade.cli.batch.run import Answers, in_order
 from lade.cli.main import app
 from lade.serving import batch as serving_batch
 from lade.serving import engine as serving_engine
@@ -47,7 +46,7 @@ def known_cost_of_batches(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(batch_answers, "_POLL_S", 0.001)
+    monkeypatch.setattr(batch_run, "_POLL_S", 0.001)
 
 
 @pytest.fixture
@@ -192,7 +191,7 @@ def test_a_run_goes_on_where_it_was_ended(generate, whole, out, lines):
     assert result.exit_code == 0, result.output
     assert out.read_bytes().startswith(kept), "lines that are there stay as they are"
     assert timeless(read(out)) == timeless(read(whole))
-    said = f"going on after {int(lines)} of 7 prompts" if lines < 7 else f"{str(out)!r} is complete: 7 lines"
+    said = f"continuing after {int(lines)} of 7 prompts" if lines < 7 else f"{str(out)!r} is complete: 7 lines"
     assert (said in result.stderr) == (lines >= 1)
 
 
@@ -326,7 +325,7 @@ def test_ctrl_c_keeps_the_lines_and_says_how_to_go_on(generate, whole, out, inte
     (line,) = result.stderr.splitlines()
     done = len(read(out))
     assert done == 1 if times == 2 else 2 <= done < 7, "the second one waits for nothing"
-    assert line == f"interrupted: {done} of 7 prompts are in {str(out)!r}; the same command with --resume goes on"
+    assert line == f"interrupted: {done} of 7 prompts are in {str(out)!r}; the same command with --resume continues"
     assert timeless(read(out)) == timeless(read(whole))[:done]
     assert signal.getsignal(signal.SIGINT) is before
     assert generate("--out", out, "--resume").exit_code == 0
@@ -346,7 +345,7 @@ def test_kill_9_in_the_middle_of_a_line(generate, whole, folder, prompts, out):
     """In a process of its own, as nothing else can be killed."""
     code = (
         "import os, signal, sys\n"
-        "from lade.cli import batch_file\n"
+        "from lade.cli.batch import output as batch_file\n"
         "line, written = batch_file._line, []\n"
         "def add(self, entry):\n"
         "    text = line(entry)\n"
@@ -369,7 +368,7 @@ def test_kill_9_in_the_middle_of_a_line(generate, whole, folder, prompts, out):
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert out.read_bytes().count(b"\n") == 3 and not out.read_bytes().endswith(b"\n")
     result = generate("--budget", 8, "--out", out, "--resume")
-    assert result.exit_code == 0 and "going on after 3 of 7 prompts" in result.stderr
+    assert result.exit_code == 0 and "continuing after 3 of 7 prompts" in result.stderr
     assert [entry["token_ids"] for entry in read(out)] == [entry["token_ids"] for entry in read(whole)]
     assert [entry["line"] for entry in read(out)] == LINES
 
@@ -422,12 +421,12 @@ def test_prompts_that_failed_are_tried_again_in_their_places(generate, whole, ou
     out.write_bytes(b"".join(out.read_bytes().splitlines(keepends=True)[:6]))
     failing(6)
     result = generate("--out", out, "--resume")
-    assert result.exit_code == 1 and "going on after 4 of 7 prompts" in result.stderr
+    assert result.exit_code == 1 and "continuing after 4 of 7 prompts" in result.stderr
     assert "1 of 7 prompts failed" in result.stderr
     assert [entry["line"] for entry in read(out) if "error" in entry] == [6]
     failing()
     result = generate("--out", out, "--resume")
-    assert result.exit_code == 0 and "going on after 6 of 7 prompts" in result.stderr
+    assert result.exit_code == 0 and "continuing after 6 of 7 prompts" in result.stderr
     assert timeless(read(out)) == timeless(read(whole))
     assert list(out.parent.glob("*.partial")) == []
 
@@ -448,7 +447,7 @@ def test_ctrl_c_while_prompts_are_tried_again_loses_no_line(generate, whole, out
 
 
 def test_an_engine_that_breaks_down_ends_the_run(generate, prompts, out, monkeypatch):
-    """What it has begun has an error for an answer, and the run can be gone on with."""
+    """What it has begun has an error for an answer, and the run can be continued."""
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS * 3))
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     forget = serving_engine.Scheduler._forget_ended
@@ -575,7 +574,7 @@ class Fake:
 def fakes(monkeypatch):
     """Handles by line; each poll lets the next one of `ends` end."""
     handles, ends = {}, []
-    monkeypatch.setattr(batch_answers, "sleep", lambda seconds: handles[ends.pop(0)].future.set_result(None))
+    monkeypatch.setattr(batch_run, "sleep", lambda seconds: handles[ends.pop(0)].future.set_result(None))
 
     def begin(line):
         handles[line] = Fake()

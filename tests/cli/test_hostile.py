@@ -139,6 +139,6 @@ def test_a_reader_that_goes_away_is_no_error(lade, monkeypatch):
     def gone(*sources):
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
-    monkeypatch.setattr("lade.cli.generate.read_prompts", gone)
+    monkeypatch.setattr("lade.cli.prompts.Source.read", gone)
     result = lade(*GENERATE)
     assert (result.exit_code, result.output) == (1, "")

@@ -291,7 +291,7 @@ def test_no_record_has_the_token(monkeypatch):
     assert "hf_x" not in repr(Loading(token="hf_x"))
     package = Path(lade.__file__).parent
     readers = {path.name for path in package.rglob("*.py") if "sys.argv[1:]" in path.read_text()}
-    assert readers == {"model_options.py"}, "records are made of what command_line() gives"
+    assert readers == {"model.py"}, "records are made of what command_line() gives"
 
 
 def test_an_adapted_model_has_another_name_in_records(folder):

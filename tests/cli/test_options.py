@@ -6,7 +6,7 @@ import pytest
 from test_cli_errors import fails
 
 from lade import LookaheadConfig
-from lade.cli.options.decoding import lookahead_of
+from lade.cli.options.decoding import Speed
 
 PROMPT = "say it again, say it"
 
@@ -19,25 +19,25 @@ def memory(tmp_path):
 
 
 def test_methods():
-    assert lookahead_of(None) == lookahead_of("auto") == "auto"
-    assert lookahead_of("plain") is None
-    assert lookahead_of("adaptive") == LookaheadConfig() and lookahead_of("adaptive").adaptive
-    assert lookahead_of("lookahead") == LookaheadConfig(adaptive=False)
-    assert not lookahead_of("lookahead").adaptive
+    assert Speed(None).lookahead() == Speed("auto").lookahead() == "auto"
+    assert Speed("plain").lookahead() is None
+    assert Speed("adaptive").lookahead() == LookaheadConfig() and Speed("adaptive").lookahead().adaptive
+    assert Speed("lookahead").lookahead() == LookaheadConfig(adaptive=False)
+    assert not Speed("lookahead").lookahead().adaptive
 
 
 @pytest.mark.parametrize("method", [None, "auto", "lookahead"])
 def test_sizes_imply_lookahead(method):
-    assert lookahead_of(method, 3, None, 0) == LookaheadConfig(window=3, guesses=0)
-    assert lookahead_of(method, 7, 5, 7) == LookaheadConfig(7, 5, 7), "the defaults are sizes too"
-    assert not lookahead_of(method, 7, 5, 7).adaptive
+    assert Speed(method, 3, None, 0).lookahead() == LookaheadConfig(window=3, guesses=0)
+    assert Speed(method, 7, 5, 7).lookahead() == LookaheadConfig(7, 5, 7), "the defaults are sizes too"
+    assert not Speed(method, 7, 5, 7).lookahead().adaptive
 
 
 @pytest.mark.parametrize("method", [None, "auto", "adaptive"])
 def test_a_budget_and_a_memory_imply_adaptive(method, memory):
-    assert lookahead_of(method, budget=9) == LookaheadConfig(budget=9)
-    assert lookahead_of(method, memory=memory) == LookaheadConfig()
-    assert lookahead_of(method, budget=1, memory=memory) == LookaheadConfig(budget=1)
+    assert Speed(method, budget=9).lookahead() == LookaheadConfig(budget=9)
+    assert Speed(method, memory=memory).lookahead() == LookaheadConfig()
+    assert Speed(method, budget=1, memory=memory).lookahead() == LookaheadConfig(budget=1)
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])

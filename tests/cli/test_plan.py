@@ -8,7 +8,6 @@ from test_cli_errors import fails
 
 from lade.bench.forecast.forecast import SHIPPED
 from lade.bench.results import Environment, Method, Model, Results, Sample, Settings, Workload
-from lade.cli.bench import plan as module
 from lade.cli.bench.plan_inputs import quantity
 from lade.errors import ConfigError
 
@@ -152,7 +151,7 @@ def test_it_is_drawn(name, plan, tmp_path):
 
 
 def test_without_matplotlib_the_remedy_is_named(plan, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr("lade.cli.options.output.find_spec", lambda name: None)
     fails(plan("--params", "7B", *PEAKS, "--out", tmp_path / "plan.svg"), 'pip install "lookahead-decoding[bench]"')
 
 

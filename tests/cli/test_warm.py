@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from lade import InputError, LookaheadConfig, Memory, generate
 from lade.cli import warm as module
-from lade.cli.loading.load import Subject
+from lade.cli.loading.load import LoadedModel
 from lade.cli.main import app
-from lade.cli.warm import Harvest
+from lade.cli.warm import WarmResult
 from lade.decoding.kernels import ORDERS, TEXT_ORDERS
 from lade.memory_file import fingerprint_of
 from lade.stats import Stats
@@ -107,7 +107,7 @@ def test_it_goes_on_with_a_memory_that_is_there(warm, out, tokenizer):
     result = warm("--json")
     report = json.loads(result.stdout)
     assert report["continued"] is True
-    assert f"going on with the {first['contexts']} contexts" in result.stderr
+    assert f"continuing with the {first['contexts']} contexts" in result.stderr
     assert report["contexts"] > first["contexts"]
     assert report["tokens_per_step_first_tenth"] > first["tokens_per_step_first_tenth"], "it knows that one"
     result = warm("--json", "--limit", 1, "--fresh")
@@ -179,7 +179,7 @@ def test_ctrl_c_saves_what_it_has(warm, out, interrupting, tokenizer):
 
 
 def test_ctrl_c_between_two_prompts_is_heard_too(warm, out, monkeypatch):
-    original, asked = Subject.encode, []
+    original, asked = LoadedModel.encode, []
 
     def encode(self, text):
         asked.append(text)
@@ -187,7 +187,7 @@ def test_ctrl_c_between_two_prompts_is_heard_too(warm, out, monkeypatch):
             signal.raise_signal(signal.SIGINT)
         return original(self, text)
 
-    monkeypatch.setattr(Subject, "encode", encode)
+    monkeypatch.setattr(LoadedModel, "encode", encode)
     result = warm("--json")
     assert result.exit_code == 130 and json.loads(result.stdout)["prompts"] == 2
     assert len(Memory.load(out)) > 0
@@ -196,7 +196,7 @@ def test_ctrl_c_between_two_prompts_is_heard_too(warm, out, monkeypatch):
 def test_it_saves_now_and_then(warm, out, monkeypatch):
     """Whatever ends it: what was saved before is there."""
     monkeypatch.setattr(module, "SAVE_EVERY_S", 0.0)
-    original, seen = Subject.encode, []
+    original, seen = LoadedModel.encode, []
 
     def encode(self, text):
         seen.append(len(Memory.load(out)) if out.exists() else 0)
@@ -204,7 +204,7 @@ def test_it_saves_now_and_then(warm, out, monkeypatch):
             raise RuntimeError("the machine is gone")
         return original(self, text)
 
-    monkeypatch.setattr(Subject, "encode", encode)
+    monkeypatch.setattr(LoadedModel, "encode", encode)
     assert isinstance(warm().exception, RuntimeError)
     assert 0 == seen[0] < seen[1] < seen[2] == len(Memory.load(out))
 
@@ -222,11 +222,11 @@ def test_tenths():
         return Stats(1, 1 + steps * tokens, steps, accepted_tokens=steps * tokens)
 
     runs = [run(10, 1), run(10, 2), *[run(1, 7) for _ in range(16)], run(5, 3), run(15, 5)]
-    harvest = Harvest(runs)
+    harvest = WarmResult(runs)
     assert harvest.first_tenth == 1.5 and harvest.last_tenth == 4.5
     assert harvest.rate == pytest.approx((10 + 20 + 16 * 7 + 15 + 75) / 56)
-    assert Harvest(runs[:2]).first_tenth == 1 and Harvest(runs[:2]).last_tenth == 2
-    assert Harvest().first_tenth == Harvest().rate == 0
+    assert WarmResult(runs[:2]).first_tenth == 1 and WarmResult(runs[:2]).last_tenth == 2
+    assert WarmResult().first_tenth == WarmResult().rate == 0
 
 
 @pytest.mark.parametrize(

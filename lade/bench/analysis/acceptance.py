@@ -7,11 +7,11 @@ from collections import Counter
 from lade.bench.results import Results
 
 SOURCES = ("prompt", "text", "memory", "pool", "window", "bonus")
-"""Who may propose a token behind the root, in the order in which they are shown; `bonus`: the model itself."""
+"""Who may propose a token after the root, in the order in which they are shown; `bonus`: the model itself."""
 
 
 def acceptance(results: Results, method: str, workload: str | None = None) -> list[dict[str, float]]:
-    """For each place in a step (the first is the one behind the root), the share of steps that emitted a token there.
+    """For each place in a step (the first is the one after the root), the share of steps that emitted a token there.
 
     Args:
         results: a run.

@@ -28,7 +28,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer of all methods; they are told apart by everything but the repeat.
+    """One answer of all methods; they are distinguished by everything but the repeat.
 
     Attributes:
         workload, prompt, turn, seed: of the samples.

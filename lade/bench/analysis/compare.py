@@ -29,7 +29,7 @@ from lade.bench.results import Results, Sample
 from lade.errors import ConfigError, InputError
 
 ALARMS = 0.05
-"""In so many comparisons of the same thing at most any interval misses, all of them counted together."""
+"""In this many comparisons of the same thing at most any interval misses, all of them counted together."""
 
 TOLERANCE = 0.03
 """A method may get slower by this share before a comparison fails."""
@@ -104,7 +104,7 @@ class Comparison:
 
     Attributes:
         changes: by workload and method, in the order of A.
-        reference: the method that speed-ups are over; None if the runs share none, or rates were asked for.
+        reference: the method that speed-ups are over; None if the runs share none, or rates are compared.
         tolerance: see `Change.fails`.
         forced: differences that would have been refused.
         warnings: other differences that a reader should know.

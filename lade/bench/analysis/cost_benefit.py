@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lade.bench.analysis.curve import Curve, curve_of, curves_of
 from lade.bench.analysis.summary import Summary
-from lade.bench.results import Results
 
 Kind = Literal["gain", "loss", "even"]
 
@@ -32,20 +30,11 @@ class Point:
     even: float | None = None
 
 
-def points_of(results: Results, summary: Summary) -> list[Point]:
-    """All methods that made steps, over all workloads; gains and losses by the step curve of their weights."""
-    packed = {method.name: method.packed for method in results.methods}
-    places: dict[tuple[float, float, Kind], list[str]] = {}
-    for row in summary.overall.rows:
-        if row.fed_per_step is not None and row.tokens_per_step is not None:
-            fed, gained = round(row.fed_per_step, 2), round(row.tokens_per_step, 2)
-            kind = _kind(curve_of(results, packed[row.method]), fed, gained)
-            places.setdefault((fed, gained, kind), []).append(row.method)
-    return [Point(", ".join(names), *place) for place, names in places.items()]
+def points_of(summary: Summary) -> list[Point]:
+    """All methods that made steps, over all workloads; methods that share a place share a point.
 
-
-def timed_points(summary: Summary) -> list[Point]:
-    """The same with break-evens from the run's own steps: their time by that of the base's, which feeds one token."""
+    Break-evens are from the run's own steps: their time by that of the base's, which feeds one token.
+    """
     places: dict[tuple[float, float, Kind, float | None], list[str]] = {}
     for row in summary.overall.rows:
         if row.fed_per_step is not None and row.tokens_per_step is not None:
@@ -54,20 +43,3 @@ def timed_points(summary: Summary) -> list[Point]:
             kind: Kind = "even" if even is None else "loss" if gained < even else "gain"
             places.setdefault((fed, gained, kind, even), []).append(row.method)
     return [Point(", ".join(names), *place) for place, names in places.items()]
-
-
-def break_even(results: Results) -> list[tuple[int, Curve]]:
-    """The lines above which a step brings more than it costs: one for each kind of weights that a method ran on.
-
-    Returns:
-        Each with its number among `curves_of`, so that it may look the same in all pictures.
-    """
-    every = curves_of(results)
-    found = [curve_of(results, packed) for packed in sorted({method.packed for method in results.methods})]
-    return [(every.index(curve), curve) for curve in found if curve is not None]
-
-
-def _kind(curve: Curve | None, fed: float, gained: float) -> Kind:
-    if curve is None or fed == 1 or fed > curve.sizes[-1]:
-        return "even"
-    return "loss" if gained < curve.relative(fed) else "gain"

@@ -56,7 +56,7 @@ def draw(roofline: Roofline, predictions: Sequence[Prediction], title: str, out:
 
 
 def _series(predictions: Sequence[Prediction]) -> dict[str, list[Prediction]]:
-    """Methods whose names differ in what stands behind the last comma, together."""
+    """Methods whose names differ in what follows the last comma, together."""
     found: dict[str, list[Prediction]] = {}
     for each in predictions:
         found.setdefault(each.name.rpartition(", budget")[0] or each.name, []).append(each)

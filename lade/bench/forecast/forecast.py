@@ -113,7 +113,7 @@ SHIPPED = _shipped()
 def measured_in(results: Results) -> Measured:
     """Acceptance by workload and method, from a benchmark run.
 
-    On a GPU it cannot be told from outside for how long transformers' own methods were in the model: their time outside
+    On a GPU it cannot be seen from outside for how long transformers' own methods were in the model: their time outside
     the forward pass is taken to be the usual one.
 
     Raises:
@@ -187,7 +187,7 @@ def best_sizes(roofline: Roofline, measured: Measured, own_s: float | None = Non
 
 
 def _between(family: str, known: Sequence[Acceptance], size: int) -> Acceptance:
-    """What a member of the family that feeds so many tokens would accept."""
+    """What a member of the family that feeds this many tokens would accept."""
     places = [0.0, *(math.log2(each.fed) for each in known)]
     made = np.interp(math.log2(size), places, [1.0, *(each.tokens_per_step for each in known)])
     own_s = np.interp(size, [each.fed for each in known], [each.own_s for each in known])
@@ -221,7 +221,7 @@ def _mean_seconds(roofline: Roofline, sizes: Iterable[tuple[float, int]]) -> flo
 
 
 def _break_even(roofline: Roofline, pass_s: float) -> float:
-    """The most tokens that a pass can feed in so many seconds; 0.0 if not even one."""
+    """The most tokens that a pass can feed in this many seconds; 0.0 if not even one."""
     if pass_s < roofline.seconds(1):
         return 0.0
     return (pass_s - roofline.overhead_s) / roofline.token_s

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from lade.errors import ConfigError
 
 FREE = 1.2
-"""A pass of several tokens is called free if it takes at most so many times as long as a pass of one."""
+"""A pass of several tokens is called free if it takes at most this many times as long as a pass of one."""
 
 _MOST = 1e30  # so that no product of two quantities leaves the numbers
 

@@ -37,7 +37,7 @@ class Models:
     """What answers.
 
     Attributes:
-        record: what is said of it.
+        record: of the model.
         plain: the model as transformers runs it.
         packed: a copy with prepacked weights for this library's methods; None: they run on the plain one.
         draft: the model that `hf-assisted` drafts with.
@@ -66,7 +66,7 @@ class Arm(Protocol):
         Args:
             prompt: ids.
             seed: of torch's generators, which afterwards are as they were.
-            new_tokens: at most so many.
+            new_tokens: at most this many.
         """
         ...
 
@@ -168,13 +168,13 @@ def arms_for(methods: Sequence[Method], models: Models, settings: Settings) -> l
 
 
 def generate_arguments(settings: Settings) -> dict[str, Any]:
-    """What `model.generate` is told about choosing tokens; the model's penalties and stop tokens stay."""
-    told: dict[str, Any] = {"do_sample": settings.temperature is not None, "num_beams": 1}
+    """Arguments of `model.generate` for choosing tokens; the model's penalties and stop tokens stay."""
+    arguments: dict[str, Any] = {"do_sample": settings.temperature is not None, "num_beams": 1}
     if settings.temperature is not None:
-        told |= {"temperature": settings.temperature, "top_k": settings.top_k or 0, "top_p": settings.top_p or 1.0}
+        arguments |= {"temperature": settings.temperature, "top_k": settings.top_k or 0, "top_p": settings.top_p or 1.0}
     if settings.ignore_eos:
-        told["eos_token_id"] = None
-    return told
+        arguments["eos_token_id"] = None
+    return arguments
 
 
 def inputs_of(prompt: Sequence[int], model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -185,7 +185,7 @@ def inputs_of(prompt: Sequence[int], model: PreTrainedModel) -> dict[str, torch.
 
 @contextmanager
 def seeded(seed: int, model: PreTrainedModel) -> Iterator[None]:
-    """Meanwhile torch's generators go on from this seed; afterwards they are as they were."""
+    """Run the body with torch's generators seeded; their states are restored afterwards."""
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

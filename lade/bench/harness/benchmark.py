@@ -136,7 +136,7 @@ def check_folder(folder: Path, *, resume: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{str(folder)!r} is a file: give a folder as --out")
     if not resume and (folder / RESULTS).exists():
-        raise InputError(f"{str(folder)!r} has results already: go on with --resume, or give another --out")
+        raise InputError(f"{str(folder)!r} has results already: continue with --resume, or give another --out")
 
 
 def _ready(folder: Path, *, resume: bool) -> Path:

@@ -78,7 +78,7 @@ class Completion:
 
 
 def sources_by_place(steps: Sequence[Step]) -> list[dict[str, int]]:
-    """For each place in a step, 0 being behind the root: who proposed the tokens emitted there, and how many."""
+    """For each place in a step, 0 being after the root: who proposed the tokens emitted there, and how many."""
     counts: list[Counter[str]] = [Counter() for _ in range(max((len(step.tokens) for step in steps), default=0))]
     for step in steps:
         for place, source in enumerate(step.sources):

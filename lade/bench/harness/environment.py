@@ -45,7 +45,7 @@ def _without_folders(word: str) -> str:
 
 
 def commit_of(checkout: Path) -> str | None:
-    """The commit of a checkout, with "+" behind it if files have changed; None if it is none, or git is not there."""
+    """The commit of a checkout, with "+" after it if files have changed; None if it is none, or git is not there."""
     if not (checkout / ".git").exists():
         return None
     commit = _git(checkout, "rev-parse", "--short=12", "HEAD")

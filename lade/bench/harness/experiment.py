@@ -6,7 +6,7 @@
                 each method answers, another one first each time
                 the answers are compared with the reference's
 
-So a drift of the machine's speed meets all methods alike. The second turn of a conversation is asked behind the
+So a drift of the machine's speed meets all methods alike. The second turn of a conversation is answered after the
 reference's answer to the first: all methods get the same prompts.
 """
 
@@ -144,7 +144,7 @@ class Experiment:
         """Run what is left to do."""
         while self.done < len(self.jobs):
             job = self.jobs[self.done]
-            self._kept.open(self.done, anew=job.first)
+            self._kept.open(self.done, fresh=job.first)
             outcome = self._run(job)
             self._kept.close(self.done + 1)
             self._take(outcome)

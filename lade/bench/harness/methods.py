@@ -33,7 +33,7 @@ _SIZES = {
     "adaptive": {"B": "budget"},
     "adaptive-warm": {"B": "budget"},
 }
-"""What may stand behind the equals sign, by its letters."""
+"""What may follow the equals sign, by its letters."""
 
 _DRAW_OTHERWISE = frozenset({"hf-prompt-lookup", "hf-assisted"})
 

@@ -4,7 +4,7 @@ A pass over several tokens does not round like a pass over one. Where the two be
 choice between them may go either way: a near tie. Anything else is a mistake in one of the two methods.
 
 When sampling, transformers draws `argmax(p / q)` with exponential noise q, so the token drawn is the one with the best
-`score - log q`, and the same question is asked of these sums. The noise is drawn anew from the seed: one row for each
+`score - log q`, and the same test is made on these sums. The noise is drawn again from the seed: one row for each
 token of the text, just as the method did.
 """
 
@@ -46,7 +46,7 @@ class Judge:
     """Compares answers with those of the reference.
 
     Args:
-        model: the unpacked one; it is asked again where two answers part.
+        model: the unpacked one; it scores the tokens where two answers part.
         settings: how answers are made.
         reference: name of the method that all are compared with.
     """
@@ -74,10 +74,10 @@ class Judge:
         scores: list[float | None] = [None, None]
         ulps = None
         if None not in pair:
-            told = self.scores([*prompt, *expected[:start]], place.seed, drawn=start)
-            scores = [_finite(float(told.seen[token])) for token in pair]
+            scored = self.scores([*prompt, *expected[:start]], place.seed, drawn=start)
+            scores = [_finite(float(scored.seen[token])) for token in pair]
             if None not in scores:
-                ulps = self._ulps(told, [int(token) for token in pair if token is not None])
+                ulps = self._ulps(scored, [int(token) for token in pair if token is not None])
         return Mismatch(
             **asdict(place),
             method=method,
@@ -92,7 +92,7 @@ class Judge:
         )
 
     def scores(self, text: Sequence[int], seed: int, drawn: int) -> Scores:
-        """What one pass over a text says of the token behind it.
+        """What one pass over a text says of the token after it.
 
         Args:
             text: prompt and answer so far.

@@ -1,4 +1,4 @@
-"""The memories that methods keep from one prompt to the next, saved so that an interrupted run goes on as it was.
+"""The memories that methods keep from one prompt to the next, saved so that an interrupted run continues as it was.
 
 A memory is saved before results.json has the prompt that it has learned last, under the number of prompts done by then;
 the older one is removed afterwards. So there is one that fits results.json whenever the process ends.
@@ -29,21 +29,21 @@ class KeptMemories:
         self._folder, self._tokenizer = folder, tokenizer
         self._at: int | None = None
 
-    def open(self, done: int, *, anew: bool) -> None:
+    def open(self, done: int, *, fresh: bool) -> None:
         """Have the memories be what they were after the first `done` prompts.
 
         Args:
             done: number of prompts.
-            anew: whether the next one begins a series, for which memories are empty.
+            fresh: whether the next one begins a series, for which memories are empty.
 
         Raises:
             InputError: they were never saved.
         """
         at, self._at = self._at, None  # until the prompt is done they are neither the old ones nor the new ones
-        if not anew and at == done:
+        if not fresh and at == done:
             return
         for arm in self._arms:
-            arm.memory = Memory() if anew else self._load(arm, done)
+            arm.memory = Memory() if fresh else self._load(arm, done)
 
     def close(self, done: int) -> None:
         """Save them as they are after the first `done` prompts."""
@@ -71,5 +71,5 @@ class KeptMemories:
     def _load(self, arm: Arm, done: int) -> Memory:
         if self._folder is None or not self._path(arm, done).is_file():
             name = arm.method.name
-            raise InputError(f"the memory of {name} after {done} prompts is not there: begin anew with another --out")
+            raise InputError(f"the memory of {name} after {done} prompts is not there: begin again with another --out")
         return Memory.load(self._path(arm, done), self._tokenizer)

@@ -1,21 +1,21 @@
-"""A run as pictures for READMEs: SVG and PNG, each for light and for dark backgrounds, the same bytes every time."""
+"""A run as pictures for READMEs and for the report: SVG that suits light and dark pages, and PNG."""
 
 from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lade.bench.analysis.acceptance import SOURCES, acceptance
-from lade.bench.analysis.cost_benefit import break_even, points_of
-from lade.bench.analysis.curve import Curve, curves_of
+from lade.bench.analysis.acceptance import acceptance
+from lade.bench.analysis.cost_benefit import Point, points_of
+from lade.bench.analysis.curve import curves_of
 from lade.bench.analysis.summary import Row, summarise
-from lade.bench.report.labels import around, place
+from lade.bench.report.labels import Box, around, place
 from lade.bench.report.prose import LOSS, caption, is_loss, workload_name
-from lade.bench.report.theme import DARK, LIGHT, Theme
+from lade.bench.report.theme import LIGHT, RC, as_svg
 from lade.bench.results import Results
 from lade.errors import MissingExtraError
 
@@ -23,29 +23,27 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+MEANINGS = {
+    "speedup": "Speed-up of each method, median and middle half of the answers",
+    "trade": "Tokens per step against tokens fed per step, and how many break even",
+    "step_cost": "Time of a forward pass by the tokens it feeds",
+    "acceptance": "Who proposed the accepted tokens, by their place in the step",
+}
+"""What each picture shows, in words."""
+
 _RATIOS = (0.1, 0.2, 0.25, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _DASHES = ("-", "--", ":", "-.")
 _MOST_PLACES = 10
 _FONT = 9
-_RC = {
-    "svg.hashsalt": "lade",  # the same picture gives the same file
-    "text.parse_math": False,  # a name may hold dollar signs
-    "font.family": "DejaVu Sans",
-    "font.size": _FONT,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
 
 
 def save_figures(results: Results, folder: str | os.PathLike[str]) -> list[Path]:
     """Draw what the run has data for.
 
-    Up to four pictures: `speedup`, `trade` (tokens per step against tokens fed), `step_cost` and `acceptance`.
-
     Args:
         results: a run, complete or not.
-        folder: made if it does not exist. Files are named like `speedup_light.svg`.
+        folder: made if it does not exist. Files are named like `speedup.svg` and `speedup.png`.
 
     Returns:
         The files.
@@ -53,45 +51,39 @@ def save_figures(results: Results, folder: str | os.PathLike[str]) -> list[Path]
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    if find_spec("matplotlib") is None:
+    if not can_draw():
         raise MissingExtraError("matplotlib", "bench")
-    from matplotlib.style import context
-
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    pictures: dict[str, Callable[[Results, Theme], Figure | None]] = {
-        "speedup": _speedup,
-        "trade": _trade,
-        "step_cost": _step_cost,
-        "acceptance": _acceptance,
-    }
     written = []
-    for name, draw in pictures.items():
-        for theme in (LIGHT, DARK):
-            with context(_RC | _colours(theme)):
-                figure = draw(results, theme)
-                if figure is not None:
-                    written += _save(figure, folder / f"{name}_{theme.name}")
+    for name, figure in _drawn(results):
+        svg, png = folder / f"{name}.svg", folder / f"{name}.png"
+        svg.write_text(as_svg(figure), encoding="utf-8")
+        figure.savefig(png, dpi=144, metadata={"Software": None})
+        written += [svg, png]
     return written
 
 
-def _colours(theme: Theme) -> dict[str, str]:
-    inked = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
-    return dict.fromkeys(inked, theme.ink) | {
-        "figure.facecolor": theme.paper,
-        "savefig.facecolor": theme.paper,
-        "axes.facecolor": theme.paper,
-        "axes.edgecolor": theme.soft,
-        "grid.color": theme.soft,
-    }
+def pictures(results: Results) -> dict[str, str]:
+    """The texts of the SVG files that `save_figures` would write, by the names in `MEANINGS`."""
+    return {name: as_svg(figure) for name, figure in _drawn(results)}
 
 
-def _save(figure: Figure, stem: Path) -> list[Path]:
-    """Without the date and the version that matplotlib writes down, which would differ from day to day."""
-    svg, png = stem.with_name(stem.name + ".svg"), stem.with_name(stem.name + ".png")
-    figure.savefig(svg, metadata={"Date": None, "Creator": None})
-    figure.savefig(png, dpi=144, metadata={"Software": None})
-    return [svg, png]
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
+def _drawn(results: Results) -> Iterator[tuple[str, Figure]]:
+    """Every picture that there is data for; each is to be saved before the next one is drawn."""
+    from matplotlib import rc_context
+
+    draws: list[Callable[[Results], Figure | None]] = [_speedup, _trade, _step_cost, _acceptance]
+    for name, draw in zip(MEANINGS, draws, strict=True):
+        with rc_context(RC):
+            figure = draw(results)
+            if figure is not None:
+                yield name, figure
 
 
 def _blank(results: Results, width: float, height: float) -> Figure:
@@ -104,7 +96,7 @@ def _blank(results: Results, width: float, height: float) -> Figure:
     return figure
 
 
-def _speedup(results: Results, theme: Theme) -> Figure | None:
+def _speedup(results: Results) -> Figure | None:
     """Bars from the line at 1: gains to the right, losses to the left, half as fast as long as twice as fast."""
     summary = summarise(results)
     rows = [
@@ -134,9 +126,9 @@ def _speedup(results: Results, theme: Theme) -> Figure | None:
             )
             y += 1.0
         places.append(y)
-        _bar(axes, y, row, theme)
+        _bar(axes, y, row)
         y += 1.0
-    axes.axvline(1, color=theme.ink, linewidth=1.2)
+    axes.axvline(1, color=LIGHT.ink, linewidth=1.2)
     axes.set_yticks(places, [row.method for _, row in rows])
     axes.tick_params(length=0)
     axes.spines[["left", "bottom"]].set_visible(False)
@@ -145,73 +137,74 @@ def _speedup(results: Results, theme: Theme) -> Figure | None:
     return figure
 
 
-def _bar(axes: Axes, y: float, row: Row, theme: Theme) -> None:
+def _bar(axes: Axes, y: float, row: Row) -> None:
     if row.speedup is None:
         axes.text(1.02, y, "not measured", va="center", alpha=0.7)
         return
     each = row.speedup.each
     lost = is_loss(each.median)
-    axes.barh(y, each.median - 1, left=1, height=0.62, color=theme.loss if lost else theme.gain)
+    axes.barh(y, each.median - 1, left=1, height=0.62, color=LIGHT.loss if lost else LIGHT.gain)
     axes.errorbar(
         each.median,
         y,
         xerr=[[each.median - each.low], [each.high - each.median]],
-        color=theme.ink,
+        color=LIGHT.ink,
         linewidth=1,
         capsize=2,
     )
     value = f"{LOSS} {each.median:.2f}" if lost else f"{each.median:.2f}"
-    colour = theme.loss if lost else theme.ink
+    colour = LIGHT.loss if lost else LIGHT.ink
     spot = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "center", "weight": "bold"}
     axes.text(1, y, value, color=colour, **spot)  # type: ignore[arg-type]
 
 
-def _trade(results: Results, theme: Theme) -> Figure | None:
-    points = points_of(results, summarise(results))
+def _trade(results: Results) -> Figure | None:
+    """A mark for each method; the bar over or under it is its break-even: its step time by that of one token a step."""
+    points = points_of(summarise(results))
     if not points:
         return None
     figure = _blank(results, 6.5, 4.2)
     axes = figure.subplots()
-    right, top = 1.5 * max([2.0, *(each.fed for each in points)]), 1.12 * max([2.0, *(each.gained for each in points)])
+    highest = max([2.0, *(each.gained for each in points), *(each.even or 0.0 for each in points)])
+    right, top = 1.5 * max([2.0, *(each.fed for each in points)]), 1.12 * highest
     axes.set_xscale("log", base=2)
     axes.set_xlim(0.9, right)
     axes.set_ylim(0.8, top)
     _size_ticks(axes, right)
-    axes.axhline(1, color=theme.soft, linewidth=1)
-    lines = break_even(results)
-    paths = [_line(axes, curve, number, theme, right, top) for number, curve in lines]
+    axes.axhline(1, color=LIGHT.soft, linewidth=1)
     for each in points:
-        axes.plot(each.fed, each.gained, "v" if each.kind == "loss" else "o", color=theme.of(each.kind), markersize=7)
-    axes.set_xlabel("tokens fed per step" if not lines else "tokens fed per step (a method gains above its line)")
+        if each.even is not None:
+            axes.plot([each.fed] * 2, [each.even, each.gained], color=LIGHT.of(each.kind), alpha=0.55, linewidth=2)
+            axes.plot([each.fed / 1.06, each.fed * 1.06], [each.even] * 2, color=LIGHT.ink, linewidth=2.5)
+        axes.plot(each.fed, each.gained, "v" if each.kind == "loss" else "o", color=LIGHT.of(each.kind), markersize=7)
+    due = any(each.even is not None for each in points)
+    axes.set_xlabel(f"tokens fed per step{' (a method gains above its break-even, the short bar)' if due else ''}")
     axes.set_ylabel("tokens per step")
     axes.set_title("tokens per step, and their price", fontsize=10, loc="left")
-    if lines:
-        axes.legend(frameon=False, loc="upper left", fontsize=8)
     figure.draw_without_rendering()  # settles the layout, in which names are then placed
+    _place_names(axes, points, (0.95, top), (right, 0.8))
+    return figure
+
+
+def _place_names(axes: Axes, points: list[Point], first: tuple[float, float], last: tuple[float, float]) -> None:
+    """Write each method's name beside its mark; `first` and `last` are the corners of the free sheet."""
 
     def pixels(x: float, y: float) -> tuple[float, float]:
         """In points, downwards."""
         across, up = axes.transData.transform((x, y))
-        return float(across) * 72 / figure.dpi, -float(up) * 72 / figure.dpi
+        return float(across) * 72 / axes.figure.dpi, -float(up) * 72 / axes.figure.dpi
 
-    sheet = (*pixels(0.95, top), *pixels(right, 0.8))
-    taken = [around(*pixels(each.fed, each.gained), 5) for each in points]
-    taken += [around(*pixels(*spot), 3) for path in paths for spot in path]
+    taken: list[Box] = []
     for each in points:
-        spot = place(each.name, *pixels(each.fed, each.gained), _FONT, taken, sheet)
+        x, y = pixels(each.fed, each.gained)
+        taken.append(around(x, y, 5))
+        if each.even is not None:
+            level = pixels(each.fed, each.even)[1]
+            taken.append((x - 9, min(level, y) - 2, x + 9, max(level, y) + 2))
+    for each in points:
+        spot = place(each.name, *pixels(each.fed, each.gained), _FONT, taken, (*pixels(*first), *pixels(*last)))
         align = {"start": "left", "middle": "center", "end": "right"}[spot.anchor]
         axes.annotate(each.name, (each.fed, each.gained), (spot.dx, -spot.dy), textcoords="offset points", ha=align)
-    return figure
-
-
-def _line(axes: Axes, curve: Curve, number: int, theme: Theme, right: float, top: float) -> list[tuple[float, float]]:
-    """Draw a break-even line; many short pieces, since it is straight only where sizes are evenly spaced."""
-    sizes = [right ** (piece / 120) for piece in range(121)]
-    path = [(size, curve.relative(size)) for size in sizes if size <= curve.sizes[-1] and curve.relative(size) <= top]
-    label = f"breaks even, {'packed' if curve.packed else 'plain'} weights"
-    style = {"color": theme.lines[number % len(theme.lines)], "linestyle": _DASHES[number % len(_DASHES)]}
-    axes.plot([x for x, _ in path], [y for _, y in path], label=label, **style)  # type: ignore[arg-type]
-    return path
 
 
 def _size_ticks(axes: Axes, last: float) -> None:
@@ -220,7 +213,7 @@ def _size_ticks(axes: Axes, last: float) -> None:
     axes.minorticks_off()
 
 
-def _step_cost(results: Results, theme: Theme) -> Figure | None:
+def _step_cost(results: Results) -> Figure | None:
     curves = curves_of(results)
     if not curves:
         return None
@@ -228,7 +221,7 @@ def _step_cost(results: Results, theme: Theme) -> Figure | None:
     axes = figure.subplots()
     axes.set_xscale("log", base=2)
     for number, curve in enumerate(curves):
-        colour = theme.lines[number % len(theme.lines)]
+        colour = LIGHT.lines[number % len(LIGHT.lines)]
         spreads = curve.relative_spreads
         weights = "packed" if curve.packed else "plain"
         label = f"{weights} weights, {curve.cached} cached: {1e3 * curve.seconds(1):.3g} ms for one token"
@@ -236,7 +229,7 @@ def _step_cost(results: Results, theme: Theme) -> Figure | None:
         axes.fill_between(curve.sizes, low, high, color=colour, alpha=0.2, linewidth=0)
         medians = [spread.median for spread in spreads]
         axes.plot(curve.sizes, medians, color=colour, linestyle=_DASHES[number % len(_DASHES)], label=label)
-    axes.axhline(1, color=theme.soft, linewidth=1)
+    axes.axhline(1, color=LIGHT.soft, linewidth=1)
     _size_ticks(axes, max(curve.sizes[-1] for curve in curves))
     axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens fed by a forward pass")
@@ -246,7 +239,7 @@ def _step_cost(results: Results, theme: Theme) -> Figure | None:
     return figure
 
 
-def _acceptance(results: Results, theme: Theme) -> Figure | None:
+def _acceptance(results: Results) -> Figure | None:
     found = {method.name: acceptance(results, method.name)[:_MOST_PLACES] for method in results.methods}
     found = {name: places for name, places in found.items() if len(places) > 1}
     if not found:
@@ -255,10 +248,9 @@ def _acceptance(results: Results, theme: Theme) -> Figure | None:
     rows = -(-len(found) // columns)
     figure = _blank(results, 2.6 * columns, 0.7 + 1.9 * rows)
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
-    colours = theme.sources | dict.fromkeys(
-        (source for places in found.values() for shares in places for source in shares if source not in SOURCES),
-        theme.loss,
-    )
+    known = LIGHT.by_source()
+    others = (source for places in found.values() for shares in places for source in shares if source not in known)
+    colours = known | dict.fromkeys(others, LIGHT.loss)
     for axes, (name, places) in zip(grid, found.items(), strict=False):
         _columns(axes, places, colours)
         axes.set_title(name, fontsize=_FONT, loc="left")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from dataclasses import dataclass
+from base64 import b64encode
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from lade.bench.analysis.acceptance import SOURCES, acceptance
+from lade.bench.analysis.acceptance import SOURCES
 from lade.bench.analysis.answers import Answer, answers
-from lade.bench.analysis.cost_benefit import timed_points
-from lade.bench.analysis.curve import curves_of
+from lade.bench.analysis.cost_benefit import points_of
 from lade.bench.analysis.summary import Summary, summarise
-from lade.bench.report import charts, glossary
+from lade.bench.report import glossary
+from lade.bench.report.figures import MEANINGS, can_draw, pictures
 from lade.bench.report.prose import (
     LOSS,
     closing,
@@ -36,14 +36,13 @@ from lade.bench.report.prose import (
 from lade.bench.report.replay_view import Lane, Show, shows_of
 from lade.bench.report.table import COLUMNS, Column, named
 from lade.bench.results import Results
+from lade.errors import MissingExtraError
 
 MOST_ANSWERS = 1000
 """Rows of the table of single answers; a page with more is slow to open."""
 
 MOST_MISMATCHES = 200
 MOST_SHOWS = 8
-MOST_PLACES = 10
-"""Places of a step in the pictures of what was accepted there."""
 
 SPEEDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)
 """Of a replay, by the speed at which it ran."""
@@ -52,14 +51,6 @@ FIRST = ("method", "text", "speed-up", "tok/s", "S", "cost")
 """Columns that are always shown, by their headings; a switch shows the others after them."""
 
 _WATCHABLE_S = 14.0
-
-
-@dataclass(frozen=True)
-class Panel:
-    """What one method's steps brought, by place."""
-
-    method: str
-    drawing: Markup
 
 
 def write_report(results: Results, path: str | os.PathLike[str]) -> None:
@@ -91,7 +82,6 @@ def page(results: Results) -> str:
 
 def _context(results: Results, summary: Summary) -> dict[str, Any]:
     every, shows = answers(results), _fastest_first(shows_of(results, summary.base), summary)[:MOST_SHOWS]
-    points = timed_points(summary)
     return {
         "style": _asset("style.css"),
         "script": _asset("page.js"),
@@ -107,12 +97,9 @@ def _context(results: Results, summary: Summary) -> dict[str, Any]:
         "kinds": glossary.methods(results),
         "blocks": [_block(summary, place) for place in range(len(summary.blocks))],
         "closing": closing(summary),
-        "bars": charts.speed_bars(summary) if results.samples else None,
-        "curves": curves_of(results),
-        "step_curves": charts.step_curves(curves_of(results)) if curves_of(results) else None,
-        "trade": charts.trade(points) if points else None,
-        "due": any(point.even is not None for point in points),
-        "panels": _panels(results),
+        "pictures": _pictures(results),
+        "due": any(point.even is not None for point in points_of(summary)),
+        "remedy": None if can_draw() else MissingExtraError("matplotlib", "bench"),
         "sources": _sources(results, shows),
         "shows": shows,
         "tapes": [[_tape(lane) for lane in show.lanes] for show in shows],
@@ -151,11 +138,14 @@ def _block(summary: Summary, place: int) -> dict[str, Any]:
     return {"name": workload_name(block), "answers": block.answers, "rows": rows}
 
 
-def _panels(results: Results) -> list[Panel]:
-    found = {method.name: acceptance(results, method.name)[:MOST_PLACES] for method in results.methods}
-    several = {name: places for name, places in found.items() if len(places) > 1}
-    columns = max(map(len, several.values()), default=0)
-    return [Panel(name, charts.acceptance_columns(places, columns)) for name, places in several.items()]
+def _pictures(results: Results) -> dict[str, Markup]:
+    """Each as an element of the page that loads nothing; empty where there is no data for it, or no matplotlib."""
+    image = Markup('<img alt="{}" src="data:image/svg+xml;base64,{}">')
+    drawn = pictures(results) if can_draw() else {}
+    return {
+        name: image.format(meaning, b64encode(drawn[name].encode()).decode()) if name in drawn else Markup("")
+        for name, meaning in MEANINGS.items()
+    }
 
 
 def _sources(results: Results, shows: list[Show]) -> list[str]:

@@ -30,7 +30,7 @@ class Finding:
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """With so many digits behind the point."""
+    """With this many decimal places."""
     return MISSING if value is None else f"{value:.{digits}f}"
 
 
@@ -75,9 +75,9 @@ def workload_name(block: Block) -> str:
 
 
 def method_detail(method: Method) -> str:
-    """What a method was told, such as `window 15, ngram 5, guesses 15; packed weights`."""
-    told = ", ".join(f"{name} {value}" for name, value in method.config.items() if value is not None)
-    return "; ".join(part for part in (told, "packed weights" if method.packed else "") if part)
+    """The configuration of a method, such as `window 15, ngram 5, guesses 15; packed weights`."""
+    config = ", ".join(f"{name} {value}" for name, value in method.config.items() if value is not None)
+    return "; ".join(part for part in (config, "packed weights" if method.packed else "") if part)
 
 
 def parameters(value: int) -> str:

@@ -51,7 +51,7 @@ class Expectation:
 
     Attributes:
         alpha: α, how often a guessed token is right, from 0 to 1.
-        f: one step of so many has good guesses; at least 1, infinite if none ever had.
+        f: one step in this many has good guesses; at least 1, infinite if none ever had.
         rms: root of the mean squared error, in tokens per step.
         worst: the largest error.
         points: how many it was fitted to.

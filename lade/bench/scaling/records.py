@@ -1,4 +1,4 @@
-"""What is known of how tokens per step grow with the tokens fed: the records behind `scaling.json`, and their fits.
+"""What is known of how tokens per step grow with the tokens fed: the records in `scaling.json`, and their fits.
 
 Nothing in them was timed: with greedy decoding tokens per step depend on model and text, not on the machine.
 """
@@ -70,7 +70,7 @@ class Scaling:
         references: plain decoding's answers.
         points: in the order of measurement.
         mismatches: answers that differ from plain decoding's.
-        complete: whether all sizes that were asked for last are there.
+        complete: whether all sizes of the last run are there.
     """
 
     created: str

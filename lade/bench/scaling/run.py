@@ -1,4 +1,4 @@
-"""The measurement behind the scaling law: lookahead decoding at many sizes on the same prompts.
+"""The measurement of the scaling law: lookahead decoding at many sizes on the same prompts.
 
 for each prompt                    plain decoding's answer
 for each N, for each W = G         written down when it is complete
@@ -45,11 +45,11 @@ class Study:
         source: the prompts; of a conversation the first turn.
         windows: W of the sizes, which is G as well.
         ngrams: N of the sizes.
-        record: what is said of the model.
+        record: of the model.
         settings: greedy; how long answers are.
         prompt_ngrams: whether n-grams of the prompt and of the text are guesses too.
         folder: for `scaling.json`, made if need be; None: nothing is written.
-        resume: go on with what is in the folder; its sizes need not be the same.
+        resume: whether to continue what is in the folder; its sizes need not be the same.
         command: for the record.
 
     Raises:
@@ -132,7 +132,7 @@ class Study:
         return [] if found is None else [found]
 
     def _references(self) -> Iterator[list[int]]:
-        """Plain decoding's answers, which must be the same when a run is gone on with."""
+        """Plain decoding's answers, which must be the same when a run is continued."""
         arm = TransformersArm(_REFERENCE, self._model, generate_arguments(self.scaling.settings))
         known = {reference.prompt: reference for reference in self.scaling.references}
         references = []
@@ -142,7 +142,7 @@ class Study:
             if known and known.get(item.id) != references[-1]:
                 raise InputError(
                     f"prompt {item.id!r} or plain decoding's answer to it is not what it was in {str(self._path)!r}: "
-                    "go on with the same prompts, model and versions, or give another --out"
+                    "continue with the same prompts, model and versions, or give another --out"
                 )
             yield tokens
         if all(reference.new_tokens < 2 for reference in references):
@@ -180,11 +180,11 @@ class Study:
 def check_folder(folder: Path, *, resume: bool) -> None:
     """Raise `InputError` for a folder that has a result already, which would be lost."""
     if not resume and (folder / NAME).exists():
-        raise InputError(f"{str(folder / NAME)!r} is there already: go on with --resume, or give another --out")
+        raise InputError(f"{str(folder / NAME)!r} is there already: continue with --resume, or give another --out")
 
 
 def _terms(scaling: Scaling) -> Mapping[str, Any]:
-    """What must agree when a run is gone on with."""
+    """What must agree when a run is continued."""
     records_of = {name: asdict(getattr(scaling, name)) for name in ("model", "settings", "workload")}
     return {**records_of, "prompt_ngrams": scaling.prompt_ngrams}
 

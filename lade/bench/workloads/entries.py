@@ -110,7 +110,7 @@ def parse(raw: bytes, path: Path) -> list[Entry]:
         try:
             raw = gzip.decompress(raw)
         except (OSError, EOFError, zlib.error) as problem:
-            raise InputError(f"{name} is no whole gzip file ({problem}): get it anew, or unpack it") from problem
+            raise InputError(f"{name} is no whole gzip file ({problem}): download it again, or unpack it") from problem
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as problem:

@@ -49,7 +49,7 @@ def _humaneval(entry: Entry) -> Item:
 def _mbpp(entry: Entry) -> Item:
     """github.com/google-research/google-research, folder mbpp: the paper's prompt (arXiv 2108.07732), no examples.
 
-    The sanitized file has the task under `prompt`. `[BEGIN]`, behind which the paper's examples have their code, is for
+    The sanitized file has the task under `prompt`. `[BEGIN]`, after which the paper's examples have their code, is for
     models without a chat template.
     """
     task = entry.text("text" if "text" in entry.values else "prompt")

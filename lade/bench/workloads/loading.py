@@ -23,15 +23,15 @@ def load(source: str | Path, format: str | None = None, limit: int | None = None
         source: a file: JSON lines or a JSON array, gzipped if its name ends in `.gz`. `path#category` takes the
             entries of one category. `"builtin"` is a set of beginnings of Python functions that needs no file.
         format: how its entries are read, one of `FORMATS`; None recognises it by the keys of the first one.
-        limit: at most so many prompts, the first ones; None takes all.
+        limit: the largest number of prompts, the first ones; None takes all.
 
     Returns:
         The prompts in the file's order. One's own are named like their file, a benchmark's like its format, such as
-            `gsm8k`; if the file is not called as it was published, its name stands behind that, as in `gsm8k-train`.
+            `gsm8k`; if the file is not called as it was published, its name follows, as in `gsm8k-train`.
 
     Raises:
         InputError: there is no such file, format or category, an entry is not what its format wants, or `limit` is
-            below 1. All entries are checked, also those behind the limit.
+            below 1. All entries are checked, also those after the limit.
     """
     if limit is not None and limit < 1:
         raise InputError(f"limit={limit} is not valid: give at least 1, or None for all prompts")

@@ -1,7 +1,7 @@
 """The file that `lade generate --batch-size` writes, which is its own journal: its lines say what they were made from.
 
 Lines come in the order of the prompts, so whatever ends a run, the file has the answers to the first prompts, and a run
-that goes on with it begins after them. A process that is killed while it writes leaves a torn last line.
+that continues it begins after them. A process that is killed while it writes leaves a torn last line.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class AnswerFile:
     Args:
         path: of the file.
         prompts: by the numbers of their lines in the prompt file.
-        resume: whether to go on with what is there.
+        resume: whether to continue what is there.
 
     Attributes:
         kept: the lines that are there, of the first prompts.
 
     Raises:
         ConfigError: nothing can be written there.
-        InputError: there are lines, and they are not to be gone on with, or are not of these prompts.
+        InputError: there are lines, and they are not to be continued, or are not of these prompts.
     """
 
     def __init__(self, path: Path, prompts: Mapping[int, Prompt], *, resume: bool) -> None:
@@ -43,7 +43,7 @@ class AnswerFile:
         self.path, self.kept = path, list[Entry]()
         raw = path.read_bytes() if path.exists() else b""
         if raw and not resume:
-            raise InputError(f"{str(path)!r} has lines already: go on with --resume, or {REMEDY}")
+            raise InputError(f"{str(path)!r} has lines already: continue with --resume, or {REMEDY}")
         self.kept, self._whole = whole_lines(raw, path)
         if len(self.kept) > len(prompts):
             raise InputError(f"{str(path)!r} has {len(self.kept)} lines for {len(prompts)} prompts: {REMEDY}")

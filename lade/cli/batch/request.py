@@ -1,15 +1,19 @@
-"""What `lade generate --batch-size` is asked for, checked as far as that can be done without a model."""
+"""Options of `lade generate` for many prompts, checked as far as that can be done without a model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from lade.cli.batch.output import AnswerFile
-from lade.cli.prompts import Prompt, check_sources, numbered_prompts
+from lade.cli.options.grouping import in_panel
+from lade.cli.prompts import Prompt, Source, numbered_prompts
 from lade.errors import ConfigError, InputError
 
 MOST_ROWS = 4096
+
+_option = in_panel("Many prompts")
 
 
 @dataclass(frozen=True)
@@ -38,45 +42,41 @@ class Batch:
         return f"{str(self.source)!r} line {line}"
 
 
-def batch_of(
-    text: str | None,
-    prompt: str | None,
-    prompt_file: Path | None,
-    size: int | None,
-    out: Path | None,
-    *,
-    resume: bool,
-) -> Batch | None:
-    """What the options ask for; None where that is no batch.
+@dataclass(frozen=True)
+class BatchOptions:
+    """Options for many prompts.
 
-    Args:
-        text: see `read_prompts`.
-        prompt: likewise.
-        prompt_file: likewise.
-        size: how many to decode at a time.
+    Attributes:
+        batch_size: how many to decode at a time; None: one after the other, no batch.
         out: the file to write.
-        resume: go on with what is in it.
-
-    Raises:
-        ConfigError, InputError: the options contradict each other, or a file cannot be used.
+        resume: whether to continue what is in it.
     """
-    if size is None:
-        _refuse_without_size(out, resume=resume)
-        return None
-    if not 1 <= size <= MOST_ROWS:
-        raise ConfigError("batch-size", size, f"give a whole number >= 1 and <= {MOST_ROWS}")
-    check_sources(text, prompt, prompt_file)
-    if prompt_file is None or prompt_file.suffix != ".jsonl":
-        raise ConfigError("batch-size", size, "it is for many prompts: give --prompt-file FILE.jsonl, one a line")
-    if resume and out is None:
-        raise InputError("--resume goes on with a file: give the one to go on with as --out FILE")
-    prompts = numbered_prompts(prompt_file)
-    return Batch(prompt_file, prompts, size, None if out is None else AnswerFile(out, prompts, resume=resume))
 
+    batch_size: Annotated[int | None, _option(metavar="B", help="Decode B prompts of a .jsonl file at a time.")] = None
+    out: Annotated[Path | None, _option(metavar="FILE", help="File for the answers, as JSON lines.")] = None
+    resume: Annotated[bool, _option("--resume", metavar="", help="Continue after the lines in --out.")] = False
 
-def _refuse_without_size(out: Path | None, *, resume: bool) -> None:
-    remedy = "is for the prompts of a file: add --batch-size, or leave it out"
-    if out is not None:
-        raise InputError(f"--out {remedy}")
-    if resume:
-        raise InputError(f"--resume {remedy}")
+    def batch(self, source: Source) -> Batch | None:
+        """The batch that the options describe; None where they describe none.
+
+        Raises:
+            ConfigError, InputError: the options contradict each other, or a file cannot be used.
+        """
+        size, file = self.batch_size, source.prompt_file
+        if size is None:
+            remedy = "is for the prompts of a file: add --batch-size, or leave it out"
+            if self.out is not None:
+                raise InputError(f"--out {remedy}")
+            if self.resume:
+                raise InputError(f"--resume {remedy}")
+            return None
+        if not 1 <= size <= MOST_ROWS:
+            raise ConfigError("batch-size", size, f"give a whole number >= 1 and <= {MOST_ROWS}")
+        source.check()
+        if file is None or file.suffix != ".jsonl":
+            raise ConfigError("batch-size", size, "it is for many prompts: give --prompt-file FILE.jsonl, one a line")
+        if self.resume and self.out is None:
+            raise InputError("--resume continues a file: give it as --out FILE")
+        prompts = numbered_prompts(file)
+        written = None if self.out is None else AnswerFile(self.out, prompts, resume=self.resume)
+        return Batch(file, prompts, size, written)

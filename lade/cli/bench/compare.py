@@ -49,7 +49,7 @@ def compare(
     json: options.Json = False,
     output: options.Output,
 ) -> None:
-    """Tell what got faster or slower from one benchmark run to another, and what is mere noise.
+    """Report what got faster or slower from one benchmark run to another, and what is mere noise.
 
     Judged are speed-ups over the reference method, which cancel how fast the machine happened to be.
 

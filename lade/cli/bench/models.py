@@ -22,39 +22,39 @@ from lade.model.packing import pack as packing
 def load_models(plan: Plan, term: Terminal) -> tuple[Models, Any]:
     """The model, packed and unpacked, the draft, and the tokenizer."""
     threads = torch.get_num_threads()
-    subject = loading.load(plan.loading, term=term)
-    model, own_parameters = subject.model, subject.model.num_parameters()
-    if plan.inflate is not None:
-        model = inflate(model, plan.inflate)
+    loaded = loading.load(plan.loading, term=term)
+    model, own_parameters = loaded.model, loaded.model.num_parameters()
+    if plan.weights.inflate is not None:
+        model = inflate(model, plan.weights.inflate)
         torch.set_num_threads(threads)  # one thread is for the embedded model at its own size
     draft = None
     if plan.draft is not None:
         draft = loading.load(plan.loading.of(plan.draft), term=term)
-        if fingerprint_of(draft.tokenizer) != fingerprint_of(subject.tokenizer):
+        if fingerprint_of(draft.tokenizer) != fingerprint_of(loaded.tokenizer):
             raise InputError(f"draft {plan.draft!r} has another tokenizer than {plan.name!r}: give one of its family")
-    if plan.threads is not None:
-        torch.set_num_threads(plan.threads)
+    if plan.weights.threads is not None:
+        torch.set_num_threads(plan.weights.threads)
     record = Model(
         name=plan.name,
         kind=model.config.model_type,
         parameters=model.num_parameters(),
-        dtype=subject.dtype,
-        inflated_from=None if plan.inflate is None else own_parameters,
+        dtype=loaded.dtype,
+        inflated_from=None if plan.weights.inflate is None else own_parameters,
         draft=None if plan.draft is None else plan.loading.of(plan.draft).label,
     )
-    return Models(record, model, _packed(model, plan, term), None if draft is None else draft.model), subject.tokenizer
+    return Models(record, model, _packed(model, plan, term), None if draft is None else draft.model), loaded.tokenizer
 
 
 def _packed(model: Any, plan: Plan, term: Terminal) -> Any:
     """A packed copy where that is wanted, or can be done and pays; else None."""
-    may_pay = model.device.type == "cpu" and (plan.loading.model is not None or plan.inflate is not None)
+    may_pay = model.device.type == "cpu" and (plan.loading.model is not None or plan.weights.inflate is not None)
     ours = any(method.kind not in TRANSFORMERS for method in plan.methods)
-    if not (plan.pack or (plan.pack is None and may_pay and ours)):
+    if not (plan.weights.pack or (plan.weights.pack is None and may_pay and ours)):
         return None
     try:
         return packing.pack(deepcopy(model)) if packing.packable(model) else None
     except UnsupportedModelError as problem:
-        if plan.pack:
+        if plan.weights.pack:
             raise
         if term.debug:
             term.say(f"not packed: {problem}", "dim")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import asdict
-from importlib.util import find_spec
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,10 +12,13 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from lade.cli.bench.plan_inputs import Wish
+from lade.bench.forecast.roofline import DEVICES, FREE
+from lade.cli.bench.plan_inputs import HardwareSpec
 from lade.cli.options import decoding as options
+from lade.cli.options.grouping import in_panel
+from lade.cli.options.output import check_picture
 from lade.cli.terminal import Terminal, terminal
-from lade.errors import ConfigError, MissingExtraError
+from lade.errors import ConfigError
 
 if TYPE_CHECKING:
     from lade.bench.forecast.forecast import Measured, Prediction
@@ -25,72 +27,28 @@ if TYPE_CHECKING:
 EXAMPLE = "Example:  [bold]lade bench plan --params 7B --device h100-sxm --results results.json --out plan.svg[/bold]"
 MOVED = "lade plan is now lade bench plan; the old name will go in a later version"
 
-_FORMATS = (".svg", ".png", ".pdf")
+_results = in_panel("Results")
 _SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-
-
-def _model(*names: str, metavar: str, help: str) -> Any:
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="Model")
-
-
-def _hardware(*names: str, metavar: str, help: str) -> Any:
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="Hardware")
 
 
 @options.grouped
 def plan(
-    params: Annotated[str, _model("--params", metavar="P", help="Parameters, such as 7e9 or 7B.")],
-    dtype: Annotated[
-        str, _model("--dtype", metavar="NAME", help="Of the weights: bf16, fp16, fp32, fp8, int8, int4.")
-    ] = "bf16",
-    bandwidth: Annotated[
-        str | None, _hardware("--bandwidth", metavar="B", help="Peak bytes per second, such as 3.35e12 or 3.35TB/s.")
-    ] = None,
-    flops: Annotated[
-        str | None,
-        _hardware("--flops", metavar="F", help="Peak operations per second, dense, in this dtype: 990e12 or 990T."),
-    ] = None,
-    device: Annotated[
-        str | None,
-        _hardware(
-            "--device",
-            metavar="NAME",
-            help="Peaks from a datasheet: a100-80gb, h100-pcie, h100-sxm, h200, l4, l40s.",
-        ),
-    ] = None,
+    hardware: HardwareSpec,
+    *,
     results: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel="Results",
-            help="results.json of lade bench: acceptance on your text with your model.",
-        ),
-    ] = None,
-    *,
-    layers: Annotated[int | None, _model("--layers", metavar="L", help="With --cached: layers of the model.")] = None,
-    kv_heads: Annotated[
-        int | None, _model("--kv-heads", metavar="H", help="With --cached: heads with keys and values.")
-    ] = None,
-    head_dim: Annotated[int | None, _model("--head-dim", metavar="D", help="With --cached: size of a head.")] = None,
-    cached: Annotated[int, _model("--cached", metavar="P", help="Tokens in the cache, which every pass reads.")] = 0,
-    overhead: Annotated[
-        float, _hardware("--overhead", metavar="S", help="Seconds of a pass that overlap with nothing: launches, ...")
-    ] = 0.0,
-    bandwidth_share: Annotated[
-        float | None, _hardware("--bandwidth-share", metavar="X", help="Of the peak, what passes reach. Default 0.8.")
-    ] = None,
-    flops_share: Annotated[
-        float | None, _hardware("--flops-share", metavar="X", help="Of the peak, what passes reach. Default 0.6.")
+        _results(metavar="FILE", help="results.json of lade bench: acceptance on your text with your model."),
     ] = None,
     library_time: Annotated[
         float | None,
-        _hardware("--library-time", metavar="S", help="Seconds of this library in a step. Default: as measured."),
+        typer.Option(
+            metavar="S",
+            rich_help_panel="Hardware",
+            help="Seconds of this library in a step. Default: as measured.",
+        ),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", rich_help_panel="Results", help="Draw cost and acceptance to a .svg, .png or .pdf file."
-        ),
+        Path | None, _results(metavar="FILE", help="Draw cost and acceptance to a .svg, .png or .pdf file.")
     ] = None,
     json: options.Json = False,
     output: options.Output,
@@ -100,12 +58,22 @@ def plan(
     Nothing is run. All assumptions are printed; the largest is that your text is as predictable as the one measured.
     """
     with terminal(output) as term:
-        _check(library_time, out)
-        wish = Wish(
-            params, dtype, bandwidth, flops, device, layers, kv_heads, head_dim, cached, overhead, bandwidth_share,
-            flops_share,
-        )  # fmt: skip
-        _run(wish, results, library_time, out, term, json=json)
+        if library_time is not None and not 0.0 <= library_time < math.inf:
+            raise ConfigError("library-time", library_time, "give seconds >= 0")
+        if out is not None:
+            check_picture(out)
+        forecast = Forecast.of(hardware, results, library_time)
+        if json:
+            term.write_json(forecast.as_dict())
+        else:
+            _print(forecast, term)
+        warning = f"Acceptance was measured elsewhere ({forecast.measured.source}); it depends on text and model. "
+        remedy = "" if results else "Measure your own with lade bench and give it with --results."
+        term.say(Text(warning + remedy, "bold yellow"))
+        if out is not None:
+            from lade.bench.forecast.figure import draw
+
+            draw(forecast.roofline, forecast.predictions, f"{hardware.params} parameters, {_named(hardware)}", out)
 
 
 @functools.wraps(plan)
@@ -115,35 +83,71 @@ def moved(**values: Any) -> None:
     plan(**values)
 
 
-def _run(
-    wish: Wish, results: Path | None, library_time: float | None, out: Path | None, term: Terminal, *, json: bool
-) -> None:
-    from lade.bench.forecast.forecast import SHIPPED, best_sizes, measured_in, predict
-    from lade.bench.results import Results
+@dataclass(frozen=True)
+class Forecast:
+    """What is expected of a model on some hardware.
 
-    roofline = wish.roofline()
-    measured = SHIPPED if results is None else measured_in(Results.load(results))
-    predictions = predict(roofline, measured, library_time)
-    best = best_sizes(roofline, measured, library_time)
-    assumptions = assumptions_of(wish, roofline, measured, library_time)
-    if json:
-        term.write_json(_figures(wish, roofline, measured, predictions, best, assumptions))
-    else:
-        _print(wish, roofline, measured, predictions, best, assumptions, term)
-    warning = f"Acceptance was measured elsewhere ({measured.source}); it depends on text and model. "
-    remedy = "" if results else "Measure your own with lade bench and give it with --results."
-    term.say(Text(warning + remedy, "bold yellow"))
-    if out is not None:
-        from lade.bench.forecast.figure import draw
+    Attributes:
+        hardware: as on the command line.
+        roofline: the cost of its steps.
+        measured: acceptance and the library's own time.
+        library_time: seconds of the library in a step; None: as measured.
+        predictions: of the methods measured.
+        best: the best sizes of each kind of method.
+    """
 
-        draw(roofline, predictions, f"{wish.params} parameters, {wish.dtype}{_on(wish)}", out)
+    hardware: HardwareSpec
+    roofline: Roofline
+    measured: Measured
+    library_time: float | None
+    predictions: list[Prediction]
+    best: list[Prediction]
+
+    @classmethod
+    def of(cls, hardware: HardwareSpec, results: Path | None, library_time: float | None) -> Forecast:
+        """Forecast from a results.json, or from what the project has measured."""
+        from lade.bench.forecast.forecast import SHIPPED, best_sizes, measured_in, predict
+        from lade.bench.results import Results
+
+        roofline = hardware.roofline()
+        measured = SHIPPED if results is None else measured_in(Results.load(results))
+        given = roofline, measured, library_time
+        return cls(hardware, *given, predict(*given), best_sizes(*given))
+
+    @property
+    def plain_s(self) -> float:
+        """Seconds of a step of plain decoding."""
+        return self.roofline.seconds(1) + self.measured.plain_own_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `--json` says."""
+        roofline = self.roofline
+        curve = [
+            {"size": size, "seconds": roofline.seconds(size), "relative": roofline.relative(size)} for size in _SIZES
+        ]
+        return {
+            "roofline": {**asdict(roofline), "device": self.hardware.device, "cached": self.hardware.cached},
+            "one_token_s": roofline.seconds(1),
+            "ridge_tokens": roofline.ridge,
+            "free_tokens": roofline.free,
+            "curve": curve,
+            "plain": {"step_s": self.plain_s, "tokens_per_s": 1 / self.plain_s},
+            "methods": [asdict(each) for each in self.predictions],
+            "best": [asdict(each) for each in self.best],
+            "left_out": [{"method": name, "reason": reason} for name, reason in self.measured.left_out],
+            "source": self.measured.source,
+            "assumptions": assumptions_of(self),
+        }
 
 
-def assumptions_of(wish: Wish, roofline: Roofline, measured: Measured, library_time: float | None) -> list[str]:
+def assumptions_of(found: Forecast) -> list[str]:
     """Everything that has to hold for the figures to hold, one sentence each."""
-    from lade.bench.forecast.roofline import DEVICES
-
-    read = f"weights and the keys and values of {wish.cached} tokens" if wish.cached else "weights; nothing is cached"
+    hardware, roofline, measured = found.hardware, found.roofline, found.measured
+    read = (
+        f"weights and the keys and values of {hardware.cached} tokens"
+        if hardware.cached
+        else "weights; nothing is cached"
+    )
     given = [
         f"A pass reads {_si(roofline.weight_bytes + roofline.cache_bytes)}B ({read}) at {roofline.bandwidth_share:g} "
         f"of {_si(roofline.bandwidth)}B/s, and computes 2 operations per parameter and token at "
@@ -152,9 +156,13 @@ def assumptions_of(wish: Wish, roofline: Roofline, measured: Measured, library_t
         f"{1e3 * roofline.overhead_s:g} ms of each pass overlap with nothing (--overhead); launching kernels, where it "
         "is not hidden, belongs there.",
     ]
-    if wish.device is not None:
-        given.append(f"Peaks of {wish.device}: {DEVICES[wish.device].source}, where not given.")
-    own = f"as long as {measured.own_source}" if library_time is None else f"{1e3 * library_time:g} ms, as given"
+    if hardware.device is not None:
+        given.append(f"Peaks of {hardware.device}: {DEVICES[hardware.device].source}, where not given.")
+    own = (
+        f"as long as {measured.own_source}"
+        if found.library_time is None
+        else f"{1e3 * found.library_time:g} ms, as given"
+    )
     return [
         *given,
         f"Outside the forward pass a step takes {own} (plain: {1e3 * measured.plain_own_s:.2f} ms), on the CPU that "
@@ -166,57 +174,22 @@ def assumptions_of(wish: Wish, roofline: Roofline, measured: Measured, library_t
     ]
 
 
-def _figures(
-    wish: Wish,
-    roofline: Roofline,
-    measured: Measured,
-    predictions: list[Prediction],
-    best: list[Prediction],
-    assumptions: list[str],
-) -> dict[str, Any]:
-    """What `--json` says."""
-    plain_s = roofline.seconds(1) + measured.plain_own_s
-    curve = [{"size": size, "seconds": roofline.seconds(size), "relative": roofline.relative(size)} for size in _SIZES]
-    return {
-        "roofline": {**asdict(roofline), "device": wish.device, "cached": wish.cached},
-        "one_token_s": roofline.seconds(1),
-        "ridge_tokens": roofline.ridge,
-        "free_tokens": roofline.free,
-        "curve": curve,
-        "plain": {"step_s": plain_s, "tokens_per_s": 1 / plain_s},
-        "methods": [asdict(each) for each in predictions],
-        "best": [asdict(each) for each in best],
-        "left_out": [{"method": name, "reason": reason} for name, reason in measured.left_out],
-        "source": measured.source,
-        "assumptions": assumptions,
-    }
-
-
-def _print(
-    wish: Wish,
-    roofline: Roofline,
-    measured: Measured,
-    predictions: list[Prediction],
-    best: list[Prediction],
-    assumptions: list[str],
-    term: Terminal,
-) -> None:
-    from lade.bench.forecast.roofline import FREE
+def _print(found: Forecast, term: Terminal) -> None:
     from lade.bench.report.prose import count
 
-    plain_s = roofline.seconds(1) + measured.plain_own_s
-    term.out.print(Text(f"A pass of {wish.params} parameters in {roofline.dtype}{_on(wish)}", "bold"))
+    roofline, measured = found.roofline, found.measured
+    term.out.print(Text(f"A pass of {found.hardware.params} parameters in {_named(found.hardware)}", "bold"))
     term.out.print(_curve(roofline))
     term.out.print(
         f"{count(roofline.free, 'token')} for the price of one (up to {FREE:g} times its time); "
         f"computing takes longer than reading from {max(1.0, roofline.ridge):.0f} tokens on\n"
     )
-    term.out.print(Text(f"Decoding, against {1 / plain_s:.1f} tokens a second with plain decoding", "bold"))
-    term.out.print(_table([*predictions, *best], first_best=len(predictions)))
+    term.out.print(Text(f"Decoding, against {1 / found.plain_s:.1f} tokens a second with plain decoding", "bold"))
+    term.out.print(_table([*found.predictions, *found.best], first_best=len(found.predictions)))
     for name, reason in measured.left_out:
         term.out.print(Text(f"{name}: left out, {reason}", "dim"))
     term.out.print(Text("\nAssumptions", "bold"))
-    for line in assumptions:
+    for line in assumptions_of(found):
         term.out.print(Text(f"- {line}"))
 
 
@@ -252,27 +225,11 @@ def _table(predictions: list[Prediction], first_best: int) -> Table:
     return table
 
 
-def _on(wish: Wish) -> str:
-    return f" on {wish.device}" if wish.device else ""
+def _named(hardware: HardwareSpec) -> str:
+    return f"{hardware.dtype}{f' on {hardware.device}' if hardware.device else ''}"
 
 
 def _si(value: float) -> str:
     """With a prefix, up to its unit: 3.35e12 is "3.35 T"."""
     power = min(5, max(0, int(math.log10(value) // 3))) if value >= 1 else 0
     return f"{value / 10 ** (3 * power):.4g} {['', 'k', 'M', 'G', 'T', 'P'][power]}"
-
-
-def _check(library_time: float | None, out: Path | None) -> None:
-    """Find out before the work begins what would end it."""
-    if library_time is not None and not 0.0 <= library_time < math.inf:
-        raise ConfigError("library-time", library_time, "give seconds >= 0")
-    if out is None:
-        return
-    if out.suffix.lower() not in _FORMATS:
-        raise ConfigError("out", str(out), f"give a name that ends in {', '.join(_FORMATS)}")
-    if out.is_dir():
-        raise ConfigError("out", str(out), "it is a folder: give the name of a file")
-    if not out.absolute().parent.is_dir():
-        raise ConfigError("out", str(out), f"the folder {out.absolute().parent} does not exist: create it")
-    if find_spec("matplotlib") is None:
-        raise MissingExtraError("matplotlib", "bench")

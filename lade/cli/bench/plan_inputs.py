@@ -1,16 +1,15 @@
-"""The model and the hardware that `lade bench plan` is asked about, as the command line has them."""
+"""The model and the hardware of `lade bench plan`, as the command line has them."""
 
 from __future__ import annotations
 
 import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Annotated
 
+from lade.bench.forecast.roofline import BANDWIDTH_SHARE, BYTES, DEVICES, FLOPS_SHARE, Roofline, cache_bytes_of
+from lade.cli.options.grouping import in_panel
 from lade.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lade.bench.forecast.roofline import Roofline
 
 _MOST = 10**12
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12, "p": 1e15}
@@ -19,9 +18,12 @@ _SUCH_AS = {"params": "7e9, 7B or 500M", "bandwidth": "3.35e12 or 900GB/s", "flo
 _QUANTITY = r"(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?)\s*([kmgbtp]?)(?:{unit})?"
 
 
+_model, _hardware = in_panel("Model"), in_panel("Hardware")
+
+
 @dataclass(frozen=True)
-class Wish:
-    """What is to be planned for, as the command line has it.
+class HardwareSpec:
+    """The model and the hardware to estimate, as the command line has them.
 
     Attributes:
         params, dtype: of the model.
@@ -29,46 +31,51 @@ class Wish:
         device: name of a known one.
         layers, kv_heads, head_dim, cached: what a cache of keys and values needs; `cached` 0: there is none.
         overhead: seconds of each pass.
-        bandwidth_share, flops_share: of the peaks, what passes reach; None: the defaults.
+        bandwidth_share, flops_share: of the peaks, what passes reach.
     """
 
-    params: str
-    dtype: str
-    bandwidth: str | None
-    flops: str | None
-    device: str | None
-    layers: int | None
-    kv_heads: int | None
-    head_dim: int | None
-    cached: int
-    overhead: float
-    bandwidth_share: float | None
-    flops_share: float | None
+    params: Annotated[str, _model(metavar="P", help="Parameters, such as 7e9 or 7B.")]
+    dtype: Annotated[str, _model(metavar="NAME", help="Of the weights: bf16, fp16, fp32, fp8, int8, int4.")] = "bf16"
+    bandwidth: Annotated[
+        str | None, _hardware(metavar="B", help="Peak bytes per second, such as 3.35e12 or 3.35TB/s.")
+    ] = None
+    flops: Annotated[
+        str | None, _hardware(metavar="F", help="Peak operations per second, dense, in this dtype: 990e12 or 990T.")
+    ] = None
+    device: Annotated[
+        str | None,
+        _hardware(metavar="NAME", help="Peaks from a datasheet: a100-80gb, h100-pcie, h100-sxm, h200, l4, l40s."),
+    ] = None
+    layers: Annotated[int | None, _model(metavar="L", help="With --cached: layers of the model.")] = None
+    kv_heads: Annotated[int | None, _model(metavar="H", help="With --cached: heads with keys and values.")] = None
+    head_dim: Annotated[int | None, _model(metavar="D", help="With --cached: size of a head.")] = None
+    cached: Annotated[int, _model(metavar="P", help="Tokens in the cache, which every pass reads.")] = 0
+    overhead: Annotated[
+        float, _hardware(metavar="S", help="Seconds of a pass that overlap with nothing: launches, ...")
+    ] = 0.0
+    bandwidth_share: Annotated[
+        float, _hardware(metavar="X", show_default=False, help="Of the peak, what passes reach. Default 0.8.")
+    ] = BANDWIDTH_SHARE
+    flops_share: Annotated[
+        float, _hardware(metavar="X", show_default=False, help="Of the peak, what passes reach. Default 0.6.")
+    ] = FLOPS_SHARE
 
     def roofline(self) -> Roofline:
-        """What it amounts to.
+        """The cost of its steps.
 
         Raises:
             ConfigError: a value is out of range or missing.
         """
-        from lade.bench.forecast.roofline import BANDWIDTH_SHARE, FLOPS_SHARE, Roofline
-
         params, (bandwidth, flops) = quantity("params", self.params), self._peaks()
-        cache_bytes = self._cache_bytes()
-        shares = {
-            "bandwidth_share": BANDWIDTH_SHARE if self.bandwidth_share is None else self.bandwidth_share,
-            "flops_share": FLOPS_SHARE if self.flops_share is None else self.flops_share,
-        }
+        cache_bytes, shares = self._cache_bytes(), (self.bandwidth_share, self.flops_share)
         try:
-            return Roofline(params, self.dtype, bandwidth, flops, cache_bytes, self.overhead, **shares)
+            return Roofline(params, self.dtype, bandwidth, flops, cache_bytes, self.overhead, *shares)
         except ConfigError as problem:  # its fields are spelt otherwise than the options
             name = problem.field.removesuffix("_s").replace("_", "-")
             raise ConfigError(name, problem.value, problem.remedy) from problem
 
     def _peaks(self) -> tuple[float, float]:
         """Bandwidth and operations per second: as given, or of the device."""
-        from lade.bench.forecast.roofline import BYTES, DEVICES
-
         if self.device is not None and self.device not in DEVICES:
             raise ConfigError("device", self.device, f"give one of {', '.join(DEVICES)}, or --bandwidth and --flops")
         known = DEVICES[self.device] if self.device is not None else None
@@ -84,8 +91,6 @@ class Wish:
         return bandwidth or known.bandwidth, flops or known.flops  # type: ignore[union-attr]
 
     def _cache_bytes(self) -> float:
-        from lade.bench.forecast.roofline import BYTES, cache_bytes_of
-
         sizes = {"layers": self.layers, "kv-heads": self.kv_heads, "head-dim": self.head_dim}
         for name, value in {**sizes, "cached": self.cached or None}.items():
             if value is not None and not 1 <= value <= _MOST:

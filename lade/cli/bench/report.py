@@ -29,7 +29,7 @@ def complete_results(plan: Plan) -> Results | None:
         InputError: they are of another plan; the first difference is named.
     """
     path = plan.out / RESULTS
-    if not (plan.resume and path.exists()):
+    if not (plan.files.resume and path.exists()):
         return None
     results = Results.load(path)
     if not results.complete:
@@ -55,18 +55,18 @@ def complete_results(plan: Plan) -> Results | None:
 
 
 def report(results: Results, plan: Plan, tokenizer: Any, term: Terminal) -> None:
-    """Tell it, and write the report, and figures if they are wanted.
+    """Print the results, and write the report, with figures if they are wanted.
 
     Args:
         results: complete or not.
         plan: says where to, and whether as JSON.
         tokenizer: to spell tokens with; None: they are named by their ids.
-        term: where to tell it.
+        term: where to report it.
     """
     for mismatch in results.mismatches:
         term.say(Text(described(mismatch, tokenizer), "yellow" if mismatch.near_tie else "bold red"))
     files = _draw(results, plan) if results.samples else []
-    if plan.json:
+    if plan.files.json:
         from lade.bench.analysis.summary import summarise
 
         found = [asdict(mismatch) for mismatch in results.mismatches]
@@ -117,5 +117,5 @@ def _draw(results: Results, plan: Plan) -> list[str]:
     from lade.bench.report.page import write_report
 
     write_report(results, plan.out / REPORT)
-    figures = save_figures(results, plan.out) if plan.figures else []
+    figures = save_figures(results, plan.out) if plan.files.figures else []
     return [*_ALWAYS, *(str(file.relative_to(plan.out)) for file in figures)]

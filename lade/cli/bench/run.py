@@ -28,7 +28,7 @@ def carry_out(plan: Plan, models: Models, tokenizer: Any, term: Terminal) -> Res
         plan.methods,
         plan.settings,
         folder=plan.out,
-        resume=plan.resume,
+        resume=plan.files.resume,
         command=command_line(),
     )
     _announce(experiment, term)
@@ -39,7 +39,7 @@ def carry_out(plan: Plan, models: Models, tokenizer: Any, term: Terminal) -> Res
         _watch(experiment, term)
     except KeyboardInterrupt:
         kept = f"{experiment.done} of {len(experiment.jobs)} prompts are in {str(plan.out)!r}"
-        term.say(f"interrupted: {kept}; the same command with --resume goes on", "yellow")
+        term.say(f"interrupted: {kept}; the same command with --resume continues", "yellow")
     return experiment.results
 
 
@@ -64,7 +64,7 @@ def _announce(experiment: Experiment, term: Terminal) -> None:
     term.say(f"{prompts}{again}, at most {settings.max_new_tokens} new tokens, {how}{end}")
     term.say(f"methods: {', '.join(method.name for method in results.methods)}")
     if experiment.done:
-        term.say(f"going on after {experiment.done} of {len(experiment.jobs)} prompts", "dim")
+        term.say(f"continuing after {experiment.done} of {len(experiment.jobs)} prompts", "dim")
     if experiment.outgrowing:
         outgrowing = _counted(experiment.outgrowing, "prompt")
         term.say(f"warning: {outgrowing} may outgrow the model's context with the answers", "yellow")
@@ -73,17 +73,17 @@ def _announce(experiment: Experiment, term: Terminal) -> None:
 def _watch(experiment: Experiment, term: Terminal) -> None:
     """Show how far it is: with a bar on a terminal, with a line now and then elsewhere."""
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("prompts · time left"), TimeRemainingColumn())
-    bar, begun, start, said = term.animated, experiment.done, perf_counter(), perf_counter()
+    bar, begun, start, reported_at = term.animated, experiment.done, perf_counter(), perf_counter()
     total = len(experiment.jobs)
     with Progress(*columns, console=term.err, transient=True, disable=not bar) as progress:
         task = progress.add_task("prompts", total=total, completed=begun)
         for done in experiment:
             progress.update(task, completed=done)
             now = perf_counter()
-            if not bar and now - said > LINE_EVERY_S and done < total:
+            if not bar and now - reported_at > LINE_EVERY_S and done < total:
                 left = (now - start) / (done - begun) * (total - done)
                 term.say(f"{done} of {total} prompts, about {duration(left)} left", "dim")
-                said = now
+                reported_at = now
 
 
 def _counted(number: int, noun: str) -> str:

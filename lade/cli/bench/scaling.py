@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from importlib.util import find_spec
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,125 +14,159 @@ from rich.table import Table
 from rich.text import Text
 
 from lade.cli.options import decoding as options
+from lade.cli.options.grouping import in_panel
 from lade.cli.options.model import command_line
+from lade.cli.options.output import check_drawing
 from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
-from lade.errors import ConfigError, MissingExtraError
+from lade.errors import ConfigError
 
 if TYPE_CHECKING:
     from lade.bench.scaling.fit import Expectation
     from lade.bench.scaling.records import Scaling
     from lade.bench.scaling.run import Study
     from lade.bench.workloads import Workload
-    from lade.cli.loading.load import Subject
+    from lade.cli.loading.load import LoadedModel
 
 EXAMPLE = "Example:  [bold]lade bench scaling --model gpt2 --workload HumanEval.jsonl.gz --limit 20 --out law[/bold]"
 EXIT_DIFFERENT = 1
 
-_WHAT = "What to run"
 _LINE_EVERY_S = 30.0  # where there is no terminal to draw a bar on
 
 
-def _what(*names: str, metavar: str | None = None, help: str) -> Any:
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=_WHAT)
+_what, _results = in_panel("What to run"), in_panel("Results")
 
 
-def _results(*names: str, metavar: str | None = None, help: str) -> Any:
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="Results")
+@dataclass(frozen=True)
+class ScalingOptions:
+    """What to run.
+
+    Attributes:
+        workload, format, limit: the prompts.
+        windows, ngrams: sizes, with commas between them.
+        max_new_tokens, ignore_eos, prompt_ngrams: how answers are written.
+        threads: of the CPU.
+    """
+
+    workload: Annotated[str, _what("--workload", "-w", metavar="FILE", help="Prompts, as for lade bench.")] = "builtin"
+    windows: Annotated[str, _what(metavar="W,W,...", help="Columns of the window, and as many guesses.")] = (
+        "1,2,3,5,7,10,15,20,30,40,60"
+    )
+    ngrams: Annotated[str, _what(metavar="N,N,...", help="Lengths of the n-grams.")] = "3,4,5,6,7"
+    format: Annotated[str | None, _what(metavar="NAME", help="Format of the file. Default: seen by its keys.")] = None
+    limit: Annotated[int | None, _what(metavar="P", help="Only the first P prompts.")] = None
+    max_new_tokens: Annotated[int, _what("--max-new-tokens", "-n", metavar="N", help="Tokens to generate at most.")] = (
+        128
+    )
+    ignore_eos: Annotated[bool, _what("--ignore-eos", help="Write on after the end of a text.")] = False
+    prompt_ngrams: Annotated[
+        bool, _what("--prompt-ngrams/--no-prompt-ngrams", help="Guess n-grams of prompt and text too.")
+    ] = True
+    threads: options.Threads = None
+
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """Windows and n-gram lengths.
+
+        Raises:
+            ConfigError: an option is out of range.
+        """
+        windows = options.whole_numbers("windows", self.windows, 1, "3,5,7")
+        ngrams = options.whole_numbers("ngrams", self.ngrams, 2, "3,5,7")
+        options.check_threads(self.threads)
+        options.check_max_new_tokens(self.max_new_tokens)
+        if self.max_new_tokens < 2:
+            remedy = "give a whole number >= 2: the first one takes no step"
+            raise ConfigError("max-new-tokens", self.max_new_tokens, remedy)
+        return windows, ngrams
+
+
+@dataclass(frozen=True)
+class ScalingResults:
+    """What becomes of the results.
+
+    Attributes:
+        out: folder.
+        resume: whether to continue with what is in it.
+        figures, json: whether to draw pictures, and to print JSON.
+    """
+
+    out: Annotated[Path, _results(metavar="DIR", help="Folder for scaling.json, made if need be.")] = Path("scaling")
+    resume: Annotated[
+        bool, _results("--resume", help="Continue with the sizes that DIR lacks; with none, only report again.")
+    ] = False
+    figures: Annotated[bool, _results("--figures", help="Draw the pictures into files too, SVG and PNG.")] = False
+    json: options.Json = False
+
+    def check(self) -> None:
+        """Find out before a model is loaded what would end the work."""
+        if self.figures:
+            check_drawing()
+        if self.out.exists() and not self.out.is_dir():
+            raise ConfigError("out", str(self.out), "it is a file: give a folder")
+        from lade.bench.scaling.run import check_folder
+
+        check_folder(self.out, resume=self.resume)
 
 
 @options.grouped
 def scaling(
-    workload: Annotated[
-        str,
-        typer.Option("--workload", "-w", metavar="FILE", rich_help_panel=_WHAT, help="Prompts, as for lade bench."),
-    ] = "builtin",
-    out: Annotated[Path, _results("--out", metavar="DIR", help="Folder for scaling.json, made if need be.")] = Path(
-        "scaling"
-    ),
-    windows: Annotated[
-        str, _what("--windows", metavar="W,W,...", help="Columns of the window, and as many guesses.")
-    ] = "1,2,3,5,7,10,15,20,30,40,60",
-    ngrams: Annotated[str, _what("--ngrams", metavar="N,N,...", help="Lengths of the n-grams.")] = "3,4,5,6,7",
-    *,
-    format: Annotated[
-        str | None, _what("--format", metavar="NAME", help="Format of the file. Default: seen by its keys.")
-    ] = None,
-    limit: Annotated[int | None, _what("--limit", metavar="P", help="Only the first P prompts.")] = None,
-    max_new_tokens: Annotated[
-        int, _what("--max-new-tokens", "-n", metavar="N", help="Tokens to generate at most.")
-    ] = 128,
-    ignore_eos: Annotated[bool, _what("--ignore-eos", help="Write on after the end of a text.")] = False,
-    prompt_ngrams: Annotated[
-        bool, _what("--prompt-ngrams/--no-prompt-ngrams", help="Guess n-grams of prompt and text too.")
-    ] = True,
-    resume: Annotated[
-        bool, _results("--resume", help="Go on with the sizes that DIR lacks; with none, only report again.")
-    ] = False,
-    figures: Annotated[
-        bool, _results("--figures", help="Draw figures too, SVG and PNG, for light and dark pages.")
-    ] = False,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", rich_help_panel="Model", help="CPU threads. Default: torch's (the embedded model: 1)."
-        ),
-    ] = None,
-    loading: options.Loading,
-    json: options.Json = False,
-    output: options.Output,
+    wanted: ScalingOptions, *, results: ScalingResults, loading: options.Loading, output: options.Output
 ) -> None:
     """Measure how tokens per step grow with the tokens fed, for the paper's method at many sizes, and fit its law.
 
     Nothing is timed, so a busy machine changes nothing.
 
-    Each size is saved as soon as it is done; after Ctrl-C the same command with --resume goes on.
+    Each size is saved as soon as it is done; after Ctrl-C the same command with --resume continues.
 
     Exit code 1: an output differs from plain decoding's. 2: bad input. 130: interrupted.
     """
     with terminal(output) as term:
-        sizes = numbers("windows", windows, least=1), numbers("ngrams", ngrams, least=2)
-        _check(threads, max_new_tokens, out, resume=resume, figures=figures)
+        sizes = wanted.sizes()
+        results.check()
         from lade.bench import workloads
-        from lade.bench.results import Settings
 
-        source = workloads.load(workload, format, limit)
-        settings = Settings(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
+        source = workloads.load(wanted.workload, wanted.format, wanted.limit)
         from lade.cli.loading.load import load
 
-        subject = load(loading, term=term)
-        if threads is not None:
+        loaded = load(loading, term=term)
+        if wanted.threads is not None:
             import torch
 
-            torch.set_num_threads(threads)
-        terms: dict[str, Any] = {"settings": settings, "prompt_ngrams": prompt_ngrams, "folder": out, "resume": resume}
-        _run(_study(subject, loading.label, source, *sizes, **terms), out, term, figures=figures, json=json)
+            torch.set_num_threads(wanted.threads)
+        _run(_study(loaded, loading.label, source, sizes, wanted, results), results, term)
 
 
-def numbers(name: str, text: str, least: int) -> list[int]:
-    """Whole numbers with commas between them, none below `least`.
-
-    Raises:
-        ConfigError: there is something else.
-    """
-    return options.whole_numbers(name, text, least, "3,5,7")
-
-
-def _study(subject: Subject, name: str, source: Workload, windows: list[int], ngrams: list[int], **terms: Any) -> Study:
-    from lade.bench.results import Model
+def _study(
+    loaded: LoadedModel,
+    name: str,
+    source: Workload,
+    sizes: tuple[list[int], list[int]],
+    wanted: ScalingOptions,
+    results: ScalingResults,
+) -> Study:
+    from lade.bench.results import Model, Settings
     from lade.bench.scaling.run import Study
 
-    record = Model(
-        name=name,
-        kind=subject.model.config.model_type,
-        parameters=subject.model.num_parameters(),
-        dtype=subject.dtype,
+    return Study(
+        loaded.model,
+        loaded.tokenizer,
+        source,
+        *sizes,
+        record=Model(
+            name=name,
+            kind=loaded.model.config.model_type,
+            parameters=loaded.model.num_parameters(),
+            dtype=loaded.dtype,
+        ),
+        command=command_line(),
+        settings=Settings(max_new_tokens=wanted.max_new_tokens, ignore_eos=wanted.ignore_eos),
+        prompt_ngrams=wanted.prompt_ngrams,
+        folder=results.out,
+        resume=results.resume,
     )
-    command = command_line()
-    return Study(subject.model, subject.tokenizer, source, windows, ngrams, record=record, command=command, **terms)
 
 
-def _run(study: Study, out: Path, term: Terminal, *, figures: bool, json: bool) -> None:
-    found = study.scaling
+def _run(study: Study, results: ScalingResults, term: Terminal) -> None:
+    found, out = study.scaling, results.out
     term.say(
         f"{found.model.name}, {found.model.dtype}: {found.workload.prompts} prompts of {found.workload.name}, at most "
         f"{found.settings.max_new_tokens} new tokens, {len(study.todo)} sizes"
@@ -145,8 +179,8 @@ def _run(study: Study, out: Path, term: Terminal, *, figures: bool, json: bool) 
         _watch(study, term)
     except KeyboardInterrupt:
         interrupted = True
-    files = _figures(found, out) if figures else []
-    if json:
+    files = _figures(found, out) if results.figures else []
+    if results.json:
         term.write_json({**summary(found), "out": str(out), "figures": files, "interrupted": interrupted})
     else:
         _print(found, term)
@@ -159,7 +193,7 @@ def _run(study: Study, out: Path, term: Terminal, *, figures: bool, json: bool) 
             f"{excused} answers differ from plain decoding's in a near tie, as {found.model.dtype} rounds", "yellow"
         )
     if interrupted:
-        term.say(f"interrupted: {len(found.points)} sizes are in {str(out)!r}; --resume goes on", "yellow")
+        term.say(f"interrupted: {len(found.points)} sizes are in {str(out)!r}; --resume continues", "yellow")
         raise typer.Exit(EXIT_INTERRUPTED)
     if found.wrong:
         raise typer.Exit(EXIT_DIFFERENT)
@@ -169,17 +203,17 @@ def _watch(study: Study, term: Terminal) -> None:
     """Show how far it is: with a bar on a terminal, with a line now and then elsewhere."""
     from lade.cli.bench.run import duration
 
-    bar, start, said = term.animated, perf_counter(), perf_counter()
+    bar, start, reported_at = term.animated, perf_counter(), perf_counter()
     columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description} · time left"), TimeRemainingColumn())
     with Progress(*columns, console=term.err, transient=True, disable=not bar) as progress:
         task = progress.add_task("sizes", total=1.0)
         for share in study:
             progress.update(task, completed=share, description=f"{len(study.scaling.points)} sizes")
             now = perf_counter()
-            if not bar and now - said > _LINE_EVERY_S and share < 1.0:
+            if not bar and now - reported_at > _LINE_EVERY_S and share < 1.0:
                 left = (now - start) / share * (1.0 - share)
                 term.say(f"{len(study.scaling.points)} sizes, {share:.0%}, about {duration(left)} left", "dim")
-                said = now
+                reported_at = now
 
 
 def _figures(found: Scaling, out: Path) -> list[str]:
@@ -254,18 +288,3 @@ def _expectations(found: Scaling) -> Table:
             f = f"{fit.f:.3f}" if math.isfinite(fit.f) else "∞"
             table.add_row(name, f"{fit.alpha:.3f}", f, f"{fit.rms:.3f}", f"{fit.worst:.3f}")
     return table
-
-
-def _check(threads: int | None, max_new_tokens: int, out: Path, *, resume: bool, figures: bool) -> None:
-    """Find out before a model is loaded what would end the work."""
-    if figures and find_spec("matplotlib") is None:
-        raise MissingExtraError("matplotlib", "bench")
-    options.check_threads(threads)
-    options.check_max_new_tokens(max_new_tokens)
-    if max_new_tokens < 2:
-        raise ConfigError("max-new-tokens", max_new_tokens, "give a whole number >= 2: the first one takes no step")
-    if out.exists() and not out.is_dir():
-        raise ConfigError("out", str(out), "it is a file: give a folder")
-    from lade.bench.scaling.run import check_folder
-
-    check_folder(out, resume=resume)

@@ -9,7 +9,7 @@ from lade.cli.options.decoding import Choices
 from lade.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lade.cli.loading.load import Subject
+    from lade.cli.loading.load import LoadedModel
 
 _NO_BEAMS = "a chat shows answers as they come, beams only when complete: leave it out, or use lade generate"
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
@@ -36,42 +36,42 @@ def check(choices: Choices, *, greedy: bool) -> None:
             raise ConfigError(name.replace("_", "-"), value, "only sampling uses it: leave it out, or --greedy")
 
 
-def chosen(choices: Choices, subject: Subject, *, greedy: bool) -> Choices:
+def chosen(choices: Choices, loaded: LoadedModel, *, greedy: bool) -> Choices:
     """The same, sampling where options or checkpoint ask for it, with a seed then.
 
     Raises:
         ConfigError: an option that only sampling uses, where there is none.
     """
-    return replace(choices, do_sample=choices.do_sample or (_asks(subject) and not greedy)).settled()
+    return replace(choices, do_sample=choices.do_sample or (_asks(loaded) and not greedy)).settled()
 
 
-def described(choices: Choices, subject: Subject, *, greedy: bool, asked: bool) -> str:
+def described(choices: Choices, loaded: LoadedModel, *, greedy: bool, do_sample: bool) -> str:
     """One line for the start of a chat.
 
     Args:
         choices: settled ones.
-        subject: has the checkpoint's wishes.
+        loaded: has the checkpoint's checkpoint_defaults.
         greedy: whether the command line has `--greedy`.
-        asked: whether it has `--do-sample`.
+        do_sample: whether it has `--do-sample`.
     """
     if choices.do_sample:
         from lade.cli.loading.load import SAMPLING_FIELDS
         from lade.cli.run import generate_arguments
 
-        given = generate_arguments(subject, choices)
+        given = generate_arguments(loaded, choices)
         values = ", ".join(f"{name} {given[name]:g}" for name in SAMPLING_FIELDS if name in given)
         limits = f": {values}" if values else ""
         return (
             f"samples as --do-sample asks{limits}"
-            if asked
+            if do_sample
             else f"samples as the checkpoint asks{limits} · --greedy: not"
         )
     if greedy:
         return "takes the likeliest tokens as --greedy asks" + (
-            "; the checkpoint would sample" if _asks(subject) else ""
+            "; the checkpoint would sample" if _asks(loaded) else ""
         )
     return "takes the likeliest tokens, as the checkpoint asks for no sampling · --do-sample: samples"
 
 
-def _asks(subject: Subject) -> bool:
-    return subject.wishes.get("do_sample") is True
+def _asks(loaded: LoadedModel) -> bool:
+    return loaded.checkpoint_defaults.get("do_sample") is True

@@ -16,7 +16,7 @@ from lade.errors import InputError, LadeError
 
 if TYPE_CHECKING:
     from lade.cli.chat.conversation import Conversation, Turn
-    from lade.cli.loading.load import Subject
+    from lade.cli.loading.load import LoadedModel
     from lade.cli.run import Generation
     from lade.config import Lookahead
 
@@ -27,15 +27,14 @@ HELP = """\
 /retry          answer the last turn again
 /reset          forget the conversation; the system prompt stays
 /save FILE      write the conversation to a file
-/load FILE      go on with the conversation of a file
+/load FILE      continue the conversation of a file
 /stats          figures of this session
 /quit           leave (so does the end of input, Ctrl-D)
-A line that ends with a backslash goes on with the next one.
+A line that ends with a backslash continues on the next one.
 \"\"\" opens a text of several lines, which ends with \"\"\"; in it, a / begins no command.
 Ctrl-C stops an answer; what was said so far stays in the conversation."""
 _WITH_TEXT = ("/system", "/save", "/load")
 _ALONE = ("/help", "/retry", "/reset", "/stats", "/quit", "/exit")
-_PANEL = "Conversation"
 
 
 @options.grouped
@@ -43,14 +42,6 @@ def chat(
     *,
     max_new_tokens: options.MaxNewTokens = 256,
     choices: options.Choices,
-    method: options.Method = None,
-    window: options.Window = None,
-    ngram: options.Ngram = None,
-    guesses: options.Guesses = None,
-    budget: options.Budget = None,
-    memory: options.MemoryFile = None,
-    loading: options.Loading,
-    pack: options.Pack = None,
     greedy: Annotated[
         bool,
         typer.Option(
@@ -59,13 +50,14 @@ def chat(
             help="Take the most likely token each time, though the checkpoint asks for sampling.",
         ),
     ] = False,
-    system: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", rich_help_panel=_PANEL, help="System prompt: instructions for the model."),
-    ] = None,
+    speed: options.Speed,
+    loading: options.Loading,
+    template: options.Template,
     no_history: Annotated[
         bool,
-        typer.Option("--no-history", rich_help_panel=_PANEL, help="Do not read or write the file of lines typed."),
+        typer.Option(
+            "--no-history", rich_help_panel="Conversation", help="Do not read or write the file of lines typed."
+        ),
     ] = False,
     output: options.Output,
 ) -> None:
@@ -74,21 +66,20 @@ def chat(
     Tokens are chosen as the checkpoint's generation_config asks, which the first lines say.
     """
     with terminal(output) as term:
-        lookahead = options.lookahead_of(method, window, ngram, guesses, budget=budget, memory=memory)
+        lookahead = speed.lookahead()
         chat_choices.check(choices, greedy=greedy)
         options.check_max_new_tokens(max_new_tokens)
-        if system is not None:
-            check_text(system, "the system prompt")
+        template.check()
         from lade.cli.loading.load import load, remembering
         from lade.cli.run import check_served
 
-        subject = load(loading, term=term, pack=pack)
-        lookahead = remembering(subject, lookahead, memory)
-        settled = chat_choices.chosen(choices, subject, greedy=greedy)
-        check_served(subject, lookahead, settled)
+        loaded = load(loading, term=term, pack=speed.pack)
+        lookahead = remembering(loaded, lookahead, speed.memory)
+        settled = chat_choices.chosen(choices, loaded, greedy=greedy)
+        check_served(loaded, lookahead, settled)
         lines = LineInput(None if no_history else history_path())
-        talk = Chat(subject, lookahead, settled, max_new_tokens, term, lines)
-        talk.begin(chat_choices.described(settled, subject, greedy=greedy, asked=choices.do_sample), system)
+        talk = Chat(loaded, template, lookahead, settled, max_new_tokens, term, lines)
+        talk.begin(chat_choices.described(settled, loaded, greedy=greedy, do_sample=choices.do_sample), template.system)
         talk.run()
 
 
@@ -96,7 +87,8 @@ class Chat:
     """The loop around a conversation.
 
     Args:
-        subject: the model and its tokenizer.
+        loaded: the model and its tokenizer.
+        template: how turns become a prompt.
         lookahead: as in `lade.generate`.
         choices: settled ones; each answer has a seed of its own.
         max_new_tokens: of one answer.
@@ -106,7 +98,8 @@ class Chat:
 
     def __init__(
         self,
-        subject: Subject,
+        loaded: LoadedModel,
+        template: options.Template,
         lookahead: Lookahead,
         choices: options.Choices,
         max_new_tokens: int,
@@ -116,9 +109,9 @@ class Chat:
         from lade.cli.chat.conversation import Conversation
         from lade.cli.run import Generation
 
-        self._subject, self._lookahead, self._choices = subject, lookahead, choices
+        self._loaded, self._lookahead, self._choices = loaded, lookahead, choices
         self._max_new_tokens, self._term, self._lines = max_new_tokens, term, lines
-        self._conversation: Conversation = Conversation(subject)
+        self._conversation: Conversation = Conversation(loaded, template)
         self._total, self._answers, self._fed = Generation(), 0, 0
 
     def begin(self, manner: str, system: str | None) -> None:
@@ -129,10 +122,10 @@ class Chat:
         """
         if system is not None:
             self._conversation.instruct(system)
-        subject = self._subject
-        packed = ", packed" if subject.packed else ""
+        loaded = self._loaded
+        packed = ", packed" if loaded.packed else ""
         self._term.say(
-            f"{subject.name} · {type(subject.model).__name__} · {subject.dtype}{packed} · /help lists the commands",
+            f"{loaded.name} · {type(loaded.model).__name__} · {loaded.dtype}{packed} · /help lists the commands",
             "dim",
         )
         self._term.say(manner, "dim")
@@ -164,7 +157,7 @@ class Chat:
             raise InputError(f"the input is not UTF-8 at byte {problem.start}: type or save it as UTF-8") from problem
 
     def _obey(self, text: str) -> bool:
-        """Carry out a command; whether the chat goes on."""
+        """Carry out a command; whether the chat continues."""
         name, *others = text.split(maxsplit=1)
         rest = "".join(others)
         try:
@@ -211,9 +204,9 @@ class Chat:
             raise InputError("nothing was said yet: there is nothing to save")
         if name == "/load":
             self._conversation.take(conversation_file.load(path))
-            self._term.say(f"going on after {self._said()}", "dim")
+            self._term.say(f"continuing after {self._said()}", "dim")
         else:
-            conversation_file.save(path, self._conversation.messages, self._subject.name)
+            conversation_file.save(path, self._conversation.messages, self._loaded.name)
             self._term.say(f"{self._said()} saved to {str(path)!r}", "dim")
 
     def _said(self) -> str:
@@ -252,11 +245,11 @@ class Chat:
         from lade.cli.run import decode
         from lade.cli.step_colours import Painter
 
-        room = self._subject.room(prompt, self._max_new_tokens, within=True)
-        painter = Painter(self._subject, self._term, () if self._conversation.templated else prompt)
+        room = self._loaded.room(prompt, self._max_new_tokens, within=True)
+        painter = Painter(self._loaded, self._term, () if self._conversation.templated else prompt)
         try:
             answer = decode(
-                self._subject,
+                self._loaded,
                 prompt,
                 lookahead=self._lookahead,
                 choices=self._choices.after(self._answers),
@@ -274,7 +267,7 @@ class Chat:
 
     def _cut(self, prompt: list[int], answer: Generation, room: int) -> str | None:
         """Why an answer is not complete; None if it is."""
-        context = self._subject.context
+        context = self._loaded.context
         if answer.interrupted:
             return "[interrupted]"
         if context and len(prompt) + len(answer.token_ids) >= context:
@@ -287,13 +280,13 @@ class Chat:
         """Whether the last token ended the text: a token of the model's that does so, or the end of a --stop text."""
         from lade.cli.chat.conversation import stop_ids
 
-        text = self._subject.tokenizer.decode(answer.token_ids)
-        return answer.token_ids[-1] in stop_ids(self._subject.model) or any(
+        text = self._loaded.tokenizer.decode(answer.token_ids)
+        return answer.token_ids[-1] in stop_ids(self._loaded.model) or any(
             stop in text for stop in self._choices.stop or ()
         )
 
     def _say_stats(self) -> None:
-        context = self._subject.context
+        context = self._loaded.context
         of = f" of {context}" if context else ""
         self._term.say(f"conversation: {self._said()}{of}, {self._conversation.cached} in the cache")
         self._term.say(f"the last turn fed {self._fed} new tokens before its answer")

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lade.cli.loading.load import Subject
+from lade.cli.loading.load import LoadedModel
+from lade.cli.options.template import WITHOUT, Template
 from lade.cli.run import Generation
 from lade.cli.terminal import one_line
-from lade.errors import InputError
+from lade.errors import ConfigError, InputError
 from lade.model.kv_cache import TreeCache
 from lade.model.support.supports import supports
 
@@ -41,13 +42,20 @@ class Conversation:
     the turns are one text that the model continues.
 
     Args:
-        subject: the model and its tokenizer.
+        loaded: the model and its tokenizer.
+        template: checked options; the system message is not taken from them.
+
+    Raises:
+        ConfigError: there are arguments for a chat template, and the model has none.
     """
 
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-        self.templated = bool(getattr(subject.tokenizer, "chat_template", None))
-        self._caches = bool(supports(subject.model))
+    def __init__(self, loaded: LoadedModel, template: Template = WITHOUT) -> None:
+        self._loaded, self._arguments = loaded, template.arguments
+        self.templated = not template.raw and bool(getattr(loaded.tokenizer, "chat_template", None))
+        if self._arguments and not self.templated:
+            remedy = f"{loaded.name!r} has no chat template: leave it out"
+            raise ConfigError("chat-template-kwargs", template.chat_template_kwargs, remedy)
+        self._caches = bool(supports(loaded.model))
         self.system: str | None = None
         self.reset()
 
@@ -115,7 +123,7 @@ class Conversation:
 
     def answered(self, turn: Turn, answer: Generation) -> None:
         """Take a turn and its answer, finished or not, into the conversation."""
-        reply: str = self._subject.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+        reply: str = self._loaded.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
         if self.templated:
             reply = reply.strip()
         own = [{"role": "user", "content": turn.text}, {"role": "assistant", "content": reply}]
@@ -148,7 +156,7 @@ class Conversation:
         said = {"role": "user", "content": text}
         prompt = self._templated([*self._system(), *messages, said]) if self.templated else self._continued(ids, text)
         self._check_length(prompt, "with this turn the conversation", "say something shorter, or give /reset")
-        self._subject.check(prompt)
+        self._loaded.check(prompt)
         self._crop(prompt)
         return Turn(text, prompt, messages, ids)
 
@@ -164,14 +172,14 @@ class Conversation:
             raise InputError("the model's chat template leaves system prompts out: say it as a turn")
 
     def _check_length(self, ids: list[int], what: str, remedy: str) -> None:
-        context = self._subject.context
+        context = self._loaded.context
         if context and len(ids) >= context:
             raise InputError(f"{what} has {len(ids)} tokens, and the model's context holds {context}: {remedy}")
 
     def _templated(self, messages: list[Message], *, answer: bool = True) -> list[int]:
         try:
-            ids: list[int] = self._subject.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=answer, tokenize=True, return_dict=False
+            ids: list[int] = self._loaded.tokenizer.apply_chat_template(
+                messages, **{"add_generation_prompt": answer, **self._arguments}, tokenize=True, return_dict=False
             )
         except Exception as problem:
             system = any(message["role"] == "system" for message in messages)
@@ -186,15 +194,15 @@ class Conversation:
         if self.templated:
             own = [] if system is None else [{"role": "system", "content": system}]
             return self._templated([*own, *turns], answer=False)
-        ids: list[int] = self._subject.tokenizer("".join(turn["content"] for turn in turns))["input_ids"]
+        ids: list[int] = self._loaded.tokenizer("".join(turn["content"] for turn in turns))["input_ids"]
         return ids
 
     def _continued(self, ids: list[int], text: str) -> list[int]:
-        tokenizer = self._subject.tokenizer
+        tokenizer = self._loaded.tokenizer
         if not ids:
             first: list[int] = tokenizer(text)["input_ids"]
             return first
-        before = ids[:-1] if ids[-1] in stop_ids(self._subject.model) else ids
+        before = ids[:-1] if ids[-1] in stop_ids(self._loaded.model) else ids
         return [*before, *tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def _crop(self, ids: list[int]) -> None:

@@ -1,6 +1,6 @@
 """Lines as a user types them: with editing and a history where Python has readline; several of them as one text.
 
-A line that ends with a backslash goes on with the next one. Three double quotes open a text of several lines, and three
+A line that ends with a backslash continues on the next one. Three double quotes open a text of several lines, and three
 of them at the end of a line close it. Lines that are pasted together stay together.
 """
 

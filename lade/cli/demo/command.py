@@ -18,14 +18,14 @@ from lade.errors import ConfigError
 
 if TYPE_CHECKING:
     from lade.cli.demo.side_by_side import Race
-    from lade.cli.loading.load import Subject
+    from lade.cli.loading.load import LoadedModel
     from lade.memory import Memory
 
 EXAMPLE = 'Example:  [bold]lade demo --prompt "class Stack:" --max-new-tokens 200[/bold]'
 EXIT_DIFFERENT = 1
 _WARMUP_TOKENS = 8
-_REPLAY_S = 4.0  # the embedded model writes several hundred tokens a second, which nobody can follow
-_AGAIN = 3.0  # what would not be at least so many times slower is slow enough to be followed
+_REPLAY_S = 4.0  # the embedded model writes several hundred tokens a second, too fast to follow
+_AGAIN = 3.0  # what would not be slowed down at least this many times is slow enough to be followed
 
 
 @dataclass(frozen=True)
@@ -48,30 +48,72 @@ class _Show:
         return suiting if suiting >= _AGAIN else 1.0
 
 
-@options.grouped
-def demo(
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="A text of your own.")] = None,
-    prompts: Annotated[int, typer.Option(metavar="N", help="How many of the built-in prompts.")] = 3,
-    max_new_tokens: options.MaxNewTokens = 120,
-    *,
+@dataclass(frozen=True)
+class DemoOptions:
+    """Which texts, how they are decoded, and how they are shown.
+
+    Attributes:
+        prompt: a text of the user's own.
+        prompts: how many of the built-in ones otherwise.
+        max_new_tokens: of each text.
+        do_sample, temperature, seed: of both sides.
+        window, ngram, guesses: sizes of the paper's method, which then takes the place of the adaptive one.
+        slow_motion, plain_text, json: how the texts are shown.
+    """
+
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="A text of your own.")] = None
+    prompts: Annotated[int, typer.Option(metavar="N", help="How many of the built-in prompts.")] = 3
+    max_new_tokens: options.MaxNewTokens = 120
     do_sample: Annotated[
         bool, typer.Option("--do-sample", help="Draw tokens at random: the same ones on both sides.")
-    ] = False,
-    temperature: Annotated[float, typer.Option(metavar="T", help="With --do-sample.")] = 0.7,
-    seed: Annotated[int, typer.Option(metavar="S", help="With --do-sample; both sides draw with it.")] = 0,
-    window: options.Window = None,
-    ngram: options.Ngram = None,
-    guesses: options.Guesses = None,
-    loading: options.Loading,
-    pack: options.Pack = None,
+    ] = False
+    temperature: Annotated[float, typer.Option(metavar="T", help="With --do-sample.")] = 0.7
+    seed: Annotated[int, typer.Option(metavar="S", help="With --do-sample; both sides draw with it.")] = 0
+    window: options.Window = None
+    ngram: options.Ngram = None
+    guesses: options.Guesses = None
     slow_motion: Annotated[
         float | None,
         typer.Option(metavar="X", help="Replay it X times slower; 1: do not. Not given: so that it takes 4 seconds."),
-    ] = None,
-    plain_text: Annotated[bool, typer.Option("--plain-text", help="Paragraphs instead of moving panels.")] = False,
-    json: options.Json = False,
-    output: options.Output,
-) -> None:
+    ] = None
+    plain_text: Annotated[bool, typer.Option("--plain-text", help="Paragraphs instead of moving panels.")] = False
+    json: options.Json = False
+
+    def choices(self) -> options.Choices:
+        """How both sides choose tokens; all options are checked on the way.
+
+        Raises:
+            ConfigError, InputError: a value out of range.
+        """
+        sampled = options.Choices(do_sample=True, temperature=self.temperature, seed=self.seed).settled()
+        options.check_max_new_tokens(self.max_new_tokens)
+        if self.slow_motion is not None and self.slow_motion < 1:
+            raise ConfigError("slow_motion", self.slow_motion, "give a number >= 1")
+        if self.prompts < 1:
+            raise ConfigError("prompts", self.prompts, "give a whole number >= 1")
+        if self.prompt is not None:
+            check_text(self.prompt, "the prompt")
+        return sampled if self.do_sample else options.GREEDY
+
+    def rounds(self, memory: Memory) -> list[Round]:
+        """The adaptive method without and with a memory kept; or the paper's, if sizes were given."""
+        from lade.embedded import files as embedded
+
+        texts = [self.prompt] if self.prompt is not None else embedded.prompts()[: self.prompts]
+        choices = self.choices()
+        sizes = options.Speed(window=self.window, ngram=self.ngram, guesses=self.guesses).lookahead()
+        if isinstance(sizes, LookaheadConfig):
+            return fixed_rounds(texts, choices, sizes, "lookahead")
+        return adaptive_rounds(texts, choices, memory)
+
+    def show(self, term: Terminal) -> _Show:
+        """How the texts are shown on this terminal."""
+        style = "json" if self.json else "text" if self.plain_text or not term.interactive else "live"
+        return _Show(style, self.slow_motion)
+
+
+@options.grouped
+def demo(wanted: DemoOptions, *, loading: options.Loading, pack: options.Pack = None, output: options.Output) -> None:
     """Plain decoding and the adaptive method side by side: the same text, fewer passes, less time.
 
     Then the same texts with a memory that has learned from others. Each round is shown as it runs, and replayed.
@@ -79,50 +121,23 @@ def demo(
     Exit code 1: a text differs.
     """
     with terminal(output) as term:
-        sampled = options.Choices(do_sample=True, temperature=temperature, seed=seed).settled()
-        options.check_max_new_tokens(max_new_tokens)
-        if slow_motion is not None and slow_motion < 1:
-            raise ConfigError("slow_motion", slow_motion, "give a number >= 1")
-        if prompts < 1:
-            raise ConfigError("prompts", prompts, "give a whole number >= 1")
-        if prompt is not None:
-            check_text(prompt, "the prompt")
-        sizes = options.lookahead_of(None, window, ngram, guesses)
+        wanted.choices()  # what is wrong is found before torch is imported
         from lade.cli.loading.load import load
         from lade.cli.run import check_served
         from lade.memory import Memory
 
-        subject = load(loading, term=term, pack=pack)
         memory = Memory()
-        rounds = _rounds(_texts(prompt, prompts), sampled if do_sample else options.GREEDY, _sizes(sizes), memory)
-        check_served(subject, rounds[0].config, rounds[0].choices)
-        style = "json" if json else "text" if plain_text or not term.interactive else "live"
-        Demo(subject, rounds, memory, max_new_tokens, term, _Show(style, slow_motion)).run()
-
-
-def _sizes(lookahead: LookaheadConfig | str | None) -> LookaheadConfig | None:
-    """Those given on the command line, if any."""
-    return lookahead if isinstance(lookahead, LookaheadConfig) else None
-
-
-def _texts(prompt: str | None, count: int) -> list[str]:
-    from lade.embedded import files as embedded
-
-    return [prompt] if prompt is not None else embedded.prompts()[:count]
-
-
-def _rounds(texts: list[str], choices: options.Choices, sizes: LookaheadConfig | None, memory: Memory) -> list[Round]:
-    """The adaptive method without and with a memory kept; or the paper's, if sizes were given."""
-    if sizes is None:
-        return adaptive_rounds(texts, choices, memory)
-    return fixed_rounds(texts, choices, sizes, "lookahead")
+        rounds = wanted.rounds(memory)
+        loaded = load(loading, term=term, pack=pack)
+        check_served(loaded, rounds[0].config, rounds[0].choices)
+        Demo(loaded, rounds, memory, wanted.max_new_tokens, term, wanted.show(term)).run()
 
 
 class Demo:
     """Runs the rounds, shows each, and says at the end what they came to.
 
     Args:
-        subject: what generates.
+        loaded: what generates.
         rounds: at least one.
         memory: of those that keep one.
         max_new_tokens: of each text.
@@ -131,9 +146,9 @@ class Demo:
     """
 
     def __init__(
-        self, subject: Subject, rounds: list[Round], memory: Memory, max_new_tokens: int, term: Terminal, show: _Show
+        self, loaded: LoadedModel, rounds: list[Round], memory: Memory, max_new_tokens: int, term: Terminal, show: _Show
     ) -> None:
-        self._subject, self._rounds, self._memory = subject, rounds, memory
+        self._loaded, self._rounds, self._memory = loaded, rounds, memory
         self._max_new_tokens, self._term, self._show = max_new_tokens, term, show
         self._races: list[Race] = []
         self._learned: int | None = None
@@ -144,7 +159,7 @@ class Demo:
         Raises:
             typer.Exit: a text differs, or Ctrl-C was pressed.
         """
-        encoded = [self._subject.encode(each.text) for each in self._rounds]
+        encoded = [self._loaded.encode(each.text) for each in self._rounds]
         try:
             self._race(self._rounds[0], encoded[0], _WARMUP_TOKENS).run(draw=lambda: None)
             for each, ids in zip(self._rounds, encoded, strict=True):
@@ -161,8 +176,8 @@ class Demo:
     def _race(self, each: Round, ids: list[int], max_new_tokens: int) -> Race:
         from lade.cli.demo.side_by_side import Race
 
-        room = self._subject.room(ids, max_new_tokens, within=True)
-        return Race(self._subject, ids, each.config, room, each.choices, each.name)
+        room = self._loaded.room(ids, max_new_tokens, within=True)
+        return Race(self._loaded, ids, each.config, room, each.choices, each.name)
 
     def _learn(self) -> None:
         from rich.status import Status
@@ -170,7 +185,7 @@ class Demo:
         shown = [each.text for each in self._rounds]
         said = "the memory learns from other texts"
         with Status(said, console=self._term.err) if self._term.err.is_terminal else nullcontext():
-            self._learned = learn(self._subject, self._memory, shown, self._max_new_tokens)
+            self._learned = learn(self._loaded, self._memory, shown, self._max_new_tokens)
 
     def _run(self, each: Round, race: Race) -> None:
         from lade.cli.demo.screen import LiveView, describe, manner
@@ -216,5 +231,5 @@ class Demo:
             "speedups": {name: total_speedup(group) for name, group in groups.items()},
             "memory_texts": self._learned or 0,
             "same_tokens": all(race.same for race in self._races),
-            "packed": self._subject.packed,
+            "packed": self._loaded.packed,
         }

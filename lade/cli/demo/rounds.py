@@ -11,7 +11,7 @@ from lade.cli.options.decoding import Choices
 from lade.config import LookaheadConfig
 
 if TYPE_CHECKING:
-    from lade.cli.loading.load import Subject
+    from lade.cli.loading.load import LoadedModel
     from lade.memory import Memory
 
 ADAPTIVE, KEPT = "adaptive", "memory kept"
@@ -51,11 +51,11 @@ def fixed_rounds(texts: Sequence[str], choices: Choices, config: LookaheadConfig
     return [Round(text, choices, config, name) for text in texts]
 
 
-def learn(subject: Subject, memory: Memory, shown: Sequence[str], max_new_tokens: int) -> int:
+def learn(loaded: LoadedModel, memory: Memory, shown: Sequence[str], max_new_tokens: int) -> int:
     """Decode texts that come with the project, for what the memory learns by it; never those that are shown.
 
     Args:
-        subject: what generates.
+        loaded: what generates.
         memory: learns with every step.
         shown: texts to pass over.
         max_new_tokens: of each text.
@@ -73,13 +73,13 @@ def learn(subject: Subject, memory: Memory, shown: Sequence[str], max_new_tokens
     others = [text for text in (*embedded.prompts(), *builtin) if text not in shown]
     config, end, learned = LookaheadConfig(memory=memory), perf_counter() + _LEARNING_S, 0
     for text in others:
-        ids: list[int] = subject.tokenizer(text)["input_ids"]
-        if subject.context and len(ids) >= subject.context:
+        ids: list[int] = loaded.tokenizer(text)["input_ids"]
+        if loaded.context and len(ids) >= loaded.context:
             continue
-        prompt, learned = torch.tensor([ids], device=subject.model.device), learned + 1
-        room = subject.room(ids, max_new_tokens, within=True)
+        prompt, learned = torch.tensor([ids], device=loaded.model.device), learned + 1
+        room = loaded.room(ids, max_new_tokens, within=True)
         mask = torch.ones_like(prompt)
-        for _ in stream(subject.model, input_ids=prompt, attention_mask=mask, max_new_tokens=room, lookahead=config):
+        for _ in stream(loaded.model, input_ids=prompt, attention_mask=mask, max_new_tokens=room, lookahead=config):
             if perf_counter() > end:
                 return learned
     return learned

@@ -11,7 +11,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from lade.cli.detokenizer import Detokenizer
-from lade.cli.loading.load import Subject
+from lade.cli.loading.load import LoadedModel
 from lade.cli.options.decoding import GREEDY, Choices
 from lade.cli.rng_state import Noise
 from lade.cli.run import generate_arguments
@@ -25,16 +25,16 @@ class Lane:
     """One of the two: its tokens, its text in styled pieces, its figures.
 
     Args:
-        subject: has the tokenizer.
+        loaded: has the tokenizer.
         prompt: ids that the text continues.
     """
 
-    def __init__(self, subject: Subject, prompt: Sequence[int]) -> None:
+    def __init__(self, loaded: LoadedModel, prompt: Sequence[int]) -> None:
         self.token_ids: list[int] = []
         self.pieces: list[tuple[str, str]] = []  # text, style
         self.stats = Stats()
         self._steps: list[Step] = []
-        self._palette, self._detokenizer = Palette(), Detokenizer(subject.tokenizer, prompt)
+        self._palette, self._detokenizer = Palette(), Detokenizer(loaded.tokenizer, prompt)
 
     def take(self, step: Step) -> None:
         """Append a step."""
@@ -78,7 +78,7 @@ class Race:
     other lane makes steps until its own clock is as late. So neither waits in the other's time or in that of drawing.
 
     Args:
-        subject: what generates.
+        loaded: what generates.
         prompt: ids.
         config: of the other lane.
         max_new_tokens: at least 1.
@@ -88,7 +88,7 @@ class Race:
 
     def __init__(
         self,
-        subject: Subject,
+        loaded: LoadedModel,
         prompt: list[int],
         config: LookaheadConfig,
         max_new_tokens: int,
@@ -96,14 +96,14 @@ class Race:
         name: str = "lookahead",
     ) -> None:
         self.choices, self.name = choices, name
-        self.plain, self.lookahead = Lane(subject, prompt), Lane(subject, prompt)
-        self._model, self._config = subject.model, config
-        ids = torch.tensor([prompt], device=subject.model.device)
+        self.plain, self.lookahead = Lane(loaded, prompt), Lane(loaded, prompt)
+        self._model, self._config = loaded.model, config
+        ids = torch.tensor([prompt], device=loaded.model.device)
         self._arguments: dict[str, Any] = {
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
             "max_new_tokens": max_new_tokens,
-            **generate_arguments(subject, choices),
+            **generate_arguments(loaded, choices),
         }
 
     def run(self, draw: Callable[[], None]) -> None:

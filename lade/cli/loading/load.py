@@ -60,21 +60,21 @@ _DECIDED_BY_THE_SHELL = frozenset(
 
 
 @dataclass(frozen=True)
-class Subject:
+class LoadedModel:
     """A loaded model with its tokenizer.
 
     Attributes:
         name: as the user gave it, or "embedded".
         model: a transformers causal language model; its generation_config decodes greedily.
         tokenizer: its tokenizer.
-        wishes: what its checkpoint's generation_config says of sampling and beams, and `model` no longer knows.
+        checkpoint_defaults: what its checkpoint's generation_config has on sampling and beams; `model` lacks it.
         variant: how it was loaded, as far as that changes its texts; see `Loading.variant`.
     """
 
     name: str
     model: Any
     tokenizer: Any
-    wishes: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint_defaults: Mapping[str, Any] = field(default_factory=dict)
     variant: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -127,7 +127,7 @@ class Subject:
             )
 
 
-def load(loading: Loading, *, term: Terminal, pack: bool | None = False) -> Subject:
+def load(loading: Loading, *, term: Terminal, pack: bool | None = False) -> LoadedModel:
     """Load a model for the shell; the embedded one runs on one CPU thread.
 
     Args:
@@ -156,26 +156,26 @@ def load(loading: Loading, *, term: Terminal, pack: bool | None = False) -> Subj
     if loading.model is None:
         torch.set_num_threads(1)  # so small a model gains nothing from two, which on a busy machine wait for each other
     fields = ("do_sample", *SAMPLING_FIELDS, *BEAM_FIELDS)
-    wishes = {name: getattr(model.generation_config, name, None) for name in fields}
+    checkpoint_defaults = {name: getattr(model.generation_config, name, None) for name in fields}
     model.generation_config = _greedy(model.generation_config)
-    kept = {name: wish for name, wish in wishes.items() if wish is not None}
-    return Subject(source.shown, model, tokenizer, kept, loading.variant)
+    kept = {name: value for name, value in checkpoint_defaults.items() if value is not None}
+    return LoadedModel(source.shown, model, tokenizer, kept, loading.variant)
 
 
-def remembering(subject: Subject, lookahead: Lookahead, memory: Path | None) -> Lookahead:
-    """`lookahead` with a memory from a file, if one was asked for.
+def remembering(loaded: LoadedModel, lookahead: Lookahead, memory: Path | None) -> Lookahead:
+    """`lookahead` with a memory from a file, if one was given.
 
     Raises:
         InputError: it cannot be read, is damaged, or is of another tokenizer.
     """
     if memory is None:
         return lookahead
-    assert isinstance(lookahead, LookaheadConfig), "options.lookahead_of sees to it"
-    return replace(lookahead, memory=Memory.load(memory, subject.tokenizer))
+    assert isinstance(lookahead, LookaheadConfig), "Speed.lookahead sees to it"
+    return replace(lookahead, memory=Memory.load(memory, loaded.tokenizer))
 
 
 def _pack(model: Any, term: Terminal, *, wanted: bool) -> None:
-    """Without `wanted` the user has not asked for packing: what cannot be packed is then said with --debug only."""
+    """wanted: whether --pack was given; otherwise what cannot be packed is reported with --debug only."""
     term.working("packing the weights")
     try:
         packing.pack(model)

@@ -26,7 +26,6 @@ Template = template_options.Template
 
 METHODS = ("plain", "lookahead", "adaptive", "auto")
 
-_PANEL, _SPEED = "Choosing tokens", "Speed"
 _DRAWN_SEEDS = 2**32  # a drawn seed is short enough to be typed, and exact in every JSON reader
 _SEEDS = 2**63
 _MOST_BEAMS, _MOST_TOKENS, _LONGEST_STOP = 256, 10**9, 200
@@ -45,82 +44,102 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _speed(*names: str, metavar: str, help: str) -> Any:
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=_SPEED)
-
-
 Pack = Annotated[
     bool | None,
     typer.Option(
         "--pack/--no-pack",
         metavar="",
-        rich_help_panel=_SPEED,
+        rich_help_panel="Speed",
         help="Prepack the linear layers for the CPU, mostly faster. Default: where it can be done.",
     ),
 ]
+_speed = grouping.in_panel("Speed")
 Method = Annotated[
     str | None,
-    typer.Option(
+    _speed(
         metavar="NAME",
         autocompletion=lambda: list(METHODS),
-        rich_help_panel=_SPEED,
         help="plain, adaptive, lookahead (the paper's), or auto: adaptive if it can be served, else plain.",
     ),
 ]
 Window = Annotated[int | None, _speed(metavar="W", help="Columns of the window. Implies lookahead.")]
 Ngram = Annotated[int | None, _speed(metavar="N", help="Length of the n-grams. Implies lookahead.")]
 Guesses = Annotated[int | None, _speed(metavar="G", help="Guesses verified in a step. Implies lookahead.")]
-Budget = Annotated[int | None, _speed(metavar="B", help="Tokens fed in a step. Implies adaptive.")]
-MemoryFile = Annotated[
-    Path | None,
-    _speed("--memory", metavar="FILE", help="What lade warm has learned. Implies adaptive."),
-]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How tokens are drafted; None is "not given".
+
+    Attributes:
+        method: one of `METHODS`.
+        window, ngram, guesses: sizes of the paper's method.
+        budget: tokens fed in a step of the adaptive method.
+        memory: file of a memory for the adaptive method.
+        pack: whether linear layers are prepacked for the CPU.
+    """
+
+    method: Method = None
+    window: Window = None
+    ngram: Ngram = None
+    guesses: Guesses = None
+    budget: Annotated[int | None, _speed(metavar="B", help="Tokens fed in a step. Implies adaptive.")] = None
+    memory: Annotated[Path | None, _speed(metavar="FILE", help="What lade warm has learned. Implies adaptive.")] = None
+    pack: Pack = None
+
+    def lookahead(self) -> Lookahead:
+        """The same as the library's `lookahead=`.
+
+        The memory is not loaded: that takes a tokenizer, see `loading.remembering`.
+
+        Raises:
+            ConfigError: unknown method, a size out of range, or options that contradict each other.
+            InputError: there is no such memory.
+        """
+        method = self.method
+        if method not in (*METHODS, None):
+            raise ConfigError("method", method, f"give one of {', '.join(METHODS)}")
+        sizes: dict[str, Any] = _given(window=self.window, ngram=self.ngram, guesses=self.guesses)
+        extras: dict[str, Any] = _given(budget=self.budget, memory=self.memory)
+        self._check_together(sizes, extras)
+        if self.memory is not None and not self.memory.is_file():
+            raise InputError(
+                f"memory file {str(self.memory)!r} is not there: check the path, or fill one with lade warm"
+            )
+        if method == "plain":
+            return None
+        if sizes or method == "lookahead":
+            return LookaheadConfig(**sizes, adaptive=False)
+        return LookaheadConfig(budget=self.budget) if extras or method == "adaptive" else "auto"
+
+    def _check_together(self, sizes: dict[str, Any], extras: dict[str, Any]) -> None:
+        if self.method == "plain" and (sizes or extras):
+            remedy = f"plain decoding has no {_listed(sizes | extras)}: leave out --method, or what it has not"
+            raise ConfigError("method", self.method, remedy)
+        if self.method == "lookahead" and extras:
+            remedy = f"only the adaptive method has {_listed(extras)}: give --method adaptive"
+            raise ConfigError("method", self.method, remedy)
+        if sizes and (extras or self.method == "adaptive"):
+            unlike = _listed(extras) or "--method adaptive"
+            name, size = next(iter(sizes.items()))
+            raise ConfigError(name, size, f"the adaptive method has no sizes: leave out {_listed(sizes)}, or {unlike}")
+
+
 MaxNewTokens = Annotated[
     int,
     typer.Option("--max-new-tokens", "-n", metavar="N", help="Tokens to generate at most."),
 ]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        rich_help_panel=model_options.PANEL,
+        help="CPU threads. Default: torch's (the embedded model: 1).",
+    ),
+]
 Json = Annotated[
     bool, typer.Option("--json", metavar="", rich_help_panel=output_options.PANEL, help="JSON instead of text.")
 ]
-
-
-def lookahead_of(
-    method: str | None,
-    window: int | None = None,
-    ngram: int | None = None,
-    guesses: int | None = None,
-    *,
-    budget: int | None = None,
-    memory: Path | None = None,
-) -> Lookahead:
-    """What `--method`, the sizes, `--budget` and `--memory` ask for, as the library's `lookahead=`.
-
-    The memory is not loaded: that takes a tokenizer, see `loading.remembering`.
-
-    Raises:
-        ConfigError: unknown method, a size out of range, or options that contradict each other.
-        InputError: there is no such memory.
-    """
-    if method not in (*METHODS, None):
-        raise ConfigError("method", method, f"give one of {', '.join(METHODS)}")
-    sizes: dict[str, Any] = _given(window=window, ngram=ngram, guesses=guesses)
-    extras: dict[str, Any] = _given(budget=budget, memory=memory)
-    if method == "plain" and (sizes or extras):
-        remedy = f"plain decoding has no {_listed(sizes | extras)}: leave out --method, or what it has not"
-        raise ConfigError("method", method, remedy)
-    if method == "lookahead" and extras:
-        raise ConfigError("method", method, f"only the adaptive method has {_listed(extras)}: give --method adaptive")
-    if sizes and (extras or method == "adaptive"):
-        unlike = _listed(extras) or "--method adaptive"
-        name, size = next(iter(sizes.items()))
-        raise ConfigError(name, size, f"the adaptive method has no sizes: leave out {_listed(sizes)}, or {unlike}")
-    if memory is not None and not memory.is_file():
-        raise InputError(f"memory file {str(memory)!r} is not there: check the path, or fill one with lade warm")
-    if method == "plain":
-        return None
-    if sizes or method == "lookahead":
-        return LookaheadConfig(**sizes, adaptive=False)
-    return LookaheadConfig(budget=budget) if extras or method == "adaptive" else "auto"
 
 
 def _given(**options: Any) -> dict[str, Any]:
@@ -159,8 +178,7 @@ def whole_numbers(name: str, text: str, least: int, example: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _option(*names: str, metavar: str | None = None, help: str) -> Any:
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=_PANEL)
+_option = grouping.in_panel("Choosing tokens")
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,19 @@
-"""Options in groups: a command takes a dataclass as one parameter, and each of its fields is an option of its own."""
+"""Options in groups: a command takes a dataclass as one parameter; each of its fields is an option of its own."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, get_type_hints
+
+import typer
+
+
+def in_panel(panel: str, **shared: Any) -> Callable[..., Any]:
+    """`typer.Option` for the options of one panel of the help, with what they have in common."""
+    return functools.partial(typer.Option, rich_help_panel=panel, **shared)
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -38,11 +45,12 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
 def _options_of(group: Any) -> list[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
+    defaults = {
+        each.name: inspect.Parameter.empty if each.default is MISSING else each.default for each in fields(group)
+    }
     return [
-        inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
-        )
-        for field in fields(group)
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
+        for name, default in defaults.items()
     ]
 
 

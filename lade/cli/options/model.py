@@ -108,13 +108,13 @@ class Loading:
 
     @property
     def hub(self) -> dict[str, Any]:
-        """Arguments of every `from_pretrained` that say where from; only what was asked for."""
+        """Arguments of every `from_pretrained` that say where from; only what was given."""
         given = {"revision": self.revision, "token": self.token, "cache_dir": self.cache_dir}
         return {name: value for name, value in given.items() if value is not None}
 
     @property
     def variant(self) -> dict[str, str]:
-        """What makes it decode other texts than the model of that name by itself; only what was asked for."""
+        """What makes it decode other texts than the model of that name by itself; only what was given."""
         names = ("revision", "adapter", "quantization", "attn_implementation")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 

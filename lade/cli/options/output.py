@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
 
-import typer
+from lade.cli.options.grouping import in_panel
+from lade.errors import ConfigError, MissingExtraError
 
 PANEL = "Output"
+PICTURES = (".svg", ".png", ".pdf")
 
 
-def _flag(*names: str, envvar: str | None = None, help: str) -> Any:
-    return typer.Option(*names, metavar="", envvar=envvar, help=help, rich_help_panel=PANEL)
+_flag = in_panel(PANEL, metavar="")
 
 
 @dataclass(frozen=True)
@@ -33,3 +36,25 @@ class Output:
         bool,
         _flag("--debug", help="Show tracebacks, warnings, logs, transformers' messages."),
     ] = False
+
+
+def check_picture(file: Path) -> None:
+    """Raise what would keep a picture from being drawn into a file.
+
+    Raises:
+        ConfigError: the name has another ending, or there is no such folder.
+        MissingExtraError: matplotlib is not installed.
+    """
+    if file.suffix.lower() not in PICTURES:
+        raise ConfigError("out", str(file), f"give a name that ends in {', '.join(PICTURES)}")
+    if file.is_dir():
+        raise ConfigError("out", str(file), "it is a folder: give the name of a file")
+    if not file.absolute().parent.is_dir():
+        raise ConfigError("out", str(file), f"the folder {file.absolute().parent} does not exist: create it")
+    check_drawing()
+
+
+def check_drawing() -> None:
+    """Raise `MissingExtraError` where matplotlib is not installed."""
+    if find_spec("matplotlib") is None:
+        raise MissingExtraError("matplotlib", "bench")

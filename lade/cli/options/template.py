@@ -6,8 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import typer
-
+from lade.cli.options.grouping import in_panel
 from lade.cli.prompts import check_text
 from lade.errors import ConfigError
 
@@ -21,8 +20,7 @@ _OURS = frozenset(
 """Arguments of `apply_chat_template` that decide what comes back, not what the prompt is."""
 
 
-def _option(*names: str, metavar: str | None = None, help: str) -> Any:
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=PANEL)
+_option = in_panel(PANEL)
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Template:
 
     @property
     def given(self) -> dict[str, str]:
-        """What only a chat template can use, as on the command line; only what was asked for."""
+        """What only a chat template can use, as on the command line; only what was given."""
         given = {"system": self.system, "chat-template-kwargs": self.chat_template_kwargs}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -77,3 +75,7 @@ class Template:
         for name in sorted(_OURS & set(found)):
             raise ConfigError("chat-template-kwargs", text[:60], f"{name!r} is not the template's: leave it out")
         return found
+
+
+WITHOUT = Template()
+"""The model's own chat template, and nothing besides."""

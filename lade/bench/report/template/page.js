@@ -168,7 +168,7 @@ class Replay {
     this.say();
   }
 
-  /* To the end of the next step, or of the one before, of the first lane; behind its last one, of the other. */
+  /* To the end of the next step, or of the one before, of the first lane; after its last one, of the other. */
   step(way) {
     const times = this.lanes[this.chosen].map((lane) => lane.done);
     const own = times[0];

@@ -1,0 +1,64 @@
+"""How the prompts of a command are decoded."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lade.cli.encoder import Encoder
+from lade.cli.loading.load import LoadedModel
+from lade.cli.options.decoding import Choices
+from lade.cli.run import config_dict
+from lade.config import Lookahead, LookaheadConfig
+from lade.hf.refusals import resolve
+
+
+@dataclass(frozen=True)
+class GenerationPlan:
+    """How all prompts of a command are decoded.
+
+    Attributes:
+        loaded: what generates.
+        encode: makes ids of a prompt.
+        lookahead: as in `lade.generate`.
+        choices: settled ones.
+        max_new_tokens: of each.
+    """
+
+    loaded: LoadedModel
+    encode: Encoder
+    lookahead: Lookahead
+    choices: Choices
+    max_new_tokens: int
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options, as far as the object that `--json` prints does not have them."""
+        shown = self.choices.as_dict()
+        others = {name: value for name, value in asdict(self.choices).items() if name not in shown}
+        given = {"method": _method(self.config), "max_new_tokens": self.max_new_tokens, **others}
+        return {**given, **self.loaded.variant, **self.encode.settings}
+
+    @property
+    def config(self) -> LookaheadConfig | None:
+        """The method and its sizes; None decodes plainly."""
+        return resolve(self.lookahead)[0]
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """What all lines of a file have alike."""
+        return {
+            "model": self.loaded.name,
+            "dtype": self.loaded.dtype,
+            "packed": self.loaded.packed,
+            "settings": self.settings,
+            "config": config_dict(self.config),
+            **self.choices.as_dict(),
+        }
+
+
+def _method(config: LookaheadConfig | None) -> str:
+    """What it is called on the command line."""
+    if config is None:
+        return "plain"
+    return "adaptive" if config.adaptive else "lookahead"
