@@ -117,6 +117,7 @@ def test_a_renamed_reference_is_replaced_by_another_plain_method():
     assert compare(a, b).reference == "hf"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("prompts", "repeats", "workloads"), [(5, 2, ("stories",)), (10, 1, ("a", "b"))])
 def test_noise_alone_fails_seldom(prompts, repeats, workloads):
     """Without any tolerance one comparison in forty may fail. Of 60 the chance of more than 6 false alarms is below

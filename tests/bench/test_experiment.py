@@ -220,6 +220,7 @@ def test_a_wrong_answer_is_found_in_each_prompt_and_turn(with_a_wrong_arm):
     assert all(m.reference == "hf" and not m.near_tie and m.ulps > 64 for m in results.mismatches)
 
 
+@pytest.mark.slow
 def test_what_draws_otherwise_is_not_compared():
     settings = Settings(NEW, temperature=1.5, seeds=[3, 4])
     toy = replace(models(), draft=toy_model(vocabulary=48, seed=1))
@@ -321,6 +322,7 @@ def dying(monkeypatch, owner, name, at, *, after=False, problem=Killed):
     monkeypatch.setattr(owner, name, call)
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("at", [1, 3, 4, 6])
 @pytest.mark.parametrize(
     ("owner", "name", "after"),

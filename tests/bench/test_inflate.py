@@ -133,6 +133,7 @@ def test_lookahead_decoding_of_it_is_the_small_models_text():
     assert torch.equal(*outputs) and outputs[0].tolist() == greedy(model)
 
 
+@pytest.mark.one_in(2)
 @FAMILIES
 @pytest.mark.parametrize("params", [60_000, 1e6, 10e6])
 def test_the_number_of_parameters_is_met(family, params):

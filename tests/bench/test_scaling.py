@@ -112,6 +112,7 @@ def test_nothing_is_overwritten(make, tmp_path):
     assert (tmp_path / "out" / NAME).read_bytes() == before
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("change", "named"),
     [

@@ -326,6 +326,7 @@ def test_the_built_in_prompts_leave_room_in_the_embedded_model_and_go_on():
         compile(prompt + body, item.id, "exec")
 
 
+@pytest.mark.slow
 def test_the_built_in_prompts_do_not_all_lead_into_loops():
     """Half of the 4-grams are distinct; 0.35 to 0.44 of them are, on average, over all functions of these modules."""
     model, tokenizer = load_model(model_path())

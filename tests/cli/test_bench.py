@@ -92,6 +92,7 @@ def interrupting(monkeypatch):
     return state
 
 
+@pytest.mark.slow
 def test_all_of_it(bench, out, folder, drawn):
     result = bench("--figures")
     assert result.exit_code == 0, result.output
@@ -252,6 +253,7 @@ def test_figures_are_drawn_only_if_asked_for_and_without_matplotlib_that_is_refu
     assert sorted(file.name for file in out.iterdir()) == ["report.html", "results.json"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -45,6 +45,7 @@ def fresh(subject, prompt, new=15):
     return output[0, len(prompt) :].tolist()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", ["auto", "plain"])
 @pytest.mark.parametrize("kind", ["folder", "templated", "unsupported"])
 def test_answers_are_those_of_a_fresh_generation_from_the_whole_conversation(subject, request, kind, method):

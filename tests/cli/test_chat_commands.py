@@ -60,6 +60,7 @@ def plainly(templated, tokenizer):
     return run
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", ["auto", "plain", "lookahead"])
 def test_a_chat_says_what_plain_generate_says_to_the_whole_conversation(chat, plainly, sampling, method):
     arguments = ["--method", method]
@@ -119,6 +120,7 @@ def test_amid_a_conversation_it_changes_all_of_it(chat, plainly):
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}|{% endfor %}"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("template", "words"),
     [
@@ -174,6 +176,7 @@ def test_a_conversation_goes_on_from_a_file(chat, request, kind, tmp_path):
     assert chat(f"/load {file}", "/retry", path=path).answers == [whole[2]]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -240,6 +243,7 @@ def test_commands_take_what_they_take(chat):
     ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_ctrl_c_ends_an_answer_whenever_it_is_pressed(chat, plainly, monkeypatch, times):
     """Once: between two steps. Twice: amid a forward pass. Three times: also while the answer is taken up."""

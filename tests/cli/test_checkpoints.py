@@ -97,6 +97,7 @@ def broken(folder, tmp_path, edited):
     return make
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("field", "value", "remedy"), ALWAYS)
 def test_nonsense_in_the_generation_config_is_one_line(lade, broken, field, value, remedy):
     copy = broken("generation_config", field, value)
@@ -118,6 +119,7 @@ def test_ends_that_are_none_count_where_something_is_made_of_them(lade, folder, 
     assert result.exit_code == (0 if "min_new_tokens" in other else 2), result.output
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("field", "value", "remedy"), SAMPLING)
 def test_nonsense_about_sampling_counts_where_it_samples(lade, broken, field, value, remedy):
     copy = broken("generation_config", field, value)

@@ -76,6 +76,7 @@ def flags(arguments):
     return [part for name, value in arguments.items() for part in (f"--{name.replace('_', '-')}", value)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["+".join(sampling) for sampling in SAMPLINGS])
 def test_sampling_is_that_of_model_generate_with_the_same_seed(generate, expected, sampling):
     for method in ("auto", "plain"):
@@ -157,6 +158,7 @@ def test_stop_texts_end_samples(generate, expected, tokenizer):
     assert report["token_ids"] == wanted
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("beams", [2, 3])
 @pytest.mark.parametrize("method", ["auto", "plain"])
 def test_beams_are_those_of_model_generate(lade, generate, expected, folder, tokenizer, beams, method):
@@ -212,6 +214,7 @@ def test_ctrl_c_gives_the_best_beam_so_far_and_a_second_one_nothing(lade, folder
     assert len(report["token_ids"]) == 0 if times == 2 else 1 <= len(report["token_ids"]) < NEW
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("command", ["generate", "chat"])
 @pytest.mark.parametrize(
     ("arguments", "words"),

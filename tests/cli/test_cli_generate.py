@@ -15,6 +15,7 @@ FIELDS = [
 SIZES = ["--window", 4, "--ngram", 3, "--guesses", 3]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arguments", [[], ["--method", "plain"], ["--method", "lookahead"], SIZES, ["--guesses", 0]])
 def test_json_has_the_tokens_of_plain_generate(lade, folder, plain, tokenizer, arguments):
     result = lade("generate", "--model", folder, "--prompt", PROMPT, "--max-new-tokens", 40, "--json", *arguments)

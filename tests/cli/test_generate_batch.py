@@ -93,6 +93,7 @@ def timeless(entries):
 # The answers
 
 
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("sampling", [[], [*SAMPLED, "--repetition-penalty", 1.5, "--stop", "ab"]], ids=["", "drawn"])
 @pytest.mark.parametrize("method", METHODS, ids=lambda arguments: "-".join(map(str, arguments)) or "auto")
 def test_answers_are_those_without_batches(lade, generate, folder, prompts, method, sampling):
@@ -181,6 +182,7 @@ def test_an_empty_file_may_be_there(generate, whole, out):
 # Going on
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("lines", [0, 0.01, 0.5, 1, 2.02, 4.99, 6, 7])
 def test_a_run_goes_on_where_it_was_ended(generate, whole, out, lines):
     complete = whole.read_bytes().splitlines(keepends=True)
@@ -222,6 +224,7 @@ def test_lines_are_not_written_over(generate, whole):
     assert whole.read_bytes() == before
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -254,6 +257,7 @@ def test_another_model_is_refused(generate, whole, folder, tmp_path, edited):
     fails(result, "model is ", "other", "here, but", "llama")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("edit", "words"),
     [

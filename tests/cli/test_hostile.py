@@ -104,6 +104,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("words", "named"), CASES, ids=lambda value: " ".join(value)[:60])
 def test_it_is_refused_in_one_line(lade, files, words, named):
     fails(lade(*(files.get(word, word) for word in words)), *named)

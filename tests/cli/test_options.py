@@ -40,6 +40,7 @@ def test_a_budget_and_a_memory_imply_adaptive(method, memory):
     assert Speed(method, budget=1, memory=memory).lookahead() == LookaheadConfig(budget=1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("command", ["generate", "chat"])
 @pytest.mark.parametrize(
     ("arguments", "words"),

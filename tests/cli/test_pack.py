@@ -28,6 +28,7 @@ def loaded(name, **options):
         return load(Loading(name, dtype=options.pop("dtype", "float32"), device="cpu"), term=term, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_on_the_cpu_models_are_packed_unless_one_says_no(lade, folder, small_layers_count, command):
     reports = [
@@ -49,6 +50,7 @@ def test_a_packed_model_writes_the_tokens_of_plain_generate(lade, folder, plain,
         assert report["packed"] and report["token_ids"] == plain(tokenizer(PROMPT)["input_ids"], 40)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("command", ["generate", "demo", "chat"])
 def test_what_cannot_be_packed_is_an_error_only_where_it_was_asked_for(lade, folder, small_layers_count, command):
     arguments = [command, "-m", folder, "--dtype", "float64", *COMMANDS.get(command, [])]

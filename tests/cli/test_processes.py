@@ -62,6 +62,7 @@ def test_a_pipe_through_python_m(environment, folder, plain, tokenizer):
     assert line.startswith("20 tokens in 1 + ")
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_pipe(environment, folder):
     process = subprocess.Popen(
         [*LADE, "generate", "-p", "hello", "-m", folder, "-n", "1000000"],
@@ -144,6 +145,7 @@ def test_no_color_means_no_colour_on_a_terminal(folder, monkeypatch, flags, vari
     assert "20 tokens in" in output
 
 
+@pytest.mark.slow
 def test_a_chat_on_a_terminal(environment, templated, tmp_path):
     saved = tmp_path / "c.json"
     keys = [
@@ -163,6 +165,7 @@ def test_a_chat_on_a_terminal(environment, templated, tmp_path):
     assert not (tmp_path / "state").exists()
 
 
+@pytest.mark.slow
 def test_a_demo_on_a_terminal(environment, folder):
     arguments = ["demo", "-m", folder, "-p", "say it again, say it", "-n", 30, "--window", 4, "--slow-motion", 2]
     output, code = on_a_terminal(arguments, environment)

@@ -173,6 +173,7 @@ def test_a_template_that_refuses_is_one_line(generate, moody, lines):
     fails(generate("--prompt-file", file, "--batch-size", 2, model=moody), "line 1", "no pirates")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

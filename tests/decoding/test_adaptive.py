@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memories import downhill, filled_memory, known, likeliest, mixed, said_of
@@ -116,7 +117,7 @@ def test_no_tree_is_larger_than_its_budget(seed, prompt, size, order, max_depth)
         assert cells(tree) <= max(0, size - 1 - guesses) // (NGRAM - 1) * (NGRAM - 1), "only what the memory leaves"
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(seeds, texts)
 def test_no_tree_is_larger_than_the_largest(seed, prompt):
     drafter = drafter_of(filled_memory(seed, texts=200), Controller(nearly_flat_cost()), prompt)

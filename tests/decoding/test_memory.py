@@ -26,6 +26,7 @@ def row(width: int) -> st.SearchStrategy[Row]:
     return st.dictionaries(tokens, st.integers(0, 255), min_size=width, max_size=width)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("width", (0, 2, WIDTH))
 @given(data=st.data())
 def test_a_row_is_averaged_with_what_was_there(width, data):
@@ -142,6 +143,7 @@ def slots(memory: Memory) -> int:
     return sum(map(len, memory.tables))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("max_bytes", (LEAST_BYTES, LEAST_BYTES + 63, 50_000, 128_000))
 @pytest.mark.parametrize("batch", (1, 7, 300))
 def test_forgetting_keeps_to_the_bound_and_spares_what_is_used(max_bytes, batch):

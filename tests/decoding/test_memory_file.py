@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memories import known, learn, random_rows, rows_of, tails_of, unpacked
@@ -77,7 +78,7 @@ def path(tmp_path):
     return tmp_path / "texts.memory"
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     seed=st.integers(0, 2**32),
     contexts=st.integers(1, 60),
@@ -136,7 +137,7 @@ def test_a_loaded_memory_goes_on_learning_as_the_saved_one(path, max_bytes):
     assert abs(len(memory) - len(loaded)) <= max_bytes // SLOT_BYTES // 2
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(seed=st.integers(0, 999), less=st.integers(LEAST_BYTES, 40_000), first=st.sampled_from([10_000, 2**20]))
 def test_less_room_keeps_the_shorter_contexts(tmp_path_factory, seed, less, first):
     path = tmp_path_factory.mktemp("memory") / "m"
@@ -190,13 +191,13 @@ def refused(path, content, *words):
         assert word in message, message
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(data=st.data())
 def test_a_truncated_file_is_refused(tmp_path_factory, data):
     refused(tmp_path_factory.getbasetemp() / "short", good()[: data.draw(st.integers(0, len(good()) - 1))])
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(data=st.data())
 def test_a_file_with_a_changed_byte_is_refused(tmp_path_factory, data):
     whole = bytearray(good())
@@ -453,6 +454,7 @@ def test_saving_waits_until_what_is_being_learned_is_learned(path):
     assert same(memory, Memory.load(path))
 
 
+@pytest.mark.slow
 def test_saving_while_others_learn_is_a_snapshot(path):
     """Each learned batch is in a file whole or not at all."""
     memory, done, batch = Memory(2**28), threading.Event(), 16

@@ -130,6 +130,7 @@ def stream(length: int, seed: int) -> list[tuple[Row, Row, int]]:
     return drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_text", (False, True))
 def test_learning_lowers_the_coding_cost_and_calibrates(of_text):
     """Whether the truth is in rows of logits or in rows of what followed."""

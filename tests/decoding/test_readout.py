@@ -64,6 +64,7 @@ def test_the_likeliest_tokens_are_those_of_topk_in_their_order(read, rows, vocab
     assert picks == logits.argmax(-1).tolist()
 
 
+@pytest.mark.one_in(2)
 @readers
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 @pytest.mark.parametrize("dtype", DTYPES)

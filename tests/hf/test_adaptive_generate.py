@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,7 +47,7 @@ def plain(model, **arguments):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(st.lists(requests, min_size=2, max_size=5), st.sampled_from([SHARED, SMALL]), st.sampled_from([None, 3, 24, 64]))
 def test_requests_that_share_a_memory_get_plains_tokens(dtype, several, memory, budget):
     config = LookaheadConfig(memory=memory, budget=budget)

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from same_as_plain import PAD, PAPER, VOCABULARY, padded
@@ -59,7 +60,7 @@ def lengths_of(ids, width, eos):
     return [next((i + 1 for i, token in enumerate(row) if token in eos), len(row)) for row in new]
 
 
-@settings(max_examples=36)
+@settings(max_examples=examples(36))
 @given(
     family=st.sampled_from(sorted(MODELS)),
     config=configs,
@@ -128,7 +129,7 @@ options = st.fixed_dictionaries(
 
 
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning")
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(texts=prompts, config=configs, arguments=options, repeats=st.integers(1, 3), seed=st.integers(0, 50))
 def test_processors_are_asked_row_by_row(texts, config, arguments, repeats, seed):
     if "do_sample" in arguments:
@@ -389,6 +390,7 @@ def users(input_ids, scores):
     return scores + torch.arange(scores.shape[0])[:, None] * torch.arange(scores.shape[1]).remainder(3)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("said", "more"),
     [

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from same_as_plain import PAD, PAPER, VOCABULARY, assert_same_beams, both, padded
@@ -36,7 +37,7 @@ prompts_of_any_length = st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max
 
 
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
-@settings(max_examples=14)
+@settings(max_examples=examples(14))
 @given(
     family=st.sampled_from(sorted(MODELS)),
     config=configs,
@@ -98,6 +99,7 @@ def test_plain_searches_are_counted_in_the_same_way(way):
     assert plain.accepted == ours.accepted
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("sampling", [False, True])
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 def test_prompts_that_finish_at_different_times(early_stopping, sampling):
@@ -121,6 +123,7 @@ def passes_of(monkeypatch):
     return passes
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", MODELS)
 def test_one_pass_serves_several_beam_steps_of_all_prompts(family, monkeypatch):
     passes, stats = passes_of(monkeypatch), Stats()
@@ -132,6 +135,7 @@ def test_one_pass_serves_several_beam_steps_of_all_prompts(family, monkeypatch):
     assert 0 < stats.forward_s < stats.decode_s
 
 
+@pytest.mark.slow
 def test_rows_keep_to_their_own_length(monkeypatch):
     """What the beams of a prompt have in common is cached once, and no row has slots for another's padding."""
     passes = passes_of(monkeypatch)
@@ -159,6 +163,7 @@ def test_what_the_model_said_of_one_prompt_is_guessed_behind_another(monkeypatch
     assert max(branches.tree.depths) == 2, "nothing is guessed behind the first tokens"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("config", [LookaheadConfig(0, 5, 7), LookaheadConfig(7, 5, 0), LookaheadConfig(0, 2, 0)])
 def test_window_and_pool_can_be_left_out(config):
     stats = Stats()
@@ -211,6 +216,7 @@ def test_a_processor_of_the_user_sees_the_same_calls():
     torch.testing.assert_close([scores for _, scores in plain], [scores for _, scores in ours])
 
 
+@pytest.mark.slow
 def test_criteria_of_the_user():
     """A prompt whose texts have all been ended goes on until the others have been, too."""
     lengths = set()
@@ -238,6 +244,7 @@ def test_up_to_the_last_position(lengths):
     assert_same(model, prompts, num_beams=4, max_new_tokens=33 - max(lengths))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("sampling", [False, True])
 @pytest.mark.parametrize("sequences", [1, 3])
 def test_sequences_alone_whichever_way(sequences, sampling):

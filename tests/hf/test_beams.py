@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from same_as_plain import PAPER, VOCABULARY, assert_same_beams, both
@@ -63,7 +64,7 @@ configs = st.builds(
 
 
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
-@settings(max_examples=24)
+@settings(max_examples=examples(24))
 @given(
     family=st.sampled_from(sorted(MODELS)),
     config=configs,
@@ -110,6 +111,7 @@ def test_any_beam_search_is_that_of_transformers(
     assert len(stats.accepted) == len(stats.step_tokens) == stats.steps
 
 
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("num_beams", [2, 4, 8])
 @pytest.mark.parametrize("family", MODELS)
 def test_one_pass_serves_several_beam_steps(family, num_beams):
@@ -121,6 +123,7 @@ def test_one_pass_serves_several_beam_steps(family, num_beams):
     assert 0 < stats.forward_s < stats.decode_s
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("config", [LookaheadConfig(0, 5, 7), LookaheadConfig(7, 5, 0), LookaheadConfig(0, 2, 0)])
 def test_window_and_pool_can_be_left_out(config):
     stats = Stats()
@@ -190,6 +193,7 @@ def test_a_vocabulary_smaller_than_the_beams_need():
         assert_same(model, torch.tensor([[1, 2, 3]]), seed=5, num_beams=8, max_new_tokens=30, **sampling)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padding", [1, 5])
 def test_padding_on_the_left_is_taken_off(padding):
     ids = torch.cat([torch.zeros(1, padding, dtype=torch.long), IDS], dim=1)

@@ -41,6 +41,7 @@ def plain(model, ids, new, **more):
     return model.generate(ids, max_new_tokens=new, **more)
 
 
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("make", [toy_model, windowed], ids=["full", "sliding window"])
 @pytest.mark.parametrize("kind", ["plain", "with config", "ours"])
 @pytest.mark.parametrize(
@@ -105,6 +106,7 @@ def filled(model, tokens, kind=DynamicCache):
     return cache
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("make", [toy_model, windowed], ids=["full", "sliding window"])
 @pytest.mark.parametrize("kind", [DynamicCache, lade.TreeCache])
 @pytest.mark.parametrize("tokens", [6, 7, 8, 9, 15])

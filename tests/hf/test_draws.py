@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,7 +37,7 @@ def at_their_own_pace(probabilities, ends, order, most_bytes=MOST_BYTES):
     return texts, torch.get_rng_state()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     ends=st.lists(st.integers(1, 8), min_size=1, max_size=5),
     vocabulary=st.sampled_from([1, 2, 3, 7, 15, 16, 17, 64, 257, 1000, 4099]),
@@ -56,7 +57,7 @@ def test_every_row_draws_what_it_would_draw_in_step(ends, vocabulary, seed, kept
     assert torch.equal(our_state, state)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     ends=st.lists(st.integers(1, 12), min_size=1, max_size=4),
     vocabulary=st.sampled_from([1, 3, 17, 257, 4099]),

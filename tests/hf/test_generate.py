@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BatchEncoding, GenerationConfig
@@ -36,7 +37,7 @@ configs = st.one_of(paper, adaptive)
 prompts = st.lists(st.integers(0, 47), min_size=1, max_size=12)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     family=st.sampled_from(sorted(MODELS)),
     config=configs,

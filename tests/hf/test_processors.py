@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AsyncTextIteratorStreamer, WatermarkingConfig
@@ -96,7 +97,7 @@ def outcome(generate: Callable[..., torch.Tensor], seed: int, **arguments: Any) 
 
 
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning")
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(prompt=prompts, config=configs, arguments=options, seed=st.integers(0, 50))
 def test_all_of_them_at_once(prompt, config, arguments, seed):
     if "exponential_decay_length_penalty" in arguments or "forced_eos_token_id" in arguments:
@@ -144,6 +145,7 @@ class Listener(BaseStreamer):
         self._recorder.calls.append("end")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("eos", [None, [3, 5]])
 def test_processors_criteria_and_streamers_are_called_in_the_order_of_plain_decoding(do_sample, eos):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,7 +54,7 @@ def plain(model, **arguments):
     return model.generate(**arguments)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     family=st.sampled_from(sorted(MODELS)),
     config=configs,
@@ -94,6 +95,7 @@ def test_the_checkpoints_own_generation_config_is_obeyed():
     assert torch.equal(lade.generate(model, input_ids=IDS, max_new_tokens=30, lookahead=LookaheadConfig()), expected)
 
 
+@pytest.mark.slow
 def test_samples_follow_the_exact_distribution():
     """Two sampled tokens of a vocabulary of six, against the products of the model's own probabilities.
 
@@ -124,6 +126,7 @@ def test_samples_follow_the_exact_distribution():
     assert chi_square < 77
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("outputs", [{"output_scores": True}, {"output_logits": True}, {}])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_scores_and_logits_are_those_of_plain_decoding(outputs, do_sample):

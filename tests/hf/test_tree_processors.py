@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_sampling import MODELS, configs, plain, sampled, warpers
@@ -79,7 +80,7 @@ def test_only_those_are_asked_at_once():
     assert pays_at_once(torch.device("cuda")) and not pays_at_once(torch.device("cpu"))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     family=st.sampled_from(sorted(MODELS)),
     config=configs,
@@ -113,6 +114,7 @@ def test_it_is_what_was_tried(at_once):
     assert len(at_once) == 1, "the argmax needs no chooser"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [LookaheadConfig(7, 5, 7), LookaheadConfig(budget=24)])
 def test_trees_are_those_of_choices_made_one_by_one(config, monkeypatch):
     """What is learned of a step is what the model says, not what was drawn."""
@@ -127,6 +129,7 @@ def test_trees_are_those_of_choices_made_one_by_one(config, monkeypatch):
     assert seen[0] == seen[1]
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("config", [LookaheadConfig(7, 5, 7), LookaheadConfig(budget=24), LookaheadConfig()])
 @pytest.mark.parametrize("arguments", [{"temperature": 0.3}, {"top_p": 0.8, "temperature": 0.5}, {"top_k": 3}])
 def test_batches(at_once, config, arguments):

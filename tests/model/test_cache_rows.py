@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,7 +70,7 @@ def path_of(size, bits):
     return [0, *(node for node in range(1, size) if bits >> node & 1)]
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(operations)
 def test_whatever_is_done_each_row_holds_its_own_text(operations):
     cache, texts, next_token = TreeCache(), [], iter(range(1, 10**6))

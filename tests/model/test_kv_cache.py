@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,7 +47,7 @@ def without_the_rest(tree: TokenTree, nodes: list[int]) -> TokenTree:
 additions = st.lists(st.tuples(st.integers(0, 20), tokens), max_size=12)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     family=st.sampled_from(sorted(MODELS)),
     prompt=st.lists(tokens, min_size=1, max_size=6),
@@ -75,7 +76,7 @@ def test_compaction_equals_a_prefill_of_the_kept_path(family, prompt, steps):
         text.append(int(plain.argmax()))
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     family=st.sampled_from(sorted(MODELS)),
     rounds=st.lists(st.lists(st.tuples(additions, st.integers(0, 20)), min_size=3, max_size=3), min_size=1, max_size=3),
@@ -205,7 +206,7 @@ def test_of_what_a_row_held_before_a_path_may_drop_tokens_too(lengths, fed, data
     assert_holds(cache, expected)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     family=st.sampled_from(sorted(MODELS)),
     prompts=st.lists(st.lists(tokens, min_size=1, max_size=6), min_size=1, max_size=3),

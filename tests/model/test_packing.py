@@ -93,6 +93,7 @@ def refused(action, *words):
 # What a packed model computes
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lookahead_on_a_packed_model_writes_the_tokens_of_plain_decoding(family):
     model = build(family)
@@ -211,6 +212,7 @@ class Heard(BaseStreamer):
 # What packing leaves, frees and brings back
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -379,6 +381,7 @@ def test_weights_cannot_be_moved_cast_or_replaced_and_nothing_has_changed_then(k
     assert torch.equal(logits(model.to("cpu").float().cpu().to(torch.float32)), expected)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_packed_model_cannot_be_compiled():
     model = packed(build("llama"))
@@ -458,6 +461,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_is_not_understood_is_refused_and_left_as_it_was(name):
     make, message = REFUSALS[name]

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -293,7 +294,7 @@ class Mirrored:
             assert self.cache.lengths == [0] and not any(group.any() for group in self.cache.buffers.groups)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(operations)
 def test_whatever_is_done_each_row_holds_its_own_text(operations):
     mirrored = Mirrored()

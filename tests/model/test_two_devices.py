@@ -22,6 +22,7 @@ def compared(cases):
     return in_fork(compare, seconds=100)
 
 
+@pytest.mark.slow
 def test_a_split_model_writes_what_it_writes_in_one_place():
     assert compared(DEFAULT) == dict.fromkeys(DEFAULT, "equal")
 

@@ -36,6 +36,7 @@ def llama() -> PreTrainedModel:
     return family("llama").build()
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_left_padding_is_taken_off(shape: str) -> None:
     # bloom in float64 makes NaN of padding by itself; llama4's temperature counts padding in plain decoding
@@ -61,15 +62,18 @@ def test_left_padding_that_plain_decoding_counts_is_refused(shape: str, fields: 
     assert torch.equal(ours, plain(model, padded, attention_mask=mask))
 
 
+@pytest.mark.one_in(4)
 def test_a_prompt_of_one_token(model: PreTrainedModel) -> None:
     assert_same(model, prompt(1), CONFIGS[:3], max_new_tokens=40)
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("chunk", [1, 4, 7, 64])
 def test_prefill_in_chunks(model: PreTrainedModel, chunk: int) -> None:
     assert_same(model, prompt(WINDOW + 11), prefill_chunk_size=chunk, max_new_tokens=40)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "limit", [{"max_new_tokens": 1}, {"max_new_tokens": 33}, {"max_length": 30}, {"max_length": 11}]
 )
@@ -85,6 +89,7 @@ def test_min_length_and_suppressed_tokens(llama: PreTrainedModel) -> None:
 # --- output objects and caches ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 def test_an_output_object_and_its_cache_go_on(model: PreTrainedModel) -> None:
     ids = prompt(WINDOW + 8)
     expected = plain(model, ids, max_new_tokens=60)
@@ -97,6 +102,7 @@ def test_an_output_object_and_its_cache_go_on(model: PreTrainedModel) -> None:
     assert torch.equal(second, expected)
 
 
+@pytest.mark.one_in(4)
 def test_plain_decoding_can_go_on_with_our_cache(model: PreTrainedModel) -> None:
     ids = prompt(WINDOW + 8)
     first = lookahead(model, ids, max_new_tokens=30, return_dict_in_generate=True)
@@ -104,6 +110,7 @@ def test_plain_decoding_can_go_on_with_our_cache(model: PreTrainedModel) -> None
     assert torch.equal(second, plain(model, ids, max_new_tokens=60))
 
 
+@pytest.mark.one_in(4)
 def test_a_tree_cache_serves_a_conversation(model: PreTrainedModel) -> None:
     cache, ids, fresh = lade.TreeCache(), prompt(10), prompt(10)
     for turn in range(3):
@@ -150,6 +157,7 @@ def test_a_users_processor_sees_what_plain_decoding_shows_it(llama: PreTrainedMo
     assert ours.calls == theirs.calls
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -190,6 +198,7 @@ def test_a_users_criterion_sees_what_plain_decoding_shows_it(llama: PreTrainedMo
     assert expected.shape[1] == 47 and ours.calls == theirs.calls
 
 
+@pytest.mark.one_in(7)
 def test_every_one_of_several_eos_ids_ends_the_text(model: PreTrainedModel) -> None:
     ids = prompt(10)
     text = plain(model, ids)[0, 10:].tolist()
@@ -219,6 +228,7 @@ def test_stop_strings(llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
     assert [token for step in steps for token in step.tokens] == plain(llama, prompt(10), **arguments)[0, 10:].tolist()
 
 
+@pytest.mark.slow
 def test_stop_strings_end_rows_of_a_batch_where_they_come(
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -260,6 +270,7 @@ def test_max_time_zero_stops_after_one_token(llama: PreTrainedModel) -> None:
 # --- the three ways --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("lookahead_argument", [PAPER, "auto", None], ids=["config", "auto", "plain"])
 def test_generate_stream_and_custom_generate_agree(model: PreTrainedModel, lookahead_argument: Any) -> None:
     ids = prompt(10)

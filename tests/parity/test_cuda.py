@@ -36,6 +36,7 @@ def generator_state(device: torch.device) -> torch.Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_tokens_are_plain_decodings(name: str, device: torch.device) -> None:
     model, ids, stats = built(name, device), prompt(20).to(device), lade.Stats()
@@ -46,6 +47,7 @@ def test_greedy_tokens_are_plain_decodings(name: str, device: torch.device) -> N
     assert stats.tokens_per_step > 1, "no guess was ever accepted"
 
 
+@pytest.mark.one_in(3)
 @EACH_CONFIG
 def test_samples_and_the_generator_afterwards_are_plain_decodings(
     config: lade.LookaheadConfig, device: torch.device
@@ -119,6 +121,7 @@ def test_an_inflated_model_is_made_on_its_device_and_writes_the_same(device: tor
     assert torch.equal(plain(large, ids, max_new_tokens=24), plain(small, ids, max_new_tokens=24))
 
 
+@pytest.mark.slow
 def test_a_benchmark_of_all_methods_runs(device: torch.device) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).to(device)
     tokenizer = AutoTokenizer.from_pretrained(model_path())

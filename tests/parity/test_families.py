@@ -22,6 +22,7 @@ def windowed(name: str, window: int) -> dict[str, int]:
     return {"attention_chunk_size" if name == "llama4_text" else "sliding_window": window}
 
 
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize(("case", "backend"), CASES)
 def test_it_writes_what_plain_decoding_writes(case: Family, backend: str, watch: Watch) -> None:
     model = case.build(backend)

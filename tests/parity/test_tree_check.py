@@ -30,6 +30,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     ("case", "backend"), [pytest.param(case, it, id=f"{case}-{it}") for case in UNLISTED for it in case.backends]
 )
@@ -143,6 +144,7 @@ def test_a_class_from_elsewhere_is_probed_although_its_model_type_is_listed(prob
     assert probes == ["OwnLlama"]
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     "change",
     [

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving_toys import (
@@ -205,7 +206,7 @@ def test_no_more_rows_than_there_may_be():
         assert handle.tokens == alone(LLAMA, random_ids(4, seed), max_new_tokens=8 + seed)
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(
     max_tokens=st.integers(150, 900),
     prefill_tokens=st.sampled_from([2, 512]),
@@ -242,7 +243,7 @@ def test_the_cache_never_takes_more_than_it_may(max_tokens, prefill_tokens, requ
     assert all(handle.result(0) is not None for handle in handles)
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(
     config=st.one_of(
         st.builds(LookaheadConfig, window=st.integers(0, 20), ngram=st.integers(2, 7), guesses=st.integers(0, 20)),

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from effort import examples
 from families import family
 from graphed import Graphs, shapes_of
 from hypothesis import given, settings
@@ -106,12 +107,12 @@ class GraphedRequests(Requests):
 
 
 class TestGraphedRequests(GraphedRequests.TestCase):
-    settings = settings(max_examples=5, stateful_step_count=15)
+    settings = settings(max_examples=examples(5), stateful_step_count=15)
 
 
 @pytest.mark.slow
 class TestManyGraphedRequests(GraphedRequests.TestCase):
-    settings = settings(max_examples=60, stateful_step_count=40)
+    settings = settings(max_examples=examples(60), stateful_step_count=40)
 
 
 def test_rows_join_and_leave_static_buffers(graphs):
@@ -296,7 +297,7 @@ def test_rows_and_slots_are_counted_as_they_are_made():
     assert Capacity(8, 4 * 384, 1).fits([Need(250, 128)] * 4)
 
 
-@settings(max_examples=6)
+@settings(max_examples=examples(6))
 @given(
     max_tokens=st.integers(256, 2500),
     requests=st.lists(

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from effort import examples
 from families import family
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -149,9 +150,9 @@ class Requests(RuleBasedStateMachine):
 
 
 class TestRequests(Requests.TestCase):
-    settings = settings(max_examples=8, stateful_step_count=18)
+    settings = settings(max_examples=examples(8), stateful_step_count=18)
 
 
 @pytest.mark.slow
 class TestManyRequests(Requests.TestCase):
-    settings = settings(max_examples=150, stateful_step_count=50)
+    settings = settings(max_examples=examples(150), stateful_step_count=50)

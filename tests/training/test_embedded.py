@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
@@ -35,7 +36,7 @@ def test_the_ids_of_model_and_tokenizer_agree(model: PreTrainedModel, tokenizer:
     assert not model.generation_config.do_sample
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(text=st.text(max_size=60))
 def test_any_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     # What spells a special token is one: that is no text that comes back.
