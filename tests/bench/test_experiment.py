@@ -394,7 +394,7 @@ def test_going_on_on_other_terms_is_refused(tmp_path):
     ]:
         with pytest.raises(InputError, match=message):
             long_run(tmp_path, resume=True, **options)
-    with pytest.raises(InputError, match="has results already: go on with --resume"):
+    with pytest.raises(InputError, match="has results already: continue with --resume"):
         long_run(tmp_path)
     assert long_run(tmp_path, resume=True).done == 1
 
