@@ -14,7 +14,7 @@ _LONGEST, _CONTEXT = 60, 20  # characters of a value in a message; of them, what
 
 
 def whole_lines(raw: bytes, path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The lines that end, and how many bytes they have; what is behind them was torn when its process was killed.
+    """The lines that end, and how many bytes they have; what comes after them was torn when its process was killed.
 
     Args:
         raw: all that is in the file.

@@ -1,7 +1,7 @@
 """Locks that survive `os.fork`.
 
 A forked process has the thread that forked it, and no other. A lock that another one held at that moment would stay
-locked for good, and whoever needs it would wait for ever.
+locked for good, and every thread that needs it would wait forever.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ForkSafeLock:
         self._lock.release()
 
     def renew(self) -> None:
-        """Be free, whoever holds it: no other thread is there."""
+        """Be free, even if another thread held it: no other thread is there."""
         self._lock = threading.RLock()
 
 

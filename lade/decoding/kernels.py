@@ -46,7 +46,7 @@ BITS = 21
 TOKEN = (1 << BITS) - 1
 """The token of an entry; all ones where there is none."""
 FLOOR, CEILING = -7.0, 5.0
-"""Log-odds beyond which probabilities are not told apart: 0.1 % and 99 %."""
+"""Log-odds beyond which probabilities are not distinguished: 0.1 % and 99 %."""
 SCALE = (CEILING - FLOOR) / 255
 """Log-odds per unit of a stored value: 0 stands for `FLOOR` and below, 255 for `CEILING` and above."""
 TINY = 1e-9
@@ -72,7 +72,7 @@ class Work(NamedTuple):
         ids, parents, depths: int32 `[N]`, as of a `TokenTree`.
         scores: float64 `[N]`, the probability that a node is accepted.
         tails: int32 `[N, LONGEST]`, the context of each node.
-        found: int32 `[N]`, how many rows of logits the memory has for it; -1 where nobody has asked.
+        found: int32 `[N]`, how many rows of logits the memory has for it; -1 where it has not been looked up.
         heard: int32 `[N]`, how many rows of what followed in the text.
         rows: int32 `[N, END, WIDTH]`, these rows, each where its kind belongs.
         offers: int32 `[N]`, how many different tokens they suggest.
@@ -276,7 +276,7 @@ def learn(
         tails: `[M, LONGEST]`, contexts.
         rows: `[M, WIDTH]`, entries of each.
         first: the first kind of rows to write.
-        end: the kind behind the last one; all of them are of logits, or all of texts.
+        end: the kind after the last one; all of them are of logits, or all of texts.
         start: the first context to take in.
         taken: slots of `young` taken.
         most: how many may be, at most C - 1.
@@ -553,7 +553,7 @@ def _add(work: Any, parent: Any, token: Any) -> Any:
 
 @_compiled(_WORK, _LONGS, _DOUBLE)
 def plant(work: Work, tail: npt.NDArray[np.int64], promise: float) -> None:
-    """Begin anew, with a root behind these tokens, the last of which is its own."""
+    """Begin a new tree, with a root at the end of these tokens, the last of which is its own."""
     work.ids[0], work.parents[0], work.depths[0] = tail[tail.shape[0] - 1], -1, 0
     work.scores[0], work.found[0] = 1.0, -1
     for place in range(LONGEST):
@@ -638,7 +638,7 @@ def _above(score: Any, other: Any) -> Any:
 
 @_inlined
 def _rank(ids: Any, scores: Any, used: Any, new: Any, score: Any) -> Any:
-    """Put an id where it belongs by its score, behind those with the same; returns how many there are now."""
+    """Put an id where it belongs by its score, after those with the same; returns how many there are now."""
     if used == WIDTH and score <= scores[WIDTH - 1]:
         return used
     place = used if used < WIDTH else WIDTH - 1

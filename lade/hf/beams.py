@@ -124,7 +124,7 @@ def _check_lengths(positions: Positions, width: int, paddings: list[int], max_le
     elif positions.longrope_switch is not None and width <= positions.longrope_switch < max_length:
         refuse(
             f"num_beams beyond {positions.longrope_switch} tokens",
-            "there this model computes the text of each beam anew",
+            "there this model computes the text of each beam again",
         )
 
 
