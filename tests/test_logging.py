@@ -31,6 +31,7 @@ def of_level(lines, level):
     return [text for name, _, text in lines if name == level]
 
 
+@pytest.mark.slow
 def test_every_logger_is_below_the_packages_and_none_has_a_handler():
     code = (
         "import logging, lade, torch\n"

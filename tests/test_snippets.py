@@ -50,6 +50,7 @@ def undone(monkeypatch, tmp_path):
     logging.getLogger().handlers[:] = handlers
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_the_python_blocks_run_in_order(page, names, undone):
     for block in blocks(page):

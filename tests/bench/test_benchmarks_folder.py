@@ -309,6 +309,7 @@ def test_the_script_for_gpus_refuses_what_it_does_not_know(words, said):
     assert run.returncode == 2 and said in run.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 def test_the_script_for_gpus_says_that_there_is_none(tmp_path):
     run = gpu(tmp_path / "out")
@@ -343,6 +344,7 @@ def test_single_passes_are_timed_beside_their_floors(tmp_path, monkeypatch, caps
     assert "called again, not captured" in printed and (tmp_path / "steps.txt").read_text("utf-8") in printed
 
 
+@pytest.mark.slow
 def test_quantised_weights_are_measured_where_there_is_what_quantises_them(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(GPU.parent)
     quantised = importlib.import_module("quantised")

@@ -138,6 +138,7 @@ def test_the_more_is_compared_the_wider_are_intervals():
     assert narrow.ratio == wide.ratio and wide.low < narrow.low < narrow.high < wide.high
 
 
+@pytest.mark.slow
 def test_intervals_hold_as_often_as_they_say():
     """Skewed noise, few values: of 400 intervals that may miss in one of ten, 40 ± 6 should."""
     generator = np.random.default_rng(5)

@@ -56,6 +56,7 @@ def results():
     return finished(experiment)
 
 
+@pytest.mark.slow
 def test_all_methods_write_the_same_and_all_of_it_is_recorded(results):
     assert results.complete and results.mismatches == [] and results.reference == "hf"
     names = [method.name for method in results.methods]
@@ -139,6 +140,7 @@ def test_the_record_says_what_ran(results, tmp_path):
     assert Results.load(tmp_path / "results.json") == results
 
 
+@pytest.mark.slow
 def test_packed_weights_are_for_this_librarys_methods():
     model = models(dtype=torch.float32)
     packed = lade.pack(copy.deepcopy(model.plain), min_weights=1)

@@ -27,6 +27,7 @@ def drawn(tmp_path_factory):
     return save_figures(RESULTS, folder)
 
 
+@pytest.mark.slow
 def test_each_picture_is_there_in_both_formats(drawn):
     expected = {f"{name}.{kind}" for name in NAMES for kind in ("svg", "png")}
     assert {path.name for path in drawn} == expected == {path.name for path in drawn[0].parent.iterdir()}

@@ -80,6 +80,7 @@ def greedy(model):
     return model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40).tolist()
 
 
+@pytest.mark.one_in(11)
 @FAMILIES
 @pytest.mark.parametrize("dtype", FLOAT_ERROR, ids=str)
 def test_it_computes_the_same_function(family, dtype):
@@ -99,6 +100,7 @@ def test_any_power_of_four_will_do(factor):
     assert error(model, large) <= 1e-5
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_toy_models_keep_their_text(family, attention):
@@ -108,6 +110,7 @@ def test_toy_models_keep_their_text(family, attention):
     assert greedy(large) == greedy(model)
 
 
+@pytest.mark.slow
 def test_the_embedded_model_keeps_its_text():
     model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
     ids = AutoTokenizer.from_pretrained(model_path())(prompts()[0], return_tensors="pt").input_ids
@@ -126,6 +129,7 @@ def test_the_embedded_models_scores_are_near_in_its_own_type():
     assert (logits(large) - expected).abs().max() <= expected.abs().max() / 32  # a few units in the last place
 
 
+@pytest.mark.slow
 def test_lookahead_decoding_of_it_is_the_small_models_text():
     model = small_model()
     ids = torch.tensor([[1, 2, 3]])
@@ -167,6 +171,7 @@ def test_its_own_size_leaves_the_model_as_it_is():
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), large.parameters(), strict=True))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", ["llama", "biases", "qwen3"])
 def test_new_weights_are_noise_wherever_the_function_allows_it(family):
     large = inflate(small_model(family), None, **SIZES)

@@ -75,6 +75,7 @@ def test_what_was_found_can_be_read_again(make, tmp_path):
     assert record["fits"]["expectation"]["points"] == 4
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_where_it_was(make, tmp_path):
     whole = make(folder=None)
     list(whole)

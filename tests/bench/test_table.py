@@ -25,6 +25,7 @@ def rows_of(text, method):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("width", [80, 100, 120, 200])
 def test_every_method_is_on_one_line_that_fits(width):
     lines = printed(RESULTS, width).splitlines()

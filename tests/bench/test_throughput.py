@@ -28,6 +28,7 @@ def plain(toy):
     return [answer(ids) for ids in PROMPTS]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("rows", [1, 2, 8])
 def test_batches_and_engines_have_the_answers_of_single_prompts(toy, plain, rows):
     trials = Load(toy, PROMPTS, Settings(12, repeats=2), 0).batches(rows)
@@ -50,6 +51,7 @@ def test_requests_that_arrive_have_latencies(toy, plain):
         assert 0 < record["latency_median_s"] <= record["latency_p95_s"]
 
 
+@pytest.mark.slow
 def test_a_wrong_answer_is_a_fault(toy, monkeypatch):
     load = Load(toy, PROMPTS, Settings(12), 0)
     original = Load._cut

@@ -112,6 +112,7 @@ def test_all_of_it(bench, out, folder, drawn):
     assert not list(out.glob("*.memory"))
 
 
+@pytest.mark.slow
 def test_without_options_it_runs_offline_on_the_embedded_model(lade, tmp_path, monkeypatch):
     """With few tokens and prompts, which are options too."""
     monkeypatch.chdir(tmp_path)
@@ -155,6 +156,7 @@ def test_near_ties_are_exit_code_1_unless_they_are_allowed(bench, wrong, monkeyp
     assert bench("--resume", "--allow-near-ties").exit_code == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_and_going_on(bench, out, interrupting):
     whole = bench("--json", "--out", out.with_name("whole"))
     interrupting |= {"calls": 0, "at": 6}  # two of the warm-up, two of the first prompt, one of the second
@@ -192,6 +194,7 @@ def test_complete_results_are_reported_again_without_a_model(bench, lade, out, p
     fails(bench("--resume"), "workloads 1.sha256")
 
 
+@pytest.mark.slow
 def test_packed_weights(bench, folder, out, monkeypatch):
     from lade.model.packing import pack as packing
 
@@ -242,6 +245,7 @@ def test_sampling(bench, out):
     assert len(results.samples) == 18 and results.mismatches == []
 
 
+@pytest.mark.slow
 def test_figures_are_drawn_only_if_asked_for_and_without_matplotlib_that_is_refused_at_once(
     bench, out, drawn, monkeypatch
 ):
@@ -343,6 +347,7 @@ def test_the_help_is_readable_at_80_columns(command):
     assert crammed == [], "help of more than five lines"
 
 
+@pytest.mark.slow
 def test_kill_9_keeps_all_whole_prompts(folder, prompts, out):
     """In a process of its own, as nothing else can be killed."""
     arguments = ["-m", folder, "-w", prompts, "--methods", "plain,adaptive-warm=8", "--out", out, "-n", "60"]

@@ -160,6 +160,7 @@ def test_retry_draws_with_the_next_seed(chat, plainly, sampling):
     assert "nothing was said yet" in chat("/retry").stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["templated", "folder"])
 def test_a_conversation_goes_on_from_a_file(chat, request, kind, tmp_path):
     path, file = request.getfixturevalue(kind), tmp_path / "it is here.json"

@@ -128,6 +128,7 @@ def test_nonsense_about_sampling_counts_where_it_samples(lade, broken, field, va
     assert lade("generate", "-m", copy, "-p", "x", "-n", 3).exit_code == 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("field", "value", "remedy"), CONFIG)
 def test_nonsense_in_the_config_is_one_line(lade, broken, field, value, remedy):
     copy = broken("config", field, value)

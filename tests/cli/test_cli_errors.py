@@ -90,6 +90,7 @@ def test_prompt_files(generate, tmp_path):
     fails(generate("--prompt-file", lines, prompt=None), "no lines")
 
 
+@pytest.mark.slow
 def test_model_folders(generate, folder, tmp_path, edited):
     fails(generate(model=tmp_path / "none"), "none", "does not exist")
     fails(generate(model="./none"), "'./none'", "does not exist")

@@ -142,6 +142,7 @@ def test_a_table_of_positions_ends_the_text(lade, unsupported, tmp_path, edited)
         assert json.loads(result.stdout)["new_tokens"] <= 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["plain", "lookahead"])
 def test_ctrl_c_gives_what_there_is(lade, folder, plain, tokenizer, method, monkeypatch):
     from lade.cli import run as decoding

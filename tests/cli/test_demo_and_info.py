@@ -277,6 +277,7 @@ def test_a_replay_takes_so_many_times_longer(race, monkeypatch):
     assert seen == pytest.approx([run.seconds * share for share in (0, 0.25, 0.5, 0.75)])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("arguments", "seconds", "slower"),
     [([], 0.2, 20.0), ([], 2.0, None), (["--slow-motion", 7], 0.2, 7.0), (["--slow-motion", 1], 0.2, None)],

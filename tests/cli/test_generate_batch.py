@@ -320,6 +320,7 @@ def interrupting(monkeypatch):
     return at
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_keeps_the_lines_and_says_how_to_go_on(generate, whole, out, interrupting, times):
     before = signal.getsignal(signal.SIGINT)
@@ -345,6 +346,7 @@ def test_ctrl_c_without_a_file(generate, interrupting):
     assert f"interrupted: {done} of 7 prompts are written; with --out FILE" in result.stderr
 
 
+@pytest.mark.slow
 def test_kill_9_in_the_middle_of_a_line(generate, whole, folder, prompts, out):
     """In a process of its own, as nothing else can be killed."""
     code = (
@@ -517,6 +519,7 @@ def test_a_model_that_cannot_be_served_in_a_batch(generate, unsupported, out, me
     assert "leave out --batch-size" not in generate("--method", "lookahead", model=unsupported).stderr
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

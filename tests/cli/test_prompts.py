@@ -235,6 +235,7 @@ def test_answers_to_other_prompts_are_not_gone_on_with(generate, templated, line
 # How an answer ends
 
 
+@pytest.mark.slow
 def test_an_answer_says_why_it_ended(generate, folder, lines, plain, tokenizer, tmp_path, edited):
     whole = plain(tokenizer(PROMPT)["input_ids"], NEW)
     text = tokenizer.decode(whole)

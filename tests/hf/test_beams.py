@@ -176,6 +176,7 @@ def test_a_processor_of_the_user_sees_the_same_calls():
     torch.testing.assert_close([scores for _, scores in plain], [scores for _, scores in ours])
 
 
+@pytest.mark.slow
 def test_criteria_of_the_user():
     for model in MODELS.values():
         assert_same(model, num_beams=4, stopping_criteria=[Twice()], max_new_tokens=60, pad_token_id=0)

@@ -84,6 +84,7 @@ def test_the_three_ways_and_plain_agree(model, ids):
         assert torch.equal(output, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [LookaheadConfig(7, 5, 7), LookaheadConfig(budget=16)])
 def test_a_text_that_repeats_itself_takes_fewer_passes(model, ids, config):
     """The toy's greedy text falls into a period sooner or later; pool and memory must know it then."""

@@ -178,6 +178,7 @@ def test_a_reader_who_stops_finds_the_text_that_he_has_read(kind, lookahead):
         assert_good_for_another_turn(cache, read)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["processor", "criterion"])
 def test_a_stream_yields_all_that_came_before_an_error_as_a_plain_one_does(where):
     for number, at in enumerate((1, 2, 8, 9, 10, 15)):
@@ -348,6 +349,7 @@ def interrupted(at, kind):
     return interrupter.lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [DynamicCache, TreeCache])
 @pytest.mark.parametrize("times", [12, pytest.param(200, marks=pytest.mark.slow)])
 def test_ctrl_c_at_any_line_leaves_text(times, kind):

@@ -72,6 +72,7 @@ def test_the_same_seed_gives_the_same_tokens_and_generator(family, config, warpe
     assert torch.equal(state, expected_state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [LookaheadConfig(7, 5, 7), LookaheadConfig(budget=16)])
 def test_guesses_are_accepted_when_the_distribution_is_sharp(config):
     stats = Stats()

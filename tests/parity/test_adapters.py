@@ -182,6 +182,7 @@ def test_adapters_named_for_several_rows_are_refused(case: str, way: str) -> Non
     assert_same(model, PROMPT, **NEW)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["generate", "custom"])
 def test_an_activated_lora_among_the_adapters_named(way: str) -> None:
     model = adapted(later=activated())

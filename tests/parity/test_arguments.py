@@ -50,6 +50,7 @@ def test_left_padding_is_taken_off(shape: str) -> None:
     assert torch.equal(ours[:, 5:], plain(model, ids)) and torch.equal(ours[:, :14], padded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "fields"), [("llama4_text", {}), ("phi3", longrope())])
 def test_left_padding_that_plain_decoding_counts_is_refused(shape: str, fields: dict[str, Any]) -> None:
     model = family(shape).build(**fields)

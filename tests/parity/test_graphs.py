@@ -86,6 +86,7 @@ CAPTURED = [
 # --- the same tokens -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("each", CAPTURED)
 def test_greedy_tokens_are_plain_decodings(each: Any, device: torch.device, graphs: Graphs) -> None:
     model, ids, stats = each.build().to(device), prompt(20).to(device), lade.Stats()
@@ -101,6 +102,7 @@ def test_attention_with_added_masks(device: torch.device, graphs: Graphs) -> Non
     assert graphs.counted.replayed > 0
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2"])
 def test_attention_that_knows_trees(
     name: str, device: torch.device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
@@ -131,6 +133,7 @@ def test_any_method_at_any_size(config: lade.LookaheadConfig, device: torch.devi
         )
 
 
+@pytest.mark.slow
 def test_steps_larger_than_any_bucket(device: torch.device, graphs: Graphs) -> None:
     model, ids = built("llama", device), prompt(20).to(device)
     config, stats = lade.LookaheadConfig(30, 8, 20), lade.Stats()
@@ -212,6 +215,7 @@ def test_the_cache_that_is_handed_out(device: torch.device, graphs: Graphs) -> N
     assert torch.equal(ours_more.sequences, more.sequences)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 def test_what_is_not_kept_is_never_seen(
     rows: int, device: torch.device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
@@ -432,6 +436,7 @@ def test_autocast_decides_by_itself() -> None:
 # --- when memory runs out --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("where", ["start", "growth", "capture"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_generation_goes_on_without_memory(
@@ -504,6 +509,7 @@ SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9}
 BLIND = {"do_sample": False, "suppress_tokens": [3, 5]}
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("config", [PAPER, BUDGET, *slow(["auto"])])
 @pytest.mark.parametrize("arguments", [{}, SAMPLED, BLIND], ids=["greedy", "sampled", "processed"])

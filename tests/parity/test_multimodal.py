@@ -25,6 +25,7 @@ def padded() -> dict[str, torch.Tensor]:
     return {"ids": ids, "attention_mask": (ids != 0).long()}
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", CLASSES)
 def test_a_prompt_of_text_is_served(case: Multimodal, watch: Watch) -> None:
     model = case.build()
@@ -39,6 +40,7 @@ def test_a_prompt_of_text_is_served(case: Multimodal, watch: Watch) -> None:
     assert torch.equal(ours, expected)
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("case", CLASSES)
 def test_its_samples_and_its_beams_are_plains(case: Multimodal) -> None:
     model = case.build()
@@ -49,11 +51,13 @@ def test_its_samples_and_its_beams_are_plains(case: Multimodal) -> None:
         assert torch.equal(lookahead(model, text(20), PAPER, max_new_tokens=25, **arguments), expected)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", CLASSES)
 def test_its_padded_batches_are_plains(case: Multimodal) -> None:
     assert_same(case.build(), **{"configs": [PAPER], "max_new_tokens": 25, **padded()})
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("case", CLASSES)
 def test_requests_of_an_engine_are_plains(case: Multimodal) -> None:
     model = case.build()
@@ -64,6 +68,7 @@ def test_requests_of_an_engine_are_plains(case: Multimodal) -> None:
         assert all(torch.equal(handle.result(60.0), it) for handle, it in zip(handles, expected, strict=True))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in USUAL if str(case) in KINDS])
 def test_a_processors_kinds_of_tokens_are_known_to_be_text(case: Multimodal) -> None:
     model, ids = case.build(), text(20)
@@ -110,6 +115,7 @@ def test_a_prompt_with_an_image_is_refused_before_any_work(case: Multimodal) -> 
         assert torch.equal(model.generate(custom_generate=lade.decode, **arguments), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WITH_IMAGES)
 def test_a_text_after_one_with_an_image(case: Multimodal) -> None:
     model, _, _ = _given_an_image(case)  # Qwen keeps the offset of its positions
@@ -118,6 +124,7 @@ def test_a_text_after_one_with_an_image(case: Multimodal) -> None:
     assert torch.equal(lookahead(model, **rows, max_new_tokens=25), plain(model, **rows, max_new_tokens=25))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WITH_IMAGES)
 def test_a_cache_with_an_image_in_it_is_refused_or_gone_on_from_exactly(case: Multimodal) -> None:
     model, arguments, _ = _given_an_image(case)
@@ -139,6 +146,7 @@ def test_a_cache_with_an_image_in_it_is_refused_or_gone_on_from_exactly(case: Mu
         assert torch.equal(lade.generate(model, lookahead=PAPER, **second_turn()), expected)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("case", "reason"), [pytest.param(*it, id=str(it[0])) for it in REFUSED])
 def test_what_cannot_be_served_is_refused_by_both(case: Multimodal, reason: str) -> None:
     model = case.build()

@@ -77,6 +77,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
 # --- served ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
 @pytest.mark.parametrize("make", [functools.partial(toy, WeightsOnly), coded_toy], ids=["layers", "tensors"])
 def test_quantised_weights_are_served_token_for_token(make: Any, dtype: torch.dtype) -> None:
@@ -92,6 +93,7 @@ def test_quantised_weights_are_served_token_for_token(make: Any, dtype: torch.dt
     assert torch.equal(lookahead(model, prompt(20), **told), expected)
 
 
+@pytest.mark.one_in(2)
 @EACH_DTYPE
 @pytest.mark.parametrize("kind", [WeightsOnly, Unsteady])
 def test_what_rounds_its_weights_only_is_supported(kind: type[nn.Linear], dtype: torch.dtype) -> None:
@@ -151,6 +153,7 @@ def test_a_trial_leaves_the_random_state_alone() -> None:
 # --- refused ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(11)
 @EACH_DTYPE
 @pytest.mark.parametrize("kind", REFUSED)
 def test_quantised_inputs_are_refused(kind: type[nn.Linear], dtype: torch.dtype) -> None:
@@ -174,6 +177,7 @@ def test_what_sees_other_tokens_would_make_other_texts(kind: type[nn.Linear], mo
     assert not all(torch.equal(lookahead(model, ids), plain(model, ids)) for model, ids in texts)
 
 
+@pytest.mark.slow
 def test_what_rounds_each_token_for_itself_would_make_other_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, and with trained weights: the last places decide on which step an input lands."""
     monkeypatch.setattr(support, "why_inexact", lambda model: "")

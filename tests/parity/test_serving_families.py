@@ -51,6 +51,7 @@ def test_requests_of_it_are_plains(name: str) -> None:
     assert_served(model, [PAPER], eos_token_id=eos, pad_token_id=0, do_sample=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mistral-window", "bloom"])
 def test_sampled_requests_of_it(name: str) -> None:
     assert_served(family(name).build(), [PAPER], do_sample=True, temperature=0.7, pad_token_id=0)

@@ -173,6 +173,7 @@ class OwnMistral(MistralForCausalLM):
     """A Mistral from somewhere else."""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("window", [4, WINDOW, 40])
 def test_an_unknown_sliding_window_is_found_out_and_served(window: int) -> None:
     model = family("mistral-window").build(sliding_window=window)

@@ -25,6 +25,7 @@ def missing(path: Path) -> list[str]:
     return sorted(name for name in names if importlib.util.find_spec(name) is None)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore", "error::lade.errors.FallbackWarning")
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
 def test_a_program_gives_plains_text(

@@ -30,6 +30,7 @@ def runnable(source: str) -> bool:
 
 
 # Deprecations of the frameworks are not ours, and the embedded model is loaded in 16 bits, as a program would.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore", "error::lade.errors.FallbackWarning")
 @pytest.mark.parametrize("page", PAGES)
 def test_its_python_runs_in_order(page: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

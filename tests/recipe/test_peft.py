@@ -23,6 +23,7 @@ def with_adapter(folder: str, config: Any) -> Any:
     return get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config).eval()
 
 
+@pytest.mark.slow
 def test_a_lora_adapter(folder: str, way: Way, tokenizer: Any, text: str) -> None:
     targets = ["q_proj", "v_proj"]
     model = with_adapter(folder, LoraConfig(target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM"))

@@ -22,6 +22,7 @@ def pipe(model: Any, tokenizer: Any) -> Pipeline:
     return pipeline("text-generation", model=model, tokenizer=tokenizer)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "arguments",
     [GREEDY, {"do_sample": True, "max_new_tokens": 60}],
@@ -35,6 +36,7 @@ def test_a_prompt(pipe: Pipeline, way: Way, text: str, arguments: dict[str, Any]
     accelerated(way, pipe.model, run)
 
 
+@pytest.mark.slow
 def test_a_batch(pipe: Pipeline, way: Way) -> None:
     accelerated(way, pipe.model, functools.partial(pipe, prompts()[:2], batch_size=2, **GREEDY))
 

@@ -34,6 +34,7 @@ def seeded(model: Any, **arguments: Any) -> Any:
     return model.generate(**arguments)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -128,6 +129,7 @@ def test_processors_and_criteria_of_ones_own_see_what_plain_shows(toy: Any, reci
 # What may be said of `lookahead`
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "lookahead",
     [

@@ -55,6 +55,7 @@ def engine():
 # --- requests from many threads --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_requests_of_many_threads_get_their_own_text(engine):
     def ask(number):
         rng = random.Random(number)
@@ -346,6 +347,7 @@ DYNAMIC = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "fields"), [("llama", DYNAMIC), ("llama", longrope()), ("phi3", longrope())])
 def test_texts_that_would_change_the_frequencies_of_others(name, fields):
     model = family(name).build(**fields)
@@ -455,6 +457,7 @@ def test_an_engine_that_is_forgotten_by_its_own_thread():
     assert_cancelled([handle])
 
 
+@pytest.mark.slow
 def test_cancelling_while_the_engine_closes():
     for _ in range(20):
         engine = Engine(LLAMA, max_rows=1)
@@ -510,6 +513,7 @@ def tensors():
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_each_round", [75, pytest.param(250, marks=pytest.mark.slow)])
 def test_many_short_requests_leave_nothing_behind(of_each_round):
     model = toy_model("llama", vocabulary=VOCABULARY, dtype=torch.float32)

@@ -87,6 +87,7 @@ USES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("use", USES)
 def test_what_would_wait_for_ever_raises(use, engine, going_on):
     name, message = in_fork(lambda: USES[use](engine, going_on))
@@ -120,6 +121,7 @@ def test_what_had_ended_before_is_there(engine, ended, going_on):
         assert in_fork(look) == alone(LLAMA, IDS, max_new_tokens=9)
 
 
+@pytest.mark.slow
 def test_a_new_engine_serves_in_the_forked_process(engine, going_on):
     def serve():
         gc.collect()

@@ -184,6 +184,7 @@ def test_slots_that_no_query_sees_are_never_seen(graphs, monkeypatch):
     assert max(poisoned) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False])
 def test_a_text_whose_numbers_overflow_does_not_touch_the_others(first, graphs):
     check_overflow(first=first)
@@ -377,6 +378,7 @@ def test_what_is_free_on_a_device_is_shared_by_all_that_is_there_at_once(monkeyp
 # --- when memory runs out --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("slots", [0, 300, 600, 1100])
 def test_texts_go_on_where_buffers_cannot_be_made(slots, graphs, memory):
     """The first ones of all, those with more rows, or those with more slots; later on there is memory again."""
@@ -431,6 +433,7 @@ def test_a_row_that_joins_has_buffers_made_once(graphs, memory):
     ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_texts_go_on_where_a_capture_runs_out_of_memory(at, graphs, monkeypatch):
     """Also where ending the capture fails, too, as it does on a device."""

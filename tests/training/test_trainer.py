@@ -16,6 +16,7 @@ def _steps(trainer: Trainer, count: int) -> list[float]:
     return [trainer.step().item() for _ in range(count)]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
     corpus: EncodedCorpus, plan: TrainPlan, shape: Shape, tmp_path: Path
 ) -> None:
@@ -35,6 +36,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
     assert second.progress.short_rows == 8 * 4
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss(corpus: EncodedCorpus, plan: TrainPlan, shape: Shape) -> None:
     trainer = Trainer(corpus, replace(plan, total_tokens=6400), shape)
     losses = _steps(trainer, 60)

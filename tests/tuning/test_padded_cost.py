@@ -99,6 +99,7 @@ def runner_of(model):
     return GraphRunner(model, supports(model).require(), model.generation_config, BufferPool(EagerReplay))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3])
 def test_captures_do_not_count_as_passes(batch, monkeypatch):
     model = toy_model(vocabulary=300)
@@ -126,6 +127,7 @@ def test_a_profile_of_graphs_is_one_of_stairs(monkeypatch, tmp_path):
     assert profile.step_cost_for(model, runner, folder=tmp_path) is cost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["buffers", "capture"])
 def test_where_captures_have_no_memory_the_other_passes_are_measured(where, monkeypatch, tmp_path):
     def full(*given):
