@@ -45,7 +45,6 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_module_imports_only_from_its_own_layer_and_below(path):
     own = layer_of(path)
@@ -95,7 +94,6 @@ def test_arrows_between_the_parts_of_a_folder_point_one_way(folder):
     TopologicalSorter(arrows).prepare()
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_the_algorithm_knows_nothing_of_transformers(path):
     if layer_of(path) == "decoding":
@@ -105,7 +103,6 @@ def test_the_algorithm_knows_nothing_of_transformers(path):
 FILES_AND_TOKENIZERS = re.compile("open|Path|os|io|pathlib|tempfile|safetensors|json|pickle|memory_file|files")
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_the_algorithm_knows_nothing_of_files_and_tokenizers(path):
     if layer_of(path) != "decoding":

@@ -27,7 +27,6 @@ def test_the_package_is_typed():
     assert (Path(lade.__file__).parent / "py.typed").is_file()
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "code", ["import lade", "from lade.cli.main import app; app(['--help'], standalone_mode=False)"]
 )
