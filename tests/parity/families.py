@@ -212,6 +212,29 @@ FAMILIES = [
         name="gemma3_text-all-sliding",
     ),
 ]
+_DELTA_RULE = {
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+RECURRENT_FAMILIES = [
+    Family("qwen3_5_text", {**_GROUPED, **_DELTA_RULE}),
+    Family(
+        "qwen3_next",
+        {
+            **_GROUPED,
+            **_DELTA_RULE,
+            **_EXPERTS,
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 16,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+    ),
+]
 UNLISTED = [
     Family("arcee", _GROUPED),
     Family("biogpt"),

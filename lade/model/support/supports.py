@@ -33,6 +33,7 @@ ONE_MASK = frozenset(
     stablelm starcoder2
     """.split()  # noqa: SIM905
 )
+RECURRENT = frozenset({"qwen3_5_text", "qwen3_next"})
 """Families whose trees are compared with `model.generate` by this package's tests, by `config.model_type`."""
 
 REFUSED = {
@@ -150,6 +151,8 @@ def _refusal_of_architecture(model: PreTrainedModel, config: PretrainedConfig) -
         return REFUSED[config.model_type]
     if getattr(config, "alibi", False):
         return "its ALiBi biases go by cache slot, not by position"
+    if config.model_type in RECURRENT:
+        return ""
     if getattr(model, "_is_stateful", False) or _foreign_layers(config):
         kinds = ", ".join(_foreign_layers(config)) or "a recurrent state"
         return f"its layers ({kinds}) carry a state that the branches of a token tree cannot share"
@@ -180,7 +183,7 @@ def _foreign_layers(config: PretrainedConfig) -> list[str]:
 
 def _is_listed(model: PreTrainedModel, config: PretrainedConfig) -> bool:
     ours = type(model).__module__.startswith("transformers.models.")  # remote code may borrow a model_type
-    return ours and config.model_type in MASK_PER_LAYER_TYPE | ONE_MASK and model.config is config
+    return ours and config.model_type in MASK_PER_LAYER_TYPE | ONE_MASK | RECURRENT and model.config is config
 
 
 def _listed(model: PreTrainedModel, config: PretrainedConfig) -> Support:
