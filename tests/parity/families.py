@@ -212,26 +212,68 @@ FAMILIES = [
         name="gemma3_text-all-sliding",
     ),
 ]
+_LINEAR, _CONV = ([kind] * 3 + ["full_attention"] for kind in ("linear_attention", "conv"))
+_SHARED_EXPERT = {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}
 _DELTA_RULE = {
-    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    **_GROUPED,
+    "layer_types": _LINEAR,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
 }
+_KIMI = {
+    **{name: size for name, size in _LATENT.items() if name not in ("n_routed_experts", "first_k_dense_replace")},
+    "layer_types": _LINEAR,
+    "num_key_value_heads": 4,
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "qk_rope_head_dim": 4,
+    "num_local_experts": 4,
+    "n_shared_experts": 1,
+    "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+}
+_MAMBA2 = {
+    "num_key_value_heads": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
 RECURRENT_FAMILIES = [
-    Family("qwen3_5_text", {**_GROUPED, **_DELTA_RULE}),
+    Family("qwen3_5_text", _DELTA_RULE),
+    Family("qwen3_5_moe_text", {**_DELTA_RULE, **_SHARED_EXPERT}),
+    Family("qwen3_next", {**_DELTA_RULE, **_SHARED_EXPERT, "decoder_sparse_step": 1, "mlp_only_layers": []}),
+    Family("olmo_hybrid", {**_DELTA_RULE, "linear_num_key_heads": 4}),
+    Family("kimi_linear", {**_KIMI, "q_lora_rank": None}),
+    Family("bailing_hybrid", _KIMI),
+    Family("bamba", {**_MAMBA2, "attn_layer_indices": [2]}),
     Family(
-        "qwen3_next",
+        "granitemoehybrid",
         {
-            **_GROUPED,
-            **_DELTA_RULE,
+            **_MAMBA2,
+            "layer_types": _LINEAR,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 32,
+        },
+    ),
+    Family("falcon_h1", {**_MAMBA2, "mamba_d_ssm": 64, "head_dim": 8}),
+    Family("lfm2", {"num_key_value_heads": 2, "layer_types": _CONV, "conv_L_cache": 3}),
+    Family(
+        "lfm2_moe",
+        {
             **_EXPERTS,
+            "num_key_value_heads": 2,
+            "layer_types": _CONV,
+            "conv_L_cache": 3,
             "num_experts": 4,
-            "shared_expert_intermediate_size": 16,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
+            "num_dense_layers": 1,
         },
     ),
 ]

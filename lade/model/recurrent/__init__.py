@@ -8,7 +8,10 @@ verification `keep` folds the accepted path into the state:
                     └─ c              keep [root, a]:  state = decay(a) * state  +  sum over root, a of decay * k u
 
     tree_pass.py      who descends from whom in one pass
-    convolution.py, delta_rule.py    cores: what the functions of transformers' mixers compute for a tree
+    convolution.py    cores: what the functions of transformers' mixers compute for a tree
+    delta_rule.py         gated DeltaNet, and KDA with a decay for each channel
+    state_space.py        Mamba 2
+    paths.py          what decays along the paths of a tree
     cores.py          puts the cores in place of these functions for the length of a pass
     folding.py        how a path of a tree goes into a state
     layer.py          cache layers with states

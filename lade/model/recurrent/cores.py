@@ -18,12 +18,15 @@ from torch import nn
 from lade.errors import UnsupportedModelError
 from lade.model.recurrent.convolution import convolution
 from lade.model.recurrent.delta_rule import delta_rule
+from lade.model.recurrent.state_space import mamba2
 from lade.model.recurrent.tree_pass import TreePass
 from lade.model.thread_override import Override, overridden
 
 CORES: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": convolution,
     "torch_chunk_gated_delta_rule": delta_rule,
+    "chunk_kimi_delta_attention": delta_rule,
+    "mamba2_chunk_scan": mamba2,
 }
 """By the name of the function for several tokens; called with the pass, that function, and its arguments."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lade.model.recurrent.folding import LinearFolding
+from lade.model.recurrent.paths import decayed_products, path_sums
 from lade.model.recurrent.tree_pass import TreePass
 
 
@@ -36,7 +37,7 @@ def delta_rule(
         query: `[B, S, Hk, K]`.
         key: `[B, S, Hk, K]`.
         value: `[B, S, H, V]`; H is a multiple of Hk.
-        g: `[B, S, H]`, logarithms of the decays, at most 0.
+        g: `[B, S, H]`, or `[B, S, H, K]` with one for each channel: logarithms of the decays, at most 0.
         beta: `[B, S, H]`, how much of the state a node overwrites.
         initial_state: `[B, H, K, V]`.
         use_qk_l2norm_in_kernel: whether queries and keys are normalised.
@@ -52,21 +53,10 @@ def delta_rule(
         query, key = (states * torch.rsqrt((states * states).sum(-1, keepdim=True) + 1e-6) for states in (query, key))
     query, beta = query / query.shape[-1] ** 0.5, beta[..., None]  # beta: [B, H, S, 1]
     state, closure = initial_state.float(), tree_pass.closure(query.device)
-    decay = closure[:, None].float() @ g[..., None]  # [B, H, S, 1]
-    pairs = pair_decays(decay[..., 0], closure)
+    decay = path_sums(g if g.ndim == 4 else g[..., None], closure)  # [B, H, S, 1 or K]
     left = decay.exp()
-    written = torch.linalg.solve_triangular(
-        beta * (key @ key.mT) * pairs, beta * (value - (left * key) @ state), upper=False, unitriangular=True
-    )
-    outputs = (left * query) @ state + (query @ key.mT * pairs) @ written  # [B, H, S, V]
+    system = beta * decayed_products(key, key, decay, closure)  # its diagonal is taken for ones
+    wanted = beta * (value - (left * key) @ state)
+    written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)  # [B, H, S, V]
+    outputs = (left * query) @ state + decayed_products(query, key, decay, closure) @ written
     return outputs.transpose(1, 2).to(dtype), LinearFolding(key, written, decay, closure)
-
-
-def pair_decays(decay: torch.Tensor, closure: torch.Tensor) -> torch.Tensor:
-    """What is left at each node of what another one wrote, `[B, H, S, S]`; 0 unless that is itself or an ancestor.
-
-    Args:
-        decay: `[B, H, S]`, logarithm of what is left of the text's state at each node.
-        closure: `[B, S, S]` bool, see `TreePass.closure`.
-    """
-    return (decay[..., :, None] - decay[..., None, :]).masked_fill(~closure[:, None], -torch.inf).exp()

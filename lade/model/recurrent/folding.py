@@ -30,21 +30,26 @@ class LinearFolding:
         values: `[B, H, S, V]`, what each node adds at its key.
         decay: `[B, H, S, 1 or K]`, logarithm of what is left of the text's state at each node.
         closure: `[B, S, S]` bool, see `TreePass.closure`.
+        value_first: whether states are `[B, H, V, K]`, and not `[B, H, K, V]`.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     decay: torch.Tensor
     closure: torch.Tensor
+    value_first: bool = False
 
     def fold(self, state: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """See `Folding.fold`; states are `[B, H, K, V]`."""
+        """See `Folding.fold`."""
         rows = torch.arange(len(last), device=last.device)
         own = self.decay[rows, :, last][:, :, None]  # [B, H, 1, 1 or K]
         on_path = self.closure[rows, last][:, None, :, None]  # [B, 1, S, 1]
         weights = (own - self.decay).masked_fill(~on_path, -torch.inf).exp()  # [B, H, S, 1 or K]
-        added = (self.keys * weights).transpose(-1, -2) @ self.values  # [B, H, K, V]
-        return (own.exp().transpose(-1, -2) * state + added).to(state.dtype)
+        added = (self.keys * weights).mT @ self.values  # [B, H, K, V]
+        left = own.exp().mT  # [B, H, 1 or K, 1]
+        if self.value_first:
+            added, left = added.mT, left.mT
+        return (left * state + added).to(state.dtype)
 
     def to(self, *args: Any, **kwargs: Any) -> LinearFolding:
         """Itself: some mixers convert the final state, which keeps its type here."""

@@ -102,15 +102,13 @@ class RecurrentLayer(LinearAttentionLayer):
         for states in (self.conv_states, self.recurrent_states):
             states.update({idx: state[indices.to(state.device)] for idx, state in states.items() if state is not None})
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row."""
-        for states in (self.conv_states, self.recurrent_states):
-            states.update({idx: each.repeat_interleave(repeats, 0) for idx, each in states.items() if each is not None})
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Reorder the rows for beam search."""
+        self.batch_select_indices(beam_idx)
 
     def reset(self) -> None:
         """Forget everything, and free the states."""
-        fresh = RecurrentLayer(self.number_of_states)
-        vars(self).update(vars(fresh))
+        vars(self).update(vars(type(self)(self.number_of_states)))
 
     @property
     def row_bytes(self) -> int:
@@ -129,6 +127,36 @@ class RecurrentLayer(LinearAttentionLayer):
         self.dtype, self.device = first.dtype, first.device
 
 
+class RecurrentTreeLayer(RecurrentLayer, TreeLayer):
+    """States, and keys and values beside them."""
+
+    is_compileable = False
+
+    def __init__(self, number_of_states: int = 1, **kwargs: Any) -> None:
+        TreeLayer.__init__(self)
+        RecurrentLayer.__init__(self, number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate buffers for keys and values, which come by position, or states, which come by name."""
+        kind: Any = TreeLayer if args else RecurrentLayer
+        kind.lazy_initialization(self, *args, **kwargs)
+
+    def join(self, parts: Sequence[Any], places: Sequence[tuple[int, int]]) -> None:
+        """Take over rows of other layers; see `TreeCache.join`."""
+        RecurrentLayer.join(self, parts, places)
+        TreeLayer.join(self, parts, places)
+
+    def take(self, part: Any) -> None:
+        """Append the only row of another layer; see `TreeCache.take`."""
+        RecurrentLayer.take(self, part)
+        TreeLayer.take(self, part)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only these rows, in this order."""
+        RecurrentLayer.batch_select_indices(self, indices)
+        TreeLayer.batch_select_indices(self, indices)
+
+
 def layers_for(config: PretrainedConfig) -> list[Any]:
     """Layers of a `TreeCache` for a model with recurrent ones, empty, in the order of transformers' own cache."""
     return [empty_like(layer) for layer in DynamicCache(config=config).layers]
@@ -137,5 +165,6 @@ def layers_for(config: PretrainedConfig) -> list[Any]:
 def empty_like(layer: Any) -> Any:
     """The layer of a `TreeCache` in place of one that holds the same; where that holds nothing, itself."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
-        return RecurrentLayer(layer.number_of_states)
+        kind = RecurrentTreeLayer if isinstance(layer, CacheLayerMixin) else RecurrentLayer
+        return kind(layer.number_of_states)
     return TreeLayer() if isinstance(layer, CacheLayerMixin) else layer

@@ -33,7 +33,12 @@ ONE_MASK = frozenset(
     stablelm starcoder2
     """.split()  # noqa: SIM905
 )
-RECURRENT = frozenset({"qwen3_5_text", "qwen3_next"})
+RECURRENT = frozenset(
+    """
+    bailing_hybrid bamba falcon_h1 granitemoehybrid kimi_linear lfm2 lfm2_moe olmo_hybrid qwen3_5_moe_text qwen3_5_text
+    qwen3_next
+    """.split()  # noqa: SIM905
+)
 """Families whose trees are compared with `model.generate` by this package's tests, by `config.model_type`."""
 
 REFUSED = {
