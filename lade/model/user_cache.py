@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from lade.model.kv_cache import TreeCache
 from lade.model.tree_layer import TreeLayer
@@ -33,7 +33,7 @@ def why_unfit(cache: Cache, length: int) -> str:
         cache: the user's, for a single row.
         length: tokens of the prompt.
     """
-    layers: list[Any] = [layer for layer in cache.layers if getattr(layer, "is_initialized", False)]
+    layers: list[Any] = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin) and layer.is_initialized]
     held = sorted({layer.get_seq_length() for layer in layers})
     rows = {len(layer.lengths) if isinstance(layer, TreeLayer) else layer.keys.shape[0] for layer in layers}
     if len(held) > 1:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from comparing import CONFIGS, Watch, assert_same, prompt
+import torch
+from comparing import CONFIGS, PAPER, Watch, assert_same, batch, lookahead, plain, prompt
 from families import RECURRENT_FAMILIES, Family
+from test_batch_families import LENGTHS, assert_same_batch
+from test_serving_families import assert_served
 
 import lade
 from lade.model.support.supports import RECURRENT
 from lade.model.support.tree_check import worst_error
+
+
+def recurrent(name: str) -> Family:
+    """The family of that name."""
+    return next(family for family in RECURRENT_FAMILIES if str(family) == name)
+
 
 CASES = [pytest.param(case, id=str(case)) for case in RECURRENT_FAMILIES]
 
@@ -30,3 +39,40 @@ def test_the_logits_at_every_node_are_those_of_plain_passes(case: Family) -> Non
 
 def test_every_listed_family_is_tested() -> None:
     assert {case.model_type for case in RECURRENT_FAMILIES} == RECURRENT
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear", "falcon_h1", "lfm2"])
+def test_batches_greedy_and_sampled(name: str) -> None:
+    model = recurrent(name).build()
+    first = plain(model, **batch(*LENGTHS), max_new_tokens=30)[:, 20:]
+    eos = [int(first[1, 5]), int(first[3, 15])]
+    assert_same_batch(model, CONFIGS[:2], max_new_tokens=30, eos_token_id=eos)
+    assert_same_batch(model, CONFIGS[:1], max_new_tokens=20, do_sample=True, temperature=0.6)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "lfm2"])
+def test_requests_that_come_and_go(name: str) -> None:
+    model = recurrent(name).build()
+    assert_served(model, [PAPER], pad_token_id=0, do_sample=False)
+
+
+def test_sampling_draws_what_plain_decoding_draws() -> None:
+    model = recurrent("qwen3_5_text").build()
+    torch.manual_seed(4)
+    expected = plain(model, prompt(20), do_sample=True, max_new_tokens=40)
+    torch.manual_seed(4)
+    assert torch.equal(lookahead(model, prompt(20), do_sample=True, max_new_tokens=40), expected)
+
+
+def test_a_cache_of_the_users_own_goes_on_where_it_ended() -> None:
+    model, cache = recurrent("qwen3_5_text").build(), lade.TreeCache()
+    text = lookahead(model, prompt(20), max_new_tokens=30, past_key_values=cache)
+    assert cache.get_seq_length() == text.shape[1] - 1
+    longer = torch.cat([text, prompt(5, seed=1)], dim=1)
+    assert torch.equal(lookahead(model, longer, past_key_values=cache), plain(model, longer))
+
+
+def test_beams_are_refused() -> None:
+    model = recurrent("qwen3_5_text").build()
+    with pytest.raises(lade.UnsupportedArgumentError, match="recurrent layers"):
+        lookahead(model, prompt(20), num_beams=2)

@@ -31,6 +31,11 @@ CORES: dict[str, Callable[..., Any]] = {
 """By the name of the function for several tokens; called with the pass, that function, and its arguments."""
 
 
+def is_recurrent(model: nn.Module) -> bool:
+    """Whether a model has recurrent layers whose functions are known."""
+    return bool(CorePatches(model))
+
+
 class CorePatches:
     """Replaces the functions that the recurrent layers of one model call; most models have none."""
 

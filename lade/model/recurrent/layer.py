@@ -130,7 +130,10 @@ class RecurrentLayer(LinearAttentionLayer):
 class RecurrentTreeLayer(RecurrentLayer, TreeLayer):
     """States, and keys and values beside them."""
 
+    dtype: Any
+    device: Any
     is_compileable = False
+    is_croppable = False
 
     def __init__(self, number_of_states: int = 1, **kwargs: Any) -> None:
         TreeLayer.__init__(self)

@@ -35,8 +35,8 @@ ONE_MASK = frozenset(
 )
 RECURRENT = frozenset(
     """
-    bailing_hybrid bamba falcon_h1 granitemoehybrid kimi_linear lfm2 lfm2_moe olmo_hybrid qwen3_5_moe_text qwen3_5_text
-    qwen3_next
+    bailing_hybrid bamba falcon_h1 granitemoehybrid kimi_linear lfm2 lfm2_moe lfm3 nemotron_h olmo_hybrid
+    qwen3_5_moe_text qwen3_5_text qwen3_next zamba2
     """.split()  # noqa: SIM905
 )
 """Families whose trees are compared with `model.generate` by this package's tests, by `config.model_type`."""
@@ -157,7 +157,8 @@ def _refusal_of_architecture(model: PreTrainedModel, config: PretrainedConfig) -
     if getattr(config, "alibi", False):
         return "its ALiBi biases go by cache slot, not by position"
     if config.model_type in RECURRENT:
-        return ""
+        kernels = getattr(model, "_use_kernels", False)
+        return "its kernels replace layers that know of no tree: load it without use_kernels" if kernels else ""
     if getattr(model, "_is_stateful", False) or _foreign_layers(config):
         kinds = ", ".join(_foreign_layers(config)) or "a recurrent state"
         return f"its layers ({kinds}) carry a state that the branches of a token tree cannot share"
