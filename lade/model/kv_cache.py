@@ -171,9 +171,9 @@ class TreeCache(Cache):
         return sum(buffer.shape[1] * buffer.shape[3] * buffer.element_size() for buffer in buffers)
 
     @property
-    def row_bytes(self) -> int:
+    def state_bytes(self) -> int:
         """Bytes of one row's states, in all recurrent layers together; 0 before the first pass."""
-        return sum(layer.row_bytes for layer in self.recurrent)
+        return sum(layer.state_bytes for layer in self.recurrent)
 
     @property
     def room(self) -> tuple[int, int]:

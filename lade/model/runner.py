@@ -135,7 +135,9 @@ class EagerRunner:
         hook: PromptLogitsHook | None,
     ) -> torch.Tensor:
         """Feed prompts of equal length; `sharing` are the numbers of the rows of each. Logits `[P, V]`."""
-        whole = self._recomputes_at_switch(prompts, cache) or not cache.get_seq_length()
+        cached = cache.get_seq_length()
+        forgotten = self._core_patches.forgets and len(prompts[0]) - cached > 1
+        whole = self._recomputes_at_switch(prompts, cache) or not cached or forgotten
         try:
             if whole:
                 cache.reset()

@@ -303,6 +303,22 @@ RECURRENT_FAMILIES = [
         },
     ),
     Family("lfm3", {**_GROUPED, "layer_types": _CONV, "conv_L_cache": 7}),
+    Family(
+        "jamba",
+        {
+            "num_key_value_heads": 2,
+            "attn_layer_period": 4,
+            "attn_layer_offset": 2,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mamba_d_state": 8,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_dt_rank": 4,
+        },
+    ),
     Family("lfm2", {"num_key_value_heads": 2, "layer_types": _CONV, "conv_L_cache": 3}),
     Family(
         "lfm2_moe",

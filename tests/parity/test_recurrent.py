@@ -12,6 +12,7 @@ from test_serving_families import assert_served
 import lade
 from lade.model.support.supports import RECURRENT
 from lade.model.support.tree_check import worst_error
+from lade.serving.capacity import Need
 
 
 def recurrent(name: str) -> Family:
@@ -50,7 +51,7 @@ def test_batches_greedy_and_sampled(name: str) -> None:
     assert_same_batch(model, CONFIGS[:1], max_new_tokens=20, do_sample=True, temperature=0.6)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "lfm2", "jamba"])
 def test_requests_that_come_and_go(name: str) -> None:
     model = recurrent(name).build()
     assert_served(model, [PAPER], pad_token_id=0, do_sample=False)
@@ -64,8 +65,9 @@ def test_sampling_draws_what_plain_decoding_draws() -> None:
     assert torch.equal(lookahead(model, prompt(20), do_sample=True, max_new_tokens=40), expected)
 
 
-def test_a_cache_of_the_users_own_goes_on_where_it_ended() -> None:
-    model, cache = recurrent("qwen3_5_text").build(), lade.TreeCache()
+@pytest.mark.parametrize("name", ["qwen3_5_text", "jamba"])
+def test_a_cache_of_the_users_own_goes_on_where_it_ended(name: str) -> None:
+    model, cache = recurrent(name).build(), lade.TreeCache()
     text = lookahead(model, prompt(20), max_new_tokens=30, past_key_values=cache)
     assert cache.get_seq_length() == text.shape[1] - 1
     longer = torch.cat([text, prompt(5, seed=1)], dim=1)
@@ -76,3 +78,17 @@ def test_beams_are_refused() -> None:
     model = recurrent("qwen3_5_text").build()
     with pytest.raises(lade.UnsupportedArgumentError, match="recurrent layers"):
         lookahead(model, prompt(20), num_beams=2)
+
+
+def test_states_count_as_memory_of_their_rows() -> None:
+    model = recurrent("qwen3_5_text").build()
+    cache = lade.TreeCache()
+    lookahead(model, prompt(20), max_new_tokens=5, past_key_values=cache)
+    states = 3 * (4 * 8 * 8 * 4 + 64 * 4 * 8)  # float32 [4, 8, 8], and float64 inputs of 64 channels
+    assert cache.state_bytes == states
+    with lade.Engine(model, max_rows=8, max_tokens=2000) as engine:
+        capacity = engine._scheduler._capacity
+        assert capacity.state_slots == -(-states // engine.token_bytes)
+        need = Need(tokens=100, tree=20)
+        rows = next(rows for rows in range(1, 99) if not capacity.fits([need] * (rows + 1)))
+        assert rows == min(8, 2000 // (120 + capacity.state_slots))

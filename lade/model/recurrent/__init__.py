@@ -11,6 +11,7 @@ verification `keep` folds the accepted path into the state:
     convolution.py    cores: what the functions of transformers' mixers compute for a tree
     delta_rule.py         gated DeltaNet, and KDA with a decay for each channel
     state_space.py        Mamba 2
+    selective_scan.py     Mamba 1, whose nodes have states after all
     paths.py          what decays along the paths of a tree
     cores.py          puts the cores in place of these functions for the length of a pass
     folding.py        how a path of a tree goes into a state

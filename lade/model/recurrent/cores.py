@@ -18,6 +18,7 @@ from torch import nn
 from lade.errors import UnsupportedModelError
 from lade.model.recurrent.convolution import convolution
 from lade.model.recurrent.delta_rule import delta_rule
+from lade.model.recurrent.selective_scan import selective_scan
 from lade.model.recurrent.state_space import mamba2
 from lade.model.recurrent.tree_pass import TreePass
 from lade.model.thread_override import Override, overridden
@@ -27,6 +28,7 @@ CORES: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": delta_rule,
     "chunk_kimi_delta_attention": delta_rule,
     "mamba2_chunk_scan": mamba2,
+    "mamba_selective_scan": selective_scan,
 }
 """By the name of the function for several tokens; called with the pass, that function, and its arguments."""
 
@@ -46,6 +48,11 @@ class CorePatches:
     def __bool__(self) -> bool:
         """Whether the model has such functions, and so recurrent layers."""
         return bool(self._found)
+
+    @property
+    def forgets(self) -> bool:
+        """Whether what feeds several tokens begins with an empty state, and does not say so."""
+        return any(name == "mamba_selective_scan" for _, name in self._found)
 
     @contextmanager
     def patched_for(self, tree_pass: TreePass) -> Iterator[None]:

@@ -49,6 +49,7 @@ class RecurrentLayer(LinearAttentionLayer):
             return whole
         cached = self.conv_states[state_idx]
         assert cached is not None, "a tree is fed after a prompt"
+        self.tree_pass.state = self.recurrent_states[state_idx]
         width = conv_kernel_size or cached.shape[-1]
         inputs = self._inputs[state_idx] = torch.cat([cached, conv_states], dim=-1)
         return windows_of(inputs, self.tree_pass.windows(width, cached.shape[-1], inputs.device)).flatten(2)
@@ -111,7 +112,7 @@ class RecurrentLayer(LinearAttentionLayer):
         vars(self).update(vars(type(self)(self.number_of_states)))
 
     @property
-    def row_bytes(self) -> int:
+    def state_bytes(self) -> int:
         """Bytes of one row's states."""
         states = [*self.conv_states.values(), *self.recurrent_states.values()]
         return sum(state[:1].numel() * state.element_size() for state in states if state is not None)

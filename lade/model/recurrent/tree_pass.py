@@ -20,12 +20,14 @@ class TreePass:
     Attributes:
         parents: `[B, S]` int64; -1 for roots, and for what rows are filled up with.
         depths: `[B, S]` int64.
+        state: the text's state in the layer whose convolution came last, for cores that mixers do not pass it to.
     """
 
     def __init__(self, trees: Sequence[TokenTree]) -> None:
         shape = len(trees), max(map(len, trees))
         self.parents = np.full(shape, -1)
         self.depths = np.zeros(shape, dtype=np.int64)
+        self.state: torch.Tensor | None = None
         closure = np.zeros((*shape, shape[1]), dtype=np.bool_)
         closure[:] = np.eye(shape[1], dtype=np.bool_)
         for row, tree in enumerate(trees):

@@ -35,7 +35,7 @@ ONE_MASK = frozenset(
 )
 RECURRENT = frozenset(
     """
-    bailing_hybrid bamba falcon_h1 granitemoehybrid kimi_linear lfm2 lfm2_moe lfm3 nemotron_h olmo_hybrid
+    bailing_hybrid bamba falcon_h1 granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 nemotron_h olmo_hybrid
     qwen3_5_moe_text qwen3_5_text qwen3_next zamba2
     """.split()  # noqa: SIM905
 )
