@@ -18,6 +18,7 @@ from lade.hf.media import WHY, is_empty, names_media, says_text
 from lade.hf.prepared import Prepared
 from lade.model.masks import MaskPlan
 from lade.model.position_limits import LEARNED_POSITIONS
+from lade.model.recurrent.cores import is_recurrent
 from lade.model.runner import EagerRunner
 from lade.model.slot_patches import padding_counts_from
 from lade.model.support.padding_check import counts_padding
@@ -198,7 +199,7 @@ def _check_padding(model: PreTrainedModel, padding: int, max_length: int) -> Non
     limit = padding_counts_from(model.config.get_text_config(decoder=True))
     if padding and limit is not None and max_length >= limit:
         refuse("left padding", f"from {limit} tokens on this model counts the padding; give the prompt without it")
-    if padding and not is_listed(model) and counts_padding(model):
+    if padding and (not is_listed(model) or is_recurrent(model)) and counts_padding(model):
         refuse("left padding", "plain decoding counts it as text on this model; give the prompt without it")
 
 

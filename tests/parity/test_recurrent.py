@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import pytest
 import torch
 from comparing import CONFIGS, PAPER, Watch, assert_same, batch, lookahead, plain, prompt
@@ -10,6 +13,10 @@ from test_batch_families import LENGTHS, assert_same_batch
 from test_serving_families import assert_served
 
 import lade
+from lade.model.recurrent.convolution import convolution
+from lade.model.recurrent.cores import CORES
+from lade.model.recurrent.delta_rule import delta_rule
+from lade.model.recurrent.tree_pass import TreePass
 from lade.model.support.supports import RECURRENT
 from lade.model.support.tree_check import worst_error
 from lade.serving.capacity import Need
@@ -92,3 +99,48 @@ def test_states_count_as_memory_of_their_rows() -> None:
         need = Need(tokens=100, tree=20)
         rows = next(rows for rows in range(1, 99) if not capacity.fits([need] * (rows + 1)))
         assert rows == min(8, 2000 // (120 + capacity.state_slots))
+
+
+def test_padding_that_reaches_a_convolution_is_refused() -> None:
+    model = recurrent("lfm2").build(conv_bias=True)
+    assert_same(model, prompt(20), CONFIGS[:1])
+    with pytest.raises(lade.UnsupportedArgumentError, match="left padding"):
+        lookahead(model, **batch(20, 7), pad_token_id=0)
+
+
+def test_passes_over_trees_leave_the_functions_of_transformers_in_place() -> None:
+    model = recurrent("qwen3_next").build()
+    module = sys.modules[type(model).__module__]
+    before = {name: getattr(module, name) for name in CORES if hasattr(module, name)}
+    ids = prompt(20)
+    with torch.no_grad():
+        logits = model(ids).logits
+        lookahead(model, ids)
+        assert torch.equal(model(ids).logits, logits)
+    assert before and all(getattr(module, name) is function for name, function in before.items())
+
+
+def test_functions_that_mixers_do_not_call_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = recurrent("qwen3_next").build()
+    monkeypatch.setattr(sys.modules[type(model).__module__], "mamba2_chunk_scan", print, raising=False)
+    with pytest.raises(lade.UnsupportedModelError, match="do not call the functions that know of a tree"):
+        lookahead(model, prompt(20))
+
+
+@pytest.mark.parametrize("name", ["causal_conv1d_fn", "torch_chunk_gated_delta_rule"])
+def test_the_check_notices_a_function_without_a_core(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = recurrent("qwen3_next").build()
+    plan = lade.supports(model).require()
+    text_for_tree = {"causal_conv1d_fn": convolution_of_a_text, "torch_chunk_gated_delta_rule": delta_rule_of_a_text}
+    monkeypatch.setitem(CORES, name, text_for_tree[name])
+    assert worst_error(model, plan) > 1e-2
+
+
+def convolution_of_a_text(tree_pass: TreePass, original: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """As if the nodes were a text: each one's window shifted by one."""
+    return convolution(tree_pass, original, inputs.roll(1, dims=-1), *args, **kwargs)
+
+
+def delta_rule_of_a_text(tree_pass: TreePass, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """As if the nodes were a text: the outputs of the original function."""
+    return original(*args, **kwargs)[0], delta_rule(tree_pass, original, *args, **kwargs)[1]

@@ -29,52 +29,14 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_expand": 2}
-_LINEAR = {f"linear_{kind}": 2 for kind in ("num_value_heads", "num_key_heads")} | {
-    f"linear_{kind}_head_dim": 8 for kind in ("key", "value")
-}
 STATE = r"layers \(.+\) carry a state that the branches of a token tree cannot share"
 SCORES = "picks keys by a score, and where scores are equal, by how many keys there are"
 SLOTS = "ALiBi biases go by cache slot, not by position"
 REFUSED = {
     "mamba": (STATE, {"state_size": 4}),
     "mamba2": (STATE, {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2}),
-    "jamba": (
-        STATE,
-        {
-            "num_experts": 2,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "expert_layer_period": 2,
-            "expert_layer_offset": 1,
-            "use_mamba_kernels": False,
-            "mamba_d_state": 4,
-        },
-    ),
-    "lfm2": (STATE, {"layer_types": ["conv", "full_attention"] * 2}),
     "recurrent_gemma": (STATE, {"lru_width": 32, "attention_window_size": 16}),
     "rwkv": (STATE, {"attention_hidden_size": 32, "context_length": 128}),
-    "qwen3_next": (
-        STATE,
-        {
-            **_LINEAR,
-            "head_dim": 8,
-            "num_experts": 2,
-            "num_experts_per_tok": 1,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-        },
-    ),
-    "granitemoehybrid": (
-        STATE,
-        {
-            **_MAMBA,
-            "layer_types": ["mamba", "attention"] * 2,
-            "num_local_experts": 2,
-            "num_experts_per_tok": 1,
-            "shared_intermediate_size": 16,
-        },
-    ),
     "doge": (SCORES, {"head_dim": 8, "keep_window_size": 16}),
     "gpt_neo": (
         "local attention layers mask by cache slot",
