@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import Any
 
@@ -144,3 +145,35 @@ def convolution_of_a_text(tree_pass: TreePass, original: Any, inputs: Any, *args
 def delta_rule_of_a_text(tree_pass: TreePass, original: Any, *args: Any, **kwargs: Any) -> Any:
     """As if the nodes were a text: the outputs of the original function."""
     return original(*args, **kwargs)[0], delta_rule(tree_pass, original, *args, **kwargs)[1]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_cache_of_a_stream_that_was_left_goes_on(steps: int) -> None:
+    model, cache, ids = recurrent("qwen3_5_text").build(), lade.TreeCache(), prompt(20)
+    arguments: dict[str, Any] = {"lookahead": PAPER, "past_key_values": cache, "do_sample": False}
+    stream = lade.stream(model, ids, max_new_tokens=40, **arguments)
+    tokens = [token for step in itertools.islice(stream, steps) for token in step.tokens]
+    stream.close()
+    text = torch.cat([ids, torch.tensor([tokens])], dim=1)
+    assert cache.get_seq_length() in (0, text.shape[1] - 1)
+    assert torch.equal(lookahead(model, text, past_key_values=cache), plain(model, text))
+
+
+def test_a_failed_pass_leaves_a_cache_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache, ids = recurrent("qwen3_5_text").build(), lade.TreeCache(), prompt(20)
+    passes = itertools.count()
+
+    def fail_later(*_: object) -> None:
+        if next(passes) == 4:
+            raise KeyboardInterrupt
+
+    hook = model.model.layers[2].register_forward_pre_hook(fail_later)
+    with pytest.raises(KeyboardInterrupt):
+        lookahead(model, ids, past_key_values=cache)
+    hook.remove()
+    held = cache.get_seq_length()
+    text = plain(model, ids)
+    assert held == 0 or 20 <= held < text.shape[1]
+    assert torch.equal(
+        lookahead(model, text[:, : held + 1] if held else ids, past_key_values=cache)[:, :60], text[:, :60]
+    )
