@@ -148,6 +148,17 @@ class TreeCache(Cache):
         for layer in self.attending:
             layer.lengths = [tokens]
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens of every row; states cannot go back, so where there are any, all is forgotten.
+
+        Args:
+            tokens_to_remove: minus their number, as transformers wants it.
+        """
+        for layer in self.attending:
+            layer.crop(tokens_to_remove)
+        if tokens_to_remove and self.recurrent:
+            self.reset()
+
     def join(self, parts: Sequence[TreeCache], places: Sequence[tuple[int, int]]) -> None:
         """Become a cache of rows that others hold; those are emptied on the way, layer by layer.
 

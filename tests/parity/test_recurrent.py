@@ -177,3 +177,13 @@ def test_a_failed_pass_leaves_a_cache_that_goes_on(monkeypatch: pytest.MonkeyPat
     assert torch.equal(
         lookahead(model, text[:, : held + 1] if held else ids, past_key_values=cache)[:, :60], text[:, :60]
     )
+
+
+def test_a_cropped_cache_forgets_everything() -> None:
+    model, cache = recurrent("lfm2").build(), lade.TreeCache()
+    text = lookahead(model, prompt(20), max_new_tokens=30, past_key_values=cache)
+    cache.crop(0)
+    assert cache.get_seq_length() == text.shape[1] - 1
+    cache.crop(-10)
+    assert cache.get_seq_length() == 0
+    assert torch.equal(lookahead(model, text[:, :35], past_key_values=cache), plain(model, text[:, :35]))
