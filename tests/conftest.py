@@ -15,7 +15,7 @@ from lade.testing import nearly_flat_cost
 from lade.tuning import cost_file as store
 
 # `make test` tries fewer examples than `make test-slow`, see `effort`; in CI they are the same ones every time.
-for profile, most in (("quick", 25), ("thorough", 100)):
+for profile, most in (("quick", 25), ("thorough", 60)):
     settings.register_profile(
         profile,
         max_examples=most,

@@ -76,6 +76,11 @@ GRAPH = {dotted(path): dependencies(path) for path in MODULES}
 FOLDERS = sorted(dotted(path) for path in MODULES if path.name == "__init__.py")
 
 
+def test_only_the_shell_uses_the_public_names():
+    users = {name for name, targets in GRAPH.items() if "lade" in targets}
+    assert {name.split(".")[1] for name in users} <= {"cli", "__main__"}
+
+
 def test_files_do_not_import_each_other_in_circles():
     TopologicalSorter(GRAPH).prepare()  # raises CycleError, which names them
 

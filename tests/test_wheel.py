@@ -12,13 +12,13 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.slow
 def test_the_wheel_installs_and_generates_from_an_empty_folder(tmp_path):
-    wheels, site, empty = tmp_path / "wheels", tmp_path / "site", tmp_path / "empty"
+    wheels, site, empty, home = (tmp_path / name for name in ("wheels", "site", "empty", "home"))
     empty.mkdir()
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "wheel", "--no-deps", "-w", str(wheels), str(ROOT)], check=True)
     (wheel,) = wheels.glob("lookahead_decoding-*.whl")
     subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
-    environment = {"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin", "HOME": str(empty)}
+    environment = {"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin", "HOME": str(home)}
     where = [sys.executable, "-c", "import lade; print(lade.__file__)"]
     found = subprocess.run(where, cwd=empty, env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.startswith(str(site))

@@ -41,7 +41,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import lade
 from lade.bench.harness.environment import commit_of
 from lade.decoding.tree import TokenTree
-from lade.model.attention_span import everything
+from lade.model.attention_span import FULL
 from lade.model.masks import StepInputs
 from lade.model.tree_attention.backend import kernel_for
 from lade.model.tree_attention.inputs import TreeInputs
@@ -82,7 +82,7 @@ class Problem:
         for node in range(1, point.step):  # three children each: guesses, as wide as they are deep
             tree.add((node - 1) // 3, node, "pool")
         self.mask, self.dense = (
-            kind.of([tree], [point.length], device).mask(everything) for kind in (TreeInputs, StepInputs)
+            kind.of([tree], [point.length], device).mask(FULL) for kind in (TreeInputs, StepInputs)
         )
         generator = torch.Generator(device).manual_seed(0)
         self.query = torch.randn(1, point.heads, point.step, point.dim, device=device, dtype=dtype, generator=generator)

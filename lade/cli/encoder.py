@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lade.cli.loading.load import LoadedModel
+from lade.cli.loading.loaded_model import LoadedModel
 from lade.cli.options.template import Template
 from lade.cli.prompts import Messages, Prompt
 from lade.cli.terminal import one_line

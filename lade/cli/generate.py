@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lade.cli.generation_plan import GenerationPlan
     from lade.cli.prompts import Prompt
     from lade.cli.run import Generation
+    from lade.stats import Step
 
 EXAMPLE = 'Example:  [bold]lade generate "def mean(values):" --max-new-tokens 100[/bold]'
 _LONGEST_ECHO = 2000
@@ -101,11 +102,15 @@ def _as_text(
     """Decode one prompt and write the text as it comes; `decode` wants its `on_step` only."""
     from lade.cli.step_colours import Painter, legend
 
-    if term.interactive:
-        shown = prompt.text if len(prompt.text) <= _LONGEST_ECHO else "..." + prompt.text[-_LONGEST_ECHO:]
-        term.write(shown + ("\n" if plan.encode.templated else ""), "dim")
     painter = Painter(plan.loaded, term, context=ids)
-    run = decode(on_step=painter)
+    echo = [_echo(prompt, plan)] if term.interactive else []  # with the first token: until then the status has the line
+
+    def show(step: Step) -> None:
+        if echo:
+            term.write(echo.pop(), "dim")
+        painter(step)
+
+    run = decode(on_step=show)
     painter.finish(_mark(plan, ids, run) if term.interactive else "")
     if term.interactive and run.config and run.choices.num_beams == 1:
         term.say(legend(), ASIDE)
@@ -113,6 +118,12 @@ def _as_text(
         term.say("interrupted", "yellow")
     term.say(run.summary(), ASIDE)
     return run
+
+
+def _echo(prompt: Prompt, plan: GenerationPlan) -> str:
+    """The prompt, or its end, as it is shown before its continuation."""
+    shown = prompt.text if len(prompt.text) <= _LONGEST_ECHO else "..." + prompt.text[-_LONGEST_ECHO:]
+    return shown + ("\n" if plan.encode.templated else "")
 
 
 def _mark(plan: GenerationPlan, ids: list[int], run: Generation) -> str:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lade.cli.encoder import Encoder
-from lade.cli.loading.load import LoadedModel
+from lade.cli.loading.loaded_model import LoadedModel
 from lade.cli.options.decoding import Choices
 from lade.cli.run import config_dict
 from lade.config import Lookahead, LookaheadConfig

@@ -12,7 +12,7 @@ from lade.cli.options import decoding as options
 from lade.cli.terminal import terminal
 
 if TYPE_CHECKING:
-    from lade.cli.loading.load import LoadedModel
+    from lade.cli.loading.loaded_model import LoadedModel
 
 EXAMPLE = "Example:  [bold]lade info --model gpt2[/bold]"
 

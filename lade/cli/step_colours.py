@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rich.text import Text
 
 from lade.cli.detokenizer import Detokenizer
-from lade.cli.loading.load import LoadedModel
+from lade.cli.loading.loaded_model import LoadedModel
 from lade.cli.terminal import Terminal
 from lade.stats import Step
 

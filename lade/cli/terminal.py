@@ -43,6 +43,7 @@ class Terminal:
         self.out: Console = YieldingConsole(self._status, highlight=False, **colors)
         self.err: Console = YieldingConsole(self._status, highlight=False, stderr=True, **colors)
         self.fallbacks: list[str] = []
+        self._within_line = False
         self.closing = ExitStack()
 
     @property
@@ -56,8 +57,12 @@ class Terminal:
         return self.err.is_interactive and not self.quiet
 
     def working(self, text: str) -> None:
-        """Show what is going on until there is something else to see; nothing off a terminal, or with --debug."""
-        self._status.show(text)
+        """Show what is going on until there is something else to see; nothing off a terminal, or with --debug.
+
+        Nor within a line of a text, such as the prompt that its continuation follows: that would be wiped out.
+        """
+        if not self._within_line:
+            self._status.show(text)
 
     def resting(self) -> None:
         """Show that no more."""
@@ -70,6 +75,7 @@ class Terminal:
     def write(self, text: str, style: str = "") -> None:
         """Write a piece of generated text: coloured and without control codes on a terminal, as it is in a pipe."""
         if self.interactive:
+            self._within_line = not text.endswith("\n")
             segment = Segment(text.translate(_CONTROLS), Style.parse(style))
             self.out.print(Segments([segment]), end="", soft_wrap=True)
         else:

@@ -20,7 +20,7 @@ from lade.errors import ConfigError
 
 if TYPE_CHECKING:
     from lade.cli.interrupt import Interrupt
-    from lade.cli.loading.load import LoadedModel
+    from lade.cli.loading.loaded_model import LoadedModel
     from lade.model.runner import EagerRunner
     from lade.tuning.step_cost import StepCost
 

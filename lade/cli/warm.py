@@ -22,7 +22,7 @@ from lade.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from lade.cli.encoder import Encoder
-    from lade.cli.loading.load import LoadedModel
+    from lade.cli.loading.loaded_model import LoadedModel
     from lade.memory import Memory
     from lade.stats import Stats
 

@@ -551,6 +551,14 @@ def _add(work: Any, parent: Any, token: Any) -> Any:
     return node
 
 
+@_inlined
+def _is_among(tokens: Any, token: Any) -> bool:
+    for at in range(tokens.shape[0]):  # noqa: SIM110 - numba compiles no generators
+        if tokens[at] == token:
+            return True
+    return False
+
+
 @_compiled(_WORK, _LONGS, _DOUBLE)
 def plant(work: Work, tail: npt.NDArray[np.int64], promise: float) -> None:
     """Begin a new tree, with a root at the end of these tokens, the last of which is its own."""
@@ -581,15 +589,15 @@ def grow(
         young: one table of the memory.
         old: the other.
         weights: of the mixer.
-        stages: `[K, 2]`, sizes up to which to grow, each with the score that a node must exceed on the way there;
-            growth ends with the first size that is not reached.
+        stages: `[K, 2]`, sizes up to which to grow, one after the other until one is not reached, each with the score
+            that a node must exceed on the way there.
         excluded: tokens not to add.
         vocabulary: tokens must be below.
         max_depth: of a node.
         promise: what the likeliest child of a node is supposed to have, where it is not known yet.
 
     Returns:
-        How many nodes there are.
+        The number of nodes.
     """
     keys, nodes, ranks, used = work.keys, work.nodes, work.ranks, work.used
     for stage in range(stages.shape[0]):
@@ -604,13 +612,8 @@ def grow(
                 _bring_forward(work.tokens[parent], work.odds[parent], work.offers[parent], following)
                 key = work.scores[parent] * _probability(work.odds[parent, following])
                 _push(keys, nodes, ranks, used, key, parent, following)
-            if rank < 0:
-                continue
-            token = work.tokens[parent, rank]
-            allowed = token < vocabulary
-            for at in range(excluded.shape[0]):
-                allowed = allowed and token != excluded[at]
-            if allowed:
+            token = work.tokens[parent, rank] if rank >= 0 else vocabulary
+            if token < vocabulary and not _is_among(excluded, token):
                 node = _add(work, parent, token)
                 work.scores[node] = score
                 _push(keys, nodes, ranks, used, promise * score, node, -1)

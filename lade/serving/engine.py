@@ -150,7 +150,7 @@ class Scheduler:
         self._waiting: deque[tuple[Request, Handle]] = deque()
         self._seats: dict[Handle, ActiveRequest] = {}
         self._changed = threading.Condition()
-        self._closed = False
+        self._closed, self._end = False, "was closed"
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._serve, name="lade.Engine", daemon=True)
         self._thread.start()
@@ -168,7 +168,7 @@ class Scheduler:
         handle = make(self.cancel)
         with self._changed:
             if self._closed:
-                raise EngineClosedError("this engine was closed: make a new one")
+                raise EngineClosedError(f"this engine {self._end}: make a new one")
             if len(self._waiting) >= self._max_waiting:
                 raise EngineFullError(
                     f"{len(self._waiting)} requests wait already: add this one later, or give the engine a greater "
@@ -237,6 +237,8 @@ class Scheduler:
     def _end_all(self, problem: BaseException | None) -> None:
         with self._changed:
             self._closed = True
+            if problem is not None:
+                self._end = f"broke down ({type(problem).__name__}: {problem})"
             waiting, self._waiting = self._waiting, deque()
         for _, handle in waiting:
             handle.end(problem)

@@ -176,6 +176,20 @@ def test_a_warning_in_the_log_is_a_line(capsys):
 # The line itself
 
 
+def test_within_a_line_of_text_there_is_none(monkeypatch, capsys):
+    """Such as a prompt, which its continuation follows: taking the line away would erase it."""
+    for name, value in TERMINAL.items():
+        monkeypatch.setenv(name, value)
+    term = Terminal()
+    term.write("Once upon")
+    term.working("decoding")
+    term.write(" a time\n")
+    assert capsys.readouterr().err == ""
+    term.working("decoding")
+    term.resting()
+    assert texts(capsys.readouterr().err) == ["decoding"]
+
+
 @pytest.fixture
 def line():
     console = Console(force_terminal=True, width=80, file=None, record=True)

@@ -172,5 +172,10 @@ def downhill(weights: Doubles, said: Said, chosen: int) -> Doubles:
     return gradient
 
 
+def is_undecided(weights: Doubles, said: Said) -> bool:
+    """Whether the sum of some token is so near to what is negligible that rounding decides."""
+    return any(abs(odds - NEGLIGIBLE) < 1e-9 for odds in mixed(weights, said).values())
+
+
 def probability(log_odds: float) -> float:
     return 1.0 / (1.0 + exp(-log_odds))

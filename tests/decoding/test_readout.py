@@ -140,17 +140,18 @@ def test_forbidden_tokens_are_never_likely(read, vocabulary, allowed):
 @readers
 @given(st.integers(1, 700), st.floats(0.1, 12), st.integers(0, 2**31))
 def test_values_are_log_odds_relative_to_the_sum_over_the_best_of_each_64(read, vocabulary, spread, seed):
-    """In float64, rounded to the nearest unit. What is far below the best adds nothing."""
+    """In float64, rounded to the nearest unit. On the CPU what is far below the best adds nothing."""
     logits = spread * torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(seed))
     tokens, values = split(read(logits)[1], vocabulary)
     scores = logits.double().gather(1, torch.from_numpy(tokens).long()).numpy()
     best = scores[:, :1]
     parts = [part.double().amax(1).numpy() for part in logits.split(BLOCK, dim=1)]
     weights = np.exp(scores - best)
-    total = sum(np.exp(part - best[:, 0]) * (part - best[:, 0] > -12) for part in parts)[:, None]
+    least, rounding = (-np.inf, 0.01) if read is read_from_afar else (-12, 1e-5)  # elsewhere sums are in float32
+    total = sum(np.exp(part - best[:, 0]) * (part - best[:, 0] > least) for part in parts)[:, None]
     odds = np.log(np.maximum(weights, 1e-9) / np.maximum(total - weights, 1e-9))
     exact = np.clip((odds - FLOOR) / SCALE, 0, 255)
-    assert np.abs(values - exact).max() <= 0.5 + 1e-5
+    assert np.abs(values - exact).max() <= 0.5 + rounding
 
 
 @readers

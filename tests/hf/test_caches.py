@@ -2,31 +2,14 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, MistralConfig, MistralForCausalLM, StaticCache
+from transformers import DynamicCache, StaticCache
+from windowed import windowed
 
 import lade
 from lade import LookaheadConfig
 from lade.testing import toy_model
 
 IDS = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3]])
-
-
-def windowed():
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        config = MistralConfig(
-            vocab_size=48,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            sliding_window=8,
-            initializer_range=0.5,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-        return MistralForCausalLM(config).double().eval()
 
 
 def ours(model, ids, new, **more):

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache, DynamicLayer, MistralConfig, MistralForCausalLM
+from transformers import DynamicCache, DynamicLayer
 from transformers.generation.streamers import BaseStreamer
+from windowed import windowed
 
 import lade
 from lade import LookaheadConfig, TreeCache
@@ -220,28 +221,10 @@ def test_an_interrupted_stream_leaves_no_text_that_its_reader_does_not_know(kind
         assert_good_for_another_turn(cache, read)
 
 
-def windowed():
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        config = MistralConfig(
-            vocab_size=48,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            sliding_window=8,
-            initializer_range=0.5,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-        return MistralForCausalLM(config).double().eval()
-
-
 @pytest.mark.parametrize("held", [0, 6])
 @pytest.mark.parametrize("with_config", [False, True])
 def test_memory_that_runs_out_as_a_cache_is_given_back_leaves_it_as_it_was(with_config, held, monkeypatch):
-    model = windowed()
+    model = windowed(3)
     cache = DynamicCache(config=model.config) if with_config else DynamicCache()
     if held:
         model.generate(IDS[:, :held], max_new_tokens=1, past_key_values=cache)

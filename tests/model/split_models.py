@@ -33,7 +33,9 @@ ARGUMENTS = {
 
 def split(model):
     """The first half of the layers on one device; the second half, and what comes after, on the other."""
-    base, children = model.base_model_prefix, dict(model.base_model.named_children())
+    decoder = model.get_decoder()
+    base = next(name for name, module in model.named_modules() if module is decoder)
+    children = dict(decoder.named_children())
     names = list(children)
     layers = next(name for name in names if isinstance(children[name], torch.nn.ModuleList))
     count = len(children[layers])

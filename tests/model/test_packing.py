@@ -22,6 +22,7 @@ from lade.testing import toy_model
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT, with transformers 5.23
     "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",  # torch.compile, of torch itself
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning",  # GPTBigCode, in old versions of transformers
 )
 VOCABULARY = 48
 PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])

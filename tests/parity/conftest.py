@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from comparing import Watch
 
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
+from lade.model.support import supports
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -39,3 +41,17 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     monkeypatch.setattr(EagerRunner, "forward", watched_forward)
     monkeypatch.setattr(TreeCache, "keep", watched_keep)
     return seen
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Class names of the models on which trees were compared with plain decoding, one entry a comparison."""
+    names: list[str] = []
+    worst_error = supports.worst_error
+
+    def counted(model: Any, *args: Any, **kwargs: Any) -> float:
+        names.append(type(model).__name__)
+        return worst_error(model, *args, **kwargs)
+
+    monkeypatch.setattr(supports, "worst_error", counted)
+    return names

@@ -113,7 +113,7 @@ def test_rows_beyond_a_switch_from_the_beginning(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1])
 @pytest.mark.parametrize(("case", "backend"), CASES)
 def test_the_whole_cross_product(case: Family, backend: str, seed: int) -> None:
     model = build(case, backend)

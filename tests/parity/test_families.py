@@ -74,7 +74,7 @@ def test_every_listed_family_is_tested() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1])
 @pytest.mark.parametrize(("case", "backend"), CASES)
 def test_the_whole_cross_product(case: Family, backend: str, seed: int, dtype: torch.dtype) -> None:
     if case.dtype != torch.float64 and dtype == torch.float64:

@@ -19,25 +19,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import lade
-from lade.model.support import supports as support
 
 pytestmark = pytest.mark.foreign_code
 
 Change = Callable[[Any], None]
-
-
-@pytest.fixture
-def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Class names of the models that were checked, one entry a comparison."""
-    names: list[str] = []
-    worst_error = support.worst_error
-
-    def counted(model: Any, *args: Any, **kwargs: Any) -> float:
-        names.append(type(model).__name__)
-        return worst_error(model, *args, **kwargs)
-
-    monkeypatch.setattr(support, "worst_error", counted)
-    return names
 
 
 # --- a forward that was replaced

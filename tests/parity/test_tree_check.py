@@ -16,43 +16,29 @@ import lade
 from lade.model.support import supports as support
 
 
-@pytest.fixture
-def probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Class names of the models that were probed, one entry a comparison."""
-    names: list[str] = []
-    worst_error = support.worst_error
-
-    def counted(model: Any, *args: Any, **kwargs: Any) -> float:
-        names.append(type(model).__name__)
-        return worst_error(model, *args, **kwargs)
-
-    monkeypatch.setattr(support, "worst_error", counted)
-    return names
-
-
 @pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     ("case", "backend"), [pytest.param(case, it, id=f"{case}-{it}") for case in UNLISTED for it in case.backends]
 )
-def test_an_unlisted_family_passes_and_is_served(case: Family, backend: str, probes: list[str], watch: Watch) -> None:
+def test_an_unlisted_family_passes_and_is_served(case: Family, backend: str, checks: list[str], watch: Watch) -> None:
     model = case.build(backend)
     assert case.model_type not in support.MASK_PER_LAYER_TYPE | support.ONE_MASK
     assert_same(model, prompt(20), CONFIGS[:3])
     assert_same(model, prompt(5), CONFIGS[:1])
     assert watch.branched and watch.moved
-    assert len(probes) == 1, "one comparison serves all calls on a model"
+    assert len(checks) == 1, "one comparison serves all calls on a model"
 
 
-def test_a_listed_family_is_not_probed(probes: list[str]) -> None:
-    assert lade.supports(family("llama").build()) and not probes
+def test_a_listed_family_is_not_probed(checks: list[str]) -> None:
+    assert lade.supports(family("llama").build()) and not checks
 
 
-def test_a_model_is_probed_again_with_another_backend_or_dtype(probes: list[str]) -> None:
+def test_a_model_is_probed_again_with_another_backend_or_dtype(checks: list[str]) -> None:
     model = UNLISTED[0].build("sdpa")
-    assert lade.supports(model) and lade.supports(model) and len(probes) == 1
+    assert lade.supports(model) and lade.supports(model) and len(checks) == 1
     model.set_attn_implementation("eager")
-    assert lade.supports(model) and len(probes) == 2
-    assert lade.supports(model.float()) and len(probes) == 3
+    assert lade.supports(model) and len(checks) == 2
+    assert lade.supports(model.float()) and len(checks) == 3
 
 
 def test_a_probe_costs_a_handful_of_small_passes() -> None:
@@ -138,10 +124,10 @@ def _own_llama(backend: str = "sdpa") -> OwnLlama:
     return model
 
 
-def test_a_class_from_elsewhere_is_probed_although_its_model_type_is_listed(probes: list[str]) -> None:
+def test_a_class_from_elsewhere_is_probed_although_its_model_type_is_listed(checks: list[str]) -> None:
     model = _own_llama()
     assert_same(model, prompt(20))
-    assert probes == ["OwnLlama"]
+    assert checks == ["OwnLlama"]
 
 
 @pytest.mark.one_in(6)

@@ -470,7 +470,7 @@ def test_cancelling_while_the_engine_closes():
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_error_that_nobody_foresaw_is_everybodys(monkeypatch):
+def test_an_unforeseen_error_reaches_every_request(monkeypatch):
     """A bug of this library must not let anyone wait for ever."""
 
     def fails(self):
@@ -482,7 +482,7 @@ def test_an_error_that_nobody_foresaw_is_everybodys(monkeypatch):
     for handle in handles:
         with pytest.raises(SystemError, match="a bug"):
             handle.result(SOON)
-    with pytest.raises(EngineClosedError):
+    with pytest.raises(EngineClosedError, match=r"this engine broke down \(SystemError: a bug\): make a new one"):
         engine.add(random_ids(3), max_new_tokens=5)
     engine.close()
 

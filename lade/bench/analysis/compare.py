@@ -15,7 +15,7 @@ comparisons, and seldomer still by more than the tolerance.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import Any, Literal
@@ -174,15 +174,8 @@ def compare(
     if not pairs.shared:
         raise InputError("the two runs have no answer in common: give runs of the same prompts and methods")
     reference = None if absolute else _reference(a, b, pairs)
-    groups = _grouped(pairs.shared, a)
-    alpha = ALARMS / max(1, sum(method != reference for _, method in groups))
-    changes = []
-    for number, ((workload, method), keys) in enumerate(groups.items()):
-        generator, base = np.random.default_rng((seed, number)), None if method == reference else reference
-        change = _change(pairs, workload, method, keys, base, clock, alpha, generator)
-        changes.append(replace(change, judged="reference") if method == reference else change)
     return Comparison(
-        changes=tuple(changes),
+        changes=tuple(_changes(pairs, _grouped(pairs.shared, a), reference, clock, seed)),
         reference=reference,
         tolerance=tolerance,
         forced=tuple(forced),
@@ -237,6 +230,21 @@ def _grouped(shared: Iterable[tuple[str, Key]], a: Results) -> dict[tuple[str, s
     for method, key in shared:
         groups.setdefault((key[0], method), []).append(key)
     return dict(sorted(groups.items(), key=lambda item: (order[0].get(item[0][0], -1), order[1].get(item[0][1], -1))))
+
+
+def _changes(
+    pairs: _Pairs,
+    groups: Mapping[tuple[str, str], list[Key]],
+    reference: str | None,
+    clock: Clock,
+    seed: int,
+) -> Iterator[Change]:
+    """Of every workload and method, each with a generator of its own, so that one group more changes no other."""
+    alpha = ALARMS / max(1, sum(method != reference for _, method in groups))
+    for number, ((workload, method), keys) in enumerate(groups.items()):
+        generator, base = np.random.default_rng((seed, number)), None if method == reference else reference
+        change = _change(pairs, workload, method, keys, base, clock, alpha, generator)
+        yield replace(change, judged="reference") if method == reference else change
 
 
 def _change(

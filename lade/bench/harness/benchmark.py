@@ -73,6 +73,20 @@ def prepare(
     return Experiment(arms, workloads, models, tokenizer, results, path)
 
 
+def _record_of(model: PreTrainedModel, name: str, draft: PreTrainedModel | None) -> records.Model:
+    return records.Model(
+        name=name or _name_of(model),
+        kind=model.config.model_type,
+        parameters=model.num_parameters(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        draft=None if draft is None else _name_of(draft),
+    )
+
+
+def _name_of(model: PreTrainedModel) -> str:
+    return str(model.config.name_or_path or type(model).__name__)
+
+
 def run(
     model: PreTrainedModel,
     tokenizer: Any,
@@ -114,14 +128,7 @@ def run(
     """
     settings = settings or Settings(max_new_tokens=128)
     kinds = known.parse_all(methods, sampling=settings.temperature is not None, draft=draft is not None)
-    record = records.Model(
-        name=name or model.config.name_or_path or type(model).__name__,
-        kind=model.config.model_type,
-        parameters=model.num_parameters(),
-        dtype=str(model.dtype).removeprefix("torch."),
-        draft=draft.config.name_or_path or type(draft).__name__ if draft is not None else None,
-    )
-    models = Models(record, model, packed, draft)
+    models = Models(_record_of(model, name, draft), model, packed, draft)
     experiment = prepare(
         models, tokenizer, workloads, kinds, settings, folder=folder, resume=resume, command=sys.argv[:1]
     )

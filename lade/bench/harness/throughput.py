@@ -17,13 +17,15 @@ from typing import Any
 
 import torch
 
-import lade
 from lade.bench.harness.arms import PLAIN, Models, generate_arguments, inputs_of
 from lade.bench.harness.completion import Place
 from lade.bench.harness.mismatch import Judge
 from lade.bench.results import Settings
 from lade.config import LookaheadConfig
+from lade.hf.generate import generate
 from lade.hf.original import original_generate
+from lade.memory import Memory
+from lade.serving.engine import Engine
 from lade.stats import Stats, Step
 
 REFERENCE = "hf"
@@ -125,7 +127,7 @@ class Load:
         configs: dict[str, Callable[[], LookaheadConfig]] = {
             "engine, plain": lambda: PLAIN,
             "engine, adaptive": LookaheadConfig,
-            "engine, adaptive-warm": lambda: LookaheadConfig(memory=lade.Memory()),
+            "engine, adaptive-warm": lambda: LookaheadConfig(memory=Memory()),
         }
 
         def arm(make: Callable[[], LookaheadConfig]) -> Arm:
@@ -163,14 +165,14 @@ class Load:
         for first in range(0, len(self._prompts), rows):
             inputs = self._padded(self._prompts[first : first + rows])
             with original_generate(model) as original:
-                generate: Any = original if lookahead is None else lambda **given: lade.generate(model, **given)
-                output = generate(**inputs, **self._arguments, **own)
+                call: Any = original if lookahead is None else lambda **given: generate(model, **given)
+                output = call(**inputs, **self._arguments, **own)
             trial.answers += map(self._cut, output[:, inputs["input_ids"].shape[1] :].tolist())
         trial.stats = None if lookahead is None else stats
 
     def _in_engine(self, trial: Trial, rows: int, config: LookaheadConfig, times: list[float] | None) -> None:
         stats, ends, handles = Stats(), [0.0] * len(self._prompts), []
-        with lade.Engine(self._own, max_rows=rows, max_waiting=len(self._prompts)) as engine:
+        with Engine(self._own, max_rows=rows, max_waiting=len(self._prompts)) as engine:
             start = perf_counter()
             for number, ids in enumerate(self._prompts):
                 if times is not None:

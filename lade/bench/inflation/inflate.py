@@ -89,12 +89,17 @@ def inflate(
     sizes = choose(model, Wanted(params, hidden_factor, layers, intermediate_size))
     large = _skeleton(type(model), _grown_config(model, sizes, dtype))
     _fill(large, model, _Filler(sizes.hidden_factor, dtype, device, seed))
+    _complete(large, model, device)
+    return large
+
+
+def _complete(large: PreTrainedModel, model: PreTrainedModel, device: torch.device) -> None:
+    """Take over what is no weight; the mode is that of evaluation."""
     for name, buffer in model.named_buffers():  # rotary frequencies go by the head size, which stays
         _put(large, name, buffer.detach().clone().to(device))
     large.tie_weights()
     large.generation_config = copy.deepcopy(model.generation_config)
     large.eval()
-    return large
 
 
 def _require_llama(model: PreTrainedModel) -> None:

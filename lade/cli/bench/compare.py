@@ -35,9 +35,7 @@ def compare(
     *,
     absolute: Annotated[
         bool,
-        typer.Option(
-            "--absolute", help="Judge tokens per second, and the reference too, instead of speed-ups over it."
-        ),
+        typer.Option("--absolute", help="Judge tokens per second, also the reference's, instead of speed-ups over it."),
     ] = False,
     clock: Annotated[
         str,
@@ -71,8 +69,7 @@ def compare(
             absolute=absolute,
             clock=CALL if clock == "call" else DECODING,
         )
-        for warning in [*(f"compared all the same: {each}" for each in found.forced), *found.warnings]:
-            term.say(warning, "yellow")
+        _warn(found, term)
         if json:
             term.write_json(found.as_dict())
         else:
@@ -95,6 +92,11 @@ def tolerance_of(text: str) -> float:
     if rest or not 0.0 <= share < 1.0:
         raise ConfigError("tolerance", text, "give a share from 0 to 1, such as 3% or 0.03")
     return share
+
+
+def _warn(found: Comparison, term: Terminal) -> None:
+    for warning in [*(f"compared all the same: {each}" for each in found.forced), *found.warnings]:
+        term.say(warning, "yellow")
 
 
 def _print(found: Comparison, drift: float | None, term: Terminal) -> None:

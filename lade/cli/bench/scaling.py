@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lade.bench.scaling.records import Scaling
     from lade.bench.scaling.run import Study
     from lade.bench.workloads import Workload
-    from lade.cli.loading.load import LoadedModel
+    from lade.cli.loading.loaded_model import LoadedModel
 
 EXAMPLE = "Example:  [bold]lade bench scaling --model gpt2 --workload HumanEval.jsonl.gz --limit 20 --out law[/bold]"
 EXIT_DIFFERENT = 1

@@ -9,7 +9,7 @@ from lade.cli.options.decoding import Choices
 from lade.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lade.cli.loading.load import LoadedModel
+    from lade.cli.loading.loaded_model import LoadedModel
 
 _NO_BEAMS = "a chat shows answers as they come, beams only when complete: leave it out, or use lade generate"
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")

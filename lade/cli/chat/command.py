@@ -16,7 +16,7 @@ from lade.errors import InputError, LadeError
 
 if TYPE_CHECKING:
     from lade.cli.chat.conversation import Conversation, Turn
-    from lade.cli.loading.load import LoadedModel
+    from lade.cli.loading.loaded_model import LoadedModel
     from lade.cli.run import Generation
     from lade.config import Lookahead
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lade.cli.loading.load import LoadedModel
+from lade.cli.loading.loaded_model import LoadedModel
 from lade.cli.options.template import WITHOUT, Template
 from lade.cli.run import Generation
 from lade.cli.terminal import one_line

@@ -11,7 +11,7 @@ from lade.cli.options.decoding import Choices
 from lade.config import LookaheadConfig
 
 if TYPE_CHECKING:
-    from lade.cli.loading.load import LoadedModel
+    from lade.cli.loading.loaded_model import LoadedModel
     from lade.memory import Memory
 
 ADAPTIVE, KEPT = "adaptive", "memory kept"

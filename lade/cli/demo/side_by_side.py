@@ -11,7 +11,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from lade.cli.detokenizer import Detokenizer
-from lade.cli.loading.load import LoadedModel
+from lade.cli.loading.loaded_model import LoadedModel
 from lade.cli.options.decoding import GREEDY, Choices
 from lade.cli.rng_state import Noise
 from lade.cli.run import generate_arguments

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from transformers.utils import logging as _logging
 
 from lade.cli.loading import checkpoint
 from lade.cli.loading.hub import Source, find, find_adapter, gated
+from lade.cli.loading.loaded_model import LoadedModel
 from lade.cli.loading.quantization import quantization_config
 from lade.cli.options.model import Loading
 from lade.cli.terminal import Terminal, one_line
@@ -24,7 +25,6 @@ from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError, InputError, UnsupportedModelError
 from lade.memory import Memory
 from lade.model.packing import pack as packing
-from lade.model.position_limits import LEARNED_POSITIONS
 
 _SILENT = 50  # logging.CRITICAL
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -57,74 +57,6 @@ _DECIDED_BY_THE_SHELL = frozenset(
     ]
 )
 """Fields of a checkpoint's generation_config that would make it anything else than greedy decoding of one text."""
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A loaded model with its tokenizer.
-
-    Attributes:
-        name: as the user gave it, or "embedded".
-        model: a transformers causal language model; its generation_config decodes greedily.
-        tokenizer: its tokenizer.
-        checkpoint_defaults: what its checkpoint's generation_config has on sampling and beams; `model` lacks it.
-        variant: how it was loaded, as far as that changes its texts; see `Loading.variant`.
-    """
-
-    name: str
-    model: Any
-    tokenizer: Any
-    checkpoint_defaults: Mapping[str, Any] = field(default_factory=dict)
-    variant: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def dtype(self) -> str:
-        """Such as "float32"."""
-        return str(self.model.dtype).removeprefix("torch.")
-
-    @property
-    def packed(self) -> bool:
-        """Whether any of its layers are prepacked for the CPU."""
-        return packing.packed_layers(self.model) > 0
-
-    @property
-    def context(self) -> int | None:
-        """Tokens the model was made for; None where it does not say."""
-        config = self.model.config.get_text_config(decoder=True)
-        length = getattr(config, "max_position_embeddings", None)
-        return length if isinstance(length, int) and length > 0 else None
-
-    @property
-    def ends(self) -> bool:
-        """Whether the model cannot run beyond its context at all, because it looks positions up in a table."""
-        return self.model.config.get_text_config(decoder=True).model_type in LEARNED_POSITIONS
-
-    def room(self, ids: list[int], max_new_tokens: int, *, within: bool = False) -> int:
-        """How many of `max_new_tokens` can be generated; `within`: without leaving the context."""
-        if self.context is None or not (within or self.ends):
-            return max_new_tokens
-        return min(max_new_tokens, self.context - len(ids) + (not within))  # the last token is not fed any more
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, special tokens included; see `check`."""
-        ids: list[int] = self.tokenizer(text)["input_ids"]
-        self.check(ids)
-        return ids
-
-    def check(self, ids: list[int]) -> None:
-        """Raise `InputError` for ids that the model cannot continue."""
-        if not ids:
-            raise InputError("the prompt has no tokens: give a longer one")
-        vocabulary = self.model.get_input_embeddings().num_embeddings
-        if max(ids) >= vocabulary:
-            raise InputError(
-                f"the tokenizer yields the id {max(ids)}, but the model has a vocabulary of {vocabulary}: "
-                f"{self.name!r} needs the tokenizer it was trained with"
-            )
-        if self.context and len(ids) >= self.context:
-            raise InputError(
-                f"the prompt has {len(ids)} tokens, but the model's context holds {self.context}: shorten the prompt"
-            )
 
 
 def load(loading: Loading, *, term: Terminal, pack: bool | None = False) -> LoadedModel:

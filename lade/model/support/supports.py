@@ -188,8 +188,13 @@ def _foreign_layers(config: PretrainedConfig) -> list[str]:
 
 
 def _is_listed(model: PreTrainedModel, config: PretrainedConfig) -> bool:
+    return model.config is config and _has_listed_decoder(model, config)
+
+
+def _has_listed_decoder(model: PreTrainedModel, config: PretrainedConfig) -> bool:
+    """Whether its language model, which a multimodal model holds as a part, is of a listed architecture."""
     ours = type(model).__module__.startswith("transformers.models.")  # remote code may borrow a model_type
-    return ours and config.model_type in MASK_PER_LAYER_TYPE | ONE_MASK | RECURRENT and model.config is config
+    return ours and config.model_type in MASK_PER_LAYER_TYPE | ONE_MASK | RECURRENT
 
 
 def _listed(model: PreTrainedModel, config: PretrainedConfig) -> Support:
@@ -202,7 +207,7 @@ def _listed(model: PreTrainedModel, config: PretrainedConfig) -> Support:
 
 def _check(model: PreTrainedModel, config: PretrainedConfig) -> Support:
     """Try the ways in which a model may take its masks; the first one that is exact is the plan."""
-    name, listed = type(model).__name__, _is_listed(model, config)
+    name, listed = type(model).__name__, _has_listed_decoder(model, config)
     lengths = _windows(config) if listed else named_lengths(model)
     longest = max(lengths, key=lambda name: lengths[name], default=None)
     if longest and lengths[longest] > LONGEST_PROBE_TOKENS and not listed:

@@ -123,6 +123,18 @@ def _nodes(
     return top, total, found
 
 
+@triton.jit
+def _sink(sinks, member, valid, split, log2e, SINKS: tl.constexpr, TILE: tl.constexpr):
+    """The running maximum and sum, `[TILE]` each, before any key was read."""
+    top = tl.full([TILE], float("-inf"), tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    if SINKS:  # a key without a value, in the first part
+        sink = tl.load(sinks + member, mask=valid, other=0.0).to(tl.float32) * log2e
+        top = tl.where(split == 0, sink, top)
+        total += tl.where(split == 0, 1.0, 0.0)
+    return top, total
+
+
 @triton.jit(do_not_specialize=["step", "nodes", "words", "reach"])
 def attend_tile(
     query, key, value, sinks, out, log_sums,
@@ -153,12 +165,7 @@ def attend_tile(
     start = low + split * share
     end = tl.minimum(start + share, length + nodes)
 
-    top = tl.full([TILE], float("-inf"), tl.float32)
-    total = tl.zeros([TILE], tl.float32)
-    if SINKS:  # a key without a value, in the first part
-        sink = tl.load(sinks + member, mask=valid, other=0.0).to(tl.float32) * log2e
-        top = tl.where(split == 0, sink, top)
-        total += tl.where(split == 0, 1.0, 0.0)
+    top, total = _sink(sinks, member, valid, split, log2e, SINKS, TILE)
     found = tl.zeros([TILE, VALUE_BLOCK], tl.float32)
     top, total, found = _text(
         top, total, found, q, position, valid, key, value, key_mask, value_mask, start, tl.minimum(end, length),

@@ -90,8 +90,7 @@ def attend(
 
     Args:
         query: `[B, H, S, D]`, float32, float16 or bfloat16.
-        key: `[B, Hkv, K, D]` of the same dtype; H is a multiple of Hkv, and query heads
-            h * H / Hkv and following share head h.
+        key: `[B, Hkv, K, D]` of the same dtype; query heads h * H / Hkv and following share head h.
         value: `[B, Hkv, K, Dv]`.
         mask: `[B, 1, S, K]`.
         scale: factor of the scores.
@@ -124,12 +123,24 @@ def attend(
             TILE=tiles.queries, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True,
         )  # fmt: skip
         if tiles.splits > 1:
-            merge_splits[(rows * step * heads,)](
-                parts, log_sums, out, rows * step * heads,
-                SPLITS=tiles.splits, SPLIT_BLOCK=triton.next_power_of_2(tiles.splits),
-                VALUE_DIM=value_dim, VALUE_BLOCK=_block(value_dim), num_warps=1, enable_fp_fusion=True,
-            )  # fmt: skip
+            _merge(parts, log_sums, out)
     return out
+
+
+def _merge(parts: torch.Tensor, log_sums: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the whole attention into `out`, `[B, S, H, Dv]`.
+
+    Args:
+        parts: `[splits, B, S, H, Dv]` float32, attention to the keys of each split.
+        log_sums: `[splits, B, S, H]` float32, log2 of what each split has summed up.
+        out: is written.
+    """
+    splits, queries, value_dim = len(parts), log_sums[0].numel(), out.shape[-1]
+    merge_splits[(queries,)](
+        parts, log_sums, out, queries,
+        SPLITS=splits, SPLIT_BLOCK=triton.next_power_of_2(splits),
+        VALUE_DIM=value_dim, VALUE_BLOCK=_block(value_dim), num_warps=1, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 def _block(dim: int) -> int:
