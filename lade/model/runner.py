@@ -98,6 +98,22 @@ class EagerRunner:
         """Sizes whose first pass takes longer than the later ones, among those of up to `largest` tokens a row."""
         return ()
 
+    def piece_end(self, fed: int, most: int, length: int) -> int:
+        """Where the next piece of a prompt ends, so that pieces give what the whole prompt gives.
+
+        Recurrent layers feed a single token with another function, which may not limit what that for several does; and
+        the latter may begin with an empty state.
+
+        Args:
+            fed: tokens that the cache holds.
+            most: tokens to feed, at most, unless a piece would be of one token.
+            length: of the prompt.
+        """
+        if self._core_patches.forgets:
+            return length
+        end = min(length, fed + (max(most, 2) if self._core_patches else most))
+        return length if self._core_patches and end == length - 1 else end
+
     @torch.no_grad()
     def prefill(
         self, rows: Sequence[Sequence[int]], cache: TreeCache, hook: PromptLogitsHook | None = None

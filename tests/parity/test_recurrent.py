@@ -12,6 +12,7 @@ from comparing import CONFIGS, PAPER, Watch, assert_same, batch, lookahead, plai
 from families import RECURRENT_FAMILIES, Family
 from test_batch_families import LENGTHS, assert_same_batch
 from test_serving_families import assert_served
+from transformers import DynamicCache
 
 import lade
 from lade.model.recurrent.convolution import convolution
@@ -63,6 +64,71 @@ def test_batches_greedy_and_sampled(name: str) -> None:
 def test_requests_that_come_and_go(name: str) -> None:
     model = recurrent(name).build()
     assert_served(model, [PAPER], pad_token_id=0, do_sample=False)
+
+
+PIECES = {
+    "nemotron_h": {"time_step_min": 1.0},  # this limits dt in the function for several tokens, and not in that for one
+    "zamba2": {"time_step_min": 1.0},
+    "bamba": {"time_step_limit": (1.0, float("inf"))},
+    "jamba": {},  # its function for several tokens begins with an empty state
+    "qwen3_next": {},
+}
+
+
+def limits_tell_pieces_apart(model: Any, ids: torch.Tensor) -> bool:
+    """Whether feeding the last token by itself changes the text."""
+    chunked = plain(model, ids, prefill_chunk_size=ids.shape[1] - 1, max_new_tokens=30)
+    return not torch.equal(chunked, plain(model, ids, max_new_tokens=30))
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize("prefill_tokens", [5, 1])
+def test_prompts_that_an_engine_feeds_in_pieces(name: str, prefill_tokens: int) -> None:
+    model, lengths = recurrent(name).build(**PIECES[name]), (6, 11, 1, 2, 16, 3)
+    assert name not in ("nemotron_h", "zamba2") or limits_tell_pieces_apart(model, prompt(6))
+    with lade.Engine(model, max_rows=3, prefill_tokens=prefill_tokens) as engine:
+        arguments: dict[str, Any] = {"lookahead": PAPER, "max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+        handles = [engine.add(prompt(length, seed), **arguments) for seed, length in enumerate(lengths)]
+        results = [handle.result(60.0) for handle in handles]
+    for seed, (length, result) in enumerate(zip(lengths, results, strict=True)):
+        assert torch.equal(result, plain(model, prompt(length, seed), max_new_tokens=30)), length
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("name", PIECES)
+def test_short_prompts_and_prompts_in_chunks(name: str) -> None:
+    model = recurrent(name).build(**PIECES[name])
+    for length in (1, 2, 3):
+        assert_same(model, prompt(length), CONFIGS[:2], max_new_tokens=30)
+    for length, chunk in ((6, 5), (7, 5), (20, 1), (20, 7)):
+        assert_same(model, prompt(length), max_new_tokens=30, prefill_chunk_size=chunk)
+    assert_same_batch(model, CONFIGS[:1], max_new_tokens=30)
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("name", PIECES)
+def test_a_cache_goes_on_as_transformers_own_does(name: str) -> None:
+    model = recurrent(name).build(**PIECES[name])
+    for more in (1, 2, 5):
+        ours, theirs = lade.TreeCache(), DynamicCache(config=model.config)
+        text = lookahead(model, prompt(20), max_new_tokens=20, past_key_values=ours)
+        assert torch.equal(plain(model, prompt(20), max_new_tokens=20, past_key_values=theirs), text)
+        longer = torch.cat([text, prompt(more - 1, seed=more)], dim=1)  # the last token of the text was not fed
+        goes_on = name != "jamba" or more == 1  # where transformers begins anew, and does not say so, all is fed
+        expected = plain(model, longer, **({"past_key_values": theirs} if goes_on else {}))
+        assert torch.equal(lookahead(model, longer, past_key_values=ours), expected)
+
+
+def test_chunks_are_refused_where_they_depend_on_padding_or_on_other_requests() -> None:
+    model = recurrent("qwen3_5_text").build()
+    with pytest.raises(lade.UnsupportedArgumentError, match="prefill_chunk_size=5 with left padding"):
+        lookahead(model, **batch(20, 7), prefill_chunk_size=5, pad_token_id=0)
+    with (
+        lade.Engine(model, max_rows=3) as engine,
+        pytest.raises(lade.UnsupportedArgumentError, match="prefill_chunk_size=5 cannot be used"),
+    ):
+        engine.add(prompt(20), prefill_chunk_size=5, max_new_tokens=5)
 
 
 def test_sampling_draws_what_plain_decoding_draws() -> None:
