@@ -16,6 +16,7 @@ from lade.errors import ConfigError, InputError, UnsupportedArgumentError
 from lade.hf.ids import vocabulary_of
 from lade.hf.media import WHY, is_empty, names_media, says_text
 from lade.hf.prepared import Prepared
+from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.position_limits import LEARNED_POSITIONS
 from lade.model.recurrent.cores import is_recurrent
@@ -120,6 +121,9 @@ def _refuse_caches(prepared: Prepared) -> None:
         refuse("use_cache=False", "a token tree needs the KV cache")
     if kind in FOREIGN_CACHES:
         refuse(f"cache_implementation={kind!r}", "lookahead decoding keeps a cache of its own on the model's device")
+    if cache is not None and not isinstance(cache, TreeCache) and is_recurrent(prepared.model):
+        what = f"past_key_values of type {type(cache).__name__} on a model with recurrent layers"
+        refuse(what, "it keeps no states that a path of a tree can be folded into; give a lade.TreeCache")
     if cache is not None and not can_borrow(cache):
         refuse(
             f"past_key_values of type {type(cache).__name__}",

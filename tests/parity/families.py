@@ -302,7 +302,16 @@ RECURRENT_FAMILIES = [
             "use_mem_rope": True,
         },
     ),
-    Family("lfm3", {**_GROUPED, "layer_types": _CONV, "conv_L_cache": 7}),
+    Family(
+        "lfm3",
+        {
+            **_GROUPED,
+            **_WINDOWED,
+            "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
+            "conv_L_cache": 7,
+        },
+    ),
+    Family("lfm3", {**_GROUPED, "layer_types": _CONV, "conv_L_cache": 7}, name="lfm3-no-window"),
     Family(
         "jamba",
         {

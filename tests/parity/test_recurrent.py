@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import sys
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, Watch, assert_same, batch, lookahead, plain, prompt
+from comparing import CONFIGS, PAPER, Watch, assert_same, batch, lookahead, only_fallback, plain, prompt
 from families import RECURRENT_FAMILIES, Family
 from test_batch_families import LENGTHS, assert_same_batch
 from test_serving_families import assert_served
@@ -18,7 +19,10 @@ import lade
 from lade.model.recurrent.convolution import convolution
 from lade.model.recurrent.cores import CORES
 from lade.model.recurrent.delta_rule import delta_rule
+from lade.model.recurrent.folding import LinearFolding
+from lade.model.recurrent.layer import RecurrentLayer
 from lade.model.recurrent.tree_pass import TreePass
+from lade.model.support import supports
 from lade.model.support.supports import RECURRENT
 from lade.model.support.tree_check import worst_error
 from lade.serving.capacity import Need
@@ -32,6 +36,7 @@ def recurrent(name: str) -> Family:
 CASES = [pytest.param(case, id=str(case)) for case in RECURRENT_FAMILIES]
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", CASES)
 def test_it_writes_what_plain_decoding_writes(case: Family, watch: Watch) -> None:
     model = case.build()
@@ -175,6 +180,38 @@ def test_padding_that_reaches_a_convolution_is_refused() -> None:
         lookahead(model, **batch(20, 7), pad_token_id=0)
 
 
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("name", ["zamba2", "qwen3_5_text", "jamba", "lfm2"])
+def test_training_mode(name: str) -> None:
+    model = recurrent(name).build(**PIECES.get(name, {})).train()
+    assert_same(model, prompt(20), CONFIGS[:1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.gradient_checkpointing_enable()
+        assert "training mode" in lade.supports(model).reason
+
+
+def test_a_cache_that_keeps_no_paths_is_refused() -> None:
+    model = recurrent("qwen3_5_text").build()
+    for cache in (DynamicCache(config=model.config), DynamicCache()):
+        with pytest.raises(
+            lade.UnsupportedArgumentError, match=r"DynamicCache on a model with rec.*give a lade.TreeCa"
+        ):
+            lookahead(model, prompt(20), past_key_values=cache)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cache = DynamicCache(config=model.config)
+        assert torch.equal(lookahead(model, prompt(20), "auto", past_key_values=cache), plain(model, prompt(20)))
+    assert "recurrent layers" in only_fallback(caught)
+
+
+def test_kernels_that_replace_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = recurrent("qwen3_5_text").build()
+    monkeypatch.setattr(model, "_use_kernels", True, raising=False)
+    with pytest.raises(lade.UnsupportedModelError, match="load it without use_kernels"):
+        lookahead(model, prompt(20))
+
+
 def test_passes_over_trees_leave_the_functions_of_transformers_in_place() -> None:
     model = recurrent("qwen3_next").build()
     module = sys.modules[type(model).__module__]
@@ -194,13 +231,19 @@ def test_functions_that_mixers_do_not_call_are_noticed(monkeypatch: pytest.Monke
         lookahead(model, prompt(20))
 
 
-@pytest.mark.parametrize("name", ["causal_conv1d_fn", "torch_chunk_gated_delta_rule"])
-def test_the_check_notices_a_function_without_a_core(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = recurrent("qwen3_next").build()
-    plan = lade.supports(model).require()
-    text_for_tree = {"causal_conv1d_fn": convolution_of_a_text, "torch_chunk_gated_delta_rule": delta_rule_of_a_text}
-    monkeypatch.setitem(CORES, name, text_for_tree[name])
-    assert worst_error(model, plan) > 1e-2
+@pytest.fixture
+def unlisted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Families with recurrent layers are checked, as if no test knew them."""
+    monkeypatch.setattr(supports, "RECURRENT", frozenset())
+
+
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("case", CASES)
+def test_families_that_no_test_knows_pass_the_check(case: Family, backend: str, unlisted: None) -> None:
+    model = case.build(backend, **PIECES.get(str(case), {}))
+    assert lade.supports(model)
+    assert_same(model, prompt(20), CONFIGS[:1], max_new_tokens=20)
 
 
 def convolution_of_a_text(tree_pass: TreePass, original: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -211,6 +254,46 @@ def convolution_of_a_text(tree_pass: TreePass, original: Any, inputs: Any, *args
 def delta_rule_of_a_text(tree_pass: TreePass, original: Any, *args: Any, **kwargs: Any) -> Any:
     """As if the nodes were a text: the outputs of the original function."""
     return original(*args, **kwargs)[0], delta_rule(tree_pass, original, *args, **kwargs)[1]
+
+
+def folded_too_early(self: LinearFolding, state: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """The state after the node before the path's last one."""
+    return fold(self, state, last - 1)
+
+
+def without_windows(self: RecurrentLayer, last: torch.Tensor) -> None:
+    """Folds states, and leaves the inputs of convolutions as they are."""
+    self._inputs.clear()
+    keep(self, last)
+
+
+fold, keep = LinearFolding.fold, RecurrentLayer.keep
+WRONG: dict[str, tuple[Any, Any]] = {
+    "convolution": ((CORES, "causal_conv1d_fn"), convolution_of_a_text),
+    "delta rule": ((CORES, "torch_chunk_gated_delta_rule"), delta_rule_of_a_text),
+    "convolution not wrapped": ((CORES, "causal_conv1d_fn"), None),
+    "delta rule not wrapped": ((CORES, "torch_chunk_gated_delta_rule"), None),
+    "folding": ((LinearFolding, "fold"), folded_too_early),
+    "stale windows": ((RecurrentLayer, "keep"), without_windows),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+def test_the_check_refuses_what_is_wrong(
+    name: str, dtype: torch.dtype, unlisted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = recurrent("qwen3_5_text").build().to(dtype)
+    (owner, attribute), wrong = WRONG[name]
+    if wrong is None:
+        monkeypatch.delitem(owner, attribute)
+    elif isinstance(owner, dict):
+        monkeypatch.setitem(owner, attribute, wrong)
+    else:
+        monkeypatch.setattr(owner, attribute, wrong)
+    assert "a tree pass does not equal plain passes" in lade.supports(model).reason
+    monkeypatch.undo()
+    assert lade.supports(recurrent("qwen3_5_text").build().to(dtype))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5])

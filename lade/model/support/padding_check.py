@@ -25,7 +25,7 @@ _known: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 def counts_padding(model: PreTrainedModel) -> bool:
     """Whether plain decoding gives another text where padding stands left of the prompt; tried once for a model."""
     if model not in _known:
-        _known[model] = _error_of_padding(model) > tolerance(model.dtype)
+        _known[model] = _error_of_padding(model) > tolerance(model)
     return _known[model]
 
 
