@@ -111,7 +111,8 @@ class TreeCache(Cache):
 
         Args:
             paths: for each row the indices to keep, ascending, counted from the first of the `fed` tokens, or of those
-                that the row held before them.
+                that the row held before them. They begin with the root; only without recurrent layers, or where the
+                states no longer matter, may they be empty.
             fed: tokens that the last forward pass appended to every row.
             held: for each row, how many tokens before the `fed` ones its path counts, too; none unless given.
         """
@@ -131,7 +132,7 @@ class TreeCache(Cache):
             moves.make([whole for group in self._grouped() for whole in group.joined()])
         for layer in self.attending:
             layer.lengths = lengths
-        if self._tree_pass is not None:  # a plain pass has fed the root alone, which is always kept
+        if self._tree_pass is not None and all(paths):  # a plain pass has fed the root alone, which is always kept
             last = torch.tensor([path[-1] for path in paths])
             for recurrent in self.recurrent:
                 recurrent.keep(last)
@@ -154,10 +155,12 @@ class TreeCache(Cache):
         Args:
             tokens_to_remove: minus their number, as transformers wants it.
         """
+        if self.recurrent:
+            if tokens_to_remove:
+                self.reset()
+            return
         for layer in self.attending:
             layer.crop(tokens_to_remove)
-        if tokens_to_remove and self.recurrent:
-            self.reset()
 
     def join(self, parts: Sequence[TreeCache], places: Sequence[tuple[int, int]]) -> None:
         """Become a cache of rows that others hold; those are emptied on the way, layer by layer.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from lade.model.kv_cache import TreeCache
+from lade.model.recurrent.cores import CorePatches
+from lade.model.recurrent.layer import layers_for
 from lade.model.tree_layer import TreeLayer
 
 _DYNAMIC_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -24,6 +27,21 @@ def can_borrow(cache: Any) -> bool:
         and not cache.offloading
         and all(type(la) in _DYNAMIC_LAYERS for la in cache.layers)
     )
+
+
+def begin_plainly(cache: Any, model: nn.Module) -> None:
+    """Let plain decoding work on a user's cache: recurrent layers find their states in one of ours only if they are in.
+
+    Args:
+        cache: the user's; None for none.
+        model: the model inside any wrapper.
+    """
+    if isinstance(cache, TreeCache) and (cores := CorePatches(model)):
+        if cores.forgets:  # what it holds would be left out, without a word
+            cache.reset()
+        if not cache.layers:
+            cache.layers += layers_for(cast(Any, model).config)
+        cache.begin()
 
 
 def why_unfit(cache: Cache, length: int) -> str:

@@ -22,10 +22,12 @@ from lade.model.recurrent.delta_rule import delta_rule
 from lade.model.recurrent.folding import LinearFolding
 from lade.model.recurrent.layer import RecurrentLayer
 from lade.model.recurrent.tree_pass import TreePass
+from lade.model.select_runner import runner_for
 from lade.model.support import supports
 from lade.model.support.supports import RECURRENT
 from lade.model.support.tree_check import worst_error
 from lade.serving.capacity import Need
+from lade.tuning.measure import measure_step_cost
 
 
 def recurrent(name: str) -> Family:
@@ -326,6 +328,47 @@ def test_a_failed_pass_leaves_a_cache_that_goes_on(monkeypatch: pytest.MonkeyPat
     assert torch.equal(
         lookahead(model, text[:, : held + 1] if held else ids, past_key_values=cache)[:, :60], text[:, :60]
     )
+
+
+@pytest.mark.parametrize(
+    "name", ["falcon_h1", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3_5_text", "jamba"))]
+)
+def test_plain_decoding_and_ours_take_turns_on_one_cache(name: str) -> None:
+    model, cache, text = recurrent(name).build(), lade.TreeCache(), prompt(20)
+    for turn, config in enumerate((None, PAPER, None, "auto")):
+        expected = plain(model, text, max_new_tokens=15)
+        if turn == 2:  # a stream that is left in the middle of its passes
+            stream = lade.stream(
+                model, text, max_new_tokens=15, lookahead=PAPER, past_key_values=cache, do_sample=False
+            )
+            list(itertools.islice(stream, 2))
+            stream.close()
+            cache.crop(text.shape[1] - 1 - cache.get_seq_length())
+        result = lookahead(model, text, config, max_new_tokens=15, past_key_values=cache)
+        assert torch.equal(result, expected)
+        text = torch.cat([result, prompt(3, seed=turn)], dim=1)
+    steps = list(lade.stream(model, text, max_new_tokens=9, lookahead=None, past_key_values=cache, do_sample=False))
+    assert [token for step in steps for token in step.tokens] == plain(model, text, max_new_tokens=9)[0, -9:].tolist()
+
+
+@pytest.mark.measured_cost
+@pytest.mark.parametrize(
+    "name", ["qwen3_5_text", *(pytest.param(n, marks=pytest.mark.slow) for n in ("jamba", "lfm3"))]
+)
+def test_the_cost_of_passes_is_measured(name: str) -> None:
+    model = recurrent(name).build()
+    runner = runner_for(model, lade.supports(model).require(), model.generation_config)
+    cost = measure_step_cost(runner, vocabulary=64, sizes=(1, 8), cached=40, budget_s=0.1)
+    assert cost.seconds(8) > 0
+
+
+def test_a_memory_that_is_kept_and_a_prompt_read_twice() -> None:
+    model, stats, again = recurrent("qwen3_5_text").build(), lade.Stats(), lade.Stats()
+    config = lade.LookaheadConfig(memory=lade.Memory(), budget=16)
+    expected = plain(model, prompt(20))
+    assert torch.equal(lookahead(model, prompt(20), config, stats=stats), expected)
+    assert torch.equal(lookahead(model, prompt(20), config, stats=again), expected)
+    assert again.steps < stats.steps
 
 
 def test_a_cropped_cache_forgets_everything() -> None:
