@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lifted import float32_lifted
 from transformers.models.bamba.modeling_bamba import mamba2_selective_state_update
 from transformers.models.jamba.modeling_jamba import mamba_selective_state_update
 from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
@@ -29,8 +30,14 @@ from lade.model.recurrent.state_space import mamba2
 from lade.model.recurrent.tree_pass import TreePass
 
 ROWS, HEADS, KEYS, VALUES, CHANNELS, WIDTH = 2, 4, 3, 5, 6, 4
-TOLERANCE = 2e-5  # both sides compute in float32
+TOLERANCE = 1e-10
 trees = st.lists(st.lists(st.integers(0, 20), max_size=12).map(tree_of), min_size=ROWS, max_size=ROWS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def everything_in_float64() -> Iterator[None]:
+    with float32_lifted():
+        yield
 
 
 def no_original(*args: object, **kwargs: object) -> None:
@@ -38,7 +45,8 @@ def no_original(*args: object, **kwargs: object) -> None:
 
 
 def close(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.allclose(left.float(), right.float(), rtol=TOLERANCE, atol=TOLERANCE)
+    assert left.dtype == right.dtype == torch.float64
+    return torch.allclose(left, right, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def path_to(tree: TokenTree, node: int) -> list[int]:
@@ -47,7 +55,7 @@ def path_to(tree: TokenTree, node: int) -> list[int]:
 
 
 def uniform(*shape: int) -> torch.Tensor:
-    return 2 * torch.rand(shape) - 1
+    return 2 * torch.rand(shape, dtype=torch.float64) - 1
 
 
 def assert_paths(
@@ -84,8 +92,8 @@ def test_the_delta_rule(by_channel: bool, several: list[TokenTree], seed: int) -
     tree_pass, size = TreePass(several), max(map(len, several))
     key_heads = HEADS if by_channel else HEADS // 2
     query, key = (uniform(ROWS, size, key_heads, KEYS) for _ in range(2))
-    value, beta = uniform(ROWS, size, HEADS, VALUES), 2 * torch.rand(ROWS, size, HEADS)
-    g = -3 * torch.rand(ROWS, size, HEADS, *([KEYS] if by_channel else []))
+    value, beta = uniform(ROWS, size, HEADS, VALUES), 1 + uniform(ROWS, size, HEADS)
+    g = -1.5 * (1 + uniform(ROWS, size, HEADS, *([KEYS] if by_channel else [])))
     state = uniform(ROWS, HEADS, KEYS, VALUES)
     options = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
     core = partial(delta_rule, tree_pass, no_original)
@@ -108,7 +116,7 @@ def test_mamba_2(several: list[TokenTree], seed: int) -> None:
     tree_pass, size = TreePass(several), max(map(len, several))
     inputs, dt = uniform(ROWS, size, HEADS, VALUES), uniform(ROWS, size, HEADS)
     keys, queries = (uniform(ROWS, size, 2, KEYS) for _ in range(2))
-    decay, skip, bias = -torch.rand(HEADS), uniform(HEADS), uniform(HEADS)
+    decay, skip, bias = -(1 + uniform(HEADS)), uniform(HEADS), uniform(HEADS)
     state = uniform(ROWS, HEADS, VALUES, KEYS)
     outputs, folding = mamba2(
         tree_pass,
@@ -151,7 +159,7 @@ def test_mamba_1(several: list[TokenTree], seed: int) -> None:
     tree_pass, size = TreePass(several), max(map(len, several))
     inputs, dt, gates = (uniform(ROWS, CHANNELS, size) for _ in range(3))
     keys, queries = (uniform(ROWS, KEYS, size) for _ in range(2))
-    decay, skip, bias = -torch.rand(CHANNELS, KEYS), uniform(CHANNELS), uniform(CHANNELS)
+    decay, skip, bias = -(1 + uniform(CHANNELS, KEYS)), uniform(CHANNELS), uniform(CHANNELS)
     state = tree_pass.state = uniform(ROWS, CHANNELS, KEYS)
     outputs, folding = selective_scan(
         tree_pass,
