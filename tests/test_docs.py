@@ -13,7 +13,7 @@ import typer.main
 
 import lade
 from lade.cli.main import app
-from lade.model.support.supports import MASK_PER_LAYER_TYPE, ONE_MASK
+from lade.model.support.supports import MASK_PER_LAYER_TYPE, ONE_MASK, RECURRENT
 from lade.model.support.supports import REFUSED as REFUSED_BY_NAME
 
 ROOT = Path(__file__).parent.parent
@@ -194,11 +194,16 @@ def test_the_checked_models_are_those_of_the_tests(families):
     assert {case.model_type for case in families.UNLISTED} <= names(section)
 
 
+def test_the_recurrent_models_are_those_of_the_code_and_its_tests(families):
+    told = set().union(*(names(cell) for _, cell in rows("Recurrent and hybrid")))
+    assert told == RECURRENT == {case.model_type for case in families.RECURRENT_FAMILIES}
+
+
 def test_the_refused_models_are_those_of_the_tests(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tests" / "parity")
-    tested = module_of(ROOT / "tests" / "parity" / "test_refusals.py").REFUSED
+    refusals = module_of(ROOT / "tests" / "parity" / "test_refusals.py")
     told = {name: reason for cell, reason in rows("Refused") for name in names(cell)}
-    assert told.keys() == tested.keys() and REFUSED_BY_NAME.keys() <= told.keys()
+    assert told.keys() == refusals.REFUSED.keys() | refusals.OTHER_STATES.keys() | REFUSED_BY_NAME.keys()
     for name, reason in REFUSED_BY_NAME.items():
         assert reason.removeprefix("its ") in told[name], name
 

@@ -23,6 +23,7 @@ from lade.hf.prepared import Prepared
 from lade.hf.refusals import check, refuse
 from lade.model.kv_cache import TreeCache
 from lade.model.position_limits import Positions
+from lade.model.recurrent.cores import is_recurrent
 from lade.model.runner import EagerRunner
 from lade.stats import Stats
 
@@ -48,6 +49,8 @@ class BeamSession:
             if getattr(config, name) is not None:
                 refuse(f"{name} with num_beams", "beams are drafted at fixed sizes, with a memory of their own")
         plan, paddings = check(prepared, BEAM_MODES)
+        if is_recurrent(prepared.model):
+            refuse("num_beams", "recurrent layers fold one path of a tree into their states, and beams keep several")
         prompts, users = prepared.prompts, prepared.user_cache
         if users is not None and (users.get_seq_length() or not isinstance(users, TreeCache)):
             refuse("past_key_values with num_beams", "a search of beams begins with an empty cache of its own")

@@ -19,6 +19,7 @@ from lade.hf.pass_meter import EVERY_PASS, metered
 from lade.hf.prepared import Prepared
 from lade.model.packing.linear import refuse_autocast
 from lade.model.support.supports import unwrap
+from lade.model.user_cache import begin_plainly
 from lade.stats import Stats
 
 Generated = torch.Tensor | GenerateOutput
@@ -66,6 +67,7 @@ def decode_prepared(
         NeedsGenerateError: see `decoding_method`.
     """
     method = decoding_method(prepared, unassisted=unassisted)
+    begin_plainly(prepared.user_cache, prepared.model)
     streamed = {} if streamer is None else {"streamer": streamer}
     if streamer is not None:
         streamer.put(prepared.input_ids.cpu())
@@ -90,6 +92,7 @@ def generate_plainly(
     """
     inner = unwrap(model)
     refuse_autocast(inner)
+    begin_plainly(arguments.get("past_key_values"), inner)
     if streamer is not None:
         arguments = {**arguments, "streamer": streamer}
     with metered(model, stats) as rows, original_generate(model) as generate:

@@ -16,8 +16,10 @@ from lade.errors import ConfigError, InputError, UnsupportedArgumentError
 from lade.hf.ids import vocabulary_of
 from lade.hf.media import WHY, is_empty, names_media, says_text
 from lade.hf.prepared import Prepared
+from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.position_limits import LEARNED_POSITIONS
+from lade.model.recurrent.cores import is_recurrent
 from lade.model.runner import EagerRunner
 from lade.model.slot_patches import padding_counts_from
 from lade.model.support.padding_check import counts_padding
@@ -71,7 +73,7 @@ def check(
     _check_prompts(model, prompts)
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     paddings = _left_paddings(prompts, None if mask is None else mask[:: prepared.beams])
-    _check_padding(model, max(paddings), prepared.generation_config.max_length)
+    _check_padding(model, max(paddings), prepared.generation_config)
     if positions is not None:
         for axis in positions if positions.ndim == 3 else positions[None]:  # of time, height and width in some models
             _check_positions(axis[:: prepared.beams].expand(len(paddings), -1), paddings)
@@ -119,6 +121,9 @@ def _refuse_caches(prepared: Prepared) -> None:
         refuse("use_cache=False", "a token tree needs the KV cache")
     if kind in FOREIGN_CACHES:
         refuse(f"cache_implementation={kind!r}", "lookahead decoding keeps a cache of its own on the model's device")
+    if cache is not None and not isinstance(cache, TreeCache) and is_recurrent(prepared.model):
+        what = f"past_key_values of type {type(cache).__name__} on a model with recurrent layers"
+        refuse(what, "it keeps no states that a path of a tree can be folded into; give a lade.TreeCache")
     if cache is not None and not can_borrow(cache):
         refuse(
             f"past_key_values of type {type(cache).__name__}",
@@ -193,12 +198,15 @@ def _left_paddings(input_ids: torch.Tensor, attention_mask: torch.Tensor | None)
     return paddings
 
 
-def _check_padding(model: PreTrainedModel, padding: int, max_length: int) -> None:
+def _check_padding(model: PreTrainedModel, padding: int, generation_config: GenerationConfig) -> None:
     """Refuse left padding where plain decoding counts it as text."""
     limit = padding_counts_from(model.config.get_text_config(decoder=True))
-    if padding and limit is not None and max_length >= limit:
+    if padding and limit is not None and generation_config.max_length >= limit:
         refuse("left padding", f"from {limit} tokens on this model counts the padding; give the prompt without it")
-    if padding and not is_listed(model) and counts_padding(model):
+    if padding and generation_config.prefill_chunk_size is not None and is_recurrent(model):
+        chunks = f"prefill_chunk_size={generation_config.prefill_chunk_size} with left padding"
+        refuse(chunks, "recurrent layers tell where a chunk begins, and count padding in some; leave one of them out")
+    if padding and (not is_listed(model) or is_recurrent(model)) and counts_padding(model):
         refuse("left padding", "plain decoding counts it as text on this model; give the prompt without it")
 
 

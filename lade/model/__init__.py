@@ -13,5 +13,6 @@ Apart from that:
     support/           whether a model can be decoded exactly
     packing/           prepacked linear layers for the CPU
     tree_attention/    the attention implementation `lade_tree`
+    recurrent/         trees through recurrent layers: cores, states, cache layers
     cuda_graphs/       GraphRunner: the same interface, by captured passes on static caches
 """

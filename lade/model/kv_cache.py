@@ -12,15 +12,22 @@ Rows come and go without the others being copied: there may be room for more row
 the last one takes its place.
 
 All layers keep all positions, those of sliding windows too: their masks leave out what lies outside the window.
+
+Recurrent layers keep the states of the text. A pass over a tree leaves them alone, and `keep` folds the path in. They
+cannot go back, so a cache with such layers whose last tokens are not wanted is emptied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from transformers.cache_utils import Cache
 
 from lade.model.cache_moves import Moves
+from lade.model.recurrent.layer import RecurrentLayer, empty_like
+from lade.model.recurrent.tree_pass import TreePass
 from lade.model.tree_layer import SPARE_TOKENS, JoinedLayers, TreeLayer
 
 _JOINED_LAYERS = 8
@@ -32,8 +39,10 @@ class TreeCache(Cache):
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=TreeLayer)
-        self.layers: list[TreeLayer]  # type: ignore[assignment]
+        self.layers: list[Any]
         self._groups: list[JoinedLayers] = []
+        self._tree_pass: TreePass | None = None
+        self._state_tokens: int | None = None  # what the states of the only row hold, if that is known
 
     @staticmethod
     def buffer_rows(rows: int) -> int:
@@ -61,19 +70,49 @@ class TreeCache(Cache):
     @property
     def lengths(self) -> list[int]:
         """`[B]`, cached tokens of each row; `[0]` before the first pass."""
-        return self.layers[0].lengths if self.layers and self.layers[0].lengths else [0]
+        first = next(iter(self.attending), None)
+        return first.lengths if first is not None and first.lengths else [0]
+
+    @property
+    def attending(self) -> list[TreeLayer]:
+        """Layers with keys and values."""
+        return [layer for layer in self.layers if isinstance(layer, TreeLayer)]
+
+    @property
+    def recurrent(self) -> list[RecurrentLayer]:
+        """Layers with states."""
+        return [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
+
+    def begin(self, tree_pass: TreePass | None = None) -> None:
+        """Begin a pass that recurrent layers take part in; `keep` or `settle` ends it.
+
+        Args:
+            tree_pass: its trees; None for a plain pass, which changes the states as it goes.
+        """
+        self._tree_pass = tree_pass
+        for layer in self.recurrent:
+            layer.begin(tree_pass)
+        if tree_pass is None:
+            self._state_tokens = None
+
+    def settle(self) -> None:
+        """End a plain pass: the states hold all that was fed."""
+        self._tree_pass = None
+        self._state_tokens = self.lengths[0] if len(self.lengths) == 1 else None
 
     def reset(self) -> None:
         """Forget everything: the cache is empty, and falsy, which transformers tests before it drops a cache."""
         self.layers.clear()
         self._groups.clear()
+        self._tree_pass = self._state_tokens = None
 
     def keep(self, paths: Sequence[Sequence[int]], fed: int, held: Sequence[int] | None = None) -> None:
         """Of the tokens that came last, keep those of the path and drop the others.
 
         Args:
             paths: for each row the indices to keep, ascending, counted from the first of the `fed` tokens, or of those
-                that the row held before them.
+                that the row held before them. They begin with the root; only without recurrent layers, or where the
+                states no longer matter, may they be empty.
             fed: tokens that the last forward pass appended to every row.
             held: for each row, how many tokens before the `fed` ones its path counts, too; none unless given.
         """
@@ -91,19 +130,37 @@ class TreeCache(Cache):
                 moves.add(row, [start + slot for slot in slots[in_place:]], start + in_place)
         if moves.rows:
             moves.make([whole for group in self._grouped() for whole in group.joined()])
-        for layer in self.layers:
+        for layer in self.attending:
             layer.lengths = lengths
+        if self._tree_pass is not None and all(paths):  # a plain pass has fed the root alone, which is always kept
+            last = torch.tensor([path[-1] for path in paths])
+            for recurrent in self.recurrent:
+                recurrent.keep(last)
+        self.settle()
 
     def give_back(self, tokens: int) -> None:
         """End a generation: keep the first tokens of the only row, whatever layers an interrupted pass has updated.
 
         Args:
-            tokens: number of tokens to keep; every layer holds them.
+            tokens: number of tokens to keep; every layer holds them. Where states hold others, nothing is kept.
         """
-        if not tokens:
+        if not tokens or (self._state_tokens != tokens and self.recurrent):
             self.reset()
-        for layer in self.layers:
+        for layer in self.attending:
             layer.lengths = [tokens]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens of every row; states cannot go back, so where there are any, all is forgotten.
+
+        Args:
+            tokens_to_remove: minus their number, as transformers wants it.
+        """
+        if self.recurrent:
+            if tokens_to_remove:
+                self.reset()
+            return
+        for layer in self.attending:
+            layer.crop(tokens_to_remove)
 
     def join(self, parts: Sequence[TreeCache], places: Sequence[tuple[int, int]]) -> None:
         """Become a cache of rows that others hold; those are emptied on the way, layer by layer.
@@ -114,26 +171,33 @@ class TreeCache(Cache):
         """
         self.reset()
         for layers in zip(*(part.layers for part in parts), strict=True):
-            self.layers.append(TreeLayer())
-            self.layers[-1].join(layers, places)
+            joined = empty_like(layers[0])
+            self.layers.append(joined)
+            if joined is not layers[0]:
+                joined.join(layers, places)
             for layer in layers:
                 layer.reset()
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token of one row, in all layers together; 0 before the first pass."""
-        buffers = [buffer for layer in self.layers for buffer in (layer.keys, layer.values) if buffer is not None]
+        buffers = [buffer for layer in self.attending for buffer in (layer.keys, layer.values) if buffer is not None]
         return sum(buffer.shape[1] * buffer.shape[3] * buffer.element_size() for buffer in buffers)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one row's states, in all recurrent layers together; 0 before the first pass."""
+        return sum(layer.state_bytes for layer in self.recurrent)
 
     @property
     def room(self) -> tuple[int, int]:
         """Rows, and tokens of each, that there are buffers for; none before the first pass."""
-        keys = self.layers[0].keys if self.layers else None
+        keys = self.attending[0].keys if self.attending else None
         return (0, 0) if keys is None else (keys.shape[0], keys.shape[2])
 
     def reserve(self, rows: int, slots: int) -> None:
         """Resize the buffers to this many rows and slots, at least to what is cached, which is copied."""
-        for layer in self.layers:
+        for layer in self.attending:
             layer.reserve(rows, slots)
 
     def take(self, part: TreeCache) -> None:
@@ -143,7 +207,8 @@ class TreeCache(Cache):
             self._groups.clear()
             return
         for layer, other in zip(self.layers, part.layers, strict=True):
-            layer.take(other)
+            if isinstance(layer, TreeLayer | RecurrentLayer):
+                layer.take(other)
         part.reset()
 
     def leave(self, row: int) -> None:
@@ -154,11 +219,14 @@ class TreeCache(Cache):
                 group.put(last, row, max(self.lengths))  # also what lies after it: no other row's states may stay
         lengths = list(self.lengths)
         lengths[row] = lengths[last]
-        for layer in self.layers:
+        for layer in self.attending:
             layer.lengths = lengths[:last]
+        for recurrent in self.recurrent:
+            recurrent.leave(row)
 
     def _grouped(self) -> list[JoinedLayers]:
-        if sum(len(group.layers) for group in self._groups) != len(self.layers):
-            firsts = range(0, len(self.layers), _JOINED_LAYERS)
-            self._groups = [JoinedLayers(self.layers[first : first + _JOINED_LAYERS]) for first in firsts]
+        layers = self.attending
+        if sum(len(group.layers) for group in self._groups) != len(layers):
+            firsts = range(0, len(layers), _JOINED_LAYERS)
+            self._groups = [JoinedLayers(layers[first : first + _JOINED_LAYERS]) for first in firsts]
         return self._groups

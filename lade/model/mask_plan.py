@@ -13,6 +13,9 @@ from lade.model.tree_attention.backend import NAME as TREE_ATTENTION
 
 SLIDING, CHUNKED, FULL_ATTENTION = "sliding_attention", "chunked_attention", "full_attention"
 LAYER_TYPES = frozenset({SLIDING, CHUNKED, FULL_ATTENTION})
+RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid", "moe", "mlp"})
+"""Of models with recurrent layers; the last two hold nothing of the text."""
+INDEXED = "indexed_attention"
 _FIELDS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
 
 
@@ -27,12 +30,13 @@ def plan_for(config: PretrainedConfig, *, by_layer_type: bool) -> MaskPlan:
         ValueError: layers that take the same mask see differently far; the message is the reason, as a
             phrase that continues "it ...".
     """
-    spans: dict[str, AttentionSpan] = {}
+    spans: dict[str, AttentionSpan | None] = {}
     layers = _layers(config)
     if by_layer_type:
         for kind in sorted({kind for kind, _ in layers}):
             window = _only(window for each, window in layers if each == kind)
-            spans[kind] = FULL if window is None else chunked(window) if kind == CHUNKED else sliding(window)
+            seen = FULL if window is None else chunked(window) if kind == CHUNKED else sliding(window)
+            spans[kind] = None if kind in RECURRENT_TYPES else seen
     else:
         # A model that knows of no layer types does not mask by them. But the cache of plain decoding goes by them, and
         # holds the last tokens only of a layer with a window or with chunks.

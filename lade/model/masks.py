@@ -17,7 +17,7 @@ from lade.model.attention_span import FULL, AttentionSpan
 from lade.model.host_to_device import filled, upload
 from lade.model.tree_attention.inputs import TreeInputs
 
-Mask = torch.Tensor | dict[str, torch.Tensor]
+Mask = torch.Tensor | None | dict[str, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,13 @@ class MaskPlan:
     """How a model takes its masks.
 
     Attributes:
-        spans: how far back the layers see, by layer type.
+        spans: how far back the layers see, by layer type; None for those that take no mask, such as recurrent ones.
         by_layer_type: whether the model takes a dict of masks with these types as keys; otherwise it has one type only.
         additive: whether masks are added to the scores (eager attention) or boolean (SDPA).
         compact: whether its attention knows `TreeMask`.
     """
 
-    spans: Mapping[str, AttentionSpan]
+    spans: Mapping[str, AttentionSpan | None]
     by_layer_type: bool
     additive: bool
     compact: bool = False
@@ -125,7 +125,9 @@ class MaskPlan:
 
     def masks(self, inputs: Inputs, dtype: torch.dtype) -> Mask:
         """Masks `[B, 1, S, K]` for one step; additive ones in `dtype`, the model's."""
-        masks = {kind: self._shape(inputs.mask(span), dtype) for kind, span in self.spans.items()}
+        masks = {
+            kind: None if span is None else self._shape(inputs.mask(span), dtype) for kind, span in self.spans.items()
+        }
         return masks if self.by_layer_type else next(iter(masks.values()))
 
     def _shape(self, allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

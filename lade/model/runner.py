@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from lade.model.kv_cache import TreeCache
 from lade.model.masks import Inputs, MaskPlan
 from lade.model.position_limits import Positions
 from lade.model.prompt_logits import HiddenStates
+from lade.model.recurrent.cores import CorePatches
+from lade.model.recurrent.layer import layers_for
+from lade.model.recurrent.tree_pass import TreePass
 from lade.model.row_cache import BufferSizes, RowCache
 from lade.model.signature import accepted
 from lade.model.slot_patches import SlotPatches
@@ -43,7 +46,7 @@ class EagerRunner:
         self.positions = Positions.of(model.config.get_text_config(decoder=True))
         self.device = input_device(model)
         self._stopwatch = Stopwatch()
-        self._slot_patches = SlotPatches(model)
+        self._slot_patches, self._core_patches = SlotPatches(model), CorePatches(model)
         self._accepts = accepted(model)
 
     @property
@@ -95,6 +98,22 @@ class EagerRunner:
         """Sizes whose first pass takes longer than the later ones, among those of up to `largest` tokens a row."""
         return ()
 
+    def piece_end(self, fed: int, most: int, length: int) -> int:
+        """Where the next piece of a prompt ends, so that pieces give what the whole prompt gives.
+
+        Recurrent layers feed a single token with another function, which may not limit what that for several does; and
+        the latter may begin with an empty state.
+
+        Args:
+            fed: tokens that the cache holds.
+            most: tokens to feed, at most, unless a piece would be of one token.
+            length: of the prompt.
+        """
+        if self._core_patches.forgets:
+            return length
+        end = min(length, fed + (max(most, 2) if self._core_patches else most))
+        return length if self._core_patches and end == length - 1 else end
+
     @torch.no_grad()
     def prefill(
         self, rows: Sequence[Sequence[int]], cache: TreeCache, hook: PromptLogitsHook | None = None
@@ -132,7 +151,9 @@ class EagerRunner:
         hook: PromptLogitsHook | None,
     ) -> torch.Tensor:
         """Feed prompts of equal length; `sharing` are the numbers of the rows of each. Logits `[P, V]`."""
-        whole = self._recomputes_at_switch(prompts, cache) or not cache.get_seq_length()
+        cached = cache.get_seq_length()
+        forgotten = self._core_patches.forgets and len(prompts[0]) - cached > 1
+        whole = self._recomputes_at_switch(prompts, cache) or not cached or forgotten
         try:
             if whole:
                 cache.reset()
@@ -157,8 +178,12 @@ class EagerRunner:
             kwargs["logits_to_keep"] = 1
         if cache.get_seq_length():
             kwargs["attention_mask"] = torch.ones_like(ids)  # by its width transformers knows what is cached already
+        if self._core_patches and not cache.layers:
+            cache.layers += layers_for(self.model.config)
+        cache.begin()
         with HiddenStates(self.model) if hook else nullcontext() as hidden:
             output = self.model._prefill(ids, self.generation_config, kwargs)
+        cache.settle()
         logits: torch.Tensor = output.logits[:, -1]
         if hook and hidden:
             for start, piece in hidden.prompt_logits(logits, ids.shape[1]):
@@ -190,11 +215,23 @@ class EagerRunner:
             return logits
         inputs = self.plan.inputs(trees, cache.lengths, self.device)
         arguments = self._arguments(inputs, cache)
-        with self._slot_patches.patched_for(inputs):
+        with ExitStack() as stack:
+            stack.enter_context(self._slot_patches.patched_for(inputs))
+            if self._core_patches:
+                self._begin(trees, cache, stack)
             self._stopwatch.start(self.device)
             logits = self.model(**arguments).logits
             self._stopwatch.stop(logits.device)
         return logits
+
+    def _begin(self, trees: Sequence[TokenTree], cache: TreeCache, stack: ExitStack) -> None:
+        """Have recurrent layers take part in a pass; where it feeds roots alone, it is one of plain decoding."""
+        if max(map(len, trees)) == 1:
+            cache.begin()
+            return
+        tree_pass = TreePass(trees)
+        cache.begin(tree_pass)
+        stack.enter_context(self._core_patches.patched_for(tree_pass))
 
     @torch.no_grad()
     def extend(self, trees: Sequence[TokenTree], held: Sequence[int], cache: TreeCache) -> torch.Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -77,11 +78,11 @@ _changing = ForkSafeLock()
 
 
 @contextmanager
-def overridden(module: nn.Module, name: str, own: Callable[[Any], Any]) -> Iterator[Override]:
+def overridden(module: nn.Module | ModuleType, name: str, own: Callable[[Any], Any]) -> Iterator[Override]:
     """Let this thread see another attribute while the context lasts.
 
     Args:
-        module: may be called by other threads, too.
+        module: may be called by other threads, too; a Python module whose functions know this one by its name, too.
         name: name of the attribute, which is a flag or a function.
         own: makes what this thread is to see of what the attribute was.
 
@@ -96,7 +97,7 @@ def overridden(module: nn.Module, name: str, own: Callable[[Any], Any]) -> Itera
         _take_out(module, name, override)
 
 
-def _put_in(module: nn.Module, name: str) -> Override:
+def _put_in(module: nn.Module | ModuleType, name: str) -> Override:
     with _changing:
         override = vars(module).get(name)
         if not isinstance(override, Override):
@@ -108,7 +109,7 @@ def _put_in(module: nn.Module, name: str) -> Override:
         return override
 
 
-def _take_out(module: nn.Module, name: str, override: Override) -> None:
+def _take_out(module: nn.Module | ModuleType, name: str, override: Override) -> None:
     with _changing:
         override.threads -= 1
         if override.threads or vars(module).get(name) is not override:

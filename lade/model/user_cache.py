@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from torch import nn
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from lade.model.kv_cache import TreeCache
+from lade.model.recurrent.cores import CorePatches
+from lade.model.recurrent.layer import layers_for
 from lade.model.tree_layer import TreeLayer
 
 _DYNAMIC_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -26,6 +29,21 @@ def can_borrow(cache: Any) -> bool:
     )
 
 
+def begin_plainly(cache: Any, model: nn.Module) -> None:
+    """Let plain decoding work on a user's cache: recurrent layers find their states in one of ours only if they are in.
+
+    Args:
+        cache: the user's; None for none.
+        model: the model inside any wrapper.
+    """
+    if isinstance(cache, TreeCache) and (cores := CorePatches(model)):
+        if cores.forgets:  # what it holds would be left out, without a word
+            cache.reset()
+        if not cache.layers:
+            cache.layers += layers_for(cast(Any, model).config)
+        cache.begin()
+
+
 def why_unfit(cache: Cache, length: int) -> str:
     """Why plain decoding from a cache that passes `can_borrow` cannot be repeated; empty where it can.
 
@@ -33,7 +51,7 @@ def why_unfit(cache: Cache, length: int) -> str:
         cache: the user's, for a single row.
         length: tokens of the prompt.
     """
-    layers: list[Any] = [layer for layer in cache.layers if getattr(layer, "is_initialized", False)]
+    layers: list[Any] = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin) and layer.is_initialized]
     held = sorted({layer.get_seq_length() for layer in layers})
     rows = {len(layer.lengths) if isinstance(layer, TreeLayer) else layer.keys.shape[0] for layer in layers}
     if len(held) > 1:

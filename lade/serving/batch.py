@@ -74,24 +74,25 @@ class Batch:
         self._model, self._prefill_tokens = model, prefill_tokens
         self._runner = runner_for(model, plan, GenerationConfig())
         self._prefill_runner = self._runner.eager()
-        token_bytes = self._token_bytes()
+        token_bytes, state_bytes = self._row_bytes()
         if max_tokens is None:
             release(model)  # what no generation is using is free
             max_tokens = default_max_tokens(token_bytes, self._runner.device)
         self._cache = self._runner.new_cache(limit=max_tokens)
-        self.capacity = Capacity(max_rows, max_tokens, token_bytes, self._runner.sizing)
+        state_slots = -(-state_bytes // token_bytes)
+        self.capacity = Capacity(max_rows, max_tokens, token_bytes, self._runner.sizing, state_slots)
         own_kind: Any = self._cache  # the one that this runner expects
         self._loop = DecodeLoop([], self._runner, own_kind, isolate=True)
         self._prefilling: list[ActiveRequest] = []
         self._decoding: dict[Row, ActiveRequest] = {}  # after prefill
         self._cost: BatchCost | None = None
 
-    def _token_bytes(self) -> int:
-        """Bytes of a cached token, found by feeding one: no two families keep the same."""
+    def _row_bytes(self) -> tuple[int, int]:
+        """Bytes of a cached token and of a row's states, found by feeding one: no two families keep the same."""
         cache = TreeCache()
         with torch.random.fork_rng(devices=[]):
             self._prefill_runner.prefill([[0]], cache)
-        return cache.token_bytes
+        return cache.token_bytes, cache.state_bytes
 
     @property
     def idle(self) -> bool:
@@ -156,12 +157,12 @@ class Batch:
             left -= active.fed - before
 
     def _prefill_piece(self, active: ActiveRequest, most: int) -> None:
-        """Feed at most `most` tokens of a prompt; after the last one the answer begins."""
+        """Feed at most some `most` tokens of a prompt; after the last one the answer begins."""
         start = perf_counter()
         if active.fed == 0:
             active.row = active.request.row(self._drafter(active.request))
         row = active.row
-        end = min(len(row.tokens), active.fed + most)
+        end = self._prefill_runner.piece_end(active.fed, most, len(row.tokens))
         logits = self._prefill_runner.prefill([row.tokens[:end]], active.cache, prompt_hook([row]))  # [1, V]
         active.fed = end
         if end < len(row.tokens):

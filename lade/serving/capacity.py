@@ -39,23 +39,25 @@ class Capacity:
     """The limits of an engine.
 
     All rows have room for as many tokens as the longest one and for the largest tree after it, so a batch of B rows
-    takes B times these slots, times `token_bytes`.
+    takes B times these slots, times `token_bytes`. The states of recurrent layers count as further slots of each row.
 
     Attributes:
         max_rows: decoded at a time.
         max_tokens: slots of all rows together, at most.
         token_bytes: what one token of one row takes in the cache.
         sizing: how rows and slots are rounded up by the cache.
+        state_slots: slots that take as much memory as the states of one row, whatever its length.
     """
 
     max_rows: int
     max_tokens: int
     token_bytes: int
     sizing: BufferSizes = TreeCache
+    state_slots: int = 0
 
     def check(self, need: Need) -> None:
         """Raise `InputError` for a text that has no room even alone."""
-        slots = self.slots([need])
+        slots = self.slots([need]) + self.state_slots
         if slots > self.max_tokens:
             raise InputError(
                 f"{need.tokens} tokens of prompt and answer need a cache of {slots} with a step's guesses, at "
@@ -66,9 +68,8 @@ class Capacity:
 
     def fits(self, needs: Sequence[Need]) -> bool:
         """Whether these texts fit beside each other, however long they become."""
-        return (
-            len(needs) <= self.max_rows and self.sizing.buffer_rows(len(needs)) * self.slots(needs) <= self.max_tokens
-        )
+        slots = self.slots(needs) + self.state_slots
+        return len(needs) <= self.max_rows and self.sizing.buffer_rows(len(needs)) * slots <= self.max_tokens
 
     def slots(self, needs: Sequence[Need], longest: int | None = None) -> int:
         """Slots that each row takes while these texts are decoded: the trees lie after the longest one.
@@ -89,7 +90,8 @@ class Capacity:
             now: length of the longest one as it is.
         """
         rows, slots = room
-        return rows >= len(needs) and slots >= self.slots(needs, now) and rows * slots <= self.max_tokens
+        total = rows * (slots + self.state_slots)
+        return rows >= len(needs) and slots >= self.slots(needs, now) and total <= self.max_tokens
 
     def room(self, needs: Sequence[Need], now: int) -> tuple[int, int]:
         """Rows, and slots of each, to make room for: more than a step takes, so that copies stay rare.
@@ -99,8 +101,9 @@ class Capacity:
             now: length of the longest one as it is.
         """
         most = self.slots(needs)
+        most_fit = self.max_tokens // (most + self.state_slots)
         least_rows = self.sizing.buffer_rows(len(needs))
-        most_rows = min(self.sizing.buffer_rows(min(2 * len(needs), self.max_rows)), self.max_tokens // most)
+        most_rows = min(self.sizing.buffer_rows(min(2 * len(needs), self.max_rows)), most_fit)
         rows = next(rows for rows in range(most_rows, least_rows - 1, -1) if self.sizing.buffer_rows(rows) == rows)
         return rows, min(most, self.slots(needs, now + self.sizing.spare_tokens(now)))
 

@@ -23,6 +23,7 @@ from lade.hf.refusals import check
 from lade.hf.row import row_for
 from lade.hf.sampling import LoneSampler
 from lade.model.position_limits import LEARNED_POSITIONS, Positions
+from lade.model.recurrent.cores import is_recurrent
 from lade.model.runner import input_device
 from lade.model.support.supports import unwrap
 from lade.serving.capacity import Need, largest_tree
@@ -63,6 +64,9 @@ class Request:
         self._prepared, self._padding = prepared, paddings[0]
         self.need = Need(generation_config.max_length - self._padding, largest_tree(config))
         _check_positions(prepared.model, self.need.tokens)
+        if generation_config.prefill_chunk_size is not None and is_recurrent(prepared.model):
+            chunks = f"prefill_chunk_size={generation_config.prefill_chunk_size}"
+            refuse(chunks, "it feeds prompts in pieces of its own, and recurrent layers tell where a piece begins")
         self.config, self.seed = config, None
         if generation_config.do_sample:
             self.seed = secrets.randbelow(_DRAWN_SEEDS) if seed is None else seed

@@ -91,7 +91,7 @@ class StepTimer:
         cache, prefix = TreeCache(), self._text[:_PREFIX_TOKENS]
         self._runner.eager().prefill([prefix] * self._batch, cache)
         missing = self.cached + self.largest - len(prefix)
-        for layer in cache.layers:
+        for layer in cache.attending:
             assert layer.keys is not None and layer.values is not None
             used = [buffer[:, :, : len(prefix)] for buffer in (layer.keys, layer.values)]
             repeats = -(-missing // len(prefix))

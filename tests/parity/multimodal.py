@@ -221,6 +221,14 @@ OTHERS = [
             "audio_token_index": IMAGE,
         },
     ),
+    Multimodal(
+        "Qwen3_5",
+        {f"linear_num_{kind}_heads": 2 for kind in ("key", "value")}
+        | {f"linear_{kind}_head_dim": 8 for kind in ("key", "value")}
+        | {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "rope_parameters": _SECTIONS},
+        {**_QWEN_VISION, "num_position_embeddings": 16},
+        _QWEN_IDS,
+    ),
 ]
 REFUSED = [
     (
@@ -228,17 +236,6 @@ REFUSED = [
             "PaliGemma", {"model_type": "gemma"}, {**_VISION, "projection_dim": 32}, {"image_token_index": IMAGE}
         ),
         "its attention is bidirectional",
-    ),
-    (
-        Multimodal(
-            "Qwen3_5",
-            {f"linear_num_{kind}_heads": 2 for kind in ("key", "value")}
-            | {f"linear_{kind}_head_dim": 8 for kind in ("key", "value")}
-            | {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "rope_parameters": _SECTIONS},
-            {**_QWEN_VISION, "num_position_embeddings": 16},
-            _QWEN_IDS,
-        ),
-        "carry a state",
     ),
     (
         Multimodal(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from families import VOCABULARY, WINDOW, family
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel, StaticCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import lade
 
@@ -29,52 +31,17 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_expand": 2}
-_LINEAR = {f"linear_{kind}": 2 for kind in ("num_value_heads", "num_key_heads")} | {
-    f"linear_{kind}_head_dim": 8 for kind in ("key", "value")
-}
 STATE = r"layers \(.+\) carry a state that the branches of a token tree cannot share"
+NAMED_OTHERWISE = "takes their cache under another name than past_key_values"
+SLOTS_OF_ATTENTION = "attention's biases go by cache slot, not by position"
+INDEXER = r"layers \(indexed_attention\) cache the keys of an indexer, too"
 SCORES = "picks keys by a score, and where scores are equal, by how many keys there are"
 SLOTS = "ALiBi biases go by cache slot, not by position"
 REFUSED = {
-    "mamba": (STATE, {"state_size": 4}),
-    "mamba2": (STATE, {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2}),
-    "jamba": (
-        STATE,
-        {
-            "num_experts": 2,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "expert_layer_period": 2,
-            "expert_layer_offset": 1,
-            "use_mamba_kernels": False,
-            "mamba_d_state": 4,
-        },
-    ),
-    "lfm2": (STATE, {"layer_types": ["conv", "full_attention"] * 2}),
+    "mamba": (NAMED_OTHERWISE, {"state_size": 4}),
+    "mamba2": (NAMED_OTHERWISE, {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2}),
     "recurrent_gemma": (STATE, {"lru_width": 32, "attention_window_size": 16}),
     "rwkv": (STATE, {"attention_hidden_size": 32, "context_length": 128}),
-    "qwen3_next": (
-        STATE,
-        {
-            **_LINEAR,
-            "head_dim": 8,
-            "num_experts": 2,
-            "num_experts_per_tok": 1,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-        },
-    ),
-    "granitemoehybrid": (
-        STATE,
-        {
-            **_MAMBA,
-            "layer_types": ["mamba", "attention"] * 2,
-            "num_local_experts": 2,
-            "num_experts_per_tok": 1,
-            "shared_intermediate_size": 16,
-        },
-    ),
     "doge": (SCORES, {"head_dim": 8, "keep_window_size": 16}),
     "gpt_neo": (
         "local attention layers mask by cache slot",
@@ -100,6 +67,19 @@ REFUSED = {
             "forced_eos_token_id": None,
         },
     ),
+}
+
+
+OTHER_STATES = {
+    "inkling_text": SLOTS_OF_ATTENTION,
+    "inkling2_text": SLOTS_OF_ATTENTION,
+    "qwen4_exp_text": "its indexer pools keys by cache slot",
+    "deepseek_v4": "compresses windows that close by cache slot",
+    "zaya": "mixes keys and values with those of the token before",
+    "minimax": STATE,
+    "xlstm": STATE,
+    "deepseek_v32": INDEXER,
+    "glm_moe_dsa": INDEXER,
 }
 
 
@@ -131,6 +111,15 @@ def test_a_family_is_refused(model_type: str) -> None:
         with one_fallback(name):
             ours = call(model, input_ids=prompt(10), lookahead="auto", max_new_tokens=12, do_sample=False)
         assert torch.equal(ours, expected)
+
+
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize("model_type", [name for name in OTHER_STATES if name in CONFIG_MAPPING])
+def test_what_else_keeps_more_than_keys_and_values_is_refused(model_type: str) -> None:
+    config = AutoConfig.for_model(model_type, num_hidden_layers=3)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert re.search(OTHER_STATES[model_type], lade.supports(model).reason)
 
 
 def generate(model: PreTrainedModel, **arguments: Any) -> Any:

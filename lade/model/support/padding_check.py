@@ -1,7 +1,8 @@
-"""Trust, but check: whether plain decoding of an unlisted architecture ignores left padding.
+"""Trust, but check: whether plain decoding of an unlisted or recurrent architecture ignores left padding.
 
 Rows are fed without their padding here, so texts are equal only where plain decoding sees it neither in its positions
-nor in its masks. Transformers sees to that, unless a class prepares its inputs in a way of its own.
+nor in its masks. Transformers sees to that, unless a class prepares its inputs in a way of its own, or has a projection
+with a bias in front of a convolution: then padded columns reach the first windows.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _known: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 def counts_padding(model: PreTrainedModel) -> bool:
     """Whether plain decoding gives another text where padding stands left of the prompt; tried once for a model."""
     if model not in _known:
-        _known[model] = _error_of_padding(model) > tolerance(model.dtype)
+        _known[model] = _error_of_padding(model) > tolerance(model)
     return _known[model]
 
 
@@ -44,7 +45,8 @@ def _error_of_padding(model: PreTrainedModel) -> float:
 
 def _logits(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Of the last two tokens `[1, L]`, `[2, V]`, the last one fed alone after the others, as `generate` does it."""
-    kwargs: dict[str, Any] = {"attention_mask": mask[:, :-1], "past_key_values": DynamicCache(), "use_cache": True}
+    cache = DynamicCache(config=model.config)
+    kwargs: dict[str, Any] = {"attention_mask": mask[:, :-1], "past_key_values": cache, "use_cache": True}
     if "position_ids" in inspect.signature(type(model).forward).parameters:
         kwargs["position_ids"] = model._prepare_position_ids_for_generation(ids[:, :-1], kwargs)
     first = model(**model.prepare_inputs_for_generation(ids[:, :-1], is_first_iteration=True, **kwargs))

@@ -11,8 +11,10 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 
 from lade.errors import UnsupportedModelError
 from lade.model.config_fields import field
-from lade.model.mask_plan import LAYER_TYPES, plan_for, window_too_short
+from lade.model.mask_plan import INDEXED, LAYER_TYPES, RECURRENT_TYPES, plan_for, window_too_short
 from lade.model.masks import MaskPlan
+from lade.model.recurrent.cores import is_recurrent
+from lade.model.signature import accepted
 from lade.model.support.adapters import why_adapted_otherwise
 from lade.model.support.foreign_code import foreign_code
 from lade.model.support.lengths import named_lengths
@@ -33,12 +35,25 @@ ONE_MASK = frozenset(
     stablelm starcoder2
     """.split()  # noqa: SIM905
 )
+RECURRENT = frozenset(
+    """
+    bailing_hybrid bamba falcon_h1 granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 nemotron_h olmo_hybrid
+    qwen3_5_moe_text qwen3_5_text qwen3_next zamba2
+    """.split()  # noqa: SIM905
+)
+RECURRENT_MASK_PER_LAYER_TYPE = frozenset({"lfm3"})
 """Families whose trees are compared with `model.generate` by this package's tests, by `config.model_type`."""
 
+_SLOTS_OF_ALIBI = "its ALiBi biases go by cache slot, not by position"
 REFUSED = {
     "doge": "its attention picks keys by a score, and where scores are equal, by how many keys there are",
     "gpt_neo": "its local attention layers mask by cache slot and ignore the mask of a tree",
-    "mpt": "its ALiBi biases go by cache slot, not by position",
+    "mpt": _SLOTS_OF_ALIBI,
+    **dict.fromkeys(["inkling_text", "inkling2_text"], "its attention's biases go by cache slot, not by position"),
+    **dict.fromkeys(["qwen4_exp_text", "glm5_next_text"], "its indexer pools keys by cache slot, not by position"),
+    "deepseek_v4": "its attention compresses windows that close by cache slot, not by position",
+    "zamba": "it keeps the states of its heads apart, in a way of its own",
+    "zaya": "it mixes keys and values with those of the token before, in a way of its own",
 }
 LONGEST_PROBE_TOKENS = 1024
 PLAIN_REMEDY = 'use plain model.generate, or lookahead="auto", which falls back to it'
@@ -149,10 +164,24 @@ def _refusal_of_architecture(model: PreTrainedModel, config: PretrainedConfig) -
     if config.model_type in REFUSED:
         return REFUSED[config.model_type]
     if getattr(config, "alibi", False):
-        return "its ALiBi biases go by cache slot, not by position"
-    if getattr(model, "_is_stateful", False) or _foreign_layers(config):
-        kinds = ", ".join(_foreign_layers(config)) or "a recurrent state"
-        return f"its layers ({kinds}) carry a state that the branches of a token tree cannot share"
+        return _SLOTS_OF_ALIBI
+    return _refusal_of_recurrence(model, config)
+
+
+def _refusal_of_recurrence(model: PreTrainedModel, config: PretrainedConfig) -> str:
+    """Why recurrent layers, or what else is no usual attention, cannot be served; "" where there is none of these."""
+    kinds = sorted(set(field(config, "layer_types") or ()) - LAYER_TYPES)
+    if not (kinds or getattr(model, "_is_stateful", False)):
+        return ""
+    if INDEXED in kinds:
+        return f"its layers ({INDEXED}) cache the keys of an indexer, too, which do not follow the branches of a tree"
+    if not RECURRENT_TYPES.issuperset(kinds) or not is_recurrent(model):
+        named = ", ".join(kinds) or "a recurrent state"
+        return f"its layers ({named}) carry a state that the branches of a token tree cannot share"
+    if "past_key_values" not in accepted(model):
+        return "its layers are all recurrent, and its forward takes their cache under another name than past_key_values"
+    if getattr(model, "_use_kernels", False):
+        return "its kernels replace layers that know of no tree: load it without use_kernels"
     return ""
 
 
@@ -174,10 +203,6 @@ def _refusal_as_it_is_set_up(model: PreTrainedModel, config: PretrainedConfig) -
     return ""
 
 
-def _foreign_layers(config: PretrainedConfig) -> list[str]:
-    return sorted(set(field(config, "layer_types") or ()) - LAYER_TYPES)
-
-
 def _is_listed(model: PreTrainedModel, config: PretrainedConfig) -> bool:
     return model.config is config and _has_listed_decoder(model, config)
 
@@ -185,15 +210,20 @@ def _is_listed(model: PreTrainedModel, config: PretrainedConfig) -> bool:
 def _has_listed_decoder(model: PreTrainedModel, config: PretrainedConfig) -> bool:
     """Whether its language model, which a multimodal model holds as a part, is of a listed architecture."""
     ours = type(model).__module__.startswith("transformers.models.")  # remote code may borrow a model_type
-    return ours and config.model_type in MASK_PER_LAYER_TYPE | ONE_MASK
+    return ours and config.model_type in MASK_PER_LAYER_TYPE | ONE_MASK | RECURRENT
 
 
 def _listed(model: PreTrainedModel, config: PretrainedConfig) -> Support:
     name = type(model).__name__
     try:
-        return Support(name, plan=plan_for(config, by_layer_type=config.model_type in MASK_PER_LAYER_TYPE))
+        return Support(name, plan=plan_for(config, by_layer_type=_takes_dict(config)))
     except ValueError as problem:
         return Support(name, f"it {problem}")
+
+
+def _takes_dict(config: PretrainedConfig) -> bool:
+    """Whether a listed architecture takes its masks by layer type."""
+    return config.model_type in MASK_PER_LAYER_TYPE | RECURRENT_MASK_PER_LAYER_TYPE
 
 
 def _check(model: PreTrainedModel, config: PretrainedConfig) -> Support:
@@ -213,7 +243,7 @@ def _check(model: PreTrainedModel, config: PretrainedConfig) -> Support:
         except Exception as problem:  # noqa: BLE001 - any failure of an unknown model on a tree is the reason to refuse it
             findings.append(f"{type(problem).__name__}: {problem}".splitlines()[0])
             continue
-        if error <= tolerance(model.dtype):
+        if error <= tolerance(model):
             return Support(name, plan=plan)
         findings.append(f"logits differ by {error:.2g} standard deviations")
     reason = f"a tree pass does not equal plain passes on it ({'; '.join(findings)})"
@@ -229,5 +259,5 @@ def _windows(config: PretrainedConfig) -> dict[str, int]:
 def _ways(config: PretrainedConfig, *, listed: bool) -> Sequence[bool]:
     """Whether to give masks by layer type."""
     if listed:
-        return (config.model_type in MASK_PER_LAYER_TYPE,)
+        return (_takes_dict(config),)
     return (True, False) if field(config, "layer_types") else (False,)

@@ -14,6 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from lade.model.kv_cache import TreeCache
+from lade.model.recurrent.cores import is_recurrent
+from lade.model.recurrent.layer import layers_for
 from lade.model.runner import input_device
 from lade.model.support.randomness import watch_draws
 from lade.model.support.tree_check import distance, tolerance
@@ -32,7 +34,7 @@ def why_not_in_training(model: PreTrainedModel) -> str:
             return f"it is in training mode, where a pass fails ({_first_line(problem)}): {REMEDY}"
     if draws.happened:
         return f"it is in training mode, where it draws random numbers, such as dropout's: {REMEDY}"
-    if not error <= tolerance(model.dtype):
+    if not error <= tolerance(model):
         return (
             "it is in training mode, where a pass does not continue from the cache of the one before, "
             f"as with gradient checkpointing: {REMEDY}"
@@ -42,13 +44,19 @@ def why_not_in_training(model: PreTrainedModel) -> str:
 
 @torch.no_grad()
 def _error_of_cache(model: Any) -> float:
-    """How far a token fed after two others is from the same token fed together with them."""
+    """How far a token fed after two others is from the same token fed together with them.
+
+    On recurrent layers that may be another function, so only what their cache holds counts.
+    """
     ids = torch.arange(3, device=input_device(model))[None]
-    cache = TreeCache()
+    cache, recurrent = TreeCache(), is_recurrent(model)
+    cache.layers += layers_for(model.config) if recurrent else []
     model(input_ids=ids[:, :2], past_key_values=cache, use_cache=True, return_dict=True)
     last = model(input_ids=ids[:, 2:], past_key_values=cache, use_cache=True, return_dict=True).logits[0, -1]
-    if not all(layer.lengths == [3] for layer in cache.layers):
+    if not all(layer.lengths == [3] for layer in cache.attending):
         return float("inf")
+    if recurrent:
+        return 0.0 if all(layer.state_bytes for layer in cache.recurrent) else float("inf")
     return distance(model(input_ids=ids, use_cache=False, return_dict=True).logits[0, -1], last)
 
 

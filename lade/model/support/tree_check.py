@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from lade.decoding.tree import ROOT, TokenTree
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
+from lade.model.recurrent.cores import is_recurrent
 from lade.model.runner import EagerRunner, input_device
 from lade.model.support.randomness import watch_draws
 
@@ -57,9 +58,10 @@ def worst_error(model: PreTrainedModel, plan: MaskPlan, beyond: int = 0) -> floa
     return error
 
 
-def tolerance(dtype: torch.dtype) -> float:
-    """Greatest `worst_error` that rounding explains."""
-    return TOLERANCE.get(dtype, HALF_TOLERANCE)
+def tolerance(model: PreTrainedModel) -> float:
+    """Greatest `worst_error` that rounding explains; recurrent layers compute in float32 even in float64 models."""
+    rounded = model.dtype == torch.float64 and is_recurrent(model)
+    return TOLERANCE.get(torch.float32 if rounded else model.dtype, HALF_TOLERANCE)
 
 
 def _worst_error(model: PreTrainedModel, plan: MaskPlan, prefix_length: int) -> float:

@@ -1,0 +1,174 @@
+"""Cache layers with states, and the layers of a cache for a model that has some."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PretrainedConfig
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+from lade.model.recurrent.convolution import windows_of
+from lade.model.recurrent.folding import Folding, is_folding
+from lade.model.recurrent.tree_pass import TreePass
+from lade.model.tree_layer import TreeLayer
+
+States = dict[int, torch.Tensor | None]
+_FLAGS = ("conv_kernel_size", "is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state")
+"""Of transformers' class, by the number of the state."""
+
+
+class RecurrentLayer(LinearAttentionLayer):
+    """The states of one layer, `[B, ...]` each, and between a pass over trees and `keep` what its nodes need.
+
+    A pass over trees leaves the states alone, so an interrupted one does no harm.
+
+    Args:
+        number_of_states: how many states of each kind the mixer has.
+    """
+
+    conv_states: States
+    recurrent_states: States
+
+    def __init__(self, number_of_states: int = 1, **kwargs: Any) -> None:
+        super().__init__(number_of_states)
+        self.tree_pass: TreePass | None = None
+        self._inputs: dict[int, torch.Tensor] = {}  # of convolutions: the text's last ones, and the nodes'
+        self._foldings: dict[int, Folding] = {}
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """Inputs `[B, C, T]` with those before them; in a pass over trees the nodes' windows, `[B, C, S * width]`.
+
+        Called by the mixer, with names of transformers.
+        """
+        if self.tree_pass is None:
+            whole: torch.Tensor = super().update_conv_state(conv_states, state_idx, conv_kernel_size, **kwargs)
+            return whole
+        cached = self.conv_states[state_idx]
+        assert cached is not None, "a tree is fed after a prompt"
+        self.tree_pass.state = self.recurrent_states[state_idx]
+        width = conv_kernel_size or cached.shape[-1]
+        inputs = self._inputs[state_idx] = torch.cat([cached, conv_states], dim=-1)
+        return windows_of(inputs, self.tree_pass.windows(width, cached.shape[-1], inputs.device)).flatten(2)
+
+    def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
+        """Take the state after a pass, or of a pass over trees its `Folding`."""
+        if is_folding(recurrent_states):
+            self._foldings[state_idx] = recurrent_states
+            return None
+        return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+
+    def begin(self, tree_pass: TreePass | None) -> None:
+        """Begin a pass: over trees, or a plain one, which changes the states themselves."""
+        self.tree_pass = tree_pass
+        self._inputs, self._foldings = {}, {}
+
+    def keep(self, last: torch.Tensor) -> None:
+        """After a pass over trees, fold in the path of each row that ends with node `last[b]`; `[B]` int64."""
+        assert self.tree_pass is not None
+        for idx, inputs in self._inputs.items():
+            cached = self.conv_states[idx]
+            assert cached is not None
+            here = last.to(cached.device)
+            windows = self.tree_pass.windows(cached.shape[-1], cached.shape[-1], cached.device)
+            rows = torch.arange(len(here), device=cached.device)
+            cached.copy_(windows_of(inputs, windows[rows, here]))
+        for idx, folding in self._foldings.items():
+            state = self.recurrent_states[idx]
+            assert state is not None
+            state.copy_(folding.fold(state, last.to(state.device)))
+        self.begin(None)
+
+    def join(self, parts: Sequence[RecurrentLayer], places: Sequence[tuple[int, int]]) -> None:
+        """Take over rows of other layers; see `TreeCache.join`."""
+        self._become(parts[0], lambda states: torch.stack([states[part][row] for part, row in places]), parts)
+
+    def take(self, part: RecurrentLayer) -> None:
+        """Append the only row of another layer; see `TreeCache.take`."""
+        self._become(part, torch.cat, [self, part])
+
+    def leave(self, row: int) -> None:
+        """Evict a row; the last one takes its place. The others are not copied."""
+        for states in (self.conv_states, self.recurrent_states):
+            for idx, state in states.items():
+                if state is not None:
+                    state[row] = state[-1]
+                    states[idx] = state[:-1]
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only these rows, in this order."""
+        for states in (self.conv_states, self.recurrent_states):
+            states.update({idx: state[indices.to(state.device)] for idx, state in states.items() if state is not None})
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Reorder the rows for beam search."""
+        self.batch_select_indices(beam_idx)
+
+    def reset(self) -> None:
+        """Forget everything, and free the states."""
+        vars(self).update(vars(type(self)(self.number_of_states)))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one row's states."""
+        states = [*self.conv_states.values(), *self.recurrent_states.values()]
+        return sum(state[:1].numel() * state.element_size() for state in states if state is not None)
+
+    def _become(self, first: RecurrentLayer, joined: Any, parts: Sequence[RecurrentLayer]) -> None:
+        """Hold what `joined` makes of the states of the parts; transformers' own flags are those of the first."""
+        for name in ("conv_states", "recurrent_states"):
+            own: States = getattr(self, name)
+            for idx, state in getattr(first, name).items():
+                own[idx] = None if state is None else joined([getattr(part, name)[idx] for part in parts])
+        for name in _FLAGS:
+            setattr(self, name, dict(getattr(first, name)))
+        self.dtype, self.device = first.dtype, first.device
+
+
+class RecurrentTreeLayer(RecurrentLayer, TreeLayer):
+    """States, and keys and values beside them."""
+
+    dtype: Any
+    device: Any
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, number_of_states: int = 1, **kwargs: Any) -> None:
+        TreeLayer.__init__(self)
+        RecurrentLayer.__init__(self, number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate buffers for keys and values, which come by position, or states, which come by name."""
+        kind: Any = TreeLayer if args else RecurrentLayer
+        kind.lazy_initialization(self, *args, **kwargs)
+
+    def join(self, parts: Sequence[Any], places: Sequence[tuple[int, int]]) -> None:
+        """Take over rows of other layers; see `TreeCache.join`."""
+        RecurrentLayer.join(self, parts, places)
+        TreeLayer.join(self, parts, places)
+
+    def take(self, part: Any) -> None:
+        """Append the only row of another layer; see `TreeCache.take`."""
+        RecurrentLayer.take(self, part)
+        TreeLayer.take(self, part)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only these rows, in this order."""
+        RecurrentLayer.batch_select_indices(self, indices)
+        TreeLayer.batch_select_indices(self, indices)
+
+
+def layers_for(config: PretrainedConfig) -> list[Any]:
+    """Layers of a `TreeCache` for a model with recurrent ones, empty, in the order of transformers' own cache."""
+    return [empty_like(layer) for layer in DynamicCache(config=config).layers]
+
+
+def empty_like(layer: Any) -> Any:
+    """The layer of a `TreeCache` in place of one that holds the same; where that holds nothing, itself."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        kind = RecurrentTreeLayer if isinstance(layer, CacheLayerMixin) else RecurrentLayer
+        return kind(layer.number_of_states)
+    return TreeLayer() if isinstance(layer, CacheLayerMixin) else layer

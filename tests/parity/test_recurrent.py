@@ -1,0 +1,394 @@
+"""Recurrent and hybrid families: plain decoding's tokens, and its logits at every node."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from comparing import CONFIGS, PAPER, Watch, assert_same, batch, lookahead, only_fallback, plain, prompt
+from families import RECURRENT_FAMILIES, Family
+from test_batch_families import LENGTHS, assert_same_batch
+from test_serving_families import assert_served
+from transformers import DynamicCache
+
+import lade
+from lade.model.recurrent.convolution import convolution
+from lade.model.recurrent.cores import CORES
+from lade.model.recurrent.delta_rule import delta_rule
+from lade.model.recurrent.folding import LinearFolding
+from lade.model.recurrent.layer import RecurrentLayer
+from lade.model.recurrent.tree_pass import TreePass
+from lade.model.select_runner import runner_for
+from lade.model.support import supports
+from lade.model.support.supports import RECURRENT
+from lade.model.support.tree_check import worst_error
+from lade.serving.capacity import Need
+from lade.tuning.measure import measure_step_cost
+
+
+def recurrent(name: str) -> Family:
+    """The family of that name."""
+    return next(family for family in RECURRENT_FAMILIES if str(family) == name)
+
+
+CASES = [pytest.param(case, id=str(case)) for case in RECURRENT_FAMILIES]
+
+
+@pytest.mark.one_in(16)
+@pytest.mark.parametrize("case", CASES)
+def test_it_writes_what_plain_decoding_writes(case: Family, watch: Watch) -> None:
+    model = case.build()
+    assert lade.supports(model)
+    stats = assert_same(model, prompt(20), CONFIGS[:3], max_new_tokens=60)
+    assert stats.tokens_per_step > 1, "no guess was ever accepted"
+    assert watch.branched and watch.moved, "the trees were chains: nothing was put to the test"
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("case", CASES)
+def test_the_logits_at_every_node_are_those_of_plain_passes(case: Family) -> None:
+    model = case.build(seed=2)
+    assert worst_error(model, lade.supports(model).require()) < 1e-3  # transformers' functions compute in float32
+
+
+def test_every_listed_family_is_tested() -> None:
+    assert {case.model_type for case in RECURRENT_FAMILIES} == RECURRENT
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear", "falcon_h1", "lfm2"])
+def test_batches_greedy_and_sampled(name: str) -> None:
+    model = recurrent(name).build()
+    first = plain(model, **batch(*LENGTHS), max_new_tokens=30)[:, 20:]
+    eos = [int(first[1, 5]), int(first[3, 15])]
+    assert_same_batch(model, CONFIGS[:2], max_new_tokens=30, eos_token_id=eos)
+    assert_same_batch(model, CONFIGS[:1], max_new_tokens=20, do_sample=True, temperature=0.6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "lfm2", "jamba"])
+def test_requests_that_come_and_go(name: str) -> None:
+    model = recurrent(name).build()
+    assert_served(model, [PAPER], pad_token_id=0, do_sample=False)
+
+
+PIECES = {
+    "nemotron_h": {"time_step_min": 1.0},  # this limits dt in the function for several tokens, and not in that for one
+    "zamba2": {"time_step_min": 1.0},
+    "bamba": {"time_step_limit": (1.0, float("inf"))},
+    "jamba": {},  # its function for several tokens begins with an empty state
+    "qwen3_next": {},
+}
+
+
+def limits_tell_pieces_apart(model: Any, ids: torch.Tensor) -> bool:
+    """Whether feeding the last token by itself changes the text."""
+    chunked = plain(model, ids, prefill_chunk_size=ids.shape[1] - 1, max_new_tokens=30)
+    return not torch.equal(chunked, plain(model, ids, max_new_tokens=30))
+
+
+@pytest.mark.one_in(10)
+@pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize("prefill_tokens", [5, 1])
+def test_prompts_that_an_engine_feeds_in_pieces(name: str, prefill_tokens: int) -> None:
+    model, lengths = recurrent(name).build(**PIECES[name]), (6, 11, 1, 2, 16)
+    assert name not in ("nemotron_h", "zamba2") or limits_tell_pieces_apart(model, prompt(6))
+    with lade.Engine(model, max_rows=3, prefill_tokens=prefill_tokens) as engine:
+        arguments: dict[str, Any] = {"lookahead": PAPER, "max_new_tokens": 15, "do_sample": False, "pad_token_id": 0}
+        handles = [engine.add(prompt(length, seed), **arguments) for seed, length in enumerate(lengths)]
+        results = [handle.result(60.0) for handle in handles]
+    for seed, (length, result) in enumerate(zip(lengths, results, strict=True)):
+        assert torch.equal(result, plain(model, prompt(length, seed), max_new_tokens=15)), length
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PIECES)
+def test_short_prompts_and_prompts_in_chunks(name: str) -> None:
+    model = recurrent(name).build(**PIECES[name])
+    for length in (1, 2, 3):
+        assert_same(model, prompt(length), CONFIGS[:2], max_new_tokens=30)
+    for length, chunk in ((6, 5), (7, 5), (20, 1), (20, 7)):
+        assert_same(model, prompt(length), max_new_tokens=30, prefill_chunk_size=chunk)
+    assert_same_batch(model, CONFIGS[:1], max_new_tokens=30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PIECES)
+def test_a_cache_goes_on_as_transformers_own_does(name: str) -> None:
+    model = recurrent(name).build(**PIECES[name])
+    for more in (1, 2, 5):
+        ours, theirs = lade.TreeCache(), DynamicCache(config=model.config)
+        text = lookahead(model, prompt(20), max_new_tokens=20, past_key_values=ours)
+        assert torch.equal(plain(model, prompt(20), max_new_tokens=20, past_key_values=theirs), text)
+        longer = torch.cat([text, prompt(more - 1, seed=more)], dim=1)  # the last token of the text was not fed
+        goes_on = name != "jamba" or more == 1  # where transformers begins anew, and does not say so, all is fed
+        expected = plain(model, longer, **({"past_key_values": theirs} if goes_on else {}))
+        assert torch.equal(lookahead(model, longer, past_key_values=ours), expected)
+
+
+def test_chunks_are_refused_where_they_depend_on_padding_or_on_other_requests() -> None:
+    model = recurrent("qwen3_5_text").build()
+    with pytest.raises(lade.UnsupportedArgumentError, match="prefill_chunk_size=5 with left padding"):
+        lookahead(model, **batch(20, 7), prefill_chunk_size=5, pad_token_id=0)
+    with (
+        lade.Engine(model, max_rows=3) as engine,
+        pytest.raises(lade.UnsupportedArgumentError, match="prefill_chunk_size=5 cannot be used"),
+    ):
+        engine.add(prompt(20), prefill_chunk_size=5, max_new_tokens=5)
+
+
+def test_sampling_draws_what_plain_decoding_draws() -> None:
+    model = recurrent("qwen3_5_text").build()
+    torch.manual_seed(4)
+    expected = plain(model, prompt(20), do_sample=True, max_new_tokens=40)
+    torch.manual_seed(4)
+    assert torch.equal(lookahead(model, prompt(20), do_sample=True, max_new_tokens=40), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_5_text", "jamba"])
+def test_a_cache_of_the_users_own_goes_on_where_it_ended(name: str) -> None:
+    model, cache = recurrent(name).build(), lade.TreeCache()
+    text = lookahead(model, prompt(20), max_new_tokens=30, past_key_values=cache)
+    assert cache.get_seq_length() == text.shape[1] - 1
+    longer = torch.cat([text, prompt(5, seed=1)], dim=1)
+    assert torch.equal(lookahead(model, longer, past_key_values=cache), plain(model, longer))
+
+
+def test_beams_are_refused() -> None:
+    model = recurrent("qwen3_5_text").build()
+    with pytest.raises(lade.UnsupportedArgumentError, match="recurrent layers"):
+        lookahead(model, prompt(20), num_beams=2)
+
+
+def test_states_count_as_memory_of_their_rows() -> None:
+    model = recurrent("qwen3_5_text").build()
+    cache = lade.TreeCache()
+    lookahead(model, prompt(20), max_new_tokens=5, past_key_values=cache)
+    states = 3 * (4 * 8 * 8 * 4 + 64 * 4 * 8)  # float32 [4, 8, 8], and float64 inputs of 64 channels
+    assert cache.state_bytes == states
+    with lade.Engine(model, max_rows=8, max_tokens=2000) as engine:
+        capacity = engine._scheduler._capacity
+        assert capacity.state_slots == -(-states // engine.token_bytes)
+        need = Need(tokens=100, tree=20)
+        rows = next(rows for rows in range(1, 99) if not capacity.fits([need] * (rows + 1)))
+        assert rows == min(8, 2000 // (120 + capacity.state_slots))
+
+
+@pytest.mark.slow
+def test_padding_that_reaches_a_convolution_is_refused() -> None:
+    model = recurrent("lfm2").build(conv_bias=True)
+    assert_same(model, prompt(20), CONFIGS[:1])
+    with pytest.raises(lade.UnsupportedArgumentError, match="left padding"):
+        lookahead(model, **batch(20, 7), pad_token_id=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zamba2", "qwen3_5_text", "jamba", "lfm2"])
+def test_training_mode(name: str) -> None:
+    model = recurrent(name).build(**PIECES.get(name, {})).train()
+    assert_same(model, prompt(20), CONFIGS[:1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.gradient_checkpointing_enable()
+        assert "training mode" in lade.supports(model).reason
+
+
+def test_a_cache_that_keeps_no_paths_is_refused() -> None:
+    model = recurrent("qwen3_5_text").build()
+    for cache in (DynamicCache(config=model.config), DynamicCache()):
+        with pytest.raises(
+            lade.UnsupportedArgumentError, match=r"DynamicCache on a model with rec.*give a lade.TreeCa"
+        ):
+            lookahead(model, prompt(20), past_key_values=cache)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cache = DynamicCache(config=model.config)
+        assert torch.equal(
+            lookahead(model, prompt(20), "auto", past_key_values=cache, max_new_tokens=9),
+            plain(model, prompt(20), max_new_tokens=9),
+        )
+    assert "recurrent layers" in only_fallback(caught)
+
+
+def test_kernels_that_replace_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = recurrent("qwen3_5_text").build()
+    monkeypatch.setattr(model, "_use_kernels", True, raising=False)
+    with pytest.raises(lade.UnsupportedModelError, match="load it without use_kernels"):
+        lookahead(model, prompt(20))
+
+
+def test_passes_over_trees_leave_the_functions_of_transformers_in_place() -> None:
+    model = recurrent("qwen3_next").build()
+    module = sys.modules[type(model).__module__]
+    before = {name: getattr(module, name) for name in CORES if hasattr(module, name)}
+    ids = prompt(20)
+    with torch.no_grad():
+        logits = model(ids).logits
+        lookahead(model, ids, max_new_tokens=15)
+        assert torch.equal(model(ids).logits, logits)
+    assert before and all(getattr(module, name) is function for name, function in before.items())
+
+
+def test_functions_that_mixers_do_not_call_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = recurrent("qwen3_next").build()
+    monkeypatch.setattr(sys.modules[type(model).__module__], "mamba2_chunk_scan", print, raising=False)
+    with pytest.raises(lade.UnsupportedModelError, match="do not call the functions that know of a tree"):
+        lookahead(model, prompt(20))
+
+
+@pytest.fixture
+def unlisted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Families with recurrent layers are checked, as if no test knew them."""
+    monkeypatch.setattr(supports, "RECURRENT", frozenset())
+
+
+@pytest.mark.one_in(32)
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("case", CASES)
+def test_families_that_no_test_knows_pass_the_check(case: Family, backend: str, unlisted: None) -> None:
+    model = case.build(backend, **PIECES.get(str(case), {}))
+    assert lade.supports(model)
+    assert_same(model, prompt(20), CONFIGS[:1], max_new_tokens=20)
+
+
+def convolution_of_a_text(tree_pass: TreePass, original: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """As if the nodes were a text: each one's window shifted by one."""
+    return convolution(tree_pass, original, inputs.roll(1, dims=-1), *args, **kwargs)
+
+
+def delta_rule_of_a_text(tree_pass: TreePass, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """As if the nodes were a text: the outputs of the original function."""
+    return original(*args, **kwargs)[0], delta_rule(tree_pass, original, *args, **kwargs)[1]
+
+
+def folded_too_early(self: LinearFolding, state: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """The state after the node before the path's last one."""
+    return fold(self, state, last - 1)
+
+
+def without_windows(self: RecurrentLayer, last: torch.Tensor) -> None:
+    """Folds states, and leaves the inputs of convolutions as they are."""
+    self._inputs.clear()
+    keep(self, last)
+
+
+fold, keep = LinearFolding.fold, RecurrentLayer.keep
+WRONG: dict[str, tuple[Any, Any]] = {
+    "convolution": ((CORES, "causal_conv1d_fn"), convolution_of_a_text),
+    "delta rule": ((CORES, "torch_chunk_gated_delta_rule"), delta_rule_of_a_text),
+    "convolution not wrapped": ((CORES, "causal_conv1d_fn"), None),
+    "delta rule not wrapped": ((CORES, "torch_chunk_gated_delta_rule"), None),
+    "folding": ((LinearFolding, "fold"), folded_too_early),
+    "stale windows": ((RecurrentLayer, "keep"), without_windows),
+}
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_check_refuses_what_is_wrong(
+    name: str, dtype: torch.dtype, unlisted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = recurrent("qwen3_5_text").build().to(dtype)
+    (owner, attribute), wrong = WRONG[name]
+    if wrong is None:
+        monkeypatch.delitem(owner, attribute)
+    elif isinstance(owner, dict):
+        monkeypatch.setitem(owner, attribute, wrong)
+    else:
+        monkeypatch.setattr(owner, attribute, wrong)
+    assert "a tree pass does not equal plain passes" in lade.supports(model).reason
+    monkeypatch.undo()
+    assert lade.supports(recurrent("qwen3_5_text").build().to(dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_cache_of_a_stream_that_was_left_goes_on(steps: int) -> None:
+    model, cache, ids = recurrent("qwen3_5_text").build(), lade.TreeCache(), prompt(20)
+    arguments: dict[str, Any] = {"lookahead": PAPER, "past_key_values": cache, "do_sample": False}
+    stream = lade.stream(model, ids, max_new_tokens=40, **arguments)
+    tokens = [token for step in itertools.islice(stream, steps) for token in step.tokens]
+    stream.close()
+    text = torch.cat([ids, torch.tensor([tokens])], dim=1)
+    assert cache.get_seq_length() in (0, text.shape[1] - 1)
+    assert torch.equal(lookahead(model, text, past_key_values=cache), plain(model, text))
+
+
+@pytest.mark.slow
+def test_a_failed_pass_leaves_a_cache_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache, ids = recurrent("qwen3_5_text").build(), lade.TreeCache(), prompt(20)
+    passes = itertools.count()
+
+    def fail_later(*_: object) -> None:
+        if next(passes) == 4:
+            raise KeyboardInterrupt
+
+    hook = model.model.layers[2].register_forward_pre_hook(fail_later)
+    with pytest.raises(KeyboardInterrupt):
+        lookahead(model, ids, past_key_values=cache)
+    hook.remove()
+    held = cache.get_seq_length()
+    text = plain(model, ids)
+    assert held == 0 or 20 <= held < text.shape[1]
+    assert torch.equal(
+        lookahead(model, text[:, : held + 1] if held else ids, past_key_values=cache)[:, :60], text[:, :60]
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["falcon_h1", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3_5_text", "jamba"))]
+)
+def test_plain_decoding_and_ours_take_turns_on_one_cache(name: str) -> None:
+    model, cache, text = recurrent(name).build(), lade.TreeCache(), prompt(20)
+    for turn, config in enumerate((None, PAPER, None, "auto")):
+        expected = plain(model, text, max_new_tokens=15)
+        if turn == 2:  # a stream that is left in the middle of its passes
+            stream = lade.stream(
+                model, text, max_new_tokens=15, lookahead=PAPER, past_key_values=cache, do_sample=False
+            )
+            list(itertools.islice(stream, 2))
+            stream.close()
+            cache.crop(text.shape[1] - 1 - cache.get_seq_length())
+        result = lookahead(model, text, config, max_new_tokens=15, past_key_values=cache)
+        assert torch.equal(result, expected)
+        text = torch.cat([result, prompt(3, seed=turn)], dim=1)
+    steps = list(lade.stream(model, text, max_new_tokens=9, lookahead=None, past_key_values=cache, do_sample=False))
+    assert [token for step in steps for token in step.tokens] == plain(model, text, max_new_tokens=9)[0, -9:].tolist()
+
+
+@pytest.mark.measured_cost
+@pytest.mark.parametrize(
+    "name", ["qwen3_5_text", *(pytest.param(n, marks=pytest.mark.slow) for n in ("jamba", "lfm3"))]
+)
+def test_the_cost_of_passes_is_measured(name: str) -> None:
+    model = recurrent(name).build()
+    runner = runner_for(model, lade.supports(model).require(), model.generation_config)
+    cost = measure_step_cost(runner, vocabulary=64, sizes=(1, 8), cached=40, budget_s=0.1)
+    assert cost.seconds(8) > 0
+
+
+@pytest.mark.slow
+def test_a_memory_that_is_kept_and_a_prompt_read_twice() -> None:
+    model, stats, again = recurrent("qwen3_5_text").build(), lade.Stats(), lade.Stats()
+    config = lade.LookaheadConfig(memory=lade.Memory(), budget=16)
+    expected = plain(model, prompt(20))
+    assert torch.equal(lookahead(model, prompt(20), config, stats=stats), expected)
+    assert torch.equal(lookahead(model, prompt(20), config, stats=again), expected)
+    assert again.steps < stats.steps
+
+
+@pytest.mark.slow
+def test_a_cropped_cache_forgets_everything() -> None:
+    model, cache = recurrent("lfm2").build(), lade.TreeCache()
+    text = lookahead(model, prompt(20), max_new_tokens=30, past_key_values=cache)
+    cache.crop(0)
+    assert cache.get_seq_length() == text.shape[1] - 1
+    cache.crop(-10)
+    assert cache.get_seq_length() == 0
+    assert torch.equal(lookahead(model, text[:, :35], past_key_values=cache), plain(model, text[:, :35]))

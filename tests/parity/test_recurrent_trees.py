@@ -1,0 +1,99 @@
+"""Random trees, one after the other, in batches: recurrent families without their float32, at every node."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from comparing import PAPER, lookahead, plain, prompt
+from effort import examples
+from families import RECURRENT_FAMILIES, VOCABULARY
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lifted import float32_lifted
+from test_threads import Appearance, interrupted
+
+import lade
+from lade.decoding.tree import TokenTree
+from lade.model.kv_cache import TreeCache
+from lade.model.runner import EagerRunner
+from lade.model.support.tree_check import PlainDecoding, distance
+
+LIMITED = {"nemotron_h": {"time_step_min": 1.0}, "zamba2": {"time_step_min": 1.0}}
+OFTEN = ("qwen3_5_text", "zamba2")
+NAMES = [pytest.param(str(case), marks=[] if str(case) in OFTEN else pytest.mark.slow) for case in RECURRENT_FAMILIES]
+parents = st.lists(st.integers(0, 9), max_size=7)
+
+
+@functools.cache
+def model_of(name: str) -> Any:
+    case = next(case for case in RECURRENT_FAMILIES if str(case) == name)
+    return case.build(**LIMITED.get(name, {}))
+
+
+def tree_of(root: int, chosen: list[int]) -> TokenTree:
+    """A node for each number; it hangs from the node of that number, modulo those there are."""
+    tree = TokenTree(root)
+    for node, parent in enumerate(chosen, start=1):
+        tree.add(parent % len(tree), (root + 7 * node) % VOCABULARY, "pool")
+    return tree
+
+
+def path_to(tree: TokenTree, node: int) -> list[int]:
+    """The nodes from the root to this one."""
+    return [] if node < 0 else [*path_to(tree, tree.parents[node]), node]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=examples(12), deadline=None)
+@given(
+    st.lists(st.integers(2, 20), min_size=1, max_size=3),
+    st.lists(st.lists(parents, min_size=3, max_size=3), min_size=2, max_size=3),
+    st.integers(0, 10**6),
+)
+def test_trees_of_several_rows(name: str, lengths: list[int], rounds: list[list[list[int]]], seed: int) -> None:
+    model, generator = model_of(name), torch.Generator().manual_seed(seed)
+    runner, cache = EagerRunner(model, lade.supports(model).require(), model.generation_config), TreeCache()
+    with float32_lifted(), torch.no_grad():
+        rows = [prompt(length, seed=row)[0].tolist() for row, length in enumerate(lengths)]
+        runner.prefill([row[:-1] for row in rows], cache)
+        texts = [PlainDecoding(model, row) for row in rows]
+        for chosen in rounds:
+            trees = [tree_of(row[-1], parents) for row, parents in zip(rows, chosen, strict=False)]
+            logits = runner.forward(trees, rows, cache)
+            kept = []
+            for row, tree in enumerate(trees):
+                nodes = {0: texts[row]}
+                for node in range(1, len(tree)):
+                    nodes[node] = nodes[tree.parents[node]].after(tree.ids[node])
+                assert all(distance(text.logits, logits[row, node]) < 1e-10 for node, text in nodes.items())
+                last = int(torch.randint(len(tree), (), generator=generator))
+                kept.append(path_to(tree, last))
+                following = int(torch.randint(VOCABULARY, (), generator=generator))
+                rows[row] = [*rows[row], *(tree.ids[node] for node in kept[-1][1:]), following]
+                texts[row] = nodes[last].after(following)
+            cache.keep(kept, fed=max(map(len, trees)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "jamba"])
+def test_another_thread_decodes_plainly_in_the_middle_of_passes_over_trees(name: str) -> None:
+    model, one, other = model_of(name), prompt(10), prompt(13, seed=1)
+    arguments: dict[str, Any] = {"max_new_tokens": 8, "output_logits": True, "return_dict_in_generate": True}
+    text, before = plain(model, one, max_new_tokens=12), plain(model, other, **arguments)
+    appearance = Appearance(model)
+    theirs = functools.partial(plain, model, other, **arguments)
+    with interrupted(model, theirs) as results:
+        assert torch.equal(lookahead(model, one, PAPER, max_new_tokens=12), text)
+    with interrupted(model, functools.partial(lookahead, model, other, PAPER, max_new_tokens=8)) as trees:
+        assert torch.equal(lookahead(model, one, lade.LookaheadConfig(budget=16), max_new_tokens=12), text)
+    appearance.check(model)
+    assert all(torch.equal(ids, before.sequences) for ids in trees)
+    for result in [
+        *results,
+        plain(model, other, **arguments),
+    ]:  # bit for bit, also while others have their own functions
+        assert torch.equal(result.sequences, before.sequences)
+        assert all(map(torch.equal, result.logits, before.logits))
