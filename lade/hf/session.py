@@ -19,7 +19,7 @@ from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.hf.batch_rules import check_lengths, check_rows
-from lade.hf.ids import special_ids, vocabulary_of
+from lade.hf.ids import placeholder_ids, special_ids, vocabulary_of
 from lade.hf.output import Output, output_of, record_for
 from lade.hf.prepared import Prepared
 from lade.hf.refusals import check, check_switch
@@ -27,6 +27,7 @@ from lade.hf.row import row_for
 from lade.hf.sampling import Draws, LoneSampler, RowSampler, Sampler
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
+from lade.model.prepared_prompts import PreparedPrompts
 from lade.model.runner import EagerRunner
 from lade.model.select_runner import runner_for
 from lade.stats import Stats, Step
@@ -63,8 +64,8 @@ class Session:
         drafter: Drafter | None = None,
     ) -> None:
         self._prepared, self._streamer, self._prompt_streamed = prepared, streamer, prompt_streamed
-        plan, self._paddings = check(prepared)
-        runner = self._checked_runner(plan)
+        plan, self._paddings, images = check(prepared)
+        runner = self._checked_runner(plan, images)
         # The cache that transformers makes where the user gave none is empty, and of no use for a tree.
         self._given_cache: Cache = TreeCache() if prepared.user_cache is None else prepared.user_cache
         handed_out = bool(prepared.generation_config.return_dict_in_generate) and not self._is_batch
@@ -78,16 +79,17 @@ class Session:
         self._rows = self._make_rows(self._drafters(config, budget, drafter))
         self._known = sys.maxsize  # tokens of the text that the caller knows
         cache: Any = self._cache  # of the runner's own kind
-        self._loop = DecodeLoop(list(self._rows), runner, cache, stats, budget)
+        self._loop = DecodeLoop(list(self._rows), runner.for_prompts(images), cache, stats, budget)
 
     @property
     def _is_batch(self) -> bool:
         return len(self._paddings) > 1
 
-    def _checked_runner(self, plan: MaskPlan) -> EagerRunner:
+    def _checked_runner(self, plan: MaskPlan, images: PreparedPrompts | None) -> EagerRunner:
         """The runner, once it has been checked that it can make all passes of these texts."""
         prepared, config = self._prepared, self._prepared.generation_config
-        runner = runner_for(prepared.model, plan, config, own_cache=prepared.user_cache is None)
+        fixed = prepared.user_cache is None and not (images and images.offsets)  # what captured passes can read
+        runner = runner_for(prepared.model, plan, config, own_cache=fixed)
         width = prepared.input_ids.shape[1]
         check_switch(runner, width, config.max_length)
         if self._is_batch:
@@ -113,7 +115,7 @@ class Session:
             return [given]
         if self._is_batch and config.adaptive and config.memory is None:
             config = replace(config, memory=ContextMemory())  # one caller's rows may learn from each other
-        excluded = special_ids(self._prepared.generation_config)
+        excluded = special_ids(self._prepared.generation_config) | placeholder_ids(self._prepared.model)
         vocabulary = vocabulary_of(self._prepared.model)
         return [
             drafter_for(config, excluded, vocabulary=vocabulary, cost=self._cost, budget=budget) for _ in self._paddings

@@ -18,9 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from transformers.cache_utils import Cache
 
 from lade.model.cache_moves import Moves
+from lade.model.position_offsets import PositionOffsets
 from lade.model.tree_layer import SPARE_TOKENS, JoinedLayers, TreeLayer
 
 _JOINED_LAYERS = 8
@@ -28,12 +30,17 @@ _JOINED_LAYERS = 8
 
 
 class TreeCache(Cache):
-    """KV cache of B rows for any decoder-only transformers model; layers are added as the model updates them."""
+    """KV cache of B rows for any decoder-only transformers model; layers are added as the model updates them.
+
+    Attributes:
+        offsets: of the positions that follow what is cached.
+    """
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=TreeLayer)
         self.layers: list[TreeLayer]  # type: ignore[assignment]
         self._groups: list[JoinedLayers] = []
+        self.offsets = PositionOffsets()
 
     @staticmethod
     def buffer_rows(rows: int) -> int:
@@ -67,6 +74,7 @@ class TreeCache(Cache):
         """Forget everything: the cache is empty, and falsy, which transformers tests before it drops a cache."""
         self.layers.clear()
         self._groups.clear()
+        self.offsets = PositionOffsets()
 
     def keep(self, paths: Sequence[Sequence[int]], fed: int, held: Sequence[int] | None = None) -> None:
         """Of the tokens that came last, keep those of the path and drop the others.
@@ -102,6 +110,7 @@ class TreeCache(Cache):
         """
         if not tokens:
             self.reset()
+        self.offsets = PositionOffsets()
         for layer in self.layers:
             layer.lengths = [tokens]
 
@@ -113,6 +122,7 @@ class TreeCache(Cache):
             places: `[B]`, for each row the number of its part, and its number there; a row may occur twice.
         """
         self.reset()
+        self.offsets = PositionOffsets.collected([(parts[part].offsets, row) for part, row in places])
         for layers in zip(*(part.layers for part in parts), strict=True):
             self.layers.append(TreeLayer())
             self.layers[-1].join(layers, places)
@@ -138,6 +148,8 @@ class TreeCache(Cache):
 
     def take(self, part: TreeCache) -> None:
         """Append the only row of another cache of the same model, which is then empty."""
+        rows = range(len(self.lengths) if self.layers else 0)
+        self.offsets = PositionOffsets.collected([*((self.offsets, row) for row in rows), (part.offsets, 0)])
         if not self.layers:
             self.layers, part.layers = part.layers, []
             self._groups.clear()
@@ -152,10 +164,16 @@ class TreeCache(Cache):
         if row < last:
             for group in self._grouped():
                 group.put(last, row, max(self.lengths))  # also what lies after it: no other row's states may stay
-        lengths = list(self.lengths)
-        lengths[row] = lengths[last]
+        lengths, order = list(self.lengths), list(range(last + 1))
+        lengths[row], order[row] = lengths[last], last
+        self.offsets = self.offsets.selected(order[:last])
         for layer in self.layers:
             layer.lengths = lengths[:last]
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only these rows, in this order."""
+        super().batch_select_indices(indices)
+        self.offsets = self.offsets.selected(indices.tolist())
 
     def _grouped(self) -> list[JoinedLayers]:
         if sum(len(group.layers) for group in self._groups) != len(self.layers):

@@ -28,6 +28,7 @@ from lade.model.cuda_graphs.pool import BufferPool
 from lade.model.cuda_graphs.static_cache import StaticCache
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
+from lade.model.position_offsets import PositionOffsets
 from lade.model.runner import EagerRunner
 from lade.model.shapes import STEP_SIZES, step_bucket
 
@@ -156,7 +157,8 @@ class GraphRunner(EagerRunner):
     def _static_pass(self, shape: StepShape, buffers: Buffers, inputs: StaticInputs) -> torch.Tensor:
         """The pass itself, all that a graph holds: logits `[B, S, V]`."""
         step = inputs.tree_step(shape.keys) if self.plan.compact else inputs.step(shape.keys)
-        arguments = self._arguments(step, StaticCacheView(buffers, inputs.slots(), shape))
+        view = StaticCacheView(buffers, inputs.slots(), shape)
+        arguments = self._arguments(step, view, PositionOffsets())
         with self._slot_patches.patched_for(step):
             logits: torch.Tensor = self.model(**arguments).logits
         return logits
