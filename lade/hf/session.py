@@ -27,7 +27,6 @@ from lade.hf.row import row_for
 from lade.hf.sampling import Draws, LoneSampler, RowSampler, Sampler
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
-from lade.model.prepared_prompts import PreparedPrompts
 from lade.model.runner import EagerRunner
 from lade.model.select_runner import runner_for
 from lade.stats import Stats, Step
@@ -65,7 +64,7 @@ class Session:
     ) -> None:
         self._prepared, self._streamer, self._prompt_streamed = prepared, streamer, prompt_streamed
         plan, self._paddings, images = check(prepared)
-        runner = self._checked_runner(plan, images)
+        runner = self._checked_runner(plan)
         # The cache that transformers makes where the user gave none is empty, and of no use for a tree.
         self._given_cache: Cache = TreeCache() if prepared.user_cache is None else prepared.user_cache
         handed_out = bool(prepared.generation_config.return_dict_in_generate) and not self._is_batch
@@ -85,11 +84,10 @@ class Session:
     def _is_batch(self) -> bool:
         return len(self._paddings) > 1
 
-    def _checked_runner(self, plan: MaskPlan, images: PreparedPrompts | None) -> EagerRunner:
+    def _checked_runner(self, plan: MaskPlan) -> EagerRunner:
         """The runner, once it has been checked that it can make all passes of these texts."""
         prepared, config = self._prepared, self._prepared.generation_config
-        fixed = prepared.user_cache is None and not (images and images.offsets)  # what captured passes can read
-        runner = runner_for(prepared.model, plan, config, own_cache=fixed)
+        runner = runner_for(prepared.model, plan, config, own_cache=prepared.user_cache is None)
         width = prepared.input_ids.shape[1]
         check_switch(runner, width, config.max_length)
         if self._is_batch:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 Axes = tuple[int, ...]
@@ -39,13 +41,18 @@ class PositionOffsets:
         """Those of these rows, in this order."""
         return self.collected([(self, row) for row in rows])
 
-    def added_to(self, positions: torch.Tensor) -> torch.Tensor:
-        """Positions `[B, S]` with the offsets of their rows, `[axes, B, S]`; as they are where there are none."""
-        if not self.rows:
-            return positions
-        device = positions.device
-        if device not in self._uploaded:
-            axes = max(map(len, self.rows))
-            rows = [row or (0,) * axes for row in self.rows]  # a row of text alone
-            self._uploaded[device] = torch.tensor(rows, device=device).T[..., None].contiguous()  # [axes, B, 1]
-        return positions + self._uploaded[device]
+    @property
+    def axes(self) -> int:
+        """Numbers that make a position; 0 where it is the slot's."""
+        return max(map(len, self.rows), default=0)
+
+    def array(self) -> npt.NDArray[np.int64]:
+        """`[axes, B, 1]`; zeros for rows of text alone."""
+        rows = [row or (0,) * self.axes for row in self.rows]
+        return np.array(rows, dtype=np.int64).T[..., None]
+
+    def on(self, device: torch.device) -> torch.Tensor | None:
+        """`[axes, B, 1]` int64, uploaded once; None where no row has any."""
+        if self.rows and device not in self._uploaded:
+            self._uploaded[device] = torch.from_numpy(self.array().copy()).to(device)
+        return self._uploaded.get(device)

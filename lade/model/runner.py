@@ -16,7 +16,6 @@ from lade.decoding.tree import TokenTree
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import Inputs, MaskPlan
 from lade.model.position_limits import Positions
-from lade.model.position_offsets import PositionOffsets
 from lade.model.prepared_prompts import PreparedPrompts
 from lade.model.prompt_logits import HiddenStates
 from lade.model.row_cache import BufferSizes, RowCache
@@ -223,7 +222,7 @@ class EagerRunner:
             self._stopwatch.stop(logits.device)
             return logits
         inputs = self.plan.inputs(trees, cache.lengths, self.device)
-        arguments = self._arguments(inputs, cache, cache.offsets)
+        arguments = self._arguments(inputs, cache, cache.offsets.on(self.device))
         with self._slot_patches.patched_for(inputs):
             self._stopwatch.start(self.device)
             logits = self.model(**arguments).logits
@@ -244,15 +243,15 @@ class EagerRunner:
             after the last one are undefined.
         """
         inputs = self.plan.inputs(trees, cache.lengths, self.device, held)
-        arguments = self._arguments(inputs, cache, cache.offsets)
+        arguments = self._arguments(inputs, cache, cache.offsets.on(self.device))
         with self._slot_patches.patched_for(inputs):
             self._stopwatch.start(self.device)
             logits: torch.Tensor = self.model(**arguments).logits
             self._stopwatch.stop(logits.device)
         return logits
 
-    def _arguments(self, inputs: Inputs, cache: Cache, offsets: PositionOffsets) -> dict[str, Any]:
-        """The arguments of the model for one pass over trees."""
+    def _arguments(self, inputs: Inputs, cache: Cache, offsets: torch.Tensor | None) -> dict[str, Any]:
+        """The arguments of the model for one pass over trees; offsets `[axes, B, 1]` are added to their positions."""
         arguments: dict[str, Any] = {
             "input_ids": inputs.ids,
             "attention_mask": self.plan.masks(inputs, self.model.dtype),
@@ -261,7 +260,7 @@ class EagerRunner:
             "return_dict": True,
         }
         if "position_ids" in self._accepts:
-            arguments["position_ids"] = offsets.added_to(inputs.positions)
+            arguments["position_ids"] = inputs.positions if offsets is None else inputs.positions + offsets
         return arguments
 
     def _recomputes_at_switch(self, rows: Sequence[Sequence[int]], cache: TreeCache) -> bool:
