@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from lade.cli.images import ImagePrompt, content, encode, open_image
 from lade.cli.loading.loaded_model import LoadedModel
 from lade.cli.options.template import Template
 from lade.cli.prompts import Messages, Prompt
@@ -52,12 +55,17 @@ class Encoder:
         self._loaded.check(ids)
         return ids
 
+    def with_images(self, prompt: Prompt, files: Sequence[Path]) -> ImagePrompt:
+        """The same of a text that comes after images.
+
+        Raises:
+            InputError: an image cannot be read, or the model's processor does not take it.
+        """
+        said = content(prompt.text, [open_image(path) for path in files])
+        return encode(self._loaded, self._instructed([{"role": "user", "content": said}]), self._template.arguments)
+
     def _templated(self, messages: Messages) -> list[int]:
-        system = self._template.system
-        if system is not None:
-            if messages[0]["role"] == "system":
-                raise InputError("the conversation has a system message of its own: leave out --system")
-            messages = [{"role": "system", "content": system}, *messages]
+        messages = self._instructed(messages)
         goes_on = messages[-1]["role"] == "assistant"  # then its last message is continued, not answered
         kind = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
         try:
@@ -70,3 +78,12 @@ class Encoder:
                 f"the chat template of {self._loaded.name!r} refuses the prompt ({reason}): mend it, or add --raw"
             ) from problem
         return ids
+
+    def _instructed(self, messages: Messages) -> Messages:
+        """Messages after the system message, if one was given."""
+        system = self._template.system
+        if system is None:
+            return messages
+        if messages[0]["role"] == "system":
+            raise InputError("the conversation has a system message of its own: leave out --system")
+        return [{"role": "system", "content": system}, *messages]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from lade.cli.batch.request import BatchOptions
 from lade.cli.options import decoding as options
+from lade.cli.options.template import Template
 from lade.cli.prompts import Source
 from lade.cli.terminal import ASIDE, EXIT_INTERRUPTED, Terminal, terminal
 from lade.errors import ConfigError
@@ -28,6 +30,7 @@ _LONGEST_ECHO = 2000
 def generate(
     source: Source,
     max_new_tokens: options.MaxNewTokens = 128,
+    image: options.Images = None,
     *,
     template: options.Template,
     many: BatchOptions,
@@ -53,14 +56,18 @@ def generate(
         choices = choices.settled(batch.seed if batch else None)
         if batch and choices.num_beams > 1:
             raise ConfigError("num-beams", choices.num_beams, "a beam search is for one prompt: leave out --batch-size")
+        if batch and image:
+            raise ConfigError("image", str(image[0]), "images are for one prompt: leave out --batch-size")
         if source.piped:
             term.working("reading standard input")
         prompts = [] if batch else source.read()
+        if image:
+            _check_images(image, source, prompts, template)
         from lade.cli.encoder import Encoder
         from lade.cli.generation_plan import GenerationPlan
         from lade.cli.loading.load import load, remembering
 
-        loaded = load(loading, term=term, pack=speed.pack)
+        loaded = load(loading, term=term, pack=speed.pack, images=bool(image))
         lookahead = remembering(loaded, lookahead, speed.memory)
         plan = GenerationPlan(loaded, Encoder(loaded, template), lookahead, choices, max_new_tokens)
         if batch:
@@ -68,18 +75,32 @@ def generate(
 
             carry_out(batch, plan, term, quiet=json)
         else:
-            _run(plan, prompts, term, json=json)
+            _run(plan, prompts, term, image or [], json=json)
 
 
-def _run(plan: GenerationPlan, prompts: list[Prompt], term: Terminal, *, json: bool) -> None:
+def _check_images(images: list[Path], source: Source, prompts: list[Prompt], template: Template) -> None:
+    """Raise `ConfigError` where images have no place."""
+    given = str(images[0])
+    if source.prompt_file is not None and (len(prompts) != 1 or prompts[0].messages is not None):
+        raise ConfigError("image", given, "images are for one prompt of text: give it as an argument")
+    if template.raw:
+        raise ConfigError("image", given, "its place is the chat template's to choose: leave out --raw")
+
+
+def _run(plan: GenerationPlan, prompts: list[Prompt], term: Terminal, images: list[Path], *, json: bool) -> None:
     from lade.cli.run import check_served, decode, warn_of_length
 
     loaded, lookahead, choices = plan.loaded, plan.lookahead, plan.choices
-    encoded = [plan.encode(prompt) for prompt in prompts]  # all are checked before the first one is decoded
+    media: Mapping[str, Any] = {}
+    if images:
+        shown = plan.encode.with_images(prompts[0], images)
+        encoded, media = [shown.ids], shown.media
+    else:
+        encoded = [plan.encode(prompt) for prompt in prompts]  # all are checked before the first one is decoded
     check_served(loaded, lookahead, choices)
     warn_of_length(loaded, max(map(len, encoded)), plan.max_new_tokens, term)
     wanted = plan.max_new_tokens
-    begin = partial(decode, loaded, lookahead=lookahead, choices=choices, max_new_tokens=wanted, term=term)
+    begin = partial(decode, loaded, lookahead=lookahead, choices=choices, max_new_tokens=wanted, term=term, media=media)
     for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
         if number and not json:
             term.write("\n")

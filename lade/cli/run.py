@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -186,6 +186,7 @@ def decode(
     on_step: Callable[[Step], None],
     choices: Choices = GREEDY,
     cache: Any = None,
+    media: Mapping[str, Any] | None = None,
 ) -> Generation:
     """Generate, telling `on_step` each step, or each token of a beam search when it is complete.
 
@@ -198,6 +199,7 @@ def decode(
         on_step: is called with each `Step`; its time counts for nothing where lookahead decodes.
         choices: settled ones; their seed becomes that of torch's generator.
         cache: a `TreeCache` that may hold a part of the prompt; it is left holding all tokens but the last.
+        media: images in the prompt, as arguments of `generate`.
     """
     run, fallbacks = Generation(prompt=prompt, choices=choices), len(term.fallbacks)
     ids, room = torch.tensor([prompt], device=loaded.model.device), loaded.room(prompt, max_new_tokens)
@@ -208,6 +210,7 @@ def decode(
         "lookahead": lookahead,
         **({} if cache is None else {"past_key_values": cache}),
         **generate_arguments(loaded, choices),
+        **(media or {}),
     }
     if choices.seed is not None:
         torch.manual_seed(choices.seed)

@@ -15,8 +15,9 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
 from lade.errors import InputError, UnsupportedArgumentError
+from lade.hf.media import holds_media
 from lade.hf.original import check_generate
-from lade.hf.refusals import REMEDY, check_shape, refuse, refuse_media
+from lade.hf.refusals import REMEDY, check_shape, refuse
 from lade.model.support.supports import supports, unwrap
 
 KEPT = {
@@ -52,7 +53,8 @@ def arguments_for_callable(model: Any, arguments: dict[str, Any]) -> dict[str, A
         raise UnsupportedArgumentError("cache_implementation='paged' asks for continuous batching", REMEDY)
     if argument_of(inner, arguments, "token_healing"):
         refuse("token_healing=True", "transformers does not pass on the tokenizer that it needs")
-    refuse_media(arguments)  # for which transformers would run another encoder
+    if holds_media(arguments):  # for which transformers runs another encoder before it calls a callable
+        supports(model).require()
     ids = arguments.get("inputs", arguments.get("input_ids"))
     embedded = arguments.get("inputs_embeds") is not None or inner.config.is_encoder_decoder
     if isinstance(ids, torch.Tensor) and not embedded:  # an encoder may be fed anything

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from lade.config import LookaheadConfig
 from lade.decoding.beams.logits import BeamLogits
 from lade.hf.batch_rules import check_lengths
-from lade.hf.ids import special_ids
+from lade.hf.ids import placeholder_ids, special_ids
 from lade.hf.plain import decoding_method
 from lade.hf.prepared import Prepared
 from lade.hf.refusals import check, refuse
@@ -48,7 +48,7 @@ class BeamSession:
         for name in ("budget", "memory"):
             if getattr(config, name) is not None:
                 refuse(f"{name} with num_beams", "beams are drafted at fixed sizes, with a memory of their own")
-        plan, paddings = check(prepared, BEAM_MODES)
+        plan, paddings, images = check(prepared, BEAM_MODES)
         if is_recurrent(prepared.model):
             refuse("num_beams", "recurrent layers fold one path of a tree into their states, and beams keep several")
         prompts, users = prepared.prompts, prepared.user_cache
@@ -64,10 +64,10 @@ class BeamSession:
             [prompt[padding:].tolist() for prompt, padding in zip(prompts, paddings, strict=True)],
             prepared.beams,
             config,
-            runner,
+            runner.for_prompts(images),
             self._cache,
             stats,
-            special_ids(prepared.generation_config),
+            special_ids(prepared.generation_config) | placeholder_ids(prepared.model),
         )
 
     def run(self) -> BeamOutput:

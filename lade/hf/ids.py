@@ -19,6 +19,12 @@ def special_ids(generation_config: GenerationConfig) -> set[int]:
     return ids_of(generation_config.eos_token_id) | ids_of(generation_config.pad_token_id)
 
 
+def placeholder_ids(model: PreTrainedModel) -> set[int]:
+    """Ids that stand for images, videos and sounds in the prompts of a multimodal model; no text has them."""
+    names = [f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index")]
+    return {value for name in names if isinstance(value := getattr(model.config, name, None), int)}
+
+
 def ids_of(tokens: Any) -> set[int]:
     """One id, several, or None, as `generate` takes them."""
     several = tokens.flatten().tolist() if isinstance(tokens, torch.Tensor) else tokens

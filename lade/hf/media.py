@@ -1,4 +1,4 @@
-"""What a prompt has beside its text. Only prompts of text alone are decoded with trees, by multimodal models, too."""
+"""What a prompt has beside its text: images, videos, sounds, and what says where they stand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ NAMES = ("pixel_", "image", "video", "audio", "input_features", "input_values", 
 """How arguments of `generate` begin that hold pictures, films, sounds, or what was made of them."""
 KINDS_OF_TOKENS = frozenset({"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"})
 """In multimodal models 0 stands for text. In others such ids have embeddings of their own."""
-WHY = "the prompt has more than text in it, and only prompts of text are accelerated so far"
 
 
 def names_media(name: str) -> bool:
@@ -25,6 +24,11 @@ def is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, Mapping | list | tuple) and not value)
 
 
+def holds_media(arguments: Mapping[str, Any]) -> bool:
+    """Whether arguments of `generate`, or what it made of them, hold images, videos or sounds."""
+    return any(names_media(name) and not is_empty(value) for name, value in arguments.items())
+
+
 def says_text(model: PreTrainedModel, name: str, value: Any) -> bool:
     """Whether an argument only says that all tokens of the prompt are text.
 
@@ -33,5 +37,20 @@ def says_text(model: PreTrainedModel, name: str, value: Any) -> bool:
         name: name of the argument.
         value: its value, `[B, L]`.
     """
+    return _says_kinds(model, name, value) and not value.any()
+
+
+def has_more_than_text(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
+    """Whether a prompt has more than text in it, or only says so of some tokens, whose features are cached already.
+
+    Args:
+        model: the causal language model.
+        arguments: what `generate` has prepared.
+    """
+    marked = (value.any() for name, value in arguments.items() if _says_kinds(model, name, value))
+    return holds_media(arguments) or any(marked)
+
+
+def _says_kinds(model: PreTrainedModel, name: str, value: Any) -> bool:
     multimodal = model.config.get_text_config(decoder=True) is not model.config
-    return multimodal and name in KINDS_OF_TOKENS and isinstance(value, torch.Tensor) and not value.any()
+    return multimodal and name in KINDS_OF_TOKENS and isinstance(value, torch.Tensor)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -13,12 +12,14 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
-from lade.hf.ids import vocabulary_of
-from lade.hf.media import WHY, is_empty, names_media, says_text
+from lade.hf.ids import placeholder_ids, vocabulary_of
+from lade.hf.media import has_more_than_text, is_empty, says_text
+from lade.hf.media_prompts import media_prompts
 from lade.hf.prepared import Prepared
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.position_limits import LEARNED_POSITIONS
+from lade.model.prepared_prompts import PreparedPrompts
 from lade.model.recurrent.cores import is_recurrent
 from lade.model.runner import EagerRunner
 from lade.model.slot_patches import padding_counts_from
@@ -53,7 +54,7 @@ def resolve(lookahead: Lookahead) -> tuple[LookaheadConfig | None, bool]:
 def check(
     prepared: Prepared,
     modes: Collection[GenerationMode] = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
-) -> tuple[MaskPlan, list[int]]:
+) -> tuple[MaskPlan, list[int], PreparedPrompts | None]:
     """All checks that any way of decoding needs.
 
     Args:
@@ -61,7 +62,8 @@ def check(
         modes: generation modes that are served.
 
     Returns:
-        How the model takes its masks; and `[P]`, how many padding columns stand left of each prompt.
+        How the model takes its masks; `[P]`, how many padding columns stand left of each prompt; and the prompts where
+        they have more than text in them.
 
     Raises:
         InputError: no decoding could continue the prompt.
@@ -70,17 +72,14 @@ def check(
     plan = supports(prepared.wrapper).require()
     _refuse_arguments(prepared, modes)
     model, prompts, kwargs = prepared.model, prepared.prompts, prepared.model_kwargs
-    _check_prompts(model, prompts)
-    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    images = has_more_than_text(model, kwargs)
+    _check_prompts(model, prompts, placeholder_ids(model) if images or prepared.user_cache is not None else ())
+    mask = kwargs.get("attention_mask")
     paddings = _left_paddings(prompts, None if mask is None else mask[:: prepared.beams])
     _check_padding(model, max(paddings), prepared.generation_config)
-    if positions is not None:
-        for axis in positions if positions.ndim == 3 else positions[None]:  # of time, height and width in some models
-            _check_positions(axis[:: prepared.beams].expand(len(paddings), -1), paddings)
-    elif any(paddings) and not hasattr(model.base_model, "build_alibi_tensor"):  # ALiBi goes by the mask
-        refuse("left padding", "transformers sees no position_ids in this model's forward, and would count the padding")
+    images = images or not _check_positions(prepared, paddings)
     _check_user_cache(prepared.user_cache, paddings, prompts.shape[1])
-    return plan, paddings
+    return plan, paddings, media_prompts(prepared, paddings) if images else None
 
 
 def _refuse_arguments(prepared: Prepared, modes: Collection[GenerationMode]) -> None:
@@ -96,22 +95,12 @@ def _refuse_arguments(prepared: Prepared, modes: Collection[GenerationMode]) -> 
     for name in REFUSED_OUTPUTS:
         if config.return_dict_in_generate and getattr(config, name):
             refuse(f"{name}=True", "a pass over a tree has no such tensors of one token at a time")
-    refuse_media(prepared.model_kwargs)
+    if has_more_than_text(prepared.model, prepared.model_kwargs):
+        return _refuse_caches(prepared)  # the rest is found out from what plain decoding would feed
     for name, value in prepared.model_kwargs.items():
         if name not in KNOWN_MODEL_KWARGS and not is_empty(value) and not says_text(prepared.model, name, value):
             refuse(name, "its values for tokens ahead of the text are not known")
     _refuse_caches(prepared)
-
-
-def refuse_media(arguments: Mapping[str, Any]) -> None:
-    """Raise `UnsupportedArgumentError` for a prompt with images, videos or sounds.
-
-    Args:
-        arguments: arguments of `generate`, or what it made of them.
-    """
-    for name, value in arguments.items():
-        if names_media(name) and not is_empty(value):
-            refuse(name, WHY)
 
 
 def _refuse_caches(prepared: Prepared) -> None:
@@ -155,9 +144,14 @@ def check_shape(input_ids: torch.Tensor) -> None:
         raise InputError("input_ids is empty: give at least one token, for instance the tokenizer's bos_token_id")
 
 
-def _check_prompts(model: PreTrainedModel, prompts: torch.Tensor) -> None:
-    """Raise `InputError` for prompts `[P, L]` that no decoding could continue. Waits for the device once."""
+def _check_prompts(model: PreTrainedModel, prompts: torch.Tensor, placeholders: Collection[int]) -> None:
+    """Raise `InputError` for prompts `[P, L]` that no decoding could continue. Waits for the device once.
+
+    Ids that only stand for images may lie outside the vocabulary: they are never embedded.
+    """
     check_shape(prompts)
+    if placeholders:
+        prompts = prompts.masked_fill(torch.isin(prompts, prompts.new_tensor(sorted(placeholders))), 0)
     vocabulary = vocabulary_of(model)
     low, high = torch.stack(prompts.aminmax()).tolist()
     if low < 0 or high >= vocabulary:
@@ -248,9 +242,22 @@ def check_switch(runner: EagerRunner, prompt_length: int, max_length: int) -> No
         refuse(f"max_length={max_length}", f"beyond {switch} tokens this transformers loses the text: upgrade it")
 
 
-def _check_positions(position_ids: torch.Tensor, paddings: Sequence[int]) -> None:
-    """Refuse `position_ids` `[B, L]` that do not count on from the first token that is no padding."""
-    for row, padding in zip(position_ids, paddings, strict=True):
-        given = row[padding:]
-        if not torch.equal(given, torch.arange(given.shape[-1], device=given.device)):
-            refuse("position_ids", "positions ahead of the text are known only where they count on from 0")
+def _check_positions(prepared: Prepared, paddings: Sequence[int]) -> bool:
+    """Whether the positions of a text count on from 0. Refuses others, unless they come after an image in the cache."""
+    positions = prepared.model_kwargs.get("position_ids")
+    if positions is None:
+        if any(paddings) and not hasattr(prepared.model.base_model, "build_alibi_tensor"):  # ALiBi goes by the mask
+            why = "transformers sees no position_ids in this model's forward, and would count the padding"
+            refuse("left padding", why)
+        return True
+    axes = positions if positions.ndim == 3 else positions[None]  # of time, height and width in some models
+    count_on = all(_counts_on(axis[:: prepared.beams].expand(len(paddings), -1), paddings) for axis in axes)
+    if not count_on and positions.ndim == 2:
+        refuse("position_ids", "positions ahead of the text are known only where they count on from 0")
+    return count_on
+
+
+def _counts_on(position_ids: torch.Tensor, paddings: Sequence[int]) -> bool:
+    """Whether `position_ids` `[B, L]` count on from the first token that is no padding."""
+    texts = [row[padding:] for row, padding in zip(position_ids, paddings, strict=True)]
+    return all(torch.equal(text, torch.arange(len(text), device=text.device)) for text in texts)

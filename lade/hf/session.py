@@ -19,7 +19,7 @@ from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.hf.batch_rules import check_lengths, check_rows
-from lade.hf.ids import special_ids, vocabulary_of
+from lade.hf.ids import placeholder_ids, special_ids, vocabulary_of
 from lade.hf.output import Output, output_of, record_for
 from lade.hf.prepared import Prepared
 from lade.hf.refusals import check, check_switch
@@ -63,7 +63,7 @@ class Session:
         drafter: Drafter | None = None,
     ) -> None:
         self._prepared, self._streamer, self._prompt_streamed = prepared, streamer, prompt_streamed
-        plan, self._paddings = check(prepared)
+        plan, self._paddings, images = check(prepared)
         runner = self._checked_runner(plan)
         # The cache that transformers makes where the user gave none is empty, and of no use for a tree.
         self._given_cache: Cache = TreeCache() if prepared.user_cache is None else prepared.user_cache
@@ -78,7 +78,7 @@ class Session:
         self._rows = self._make_rows(self._drafters(config, budget, drafter))
         self._known = sys.maxsize  # tokens of the text that the caller knows
         cache: Any = self._cache  # of the runner's own kind
-        self._loop = DecodeLoop(list(self._rows), runner, cache, stats, budget)
+        self._loop = DecodeLoop(list(self._rows), runner.for_prompts(images), cache, stats, budget)
 
     @property
     def _is_batch(self) -> bool:
@@ -113,7 +113,7 @@ class Session:
             return [given]
         if self._is_batch and config.adaptive and config.memory is None:
             config = replace(config, memory=ContextMemory())  # one caller's rows may learn from each other
-        excluded = special_ids(self._prepared.generation_config)
+        excluded = special_ids(self._prepared.generation_config) | placeholder_ids(self._prepared.model)
         vocabulary = vocabulary_of(self._prepared.model)
         return [
             drafter_for(config, excluded, vocabulary=vocabulary, cost=self._cost, budget=budget) for _ in self._paddings

@@ -26,6 +26,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from lade.model.cache_moves import Moves
+from lade.model.position_offsets import PositionOffsets
 from lade.model.recurrent.layer import RecurrentLayer, empty_like
 from lade.model.recurrent.tree_pass import TreePass
 from lade.model.tree_layer import SPARE_TOKENS, JoinedLayers, TreeLayer
@@ -35,7 +36,11 @@ _JOINED_LAYERS = 8
 
 
 class TreeCache(Cache):
-    """KV cache of B rows for any decoder-only transformers model; layers are added as the model updates them."""
+    """KV cache of B rows for any decoder-only transformers model; layers are added as the model updates them.
+
+    Attributes:
+        offsets: of the positions that follow what is cached.
+    """
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=TreeLayer)
@@ -43,6 +48,7 @@ class TreeCache(Cache):
         self._groups: list[JoinedLayers] = []
         self._tree_pass: TreePass | None = None
         self._state_tokens: int | None = None  # what the states of the only row hold, if that is known
+        self.offsets = PositionOffsets()
 
     @staticmethod
     def buffer_rows(rows: int) -> int:
@@ -105,6 +111,7 @@ class TreeCache(Cache):
         self.layers.clear()
         self._groups.clear()
         self._tree_pass = self._state_tokens = None
+        self.offsets = PositionOffsets()
 
     def keep(self, paths: Sequence[Sequence[int]], fed: int, held: Sequence[int] | None = None) -> None:
         """Of the tokens that came last, keep those of the path and drop the others.
@@ -146,6 +153,7 @@ class TreeCache(Cache):
         """
         if not tokens or (self._state_tokens != tokens and self.recurrent):
             self.reset()
+        self.offsets = PositionOffsets()
         for layer in self.attending:
             layer.lengths = [tokens]
 
@@ -170,6 +178,7 @@ class TreeCache(Cache):
             places: `[B]`, for each row the number of its part, and its number there; a row may occur twice.
         """
         self.reset()
+        self.offsets = PositionOffsets.collected([(parts[part].offsets, row) for part, row in places])
         for layers in zip(*(part.layers for part in parts), strict=True):
             joined = empty_like(layers[0])
             self.layers.append(joined)
@@ -202,6 +211,8 @@ class TreeCache(Cache):
 
     def take(self, part: TreeCache) -> None:
         """Append the only row of another cache of the same model, which is then empty."""
+        rows = range(len(self.lengths) if self.layers else 0)
+        self.offsets = PositionOffsets.collected([*((self.offsets, row) for row in rows), (part.offsets, 0)])
         if not self.layers:
             self.layers, part.layers = part.layers, []
             self._groups.clear()
@@ -217,12 +228,18 @@ class TreeCache(Cache):
         if row < last:
             for group in self._grouped():
                 group.put(last, row, max(self.lengths))  # also what lies after it: no other row's states may stay
-        lengths = list(self.lengths)
-        lengths[row] = lengths[last]
+        lengths, order = list(self.lengths), list(range(last + 1))
+        lengths[row], order[row] = lengths[last], last
+        self.offsets = self.offsets.selected(order[:last])
         for layer in self.attending:
             layer.lengths = lengths[:last]
         for recurrent in self.recurrent:
             recurrent.leave(row)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only these rows, in this order."""
+        super().batch_select_indices(indices)
+        self.offsets = self.offsets.selected(indices.tolist())
 
     def _grouped(self) -> list[JoinedLayers]:
         layers = self.attending

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -15,6 +16,7 @@ from lade.decoding.tree import TokenTree
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import Inputs, MaskPlan
 from lade.model.position_limits import Positions
+from lade.model.prepared_prompts import PreparedPrompts
 from lade.model.prompt_logits import HiddenStates
 from lade.model.recurrent.cores import CorePatches
 from lade.model.recurrent.layer import layers_for
@@ -48,6 +50,7 @@ class EagerRunner:
         self._stopwatch = Stopwatch()
         self._slot_patches, self._core_patches = SlotPatches(model), CorePatches(model)
         self._accepts = accepted(model)
+        self._prompts: PreparedPrompts | None = None
 
     @property
     def forward_s(self) -> float:
@@ -65,6 +68,14 @@ class EagerRunner:
     def eager(self) -> EagerRunner:
         """A runner of the same model that captures nothing, and works on a `TreeCache`."""
         return self
+
+    def for_prompts(self, prompts: PreparedPrompts | None) -> Self:
+        """A runner of the same model whose prefill feeds these prompts as they were prepared; itself for None."""
+        if prompts is None:
+            return self
+        runner = copy.copy(self)
+        runner._prompts = prompts
+        return runner
 
     def new_cache(self, *, tokens: int | None = None, limit: int | None = None) -> RowCache:
         """An empty cache of the kind that this runner works on.
@@ -125,6 +136,8 @@ class EagerRunner:
         Returns:
             Logits of each row's last token, `[B, V]`; the language model head runs on that token only.
         """
+        if self._prompts is not None:
+            return self._prefill_prepared(self._prompts, cache, hook)
         sharing: dict[tuple[int, ...], list[int]] = {}  # numbers of the rows that share each prompt
         for number, row in enumerate(rows):
             sharing.setdefault(tuple(row), []).append(number)
@@ -142,6 +155,28 @@ class EagerRunner:
                     places[number], logits[number] = (len(parts) - 1, place), part_logits[place]
         cache.join(parts, places)
         return torch.stack(logits)
+
+    def _prefill_prepared(
+        self, prompts: PreparedPrompts, cache: TreeCache, hook: PromptLogitsHook | None
+    ) -> torch.Tensor:
+        """Feed prompts that have more than text in them; each row is one of them. Logits `[B, V]`."""
+        whole = not cache.get_seq_length()
+        try:
+            self._begin_prompt(cache)
+            with HiddenStates(self.model) if hook else nullcontext() as hidden:
+                logits = prompts.feed(self.model, self.generation_config, cache)
+            cache.settle()
+        except BaseException:
+            if whole:  # some layers hold tokens that others lack
+                cache.reset()
+            raise
+        if hook and hidden:
+            for start, piece in hidden.prompt_logits(logits, prompts.input_ids.shape[1]):
+                for row, (padding, row_logits) in enumerate(zip(prompts.paddings, piece, strict=True)):
+                    padded = max(0, padding - start)  # columns of this piece that are no tokens of the row
+                    if padded < len(row_logits):
+                        hook([row], start + padded - padding, row_logits[padded:])
+        return logits
 
     def _prefill(
         self,
@@ -178,9 +213,7 @@ class EagerRunner:
             kwargs["logits_to_keep"] = 1
         if cache.get_seq_length():
             kwargs["attention_mask"] = torch.ones_like(ids)  # by its width transformers knows what is cached already
-        if self._core_patches and not cache.layers:
-            cache.layers += layers_for(self.model.config)
-        cache.begin()
+        self._begin_prompt(cache)
         with HiddenStates(self.model) if hook else nullcontext() as hidden:
             output = self.model._prefill(ids, self.generation_config, kwargs)
         cache.settle()
@@ -190,6 +223,12 @@ class EagerRunner:
                 for same_prompt, prompt_logits in zip(sharing, piece, strict=True):
                     hook(same_prompt, start, prompt_logits)
         return logits
+
+    def _begin_prompt(self, cache: TreeCache) -> None:
+        """Have recurrent layers take part in a prefill."""
+        if self._core_patches and not cache.layers:
+            cache.layers += layers_for(self.model.config)
+        cache.begin()
 
     @torch.no_grad()
     def forward(self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: TreeCache) -> torch.Tensor:
@@ -214,7 +253,7 @@ class EagerRunner:
             self._stopwatch.stop(logits.device)
             return logits
         inputs = self.plan.inputs(trees, cache.lengths, self.device)
-        arguments = self._arguments(inputs, cache)
+        arguments = self._arguments(inputs, cache, cache.offsets.on(self.device))
         with ExitStack() as stack:
             stack.enter_context(self._slot_patches.patched_for(inputs))
             if self._core_patches:
@@ -247,15 +286,15 @@ class EagerRunner:
             after the last one are undefined.
         """
         inputs = self.plan.inputs(trees, cache.lengths, self.device, held)
-        arguments = self._arguments(inputs, cache)
+        arguments = self._arguments(inputs, cache, cache.offsets.on(self.device))
         with self._slot_patches.patched_for(inputs):
             self._stopwatch.start(self.device)
             logits: torch.Tensor = self.model(**arguments).logits
             self._stopwatch.stop(logits.device)
         return logits
 
-    def _arguments(self, inputs: Inputs, cache: Cache) -> dict[str, Any]:
-        """The arguments of the model for one pass over trees."""
+    def _arguments(self, inputs: Inputs, cache: Cache, offsets: torch.Tensor | None) -> dict[str, Any]:
+        """The arguments of the model for one pass over trees; offsets `[axes, B, 1]` are added to their positions."""
         arguments: dict[str, Any] = {
             "input_ids": inputs.ids,
             "attention_mask": self.plan.masks(inputs, self.model.dtype),
@@ -264,7 +303,7 @@ class EagerRunner:
             "return_dict": True,
         }
         if "position_ids" in self._accepts:
-            arguments["position_ids"] = inputs.positions
+            arguments["position_ids"] = inputs.positions if offsets is None else inputs.positions + offsets
         return arguments
 
     def _recomputes_at_switch(self, rows: Sequence[Sequence[int]], cache: TreeCache) -> bool:

@@ -157,13 +157,15 @@ class Batch:
             left -= active.fed - before
 
     def _prefill_piece(self, active: ActiveRequest, most: int) -> None:
-        """Feed at most some `most` tokens of a prompt; after the last one the answer begins."""
+        """Feed at most some `most` tokens of a prompt, one with images whole; after the last one the answer begins."""
         start = perf_counter()
         if active.fed == 0:
             active.row = active.request.row(self._drafter(active.request))
         row = active.row
-        end = self._prefill_runner.piece_end(active.fed, most, len(row.tokens))
-        logits = self._prefill_runner.prefill([row.tokens[:end]], active.cache, prompt_hook([row]))  # [1, V]
+        images = active.request.images
+        end = len(row.tokens) if images else self._prefill_runner.piece_end(active.fed, most, len(row.tokens))
+        runner = self._prefill_runner.for_prompts(images)
+        logits = runner.prefill([row.tokens[:end]], active.cache, prompt_hook([row]))  # [1, V]
         active.fed = end
         if end < len(row.tokens):
             active.seconds += perf_counter() - start

@@ -15,7 +15,7 @@ from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.row import Row
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
 from lade.hf.arguments import arguments_for_callable, why_no_ids
-from lade.hf.ids import special_ids
+from lade.hf.ids import placeholder_ids, special_ids
 from lade.hf.one_call import cleaning_up, refuse_hooks_of_one_call, refuse_values_of_one_call
 from lade.hf.output import Output, output_of, record_for
 from lade.hf.prepared import Prepared, preparing
@@ -49,6 +49,7 @@ class Request:
         seed: the seed of its draws; None where nothing is drawn.
         excluded: ids after which nothing is drafted.
         need: the room that it can come to take.
+        images: the prompt where it has more than text in it; else None.
 
     Raises:
         InputError: the prompt is empty, has ids out of the vocabulary, or it or its answer is too long for a table of
@@ -58,7 +59,7 @@ class Request:
 
     def __init__(self, prepared: Prepared, *, config: LookaheadConfig, seed: int | None) -> None:
         generation_config = prepared.generation_config
-        _, paddings = check(prepared)
+        _, paddings, self.images = check(prepared)
         if len(paddings) > 1:
             refuse(f"num_return_sequences={generation_config.num_return_sequences}", "add a request for each of them")
         self._prepared, self._padding = prepared, paddings[0]
@@ -70,7 +71,7 @@ class Request:
         self.config, self.seed = config, None
         if generation_config.do_sample:
             self.seed = secrets.randbelow(_DRAWN_SEEDS) if seed is None else seed
-        self.excluded = special_ids(generation_config)
+        self.excluded = special_ids(generation_config) | placeholder_ids(prepared.model)
         self._record = record_for(generation_config)
 
     def row(self, drafter: Drafter) -> Row:

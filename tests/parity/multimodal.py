@@ -165,6 +165,7 @@ USUAL = [
     Multimodal("Qwen3VL", {"rope_parameters": _SECTIONS}, QWEN3_VISION, _QWEN_IDS),
 ]
 _BOTH = {"image_token_index": IMAGE, "video_token_index": VIDEO}
+_ONE_TILE = {"image_grid_pinpoints": [[16, 16]]}
 OTHERS = [
     Multimodal("Qwen3VLMoe", {"rope_parameters": _SECTIONS, **_EXPERTS}, QWEN3_VISION, _QWEN_IDS),
     Multimodal(
@@ -193,8 +194,8 @@ OTHERS = [
         _GEMMA_IDS,
         dtype=torch.float32,
     ),
-    Multimodal("LlavaNext", {"model_type": "llama"}, _CLIP, {"image_token_index": IMAGE}),
-    Multimodal("LlavaOnevision", {"model_type": "qwen2"}, _SIGLIP, _BOTH),
+    Multimodal("LlavaNext", {"model_type": "llama"}, _CLIP, {"image_token_index": IMAGE, **_ONE_TILE}),
+    Multimodal("LlavaOnevision", {"model_type": "qwen2"}, _SIGLIP, {**_BOTH, **_ONE_TILE}),
     Multimodal("VideoLlava", {"model_type": "llama"}, _CLIP, _BOTH),
     Multimodal("SmolVLM", {"model_type": "llama"}, _VISION, {"image_token_id": IMAGE, "scale_factor": 2}),
     Multimodal("Idefics3", {"model_type": "llama"}, _VISION, {"image_token_id": IMAGE, "scale_factor": 2}),

@@ -1,4 +1,4 @@
-"""Multimodal models: their prompts of text are decoded with trees, those with images plainly."""
+"""Multimodal models: their prompts of text are decoded with trees; those with images are in `test_images.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, Watch, assert_same, lookahead, only_fallback, plain
+from comparing import CONFIGS, PAPER, Watch, assert_same, lookahead, plain
 from multimodal import GEMMA3, OTHERS, QWEN2_5_VL, REFUSED, USUAL, Multimodal, text, with_image
 
 import lade
@@ -77,8 +77,7 @@ def test_a_processors_kinds_of_tokens_are_known_to_be_text(case: Multimodal) -> 
     kinds = {KINDS[str(case)]: torch.zeros_like(ids)}
     assert torch.equal(plain(model, ids, **kinds), plain(model, ids))
     assert_same(model, ids, [PAPER], **kinds)
-    with pytest.raises(lade.UnsupportedArgumentError, match=f"{KINDS[str(case)]} cannot be used"):
-        lookahead(model, ids, PAPER, **{KINDS[str(case)]: torch.ones_like(ids)})
+    assert_same(model, ids, [PAPER], **{KINDS[str(case)]: torch.ones_like(ids)})
 
 
 def test_what_is_empty() -> None:
@@ -94,27 +93,43 @@ def _given_an_image(case: Multimodal) -> tuple[Any, dict[str, Any], torch.Tensor
     return model, arguments, expected
 
 
-@pytest.mark.parametrize("case", WITH_IMAGES)
-def test_a_prompt_with_an_image_is_refused_before_any_work(case: Multimodal) -> None:
-    model, arguments, expected = _given_an_image(case)
-    assert lade.supports(model), "which has looked at it once, and needs no more passes"
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("case", "reason"), [pytest.param(*it, id=str(it[0])) for it in REFUSED])
+def test_an_image_for_a_model_that_is_refused_is_not_even_encoded(case: Multimodal, reason: str) -> None:
+    model = case.build()
+    assert not lade.supports(model), "which has looked at it once, and needs no more passes"
     passes: list[int] = []
-    model.register_forward_pre_hook(lambda *_: passes.append(1))
-    reason = "pixel_values cannot be used .* only prompts of text are accelerated"
-    with pytest.raises(lade.UnsupportedArgumentError, match=reason):
-        lade.generate(model, lookahead=PAPER, **arguments)
-    with pytest.raises(lade.UnsupportedArgumentError, match=reason):
-        lade.stream(model, lookahead=PAPER, **arguments)
-    with pytest.raises(lade.UnsupportedArgumentError, match="only prompts of text are accelerated"):
-        model.generate(custom_generate=lade.decode, lookahead=PAPER, **arguments)
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda *_: passes.append(1))
+    arguments: dict[str, Any] = {"input_ids": text(20), "pixel_values": torch.zeros(1, 3, 16, 16), "max_new_tokens": 5}
+    for call in (lade.generate, lade.stream):
+        with pytest.raises(lade.UnsupportedModelError, match=reason):
+            call(model, lookahead=PAPER, **arguments)
     assert not passes
-    with lade.Engine(model) as engine, pytest.raises(lade.UnsupportedArgumentError, match=reason):
-        engine.add(**arguments)
-    with pytest.warns(lade.FallbackWarning) as caught:
-        assert torch.equal(lade.generate(model, **arguments), expected)
-    assert "pixel_values" in only_fallback(caught.list)
-    with pytest.warns(lade.FallbackWarning, match="only prompts of text"):
-        assert torch.equal(model.generate(custom_generate=lade.decode, **arguments), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WITH_IMAGES)
+def test_what_a_model_feeds_beside_the_text_after_its_images_is_refused_by_name(
+    case: Multimodal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, arguments, expected = _given_an_image(case)
+    prepare = model.prepare_inputs_for_generation
+
+    def with_more(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**prepare(*args, **kwargs), "image_hidden": torch.ones(1)}
+
+    def without_positions(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**prepare(*args, **kwargs), "position_ids": None}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "prepare_inputs_for_generation", with_more)
+        with pytest.raises(lade.UnsupportedArgumentError, match="image_hidden cannot be used"):
+            lade.generate(model, lookahead=PAPER, **arguments)
+        patch.setattr(model, "prepare_inputs_for_generation", without_positions)
+        with pytest.raises(lade.UnsupportedArgumentError, match="keeps the positions after it to itself"):
+            lade.generate(model, lookahead=PAPER, **arguments)
+    assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments), expected)
 
 
 @pytest.mark.slow
@@ -128,7 +143,7 @@ def test_a_text_after_one_with_an_image(case: Multimodal) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WITH_IMAGES)
-def test_a_cache_with_an_image_in_it_is_refused_or_gone_on_from_exactly(case: Multimodal) -> None:
+def test_a_cache_with_an_image_in_it_is_gone_on_from_exactly(case: Multimodal) -> None:
     model, arguments, _ = _given_an_image(case)
 
     def second_turn() -> dict[str, Any]:
@@ -141,11 +156,7 @@ def test_a_cache_with_an_image_in_it_is_refused_or_gone_on_from_exactly(case: Mu
         }
 
     expected = model.generate(**second_turn())
-    if case is QWEN2_5_VL:
-        with pytest.raises(lade.UnsupportedArgumentError, match="position_ids"):
-            lade.generate(model, lookahead=PAPER, **second_turn())
-    else:
-        assert torch.equal(lade.generate(model, lookahead=PAPER, **second_turn()), expected)
+    assert torch.equal(lade.generate(model, lookahead=PAPER, **second_turn()), expected)
 
 
 @pytest.mark.one_in(2)

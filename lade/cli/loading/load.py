@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
@@ -12,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as _logging
 
 from lade.cli.loading import checkpoint
 from lade.cli.loading.hub import Source, find, find_adapter, gated
 from lade.cli.loading.loaded_model import LoadedModel
+from lade.cli.loading.processor import load_processor
 from lade.cli.loading.quantization import quantization_config
 from lade.cli.options.model import Loading
 from lade.cli.terminal import Terminal, one_line
@@ -26,6 +28,7 @@ from lade.errors import ConfigError, InputError, UnsupportedModelError
 from lade.memory import Memory
 from lade.model.packing import pack as packing
 
+_UNKNOWN_CLASS = "Unrecognized configuration class"
 _SILENT = 50  # logging.CRITICAL
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 BEAM_FIELDS = ("early_stopping", "length_penalty")
@@ -59,13 +62,14 @@ _DECIDED_BY_THE_SHELL = frozenset(
 """Fields of a checkpoint's generation_config that would make it anything else than greedy decoding of one text."""
 
 
-def load(loading: Loading, *, term: Terminal, pack: bool | None = False) -> LoadedModel:
+def load(loading: Loading, *, term: Terminal, pack: bool | None = False, images: bool | None = False) -> LoadedModel:
     """Load a model for the shell; the embedded one runs on one CPU thread.
 
     Args:
         loading: which model, and how.
         term: says whether transformers may talk.
         pack: prepack the linear layers for the CPU; None: if that can be done, the embedded model excepted.
+        images: whether the model is to take images; None: if it can.
 
     Raises:
         ConfigError, InputError, UnsupportedModelError: the one line that the user is to read.
@@ -79,7 +83,8 @@ def load(loading: Loading, *, term: Terminal, pack: bool | None = False) -> Load
     with _downloading(term) if source.download and term.animated else nullcontext():
         term.working(f"loading {source.shown}")
         tokenizer = _load_tokenizer(source, loading)
-        model = _load_model(source, loading, target)
+        model = _load_model(source, loading, target, images)
+        processor = functools.cache(functools.partial(load_processor, source, loading))
         checkpoint.check(model, source.shown, source.name)
         if loading.adapter is not None:
             _adapt(model, loading, source)
@@ -91,7 +96,7 @@ def load(loading: Loading, *, term: Terminal, pack: bool | None = False) -> Load
     checkpoint_defaults = {name: getattr(model.generation_config, name, None) for name in fields}
     model.generation_config = _greedy(model.generation_config)
     kept = {name: value for name, value in checkpoint_defaults.items() if value is not None}
-    return LoadedModel(source.shown, model, tokenizer, kept, loading.variant)
+    return LoadedModel(source.shown, model, tokenizer, kept, loading.variant, processor)
 
 
 def remembering(loaded: LoadedModel, lookahead: Lookahead, memory: Path | None) -> Lookahead:
@@ -131,16 +136,17 @@ def _load_tokenizer(source: Source, loading: Loading) -> Any:
     return tokenizer
 
 
-def _load_model(source: Source, loading: Loading, target: torch.device | None) -> Any:
+def _load_model(source: Source, loading: Loading, target: torch.device | None, images: bool | None) -> Any:
     """The model on its device, or spread over several; `target` is None where a map says where."""
     arguments = _arguments(loading, target)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source.name, local_files_only=source.local, output_loading_info=True, **arguments, **loading.hub
+        model, found = _first_that_fits(
+            _classes(images), source.name, local_files_only=source.local, **arguments, **loading.hub
         )
     except Exception as problem:
+        if images and _UNKNOWN_CLASS in str(problem):
+            raise InputError(f"model {source.shown!r} takes no images: leave them out") from problem
         raise _blamed(problem, loading) or InputError(_explain(source, "it cannot be loaded", problem)) from problem
-    model, found = loaded
     missing = sorted(found["missing_keys"])
     if missing:
         raise InputError(
@@ -155,6 +161,26 @@ def _load_model(source: Source, loading: Loading, target: torch.device | None) -
         raise InputError(
             f"model {source.shown!r} does not fit on device {loading.device!r}: {one_line(problem)}"
         ) from problem
+
+
+def _classes(images: bool | None) -> list[Any]:
+    """The auto classes to try. Some multimodal checkpoints are known to the second one only, also for text."""
+    if images:
+        return [AutoModelForImageTextToText]
+    classes = [AutoModelForCausalLM, AutoModelForImageTextToText]
+    return classes if images is False else classes[::-1]
+
+
+def _first_that_fits(classes: Sequence[Any], name: str, **arguments: Any) -> Any:
+    """The model, and what loading it found, by the first class that knows its configuration."""
+    *others, last = classes
+    for each in others:
+        try:
+            return each.from_pretrained(name, output_loading_info=True, **arguments)
+        except ValueError as problem:
+            if _UNKNOWN_CLASS not in str(problem):
+                raise
+    return last.from_pretrained(name, output_loading_info=True, **arguments)
 
 
 def _arguments(loading: Loading, target: torch.device | None) -> dict[str, Any]:
@@ -239,7 +265,7 @@ def _device(name: str) -> torch.device:
 def _explain(source: Source, what: str, problem: Exception) -> str:
     """One line for what transformers or safetensors raised."""
     reason = str(problem)
-    if "Unrecognized configuration class" in reason:
+    if _UNKNOWN_CLASS in reason:
         found = re.search(r"(\w+)Config'?>", reason)
         kind = f"a {found[1]} model" if found else "something else"
         return f"model {source.shown!r} is {kind}, not a causal language model: give a decoder-only checkpoint"

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lade.errors import InputError
+from lade.hf.ids import placeholder_ids
 from lade.model.packing import pack as packing
 from lade.model.position_limits import LEARNED_POSITIONS
+
+
+def _no_processor() -> Any:
+    raise InputError("this model takes no images: leave them out")
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,7 @@ class LoadedModel:
         tokenizer: its tokenizer.
         checkpoint_defaults: what its checkpoint's generation_config has on sampling and beams; `model` lacks it.
         variant: how it was loaded, as far as that changes its texts; see `Loading.variant`.
+        processor: loads what makes tensors of images, once; raises `InputError` where it has none.
     """
 
     name: str
@@ -28,6 +34,7 @@ class LoadedModel:
     tokenizer: Any
     checkpoint_defaults: Mapping[str, Any] = field(default_factory=dict)
     variant: Mapping[str, str] = field(default_factory=dict)
+    processor: Callable[[], Any] = _no_processor
 
     @property
     def dtype(self) -> str:
@@ -68,9 +75,10 @@ class LoadedModel:
         if not ids:
             raise InputError("the prompt has no tokens: give a longer one")
         vocabulary = self.model.get_input_embeddings().num_embeddings
-        if max(ids) >= vocabulary:
+        largest = max(set(ids) - placeholder_ids(self.model), default=0)  # which stand for images
+        if largest >= vocabulary:
             raise InputError(
-                f"the tokenizer yields the id {max(ids)}, but the model has a vocabulary of {vocabulary}: "
+                f"the tokenizer yields the id {largest}, but the model has a vocabulary of {vocabulary}: "
                 f"{self.name!r} needs the tokenizer it was trained with"
             )
         if self.context and len(ids) >= self.context:

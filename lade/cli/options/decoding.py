@@ -137,6 +137,10 @@ Threads = Annotated[
         help="CPU threads. Default: torch's (the embedded model: 1).",
     ),
 ]
+Images = Annotated[
+    list[Path] | None,
+    typer.Option("--image", metavar="FILE", help="An image before the prompt; may be given several times."),
+]
 Json = Annotated[
     bool, typer.Option("--json", metavar="", rich_help_panel=output_options.PANEL, help="JSON instead of text.")
 ]

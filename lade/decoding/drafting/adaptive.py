@@ -60,7 +60,7 @@ class AdaptiveDrafter(Drafter):
         self.wants_prompt_entries = read_prompts
         self.window: Window | None = None
         self._grower = TreeGrower(excluded, vocabulary)
-        self._sources = sources
+        self._sources, self._excluded = sources, frozenset(excluded)
         self._rng = random.Random(seed)
 
     def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:
@@ -69,7 +69,8 @@ class AdaptiveDrafter(Drafter):
 
     def begin(self, tokens: Sequence[int], prompt_length: int) -> None:
         """See `Drafter`."""
-        self.window = Window(COLUMNS, NGRAM, tokens[-1], tokens[:prompt_length], self._rng)
+        seeds = [token for token in tokens[:prompt_length] if token not in self._excluded] or tokens[-1:]
+        self.window = Window(COLUMNS, NGRAM, tokens[-1], seeds, self._rng)
         if self.wants_prompt_entries:
             self.memory.learn_text(kernels.tails_of(np.array(tokens, dtype=np.int64), 0, len(tokens) - 1), tokens[1:])
 

@@ -25,7 +25,7 @@ class LookaheadDrafter(Drafter):
     """
 
     def __init__(self, config: LookaheadConfig, excluded: Collection[int] = (), sources: Sequence[Source] = ()) -> None:
-        self.config, self._sources = config, sources
+        self.config, self._sources, self._excluded = config, sources, frozenset(excluded)
         self.pool = NGramPool(config.ngram, config.guesses, excluded)
         self.window: Window | None = None
 
@@ -34,7 +34,8 @@ class LookaheadDrafter(Drafter):
         prompt, config = tokens[:prompt_length], self.config
         self._learn_text(prompt, 0, "prompt")
         if config.window:
-            self.window = Window(config.window, config.ngram, tokens[-1], prompt, random.Random(config.seed))
+            seeds = [token for token in prompt if token not in self._excluded] or tokens[-1:]
+            self.window = Window(config.window, config.ngram, tokens[-1], seeds, random.Random(config.seed))
         self._learn_text(tokens, prompt_length, "text")
 
     def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:

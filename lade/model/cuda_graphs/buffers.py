@@ -34,11 +34,15 @@ Layers = Sequence[tuple[States, States]]
 
 @dataclass(frozen=True)
 class StepShape:
-    """Shape of a forward pass: B rows, S tokens of each, and K cache slots that attention reads."""
+    """Shape of a forward pass: B rows, S tokens of each, and K cache slots that attention reads.
+
+    A position that is not the slot's has several axes.
+    """
 
     rows: int
     size: int
     keys: int
+    axes: int = 0
 
 
 class Buffers:

@@ -18,6 +18,7 @@ import torch
 from lade.decoding.tree import TokenTree
 from lade.model.host_to_device import Layout
 from lade.model.masks import StepInputs
+from lade.model.position_offsets import PositionOffsets
 from lade.model.tree_attention.inputs import TreeInputs
 from lade.model.tree_attention.tree_mask import TreeSlots, words_of
 
@@ -29,25 +30,30 @@ class StaticInputs:
         rows: B, rows of the pass.
         size: S, tokens of each row.
         device: the device of the model.
+        axes: numbers that make a position; 0 where it is the slot's.
 
     Attributes:
         memory: uint8, holds all of these:
         ids, positions: `[B, S]` int64.
         lengths: `[B]` int64, tokens cached before the trees.
         closure: `[B, S, S]` bool, see `TokenTree.closure`.
+        offsets: `[axes, B, 1]` int64, of positions from slots; None without axes.
     """
 
-    def __init__(self, rows: int, size: int, device: torch.device) -> None:
+    def __init__(self, rows: int, size: int, device: torch.device, axes: int = 0) -> None:
         self.rows, self.size, self._device = rows, size, device
         numbers = [(np.int64, (rows, size)), (np.int64, (rows, size)), (np.int64, (rows,))]
-        self._layout = Layout([*numbers, (np.bool_, (rows, size, size))])
+        self._layout = Layout([*numbers, (np.bool_, (rows, size, size)), (np.int64, (axes, rows, 1))])
         self.memory = self._layout.memory(device)
-        self.ids, self.positions, self.lengths, self.closure = self._layout.tensors(self.memory)
+        self.ids, self.positions, self.lengths, self.closure, offsets = self._layout.tensors(self.memory)
+        self.offsets = offsets if axes else None
 
-    def fill(self, trees: Sequence[TokenTree], lengths: Sequence[int]) -> None:
+    def fill(self, trees: Sequence[TokenTree], lengths: Sequence[int], offsets: PositionOffsets | None = None) -> None:
         """Bring in one tree a row, at most B of them, none larger than S; row b has `lengths[b]` cached tokens."""
         staged = self._layout.memory(self._device, staged=True)
-        ids, positions, starts, closure = self._layout.arrays(staged)
+        ids, positions, starts, closure, shifts = self._layout.arrays(staged)
+        if offsets:
+            shifts[:, : len(trees)] = offsets.array()
         for row, (tree, length) in enumerate(zip(trees, lengths, strict=True)):
             size = len(tree)
             ids[row], starts[row] = tree.ids[0], length

@@ -133,8 +133,8 @@ class GraphRunner(EagerRunner):
         shape, buffers = cache.shape(size), cache.buffers
         found: CapturedPass | None = buffers.passes.get(shape)
         if found is None:
-            inputs = StaticInputs(shape.rows, shape.size, self.device)
-            inputs.fill(trees, cache.lengths)  # a capture begins with real calls
+            inputs = StaticInputs(shape.rows, shape.size, self.device, shape.axes)
+            inputs.fill(trees, cache.lengths, cache.rows.offsets)  # a capture begins with real calls
             found = buffers.passes[shape] = CapturedPass(inputs, self._record(shape, buffers, inputs))
         return PreparedStep(cache, shape, found)
 
@@ -147,7 +147,7 @@ class GraphRunner(EagerRunner):
         cache, shape, inputs = step.cache, step.shape, step.captured.inputs
         size = max(map(len, trees))
         self._stopwatch.start(self.device)
-        inputs.fill(trees, cache.lengths)
+        inputs.fill(trees, cache.lengths, cache.rows.offsets)
         logits = step.captured.recording.replay(lambda: self._static_pass(shape, cache.buffers, inputs))
         self._stopwatch.stop(logits.device)
         cache.rows.fed(size, shape)
@@ -156,7 +156,7 @@ class GraphRunner(EagerRunner):
     def _static_pass(self, shape: StepShape, buffers: Buffers, inputs: StaticInputs) -> torch.Tensor:
         """The pass itself, all that a graph holds: logits `[B, S, V]`."""
         step = inputs.tree_step(shape.keys) if self.plan.compact else inputs.step(shape.keys)
-        arguments = self._arguments(step, StaticCacheView(buffers, inputs.slots(), shape))
+        arguments = self._arguments(step, StaticCacheView(buffers, inputs.slots(), shape), inputs.offsets)
         with self._slot_patches.patched_for(step):
             logits: torch.Tensor = self.model(**arguments).logits
         return logits

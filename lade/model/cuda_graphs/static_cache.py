@@ -136,6 +136,7 @@ class StaticCache:
         for number, (keys, values) in enumerate(self.rows.states()):
             cache.update(keys, values, number)
             cache.layers[number].lengths = list(self.lengths)
+        cache.offsets = self.rows.offsets
 
     def move_to(self, cache: TreeCache) -> None:
         """Move all rows to an empty cache, by way of the host where there is no memory for both; then this is empty.
@@ -148,7 +149,7 @@ class StaticCache:
             return
         devices = [keys.device for keys in self.buffers.keys]
         held = [[states.to("cpu", copy=True) for states in pair] for pair in self._rows.states()]
-        lengths = self._rows.lengths
+        lengths, offsets = self._rows.lengths, self._rows.offsets
         self._pool.discard(self._rows.buffers)
         self._rows = None
         for number, (device, pair) in enumerate(zip(devices, held, strict=True)):
@@ -158,11 +159,13 @@ class StaticCache:
             keys, values = (states.to(device) for states in pair)
             cache.update(keys, values, number)
             cache.layers[number].lengths = list(lengths)
+        cache.offsets = offsets
 
     def shape(self, size: int) -> StepShape:
         """The shape of a pass that feeds at most `size` tokens a row."""
         padded = step_bucket(size)
-        return StepShape(batch_bucket(len(self.lengths)), padded, key_bucket(max(self.lengths) + padded))
+        keys = key_bucket(max(self.lengths) + padded)
+        return StepShape(batch_bucket(len(self.lengths)), padded, keys, self.rows.offsets.axes)
 
     def make_room(self, size: int) -> None:
         """Have slots for a pass that feeds `size` tokens a row."""

@@ -21,6 +21,7 @@ import torch
 
 from lade.model.cuda_graphs.buffers import Buffers, StepShape
 from lade.model.kv_cache import TreeCache
+from lade.model.position_offsets import PositionOffsets
 
 
 class StaticRows:
@@ -32,17 +33,21 @@ class StaticRows:
     Attributes:
         lengths: `[B]`, cached tokens of each row; `[0]` while there are no rows.
         ends: `[B]`, slots of each row from here on are zero.
+        offsets: of the positions that follow what is cached.
     """
 
     def __init__(self, buffers: Buffers) -> None:
         self.buffers = buffers
         self.lengths: list[int] = [0]
         self.ends: list[int] = []
+        self.offsets = PositionOffsets()
         self._padded: StepShape | None = None  # of the last pass, if it has written to unused rows
 
     def append(self, parts: Sequence[TreeCache], places: Sequence[tuple[int, int]]) -> None:
         """Copy in rows of other caches, which are emptied meanwhile, layer by layer; see `TreeCache.join`."""
         first, lengths = len(self.ends), [parts[part].lengths[row] for part, row in places]
+        others = [(parts[part].offsets, row) for part, row in places]
+        self.offsets = PositionOffsets.collected([*((self.offsets, row) for row in range(first)), *others])
         for number, (keys, values) in enumerate(zip(self.buffers.keys, self.buffers.values, strict=True)):
             for target, ((part, row), length) in enumerate(zip(places, lengths, strict=True), first):
                 layer = parts[part].layers[number]
@@ -114,6 +119,7 @@ class StaticRows:
         """Keep only these rows, in this order."""
         before, used = len(self.ends), max(self.ends)
         self.buffers.select(rows, used)
+        self.offsets = self.offsets.selected(rows)
         self.ends = [self.ends[row] for row in rows]
         self.lengths = [self.lengths[row] for row in rows] or [0]
         for row in range(max(before, len(rows))):

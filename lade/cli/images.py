@@ -1,0 +1,95 @@
+"""Images in prompts, as a checkpoint's processor and its chat template take them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lade.cli.loading.loaded_model import LoadedModel
+from lade.cli.terminal import one_line
+from lade.errors import InputError
+from lade.hf.media import holds_media
+
+_MADE_HERE = ("input_ids", "attention_mask")
+
+
+@dataclass(frozen=True)
+class ImagePrompt:
+    """A prompt with images in it.
+
+    Attributes:
+        ids: of its tokens; placeholders stand for the images.
+        media: the other arguments of `generate`: pixels, and what says where they belong.
+    """
+
+    ids: list[int]
+    media: Mapping[str, Any] = field(default_factory=dict)
+
+
+def open_image(path: Path) -> Any:
+    """A picture in memory, in RGB.
+
+    Raises:
+        InputError: Pillow is not installed, or the file cannot be read as an image.
+    """
+    if find_spec("PIL") is None:
+        raise InputError(f"image {str(path)!r} cannot be read without Pillow: run  pip install pillow")
+    from PIL import Image
+
+    try:
+        with Image.open(path) as picture:
+            return picture.convert("RGB")
+    except Exception as problem:
+        reason = getattr(problem, "strerror", None) or one_line(problem, 120)
+        raise InputError(f"image {str(path)!r} cannot be read: {reason}; give a PNG or JPEG file") from problem
+
+
+def content(text: str, images: Sequence[Any]) -> list[dict[str, Any]]:
+    """The content of a message that shows images and then says something, as chat templates take it."""
+    return [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
+
+
+def encode(loaded: LoadedModel, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> ImagePrompt:
+    """Put a conversation with images into the chat template of the model's processor.
+
+    Args:
+        loaded: has the processor.
+        messages: those with images have a `content` as of `content`.
+        arguments: what the template is given besides.
+
+    Raises:
+        InputError: there is no processor, no chat template, or they do not take the images.
+    """
+    processor = loaded.processor()
+    shown = [{**each, "content": _parts(each["content"])} for each in messages]
+    try:
+        made = processor.apply_chat_template(
+            shown,
+            **{"add_generation_prompt": True, **arguments},
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+    except Exception as problem:
+        raise InputError(f"the processor of {loaded.name!r} refuses the prompt ({one_line(problem, 240)})") from problem
+    media = {name: value for name, value in made.items() if name not in _MADE_HERE}
+    if not holds_media(media):
+        raise InputError(f"the chat template of {loaded.name!r} leaves images out: leave out --image")
+    ids: list[int] = made["input_ids"][0].tolist()
+    loaded.check(ids)
+    return ImagePrompt(ids, {name: _placed(value, loaded.model) for name, value in media.items()})
+
+
+def _parts(said: Any) -> Any:
+    """All contents alike: templates of such models expect parts."""
+    return [{"type": "text", "text": said}] if isinstance(said, str) else said
+
+
+def _placed(value: Any, model: Any) -> Any:
+    """Pixels on the model's device and in its dtype, numbers as they are."""
+    if not hasattr(value, "to"):
+        return value
+    return value.to(model.device, model.dtype) if value.is_floating_point() else value.to(model.device)

@@ -1,0 +1,87 @@
+"""Prompts with images, videos or sounds: whether what comes after them is text like any other, and where it goes on.
+
+What plain decoding would feed in its first step after the prompt is asked of the model's own class, without a pass.
+Only where that is a token, its position and the cache, and nothing else, can a tree be fed in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from lade.errors import UnsupportedArgumentError
+from lade.hf.media import KINDS_OF_TOKENS, is_empty
+from lade.hf.prepared import Prepared
+from lade.model.kv_cache import TreeCache
+from lade.model.position_limits import Positions
+from lade.model.position_offsets import PositionOffsets
+from lade.model.prepared_prompts import PreparedPrompts
+from lade.model.signature import accepted
+
+REMEDY = 'use plain model.generate, or lookahead="auto", which falls back to it'
+STEP = frozenset(
+    {"input_ids", "attention_mask", "position_ids", "past_key_values", "cache_position"}
+    | {"use_cache", "logits_to_keep", "return_dict"}
+)
+"""What a step of plain decoding feeds, as all models take it."""
+OF_POSITIONS = frozenset({"image_grid_thw", "video_grid_thw", "second_per_grid_ts"})
+"""Of these the prompt's positions are made; a step that is given its position does not look at them."""
+
+
+def media_prompts(prepared: Prepared, paddings: Sequence[int]) -> PreparedPrompts:
+    """The prompts as they are to be prefilled.
+
+    Args:
+        prepared: what `generate` has prepared; its prompts have more than text in them.
+        paddings: `[P]`, columns of padding left of each prompt.
+
+    Raises:
+        UnsupportedArgumentError: plain decoding feeds something beside the text, also after the prompt.
+    """
+    following = _first_step(prepared)
+    for name, value in following.items():
+        if name in STEP | OF_POSITIONS or is_empty(value):
+            continue
+        if name not in KINDS_OF_TOKENS or value[:, -1:].any():
+            _refuse(name, "plain decoding feeds it with each token, and its values for a tree are not known")
+    arguments = {name: value for name, value in prepared.model_kwargs.items() if name != "past_key_values"}
+    offsets = _offsets(prepared, following.get("position_ids"), paddings)
+    return PreparedPrompts(prepared.input_ids, arguments, paddings, offsets, prepared.beams)
+
+
+def _first_step(prepared: Prepared) -> dict[str, Any]:
+    """The arguments of the model in the first step of plain decoding after the prompt."""
+    model: Any = prepared.model
+    ids, cache = prepared.input_ids, TreeCache.of_length(prepared.input_ids.shape[1])
+    outputs = CausalLMOutputWithPast(past_key_values=cache)
+    kwargs = model._update_model_kwargs_for_generation(outputs, {**prepared.model_kwargs, "past_key_values": cache})
+    with_next = torch.cat([ids, ids[:, -1:]], dim=1)
+    step: dict[str, Any] = model.prepare_inputs_for_generation(with_next, next_sequence_length=1, **kwargs)
+    return step
+
+
+def _offsets(prepared: Prepared, position: torch.Tensor | None, paddings: Sequence[int]) -> PositionOffsets:
+    """How far the position of the next token, `[B, 1]` or `[axes, B, 1]`, lies from the length of its row."""
+    if position is None:
+        if "position_ids" in accepted(prepared.model):
+            _refuse("a prompt with more than text in it", "the model keeps the positions after it to itself")
+        return PositionOffsets()
+    width = prepared.input_ids.shape[1]
+    axes = position[..., -1].reshape(-1, position.shape[-2])[:, :: prepared.beams]  # [axes, P], or [axes, 1]
+    rows = axes.T.expand(len(paddings), -1).tolist()
+    offsets = [tuple(at - width + padding for at in row) for row, padding in zip(rows, paddings, strict=True)]
+    if not any(map(any, offsets)):
+        return PositionOffsets()
+    if position.ndim != 3:
+        _refuse("position_ids", "positions ahead of the text are known only where they count on from 0")
+    limits = Positions.of(prepared.model.config.get_text_config(decoder=True))
+    if limits.longrope_switch is not None or limits.dynamic is not None:
+        _refuse("a prompt with images", "the frequencies of this model depend on positions that are not its slots")
+    return PositionOffsets(tuple(offsets))
+
+
+def _refuse(what: str, why: str) -> None:
+    raise UnsupportedArgumentError(f"{what} cannot be used with lookahead decoding: {why}", REMEDY)

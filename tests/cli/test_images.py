@@ -1,0 +1,144 @@
+"""Images in the shell: a tiny multimodal checkpoint with its processor, asked with `--image` and `/image`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import CONTEXT, byte_tokenizer, only_printable
+from PIL import Image
+from transformers import AutoProcessor, GenerationConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+IMAGE, SIDE = "<image>", 16
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}|{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def tiny_llava() -> tuple[Any, Any]:
+    """A model and its processor."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
+    text = {
+        "model_type": "llama", "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.4,
+        "max_position_embeddings": CONTEXT, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    vision = {
+        "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "image_size": SIDE, "patch_size": 8, "projection_dim": 32, "initializer_range": 0.4,
+    }  # fmt: skip
+    image = tokenizer.convert_tokens_to_ids(IMAGE)
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=image, tie_word_embeddings=False)
+    model = only_printable(LlavaForConditionalGeneration(config), tokenizer)
+    model.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0)
+    images = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
+    processor = LlavaProcessor(
+        images,
+        tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        image_token=IMAGE,
+        num_additional_image_tokens=1,
+        chat_template=TEMPLATE,
+    )
+    return model, processor
+
+
+@pytest.fixture(scope="session")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(3)
+    path = tmp_path_factory.mktemp("models") / "llava"
+    for part in tiny_llava():
+        part.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("pictures")
+    paths = [folder / f"{colour}.png" for colour in ("red", "blue")]
+    for path in paths:
+        Image.new("RGB", (20, 30), path.stem).save(path)
+    return paths
+
+
+def answer(folder: Path, messages: list[dict[str, Any]], new: int = 20) -> tuple[list[int], str]:
+    """What plain `model.generate` makes of a conversation, as the processor's own documentation has it done."""
+    model, processor = LlavaForConditionalGeneration.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    inputs = processor.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    output = model.generate(**inputs, max_new_tokens=new, do_sample=False)
+    ids = output[0, inputs["input_ids"].shape[1] :].tolist()
+    return ids, processor.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def user(text: str, *pictures: Path) -> dict[str, Any]:
+    parts = [{"type": "image", "path": str(path)} for path in pictures]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+@pytest.mark.parametrize("options", [[], ["--method", "plain"], ["--window", 7, "--ngram", 4, "--guesses", 7]])
+def test_generate_answers_about_images(
+    lade: Callable[..., Any], seeing: Path, pictures: list[Path], options: list[object]
+) -> None:
+    shown = [it for path in pictures for it in ("--image", path)]
+    said = lade("generate", "What is it?", *shown, "--model", seeing, "-n", 20, "--json", *options)
+    assert said.exit_code == 0, said.output
+    ids, _ = answer(seeing, [user("What is it?", *pictures)])
+    assert json.loads(said.stdout)["token_ids"] == ids
+    assert ids != answer(seeing, [user("What is it?", *pictures[::-1])])[0], "the images do nothing"
+
+
+def test_generate_without_images_is_as_it_was(lade: Callable[..., Any], seeing: Path) -> None:
+    said = lade("generate", "What is it?", "--model", seeing, "-n", 12, "--json")
+    assert said.exit_code == 0, said.output
+    assert json.loads(said.stdout)["token_ids"] == answer(seeing, [user("What is it?")], 12)[0]
+
+
+def fails(run: Any, *words: str) -> None:
+    assert run.exit_code == 2 and len(run.stderr.splitlines()) == 1, run.output
+    assert all(word in run.stderr for word in words), run.stderr
+
+
+def test_what_images_do_not_go_with(
+    lade: Callable[..., Any], seeing: Path, templated: Path, pictures: list[Path], tmp_path: Path
+) -> None:
+    ask = ("generate", "hi", "--image", pictures[0], "--model")
+    fails(lade(*ask, templated), "takes no images", "leave them out")
+    fails(lade(*ask, seeing, "--raw"), "image=", "leave out --raw")
+    fails(lade("generate", "hi", "--image", tmp_path / "none.png", "--model", seeing), "none.png", "No such file")
+    (tmp_path / "text.png").write_text("no image")
+    fails(lade("generate", "hi", "--image", tmp_path / "text.png", "--model", seeing), "cannot be read", "PNG or JPEG")
+    lines = tmp_path / "two.jsonl"
+    lines.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    many = ("generate", "--prompt-file", lines, "--image", pictures[0], "--model", seeing)
+    fails(lade(*many), "images are for one prompt")
+    fails(lade(*many, "--batch-size", 2), "images are for one prompt", "--batch-size")
+
+
+def test_what_is_missing_is_named_with_the_line_that_installs_it(
+    lade: Callable[..., Any], seeing: Path, pictures: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ask = ("generate", "hi", "--image", pictures[0], "--model")
+    found = importlib.util.find_spec
+    with monkeypatch.context() as patch:
+        for module in ("lade.cli.images", "lade.cli.loading.processor"):
+            patch.setattr(f"{module}.find_spec", lambda name: None if name == "PIL" else found(name))
+        fails(lade(*ask, seeing), "pip install pillow")
+    bare = tmp_path / "bare"
+    model, processor = tiny_llava()
+    model.save_pretrained(bare)
+    processor.tokenizer.save_pretrained(bare)
+    fails(lade(*ask, bare), "processor")

@@ -1,0 +1,285 @@
+"""Prompts with images: what comes after them is decoded with trees, and is what `model.generate` writes."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from comparing import ADAPTIVE, CONFIGS, PAPER, Watch
+from graphed import Graphs, shapes_of
+from images import OF_SEVERAL_SIZES, SQUARE, Size, batch, prompt, without_image
+from multimodal import GEMMA3, IMAGE, OTHERS, QWEN2_5_VL, REFUSED, START, USUAL, Multimodal, text
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+
+import lade
+from lade.hf import session
+from lade.serving import batch as serving_batch
+
+LONG = {"max_new_tokens": 50, "do_sample": False}
+SHORT = {"max_new_tokens": 25, "do_sample": False}
+WITH_IMAGES = [case for case in USUAL + OTHERS if case.kind != "Qwen2Audio"]
+ALL = [*USUAL, *OTHERS, *(case for case, _ in REFUSED)]
+CLASSES = [pytest.param(case, id=str(case)) for case in WITH_IMAGES]
+NAMED = ("Qwen2_5_VL", "Gemma3", "Qwen3VL", "SmolVLM", "Gemma4", "Mistral3", "Llava", "InternVL", "Llama4")
+NINE = [next(case for case in CLASSES if case.id == name) for name in NAMED]
+FOUR = NINE[:4]
+TWO = [pytest.param(case, id=str(case)) for case in (GEMMA3, QWEN2_5_VL)]
+WIDE: Size = (4, 8)
+LOW: Size = (2, 4)
+
+
+@functools.cache
+def _built(kind: str) -> Any:
+    return next(case for case in ALL if case.kind == kind).build()
+
+
+def built(case: Multimodal) -> Any:
+    """Its model; of those of this file each is built, and checked by `supports`, once."""
+    return _built(case.kind)
+
+
+def images_of(case: Multimodal) -> Sequence[Size]:
+    """One or two images, of different sizes where the class takes any."""
+    if case.kind in ("Gemma4", "Mistral3"):
+        return (SQUARE, LOW)
+    return (WIDE, LOW) if case.kind in OF_SEVERAL_SIZES else (SQUARE,)
+
+
+def rows_of(case: Multimodal) -> Sequence[Sequence[Size]]:
+    """The images of three prompts that differ in length."""
+    first, *more = images_of(case)
+    if case.kind in ("SmolVLM", "Idefics3"):
+        return [[first, first]] * 2
+    return [[first, *more, first], more or [first], [first]]
+
+
+def written(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
+    """What plain decoding writes, which is another text without the images."""
+    expected: torch.Tensor = model.generate(**arguments)
+    length = arguments["input_ids"].shape[1]
+    options = {name: arguments[name] for name in arguments if name not in ("input_ids", "attention_mask")}
+    options = {name: value for name, value in options.items() if not isinstance(value, torch.Tensor)}
+    torch.manual_seed(1234)
+    assert not torch.equal(expected, model.generate(**without_image(arguments), **options)), "the image does nothing"
+    assert len(set(expected[:, length:].flatten().tolist())) > 3, "the text puts nothing to the test"
+    return expected
+
+
+@pytest.mark.one_in(7)
+@pytest.mark.parametrize("case", CLASSES)
+def test_a_prompt_with_images_is_served(case: Multimodal, watch: Watch) -> None:
+    model, arguments = built(case), {**prompt(case, images_of(case)), **LONG}
+    expected, stats = written(model, arguments), lade.Stats()
+    for config in (PAPER, ADAPTIVE[0]):
+        assert torch.equal(lade.generate(model, lookahead=config, stats=stats, **arguments), expected), config
+    assert stats.tokens_per_step > 1 and stats.fallback is None and watch.branched and watch.moved
+    assert torch.equal(model.generate(custom_generate=lade.decode, lookahead=PAPER, **arguments), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TWO)
+def test_all_configs_and_prompts_in_chunks(case: Multimodal) -> None:
+    model = built(case)
+    for seed, images in ((1, [SQUARE]), (2, [SQUARE] * 3)):
+        arguments = {**prompt(case, images, seed=seed), **SHORT}
+        expected = model.generate(**arguments)
+        for config in CONFIGS:
+            assert torch.equal(lade.generate(model, lookahead=config, **arguments), expected), config
+        arguments["prefill_chunk_size"] = 7
+        expected = model.generate(**arguments)
+        assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments), expected)
+
+
+class Shift(LogitsProcessor):
+    """A user's own processor: it reads the text so far, image placeholders included."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        bias = torch.zeros_like(scores)
+        bias[:, int(input_ids.sum()) % 50] = 3.0
+        return scores + bias  # type: ignore[return-value]
+
+
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize("case", NINE)
+def test_samples_and_processors_are_plains(case: Multimodal) -> None:
+    model, inputs = built(case), prompt(case, images_of(case))
+    for options in (
+        {"do_sample": True, "temperature": 0.8, "top_k": 20},
+        {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+        {"do_sample": False, "logits_processor": LogitsProcessorList([Shift()])},
+    ):
+        arguments = {**inputs, "max_new_tokens": 25, **options}
+        torch.manual_seed(5)
+        expected = model.generate(**arguments)
+        torch.manual_seed(5)
+        assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments), expected), options
+
+
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize("case", FOUR)
+def test_streams_are_plains(case: Multimodal) -> None:
+    model, arguments = built(case), {**prompt(case, images_of(case)), **LONG}
+    expected, length = written(model, arguments), arguments["input_ids"].shape[1]
+    steps = list(lade.stream(model, lookahead=PAPER, **arguments))
+    assert steps[0].fed == length and len(steps) < LONG["max_new_tokens"]
+    assert [token for step in steps for token in step.tokens] == expected[0, length:].tolist()
+
+
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize("case", NINE)
+def test_a_second_turn_goes_on_from_a_cache_with_an_image_in_it(case: Multimodal) -> None:
+    model, first = built(case), {**prompt(case, images_of(case)), **SHORT}
+    more: dict[str, Any] = {**SHORT, "return_dict_in_generate": True, "output_logits": True}
+    turns: list[Any] = []
+    for config, cache in ((None, DynamicCache()), (PAPER, DynamicCache()), (PAPER, lade.TreeCache())):
+        ids = lade.generate(model, lookahead=config, past_key_values=cache, **first)
+        ids = torch.cat([ids, text(4)], dim=1)
+        second = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **more}
+        turns.append(lade.generate(model, lookahead=config, past_key_values=cache, **second))
+    plain, *ours = turns
+    assert all(torch.equal(turn.sequences, plain.sequences) for turn in ours)
+    assert all(torch.allclose(turn.logits[0], plain.logits[0], atol=1e-4) for turn in ours)
+    assert not torch.allclose(model.generate(**second).logits[0], plain.logits[0], atol=1e-2), "the image does nothing"
+
+
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize("case", NINE)
+def test_batches_with_images_of_several_sizes_are_plains(case: Multimodal) -> None:
+    model, arguments = built(case), {**batch(case, rows_of(case)), **SHORT}
+    expected = written(model, arguments)
+    for config in (PAPER, ADAPTIVE[0]):
+        assert torch.equal(lade.generate(model, lookahead=config, **arguments), expected), config
+    ending = {**arguments, "eos_token_id": int(expected[0, -20])}  # rows leave at different times
+    assert torch.equal(lade.generate(model, lookahead=PAPER, **ending), model.generate(**ending))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TWO)
+def test_several_samples_of_a_prompt_and_batches_of_samples(case: Multimodal) -> None:
+    model = built(case)
+    for inputs in ({**prompt(case, images_of(case)), "num_return_sequences": 3}, batch(case, rows_of(case))):
+        arguments = {**inputs, "max_new_tokens": 20, "do_sample": True}
+        torch.manual_seed(5)
+        expected = model.generate(**arguments)
+        torch.manual_seed(5)
+        assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments), expected)
+
+
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize("case", FOUR)
+def test_beams_are_plains(case: Multimodal) -> None:
+    model = built(case)
+    for inputs in (prompt(case, images_of(case)), batch(case, rows_of(case))):
+        arguments = {**inputs, **SHORT, "num_beams": 3}
+        expected = model.generate(**arguments)
+        assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments), expected)
+
+
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize("case", NINE)
+def test_requests_of_an_engine_come_and_go(case: Multimodal) -> None:
+    _compare_requests(built(case), case)
+
+
+def _compare_requests(model: Any, case: Multimodal) -> None:
+    images = images_of(case)
+    given = [
+        prompt(case, images),
+        {"input_ids": text(9)},
+        prompt(case, images[:1], seed=4),
+        prompt(case, images, seed=7),
+    ]
+    lengths = (25, 40, 12, 30)
+    options = [{"max_new_tokens": length, "do_sample": False} for length in lengths]
+    expected = [model.generate(**each, **more) for each, more in zip(given, options, strict=True)]
+    with lade.Engine(model, max_rows=3, prefill_tokens=5) as engine:
+        handles = [engine.add(**each, **more, lookahead=PAPER) for each, more in zip(given, options, strict=True)]
+        assert all(torch.equal(handle.result(60.0), it) for handle, it in zip(handles, expected, strict=True))
+
+
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("case", [pytest.param(it, id=str(it)) for it in ALL])
+def test_what_is_supported_is_served_and_what_is_not_is_refused(case: Multimodal) -> None:
+    """Prompts of text and with images, on every way in: either none falls back or raises, or all do."""
+    model = built(case)
+    support = lade.supports(model)
+    prompts: list[dict[str, Any]] = [{"input_ids": text(20)}]
+    if support and case in WITH_IMAGES:
+        prompts += [prompt(case, images_of(case))]
+    for arguments in ({**it, "max_new_tokens": 8, "do_sample": False} for it in prompts):
+        expected = model.generate(**arguments)
+        ways = [
+            lambda given: lade.generate(model, lookahead=PAPER, **given),
+            lambda given: model.generate(custom_generate=lade.decode, lookahead=PAPER, **given),
+            lambda given: _streamed(model, given),
+            lambda given: _by_engine(model, given),
+        ]
+        for way in ways:
+            if support:
+                assert torch.equal(way(arguments), expected)
+            else:
+                with pytest.raises(lade.UnsupportedModelError):
+                    way(arguments)
+        stats = lade.Stats()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error" if support else "ignore", lade.FallbackWarning)
+            assert torch.equal(lade.generate(model, stats=stats, **arguments), expected)
+        assert (stats.fallback is None) == bool(support)
+
+
+def _streamed(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
+    new = [token for step in lade.stream(model, lookahead=PAPER, **arguments) for token in step.tokens]
+    return torch.cat([arguments["input_ids"], torch.tensor([new])], dim=1)
+
+
+def _by_engine(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
+    with lade.Engine(model) as engine:
+        output: torch.Tensor = engine.add(lookahead=PAPER, **arguments).result(60.0)
+    return output
+
+
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize("case", FOUR)
+def test_captured_passes_are_plains(case: Multimodal, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, graphs = built(case), Graphs(torch.device("cpu"))
+    monkeypatch.setattr(session, "runner_for", graphs.runner_for)
+    monkeypatch.setattr(serving_batch, "runner_for", graphs.runner_for)
+    for inputs in (prompt(case, images_of(case)), batch(case, rows_of(case))):
+        arguments = {**inputs, **SHORT}
+        assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments), model.generate(**arguments))
+    _compare_requests(model, case)
+    assert graphs.counted.replayed > 10 and shapes_of(graphs.pool(model))
+
+
+class First(LogitsProcessor):
+    """Has a text begin with what stands in front of images."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if input_ids.shape[1] == self.length:
+            scores[:, START] = scores.max() + 1.0
+        return scores
+
+
+@pytest.mark.parametrize("config", [lade.LookaheadConfig(0, 4, 5), lade.LookaheadConfig(budget=8)])
+def test_placeholders_are_no_guesses(config: lade.LookaheadConfig, watch: Watch) -> None:
+    model, arguments = built(GEMMA3), {**prompt(GEMMA3, [SQUARE] * 3), **SHORT}
+    arguments["logits_processor"] = LogitsProcessorList([First(arguments["input_ids"].shape[1])])
+    expected = model.generate(**arguments)
+    assert lade.supports(model)
+    watch.trees.clear()  # those of the check
+    assert torch.equal(lade.generate(model, lookahead=config, **arguments), expected)
+    assert watch.trees[0].ids[0] == START
+    guessed = [
+        (token, source)
+        for tree in watch.trees
+        for token, source in zip(tree.ids[1:], tree.sources[1:], strict=True)
+        if source != "window"  # whose cells are what the model chose
+    ]
+    assert guessed and not any(token == IMAGE for token, _ in guessed)
