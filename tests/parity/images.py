@@ -62,7 +62,7 @@ def _of_tiles(sizes: Sequence[Size], seed: int) -> Arguments:
     return {"pixel_values": pixels, "image_sizes": torch.tensor([(SIDE, SIDE)] * len(sizes))}
 
 
-QWEN = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe")
+QWEN = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5")
 MAKERS: dict[str, Callable[[Sequence[Size], int], Arguments]] = {
     **dict.fromkeys(QWEN, _of_grid(2)),
     **dict.fromkeys(("Glm4v",), _of_grid(2)),
