@@ -17,6 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from lade.config import LookaheadConfig
 from lade.decoding.beams.logits import BeamLogits
 from lade.hf.batch_rules import check_lengths
+from lade.hf.encoder_decoder import has_encoder
 from lade.hf.ids import special_ids
 from lade.hf.plain import decoding_method
 from lade.hf.prepared import Prepared
@@ -47,6 +48,8 @@ class BeamSession:
         for name in ("budget", "memory"):
             if getattr(config, name) is not None:
                 refuse(f"{name} with num_beams", "beams are drafted at fixed sizes, with a memory of their own")
+        if has_encoder(prepared):
+            refuse("num_beams of an encoder-decoder model", "its beams are not drafted yet")
         plan, paddings = check(prepared, BEAM_MODES)
         prompts, users = prepared.prompts, prepared.user_cache
         if users is not None and (users.get_seq_length() or not isinstance(users, TreeCache)):

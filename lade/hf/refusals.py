@@ -13,6 +13,7 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
+from lade.hf.encoder_decoder import ENCODER_KWARGS, has_encoder
 from lade.hf.ids import vocabulary_of
 from lade.hf.media import WHY, is_empty, names_media, says_text
 from lade.hf.prepared import Prepared
@@ -26,7 +27,9 @@ from lade.model.user_cache import can_borrow, why_unfit
 
 REMEDY = 'leave it out, use plain model.generate, or lookahead="auto", which falls back to it'
 KNOWN_MODEL_KWARGS = frozenset(
-    {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
+    """
+    attention_mask cache_position decoder_attention_mask logits_to_keep past_key_values position_ids use_cache
+    """.split()  # noqa: SIM905 - a table of words reads better without the quotes
 )
 REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
 FOREIGN_CACHES = frozenset({"quantized", "offloaded", "offloaded_static"})
@@ -69,6 +72,9 @@ def check(
     _refuse_arguments(prepared, modes)
     model, prompts, kwargs = prepared.model, prepared.prompts, prepared.model_kwargs
     _check_prompts(model, prompts)
+    if has_encoder(prepared):
+        _check_decoder(prepared)
+        return plan, [0] * len(prompts)
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     paddings = _left_paddings(prompts, None if mask is None else mask[:: prepared.beams])
     _check_padding(model, max(paddings), prepared.generation_config.max_length)
@@ -87,7 +93,7 @@ def _refuse_arguments(prepared: Prepared, modes: Collection[GenerationMode]) -> 
     mode = config.get_generation_mode()
     if mode not in modes:
         refuse(_mode_arguments(mode, config), "greedy decoding, sampling and beam search are accelerated")
-    if "inputs_embeds" in prepared.model_kwargs:
+    if "inputs_embeds" in prepared.model_kwargs and not has_encoder(prepared):
         refuse("inputs_embeds", "n-grams are made of token ids; give input_ids")
     if any(isinstance(each, UnbatchedClassifierFreeGuidanceLogitsProcessor) for each in prepared.logits_processor):
         refuse(f"guidance_scale={config.guidance_scale}", "it runs the model a second time at each token")
@@ -95,8 +101,9 @@ def _refuse_arguments(prepared: Prepared, modes: Collection[GenerationMode]) -> 
         if config.return_dict_in_generate and getattr(config, name):
             refuse(f"{name}=True", "a pass over a tree has no such tensors of one token at a time")
     refuse_media(prepared.model_kwargs)
+    known = KNOWN_MODEL_KWARGS | ENCODER_KWARGS if has_encoder(prepared) else KNOWN_MODEL_KWARGS
     for name, value in prepared.model_kwargs.items():
-        if name not in KNOWN_MODEL_KWARGS and not is_empty(value) and not says_text(prepared.model, name, value):
+        if name not in known and not is_empty(value) and not says_text(prepared.model, name, value):
             refuse(name, "its values for tokens ahead of the text are not known")
     _refuse_caches(prepared)
 
@@ -112,6 +119,15 @@ def refuse_media(arguments: Mapping[str, Any]) -> None:
             refuse(name, WHY)
 
 
+def _check_decoder(prepared: Prepared) -> None:
+    """Refuse what only decoders without an encoder are served with."""
+    mask = prepared.model_kwargs.get("decoder_attention_mask")
+    if mask is not None and not bool((mask == 1).all()):
+        refuse("a decoder_attention_mask with padding", "plain decoding may count it; give decoder_input_ids without")
+    if prepared.generation_config.prefill_chunk_size is not None:
+        refuse("prefill_chunk_size", "transformers cuts the encoder's mask as well")
+
+
 def _refuse_caches(prepared: Prepared) -> None:
     """Refuse what is no cache that a tree can be kept in."""
     kind, cache = prepared.generation_config.cache_implementation, prepared.user_cache
@@ -119,6 +135,8 @@ def _refuse_caches(prepared: Prepared) -> None:
         refuse("use_cache=False", "a token tree needs the KV cache")
     if kind in FOREIGN_CACHES:
         refuse(f"cache_implementation={kind!r}", "lookahead decoding keeps a cache of its own on the model's device")
+    if cache is not None and has_encoder(prepared):
+        refuse("past_key_values", "a decoder's tree needs a cache of its own beside the encoder's")
     if cache is not None and not can_borrow(cache):
         refuse(
             f"past_key_values of type {type(cache).__name__}",

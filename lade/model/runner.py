@@ -63,6 +63,10 @@ class EagerRunner:
         """A runner of the same model that captures nothing, and works on a `TreeCache`."""
         return self
 
+    def tree_cache(self) -> TreeCache:
+        """An empty cache for passes that are not captured."""
+        return TreeCache()
+
     def new_cache(self, *, tokens: int | None = None, limit: int | None = None) -> RowCache:
         """An empty cache of the kind that this runner works on.
 

@@ -82,23 +82,9 @@ REFUSED = {
     ),
     "falcon": (SLOTS, {"alibi": True, "new_decoder_architecture": False}),
     "mpt": (SLOTS, {"d_model": 32, "n_heads": 4, "n_layers": 4, "max_seq_len": 128}),
-    "t5": (
-        "encoder-decoder model",
+    "switch_transformers": (
+        "experts drop what a pass has beyond their capacity",
         {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
-    ),
-    "bart": (
-        "encoder-decoder model",
-        {
-            "d_model": 32,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "encoder_ffn_dim": 48,
-            "decoder_ffn_dim": 48,
-            "decoder_start_token_id": 0,
-            "forced_eos_token_id": None,
-        },
     ),
 }
 
