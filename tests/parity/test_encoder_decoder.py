@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from comparing import CONFIGS, PAPER, Watch
-from encoder_decoders import LISTED, USUAL, EncoderDecoder, article
+from encoder_decoders import END, LISTED, PAD, START, USUAL, EncoderDecoder, article
+from transformers import StoppingCriteriaList
 
 import lade
 from lade.model.support.supports import ENCODER_DECODERS
@@ -72,3 +73,131 @@ def test_the_logits_at_every_node_are_those_of_plain_passes(case: EncoderDecoder
 
 def test_every_listed_family_is_tested() -> None:
     assert {case.model_type for case in LISTED} == ENCODER_DECODERS
+
+
+# --- what decides about tokens ---------------------------------------------------------------------------------------
+
+
+def _words(model: Any) -> tuple[int, int]:
+    """Two tokens of the text that the model writes, the later one once it has written for a while."""
+    text = plain(model, article(20))[0].tolist()
+    return text[3], next(token for place, token in enumerate(text) if place > 20 and token not in text[:20])
+
+
+PROCESSING = {
+    "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 12},
+    "sampling of everything": {"do_sample": True, "top_p": 0.95, "typical_p": 0.9},
+    "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+    "the encoder's text": {"encoder_repetition_penalty": 1.5, "encoder_no_repeat_ngram_size": 2},
+    "forced": {"forced_bos_token_id": 7, "forced_eos_token_id": END, "max_new_tokens": 30},
+    "suppressed": {"suppress_tokens": [11, 12], "begin_suppress_tokens": [13], "bad_words_ids": [[14, 15]]},
+    "least": {"min_new_tokens": 40, "eos_token_id": [5, 6, 17]},
+    "longest": {"max_length": 25, "max_new_tokens": None},
+}
+
+
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize("name", PROCESSING)
+@pytest.mark.parametrize("case", MODELS)
+def test_processors_see_the_decoders_text_alone(case: EncoderDecoder, name: str) -> None:
+    model, arguments = case.build(), PROCESSING[name]
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        expected, state = plain(model, article(20), **arguments), torch.get_rng_state()
+        torch.manual_seed(seed)
+        assert torch.equal(lookahead(model, article(20), CONFIGS[seed % 2], **arguments), expected)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in USUAL])
+def test_what_ends_a_text(case: EncoderDecoder) -> None:
+    model = case.build()
+    first, later = _words(model)
+    assert_same(model, article(20), CONFIGS[:2], eos_token_id=later)
+    assert_same(model, article(20), [PAPER], eos_token_id=[first, later])
+    seen: list[list[list[int]]] = []
+
+    def until(input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        seen[-1].append(input_ids[0].tolist())
+        return (input_ids[:, -1] == later) & (input_ids.shape[1] > 10)
+
+    outputs = []
+    for decode in (plain, lookahead):
+        seen.append([])
+        outputs.append(decode(model, article(20), stopping_criteria=StoppingCriteriaList([until])))
+    assert torch.equal(*outputs) and seen[0] == seen[1]
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in USUAL])
+def test_a_decoder_that_is_given_a_beginning(case: EncoderDecoder) -> None:
+    model, words = case.build(), article(9, seed=5)
+    for beginning in (words, torch.cat([torch.tensor([[START]]), words], dim=1)):  # transformers puts the start before
+        arguments = {"decoder_input_ids": beginning, "max_new_tokens": 40}
+        expected = plain(model, article(20), **arguments)
+        assert expected.shape == (1, 50) and expected[0, 1:10].tolist() == words[0].tolist()
+        assert_same(model, article(20), CONFIGS[:2], **arguments)
+        assert_same(model, article(20), decoder_attention_mask=torch.ones_like(beginning), **arguments)
+    padding = {"decoder_input_ids": words, "decoder_attention_mask": (words != words[0, 0]).long()}
+    with pytest.raises(lade.UnsupportedArgumentError, match="decoder_attention_mask with padding"):
+        lookahead(model, article(20), **padding)
+    with pytest.warns(lade.FallbackWarning, match="decoder_attention_mask"):
+        assert torch.equal(lookahead(model, article(20), "auto", **padding), plain(model, article(20), **padding))
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in USUAL])
+def test_an_encoder_whose_input_is_padded(case: EncoderDecoder, side: str) -> None:
+    model, padding = case.build(), torch.full((1, 6), PAD)
+    parts = [article(14), padding] if side == "right" else [padding, article(14)]
+    ids = torch.cat(parts, dim=1)
+    mask = (ids != PAD).long()
+    expected = plain(model, ids, attention_mask=mask)
+    assert not torch.equal(expected, plain(model, ids)), "the mask does nothing"
+    assert_same(model, ids, CONFIGS[:2], attention_mask=mask)
+    assert_same(model, ids, [PAPER])  # no mask: transformers makes none
+
+
+@pytest.mark.parametrize("case", [BART, T5], ids=str)
+def test_an_encoder_that_has_run_before_or_was_fed_embeddings(case: EncoderDecoder) -> None:
+    model, ids = case.build(), article(20)
+    with torch.no_grad():
+        outputs = model.get_encoder()(input_ids=ids, return_dict=True)
+        embeddings = model.get_input_embeddings()(ids)
+    assert_same(model, None, encoder_outputs=outputs, attention_mask=torch.ones_like(ids))
+    assert_same(model, None, inputs_embeds=embeddings)
+
+
+def test_what_is_returned() -> None:
+    model, ids = BART.build(), article(20)
+    arguments = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "max_new_tokens": 30}
+    expected, ours = plain(model, ids, **arguments), lookahead(model, ids, **arguments)
+    assert type(ours) is type(expected) and torch.equal(ours.sequences, expected.sequences)
+    torch.testing.assert_close(ours.scores, expected.scores)
+    torch.testing.assert_close(ours.logits, expected.logits)
+    assert ours.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    longer = {"decoder_input_ids": ours.sequences, "encoder_outputs": None, "max_new_tokens": 10}
+    for each in (ours, expected):
+        each.longer = plain(model, ids, past_key_values=each.past_key_values, **longer)
+    assert torch.equal(ours.longer, expected.longer)
+    with pytest.raises(lade.UnsupportedArgumentError, match="past_key_values cannot be used"):
+        lookahead(model, ids, past_key_values=expected.past_key_values, **longer)
+
+
+def test_guesses_come_from_the_encoders_text() -> None:
+    """Of a text that copies it, the first words are guessed at once."""
+    model, ids, sources = BART.build(), article(20), []
+    text = plain(model, ids)[:, 1:41]
+    for step in lade.stream(model, input_ids=text, lookahead=lade.LookaheadConfig(0, 5, 5), max_new_tokens=20):
+        sources += step.sources
+    assert "prompt" in sources
+
+
+def test_positions_end_where_plain_decoding_ends() -> None:
+    model = BART.build(max_position_embeddings=40)
+    assert_same(model, article(20), CONFIGS[:2], max_new_tokens=39)
+    for decode in (plain, lookahead):
+        with pytest.raises(IndexError):
+            decode(model, article(20), max_new_tokens=45)

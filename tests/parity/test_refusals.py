@@ -84,7 +84,15 @@ REFUSED = {
     "mpt": (SLOTS, {"d_model": 32, "n_heads": 4, "n_layers": 4, "max_seq_len": 128}),
     "switch_transformers": (
         "experts drop what a pass has beyond their capacity",
-        {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
+        {
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 48,
+            "num_layers": 2,
+            "num_decoder_layers": 2,
+            "num_heads": 4,
+            "decoder_start_token_id": 0,
+        },
     ),
 }
 
