@@ -11,6 +11,8 @@ from encoder_decoders import END, LISTED, PAD, START, USUAL, EncoderDecoder, art
 from transformers import StoppingCriteriaList
 
 import lade
+from lade.hf.encoder_decoder import source_of
+from lade.hf.prepared import Prepared, preparing
 from lade.model.support.supports import ENCODER_DECODERS
 from lade.model.support.tree_check import worst_error
 
@@ -201,3 +203,76 @@ def test_positions_end_where_plain_decoding_ends() -> None:
     for decode in (plain, lookahead):
         with pytest.raises(IndexError):
             decode(model, article(20), max_new_tokens=45)
+
+
+# --- several rows ----------------------------------------------------------------------------------------------------
+
+
+def padded(*lengths: int) -> dict[str, torch.Tensor]:
+    """Inputs of these lengths, padded on the right as encoders' are, and their mask."""
+    ids = torch.full((len(lengths), max(lengths)), PAD)
+    for row, length in enumerate(lengths):
+        ids[row, :length] = article(length, seed=10 + row)
+    return {"ids": ids, "attention_mask": (ids != PAD).long()}
+
+
+def _end_of_some(model: Any, rows: dict[str, torch.Tensor]) -> int:
+    """A token with which some rows end early, and at different steps."""
+    texts = plain(model, **rows)[:, 1:].tolist()
+    ends = {token: [text.index(token) if token in text else 70 for text in texts] for text in texts for token in text}
+    return max(ends, key=lambda token: (len(set(ends[token])), min(ends[token])))
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("case", MODELS)
+def test_rows_that_end_at_different_steps(case: EncoderDecoder) -> None:
+    model, rows = case.build(), padded(20, 7, 13, 2)
+    end = _end_of_some(model, rows)
+    expected = plain(model, **rows, eos_token_id=end)
+    assert len({row.index(end) if end in row else -1 for row in expected.tolist()}) > 2
+    assert_same(model, **rows, configs=CONFIGS[:3], eos_token_id=end)
+    arguments = {"max_new_tokens": 70, "do_sample": False, "eos_token_id": end, "lookahead": PAPER}
+    ours = model.generate(rows["ids"], attention_mask=rows["attention_mask"], custom_generate=lade.decode, **arguments)
+    assert torch.equal(ours, expected)
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("case", MODELS)
+def test_samples_of_several_rows(case: EncoderDecoder) -> None:
+    model, rows = case.build(), padded(9, 16)
+    common = {"eos_token_id": _end_of_some(model, rows), "max_new_tokens": 40}
+    for arguments in (
+        {"do_sample": True, "num_return_sequences": 2},
+        {"do_sample": True, "temperature": 0.7, "encoder_repetition_penalty": 1.4, "repetition_penalty": 1.2},
+        {"encoder_no_repeat_ngram_size": 2, "num_return_sequences": 1, "forced_bos_token_id": 9},
+    ):
+        torch.manual_seed(3)
+        expected, state = plain(model, **rows, **common, **arguments), torch.get_rng_state()
+        torch.manual_seed(3)
+        assert torch.equal(lookahead(model, **rows, **common, **arguments), expected)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_is_read_of_the_encoders_text() -> None:
+    """Each row's own, without padding, and nothing where the decoder's ids mean other words."""
+    rows, beginning = padded(5, 3), {"max_new_tokens": 4, "do_sample": True, "num_return_sequences": 2}
+
+    def sources(prepared: Prepared) -> list[list[int]]:
+        return [source_of(prepared, number) for number in range(len(prepared.input_ids))]
+
+    def read(case: EncoderDecoder, **arguments: Any) -> Any:
+        return case.build().generate(custom_generate=preparing(sources), **{**beginning, **arguments})
+
+    words = [rows["ids"][0].tolist(), rows["ids"][1, :3].tolist()]
+    given = {"input_ids": rows["ids"], "attention_mask": rows["attention_mask"]}
+    assert read(BART, **given) == [words[0], words[0], words[1], words[1]]
+    assert read(LISTED[-1], **given) == [[]] * 4
+    assert read(BART, inputs_embeds=torch.zeros(1, 3, 32, dtype=torch.float64)) == [[]] * 2
+
+
+@pytest.mark.measured_cost
+@pytest.mark.parametrize("case", [BART, LISTED[-1]], ids=str)
+def test_what_its_passes_cost_is_measured(case: EncoderDecoder) -> None:
+    model, rows = case.build(), padded(20, 7, 13)
+    assert_same(model, rows["ids"][:1], [lade.LookaheadConfig()])
+    assert_same(model, **rows, configs=[lade.LookaheadConfig()])
