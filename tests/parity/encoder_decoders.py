@@ -128,6 +128,18 @@ OTHERS = [
     ),
 ]
 LISTED = USUAL + OTHERS
+CHECKED = [
+    EncoderDecoder("blenderbot-small", _BART),
+    EncoderDecoder("longt5", {**_T5, "local_radius": 4, "global_block_size": 4}),
+    EncoderDecoder("plbart", _BART),
+    EncoderDecoder("mvp", _BART),
+    EncoderDecoder("bigbird_pegasus", {**_BART, "attention_type": "original_full"}),
+]
+FAILING = EncoderDecoder(
+    "led",
+    {**_BART, "attention_window": [16, 16]}
+    | {f"max_{part}_position_embeddings": POSITIONS for part in ("encoder", "decoder")},
+)
 
 
 def article(length: int, seed: int = 0) -> torch.Tensor:

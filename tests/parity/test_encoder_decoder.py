@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from comparing import CONFIGS, PAPER, Watch
-from encoder_decoders import END, LISTED, PAD, START, USUAL, EncoderDecoder, article
+from encoder_decoders import CHECKED, END, FAILING, LISTED, PAD, START, USUAL, EncoderDecoder, article
 from transformers import StoppingCriteriaList
 
 import lade
@@ -276,3 +278,124 @@ def test_what_its_passes_cost_is_measured(case: EncoderDecoder) -> None:
     model, rows = case.build(), padded(20, 7, 13)
     assert_same(model, rows["ids"][:1], [lade.LookaheadConfig()])
     assert_same(model, **rows, configs=[lade.LookaheadConfig()])
+
+
+# --- beams -----------------------------------------------------------------------------------------------------------
+
+
+def assert_same_beams(model: Any, ids: torch.Tensor, config: Any = PAPER, **arguments: Any) -> lade.Stats:
+    stats, asked = lade.Stats(), {"return_dict_in_generate": True, "output_scores": True, **arguments}
+    torch.manual_seed(5)
+    expected, state = plain(model, ids, **asked), torch.get_rng_state()
+    torch.manual_seed(5)
+    ours = lookahead(model, ids, config, stats=stats, **asked)
+    assert torch.equal(torch.get_rng_state(), state) and type(ours) is type(expected)
+    assert torch.equal(ours.sequences, expected.sequences)
+    assert torch.equal(ours.beam_indices, expected.beam_indices)
+    torch.testing.assert_close(ours.sequences_scores, expected.sequences_scores)
+    return stats
+
+
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize(("case", "backend"), CASES)
+def test_its_beams_are_plains(case: EncoderDecoder, backend: str) -> None:
+    model, common = case.build(backend), {"num_beams": 4, "max_new_tokens": 40}
+    end = _words(model)[1]
+    assert assert_same_beams(model, article(20), **common).tokens_per_step > 1, "no guess was ever taken"
+    assert_same_beams(model, article(20), **common, eos_token_id=end, num_return_sequences=3, length_penalty=2.0)
+    forced = {"forced_bos_token_id": 7, "forced_eos_token_id": END, "no_repeat_ngram_size": 3}
+    assert_same_beams(model, article(20), **common, eos_token_id=END, **forced, early_stopping=True)
+    assert_same_beams(model, article(12, seed=1), **common, do_sample=True, decoder_input_ids=article(5, seed=3))
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("case", MODELS)
+def test_beams_of_several_prompts(case: EncoderDecoder) -> None:
+    model, rows = case.build(), padded(20, 7, 13)
+    common = {"num_beams": 3, "max_new_tokens": 30, "attention_mask": rows["attention_mask"]}
+    assert_same_beams(model, rows["ids"], **common, num_return_sequences=2, eos_token_id=_end_of_some(model, rows))
+
+
+def test_the_cache_of_beams_has_a_row_for_each() -> None:
+    model, common = BART.build(), {"num_beams": 3, "max_new_tokens": 12, "return_dict_in_generate": True}
+    expected, ours = (decode(model, article(9), **common).past_key_values for decode in (plain, lookahead))
+    assert ours.get_seq_length() == expected.get_seq_length() == 12
+    for part in ("self_attention_cache", "cross_attention_cache"):
+        for layer, other in zip(getattr(ours, part).layers, getattr(expected, part).layers, strict=True):
+            torch.testing.assert_close(layer.keys[:, :, :12], other.keys[:, :, :12])
+
+
+def test_beams_copy_from_the_encoders_text() -> None:
+    model, config = BART.build(), lade.LookaheadConfig(0, 5, 5)
+    copied = plain(model, article(20), num_beams=3, max_new_tokens=40)[:, 1:]
+    steps = [
+        assert_same_beams(model, copied, config, num_beams=3, max_new_tokens=30).steps
+        for config in (config, replace(config, prompt_ngrams=False))
+    ]
+    assert steps[0] < steps[1]
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_says_what_serves_it() -> None:
+    with pytest.raises(lade.UnsupportedModelError, match=r"BartForConditionalGeneration: .* encoders' .*lade.generate"):
+        lade.Engine(BART.build())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"use_cache": False}, "use_cache=False"),
+        ({"prefill_chunk_size": 4}, "prefill_chunk_size cannot be used"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions=True"),
+        ({"decoder_inputs_embeds": torch.zeros(1, 1, 32)}, "decoder_inputs_embeds cannot be used"),
+    ],
+)
+def test_arguments_that_are_refused(arguments: dict[str, Any], reason: str) -> None:
+    with pytest.raises(lade.UnsupportedArgumentError, match=reason):
+        lookahead(BART.build(), article(9), **arguments)
+
+
+def test_a_model_in_training_mode_is_refused() -> None:
+    model = BART.build().train()
+    assert "training mode" in lade.supports(model).reason
+    torch.manual_seed(3)
+    expected = plain(model, article(9))
+    torch.manual_seed(3)
+    with pytest.warns(lade.FallbackWarning, match="training mode"):
+        assert torch.equal(lookahead(model, article(9), "auto"), expected)
+
+
+# --- architectures that are not listed -------------------------------------------------------------------------------
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in CHECKED])
+def test_an_architecture_that_passes_the_check(case: EncoderDecoder, checks: list[str]) -> None:
+    model = case.build("eager")
+    assert lade.supports(model) and lade.supports(model) and len(checks) == 1
+    assert_same(model, article(20), CONFIGS[:2], max_new_tokens=40)
+    assert_same(model, **padded(20, 7), max_new_tokens=30)
+    assert_same_beams(model, article(20), num_beams=3, max_new_tokens=20)
+
+
+def test_an_architecture_that_fails_the_check() -> None:
+    model = FAILING.build("eager")
+    assert "a tree pass does not equal plain passes on it" in lade.supports(model).reason
+    with pytest.warns(lade.FallbackWarning, match="does not equal plain passes"):
+        assert torch.equal(lookahead(model, article(9), "auto"), plain(model, article(9)))
+
+
+def test_positions_that_nobody_asks_for_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder that reads its table in another way would see slots."""
+    model = BART.build()
+    monkeypatch.setattr(type(model.model.decoder), "forward", _forward_of_a_twin(model))
+    with pytest.raises(lade.UnsupportedModelError, match="do not see a tree's positions"):
+        lookahead(model, article(9))
+
+
+def _forward_of_a_twin(model: Any) -> Any:
+    twin = copy.deepcopy(model.model.decoder)
+    forward = type(twin).forward
+    return lambda decoder, *args, **kwargs: forward(twin, *args, **kwargs)

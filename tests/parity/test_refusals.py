@@ -36,6 +36,8 @@ _LINEAR = {f"linear_{kind}": 2 for kind in ("num_value_heads", "num_key_heads")}
 STATE = r"layers \(.+\) carry a state that the branches of a token tree cannot share"
 SCORES = "picks keys by a score, and where scores are equal, by how many keys there are"
 SLOTS = "ALiBi biases go by cache slot, not by position"
+CAPACITY = "experts drop what a pass has beyond their capacity"
+_ENCODING: dict[str, Any] = {"d_model": 32, "decoder_start_token_id": 0}
 REFUSED = {
     "mamba": (STATE, {"state_size": 4}),
     "mamba2": (STATE, {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2}),
@@ -83,15 +85,25 @@ REFUSED = {
     "falcon": (SLOTS, {"alibi": True, "new_decoder_architecture": False}),
     "mpt": (SLOTS, {"d_model": 32, "n_heads": 4, "n_layers": 4, "max_seq_len": 128}),
     "switch_transformers": (
-        "experts drop what a pass has beyond their capacity",
+        CAPACITY,
         {
-            "d_model": 32,
+            **_ENCODING,
             "d_kv": 8,
             "d_ff": 48,
             "num_layers": 2,
             "num_decoder_layers": 2,
             "num_heads": 4,
-            "decoder_start_token_id": 0,
+            "num_experts": 2,
+        },
+    ),
+    "nllb-moe": (
+        CAPACITY,
+        {
+            **_ENCODING,
+            **{f"{part}_{size}": 2 for part in ("encoder", "decoder") for size in ("layers", "sparse_step")},
+            **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
+            **{f"{part}_ffn_dim": 48 for part in ("encoder", "decoder")},
+            "num_experts": 2,
         },
     ),
 }
