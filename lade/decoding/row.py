@@ -23,6 +23,7 @@ class Row:
         drafter: guesses the tokens to come.
         chooser: turns logits into tokens.
         stop: called with all tokens after each emitted one; true ends the row.
+        source: text that drafters read before the prompt, as its tokens may come again: what an encoder has read.
 
     Attributes:
         tokens: prompt and output.
@@ -31,13 +32,20 @@ class Row:
         problem: the error that ended it, if one did.
     """
 
-    def __init__(self, prompt: Sequence[int], drafter: Drafter, chooser: Chooser, stop: StopRule) -> None:
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        drafter: Drafter,
+        chooser: Chooser,
+        stop: StopRule,
+        source: Sequence[int] = (),
+    ) -> None:
         self.tokens = list(prompt)
         self.drafter, self.chooser, self._stop = drafter, chooser, stop
         self.steps = 0
         self.done = False
         self.problem: Exception | None = None
-        self._prompt_length = len(self.tokens)
+        self._prompt_length, self._source = len(self.tokens), source
 
     @property
     def written(self) -> list[int]:
@@ -60,7 +68,7 @@ class Row:
         choices = self.chooser.choose_all(logits, [0])
         token = self.chooser.bind(logits, argmax_ids if choices is None else choices.tolist(), self.tokens)(0)
         self.emit(token)
-        self.drafter.begin(self.tokens, self._prompt_length)
+        self.drafter.begin([*self._source, *self.tokens], len(self._source) + self._prompt_length)
         return token
 
     def fail(self, problem: Exception) -> None:

@@ -11,24 +11,27 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
+from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lade.config import LookaheadConfig
 from lade.decoding.beams.logits import BeamLogits
 from lade.hf.batch_rules import check_lengths
+from lade.hf.encoder_decoder import has_encoder, runner_on_encoded, source_of
 from lade.hf.ids import placeholder_ids, special_ids
 from lade.hf.plain import decoding_method
 from lade.hf.prepared import Prepared
 from lade.hf.refusals import check, refuse
+from lade.model.encoder_decoder.cache import DecoderCache
 from lade.model.kv_cache import TreeCache
+from lade.model.masks import MaskPlan
 from lade.model.position_limits import Positions
 from lade.model.recurrent.cores import is_recurrent
 from lade.model.runner import EagerRunner
 from lade.stats import Stats
 
 BEAM_MODES = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
-BeamOutput = torch.Tensor | GenerateBeamDecoderOnlyOutput
+BeamOutput = torch.Tensor | GenerateBeamDecoderOnlyOutput | GenerateBeamEncoderDecoderOutput
 
 
 class BeamSession:
@@ -54,11 +57,11 @@ class BeamSession:
         prompts, users = prepared.prompts, prepared.user_cache
         if users is not None and (users.get_seq_length() or not isinstance(users, TreeCache)):
             refuse("past_key_values with num_beams", "a search of beams begins with an empty cache of its own")
-        runner = EagerRunner(prepared.model, plan, prepared.generation_config)
+        runner = _runner(prepared, plan)
         _check_lengths(runner.positions, prompts.shape[1], paddings, prepared.generation_config.max_length)
 
         self._prepared, self._padded = prepared, any(paddings)
-        self._cache = users if isinstance(users, TreeCache) else TreeCache()
+        self._cache = users if isinstance(users, TreeCache) else runner.tree_cache()
         self._as_rows = bool(users is not None or prepared.generation_config.return_dict_in_generate)
         self._answers = BeamLogits(
             [prompt[padding:].tolist() for prompt, padding in zip(prompts, paddings, strict=True)],
@@ -68,6 +71,7 @@ class BeamSession:
             self._cache,
             stats,
             special_ids(prepared.generation_config) | placeholder_ids(prepared.model),
+            [source_of(prepared, number * prepared.beams) for number in range(len(prompts))],
         )
 
     def run(self) -> BeamOutput:
@@ -87,6 +91,8 @@ class BeamSession:
         if isinstance(output, GenerateBeamDecoderOnlyOutput):
             # Ours has no slots for padding, and plain decoding would count them.
             output.past_key_values = None if self._padded else self._cache
+        if isinstance(output, GenerateBeamEncoderDecoderOutput) and isinstance(self._cache, DecoderCache):
+            output.past_key_values = self._cache.pair()
         return output
 
 
@@ -118,6 +124,12 @@ class _StandIn:
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Beam i continues what was beam `beam_idx[i]`."""
         self._answers.reorder(beam_idx.tolist())
+
+
+def _runner(prepared: Prepared, plan: MaskPlan) -> EagerRunner:
+    if has_encoder(prepared):
+        return runner_on_encoded(prepared, plan)
+    return EagerRunner(prepared.model, plan, prepared.generation_config)
 
 
 def _check_lengths(positions: Positions, width: int, paddings: list[int], max_length: int) -> None:

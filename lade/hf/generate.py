@@ -41,6 +41,7 @@ def decode(
     generation_config: GenerationConfig,
     lookahead: Lookahead = "auto",
     stats: Stats | None = None,
+    inputs_tensor: torch.Tensor | None = None,
     **model_kwargs: Any,
 ) -> Generated:
     """The callable for `custom_generate=`; transformers prepares its arguments and returns what it returns.
@@ -62,6 +63,7 @@ def decode(
             where they cannot be served, or are known to be slower: beams of several prompts on a CPU; None decodes
             plainly.
         stats: is added to.
+        inputs_tensor: what the encoder was fed, if the model has one: guesses are taken from that text, too.
         model_kwargs: attention mask, cache and whatever else `generate` prepared.
 
     Raises:
@@ -69,7 +71,7 @@ def decode(
         InputError: the prompt cannot be decoded.
     """
     arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
-    return _decode(*arguments, lookahead=lookahead, stats=stats, **model_kwargs)
+    return _decode(*arguments, lookahead=lookahead, stats=stats, inputs_tensor=inputs_tensor, **model_kwargs)
 
 
 def decoder(*, streamer: BaseStreamer | None = None) -> Callable[..., Generated]:
@@ -92,6 +94,7 @@ def _decode(
     stats: Stats | None = None,
     streamer: BaseStreamer | None = None,
     wrapper: Any = None,
+    inputs_tensor: torch.Tensor | None = None,
     **model_kwargs: Any,
 ) -> Generated:
     """The one door: whatever is refused is refused here, before anything is fed, drawn or streamed.
@@ -104,7 +107,7 @@ def _decode(
     """
     config, auto = resolve(lookahead)
     arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-    prepared = Prepared(*arguments, wrapper=model if wrapper is None else wrapper)
+    prepared = Prepared(*arguments, wrapper=model if wrapper is None else wrapper, inputs_tensor=inputs_tensor)
     with cleaning_up(model, generation_config):
         refuse_autocast(model)
         if streamer is not None:
@@ -184,9 +187,10 @@ def generate(
     2.1
 
     Args:
-        model: a transformers causal language model, or one wrapped by PEFT.
-        inputs: `[B, L]` int64, the prompts, padded on the left; usually given as `input_ids=`. Rows of a batch are
-            decoded at their own pace and leave it when they end; with `num_beams` all prompts step together.
+        model: a transformers causal language model or encoder-decoder model, or one wrapped by PEFT.
+        inputs: `[B, L]` int64, the prompts, padded on the left, or what an encoder reads; usually given as
+            `input_ids=`. Rows of a batch are decoded at their own pace and leave it when they end; with `num_beams` all
+            prompts step together.
         lookahead: see `lade.decode`.
         stats: is added to.
         streamer: gets the prompt, and each token after the stopping criteria and before anything else.

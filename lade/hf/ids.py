@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from lade.model.token_embeddings import token_embeddings
+
 
 def vocabulary_of(model: PreTrainedModel) -> int:
     """V: ids below it can be fed."""
-    embeddings: Any = model.get_input_embeddings()
-    return int(embeddings.weight.shape[0])
+    return int(token_embeddings(model).weight.shape[0])
 
 
 def special_ids(generation_config: GenerationConfig) -> set[int]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
+from lade.hf.encoder_decoder import has_encoder
 from lade.hf.prepared import Prepared
 from lade.hf.processors import Record
+from lade.model.encoder_decoder.cache import DecoderCache
 
-Output = torch.Tensor | GenerateDecoderOnlyOutput
+Output = torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput
 
 
 def output_of(prepared: Prepared, written: list[list[int]], record: Record, cache: Cache | None = None) -> Output:
@@ -33,12 +35,11 @@ def output_of(prepared: Prepared, written: list[list[int]], record: Record, cach
     ids = torch.cat([prompts, prompts.new_tensor(new)], dim=1)
     if not config.return_dict_in_generate:
         return ids
-    return GenerateDecoderOnlyOutput(
-        sequences=cast(torch.LongTensor, ids),
-        scores=cast(Any, record.scores),
-        logits=cast(Any, record.logits),
-        past_key_values=cache,
-    )
+    fields: dict[str, Any] = {"sequences": ids, "scores": record.scores, "logits": record.logits}
+    if has_encoder(prepared):
+        pair = cache.pair() if isinstance(cache, DecoderCache) else None
+        return GenerateEncoderDecoderOutput(**fields, past_key_values=pair)
+    return GenerateDecoderOnlyOutput(**fields, past_key_values=cache)
 
 
 def record_for(generation_config: GenerationConfig) -> Record:

@@ -25,6 +25,8 @@ class Prepared:
         generation_config: the final, merged one.
         model_kwargs: attention mask, positions, cache and whatever else `generate` prepared.
         wrapper: the model as the caller has it: a wrapper of PEFT or `torch.compile`, or `model` itself.
+        inputs_tensor: what the encoder of an encoder-decoder model was fed, `[P, T]` ids or anything else; None where
+            it is not known.
     """
 
     model: PreTrainedModel
@@ -34,6 +36,7 @@ class Prepared:
     generation_config: GenerationConfig
     model_kwargs: dict[str, Any]
     wrapper: Any
+    inputs_tensor: torch.Tensor | None = None
 
     @property
     def positional(self) -> tuple[torch.Tensor, LogitsProcessorList, StoppingCriteriaList, GenerationConfig]:
@@ -71,9 +74,10 @@ def preparing(use: Callable[[Prepared], T], wrapper: Any = None) -> Callable[...
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
+        inputs_tensor: torch.Tensor | None = None,
         **model_kwargs: Any,
     ) -> T:
         arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-        return use(Prepared(*arguments, wrapper=model if wrapper is None else wrapper))
+        return use(Prepared(*arguments, wrapper=model if wrapper is None else wrapper, inputs_tensor=inputs_tensor))
 
     return custom_generate

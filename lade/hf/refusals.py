@@ -12,6 +12,7 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
+from lade.hf.encoder_decoder import ENCODER_KWARGS, has_encoder
 from lade.hf.ids import placeholder_ids, vocabulary_of
 from lade.hf.media import has_more_than_text, is_empty, says_text
 from lade.hf.media_prompts import media_prompts
@@ -29,7 +30,9 @@ from lade.model.user_cache import can_borrow, why_unfit
 
 REMEDY = 'leave it out, use plain model.generate, or lookahead="auto", which falls back to it'
 KNOWN_MODEL_KWARGS = frozenset(
-    {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
+    """
+    attention_mask cache_position decoder_attention_mask logits_to_keep past_key_values position_ids use_cache
+    """.split()  # noqa: SIM905 - a table of words reads better without the quotes
 )
 REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
 FOREIGN_CACHES = frozenset({"quantized", "offloaded", "offloaded_static"})
@@ -72,6 +75,10 @@ def check(
     plan = supports(prepared.wrapper).require()
     _refuse_arguments(prepared, modes)
     model, prompts, kwargs = prepared.model, prepared.prompts, prepared.model_kwargs
+    if has_encoder(prepared):
+        _check_prompts(model, prompts, ())
+        _check_decoder(prepared)
+        return plan, [0] * len(prompts), None
     images = has_more_than_text(model, kwargs)
     _check_prompts(model, prompts, placeholder_ids(model) if images or prepared.user_cache is not None else ())
     mask = kwargs.get("attention_mask")
@@ -88,19 +95,30 @@ def _refuse_arguments(prepared: Prepared, modes: Collection[GenerationMode]) -> 
     mode = config.get_generation_mode()
     if mode not in modes:
         refuse(_mode_arguments(mode, config), "greedy decoding, sampling and beam search are accelerated")
-    if "inputs_embeds" in prepared.model_kwargs:
+    if "inputs_embeds" in prepared.model_kwargs and not has_encoder(prepared):
         refuse("inputs_embeds", "n-grams are made of token ids; give input_ids")
     if any(isinstance(each, UnbatchedClassifierFreeGuidanceLogitsProcessor) for each in prepared.logits_processor):
         refuse(f"guidance_scale={config.guidance_scale}", "it runs the model a second time at each token")
     for name in REFUSED_OUTPUTS:
         if config.return_dict_in_generate and getattr(config, name):
             refuse(f"{name}=True", "a pass over a tree has no such tensors of one token at a time")
-    if has_more_than_text(prepared.model, prepared.model_kwargs):
+    encoded = has_encoder(prepared)
+    if not encoded and has_more_than_text(prepared.model, prepared.model_kwargs):
         return _refuse_caches(prepared)  # the rest is found out from what plain decoding would feed
+    known = KNOWN_MODEL_KWARGS | ENCODER_KWARGS if encoded else KNOWN_MODEL_KWARGS
     for name, value in prepared.model_kwargs.items():
-        if name not in KNOWN_MODEL_KWARGS and not is_empty(value) and not says_text(prepared.model, name, value):
+        if name not in known and not is_empty(value) and not says_text(prepared.model, name, value):
             refuse(name, "its values for tokens ahead of the text are not known")
     _refuse_caches(prepared)
+
+
+def _check_decoder(prepared: Prepared) -> None:
+    """Refuse what only decoders without an encoder are served with."""
+    mask = prepared.model_kwargs.get("decoder_attention_mask")
+    if mask is not None and not bool((mask == 1).all()):
+        refuse("a decoder_attention_mask with padding", "plain decoding may count it; give decoder_input_ids without")
+    if prepared.generation_config.prefill_chunk_size is not None:
+        refuse("prefill_chunk_size", "transformers cuts the encoder's mask as well")
 
 
 def _refuse_caches(prepared: Prepared) -> None:
@@ -113,6 +131,8 @@ def _refuse_caches(prepared: Prepared) -> None:
     if cache is not None and not isinstance(cache, TreeCache) and is_recurrent(prepared.model):
         what = f"past_key_values of type {type(cache).__name__} on a model with recurrent layers"
         refuse(what, "it keeps no states that a path of a tree can be folded into; give a lade.TreeCache")
+    if cache is not None and has_encoder(prepared):
+        refuse("past_key_values", "a decoder's tree needs a cache of its own beside the encoder's")
     if cache is not None and not can_borrow(cache):
         refuse(
             f"past_key_values of type {type(cache).__name__}",

@@ -8,6 +8,7 @@ from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.row import Row, StopRule
 from lade.decoding.verify import Chooser, Greedy
 from lade.hf.batch_rules import processors_of_row
+from lade.hf.encoder_decoder import source_of
 from lade.hf.prepared import Prepared
 from lade.hf.processors import Processed, Record, StopRules, Streamed, Transcript
 from lade.hf.sampling import Sampler
@@ -48,4 +49,4 @@ def row_for(
     stop: StopRule = StopRules(prepared.stopping_criteria, transcript, record)
     if streamer is not None:
         stop = Streamed(stop, streamer)
-    return Row(prompt[0, padding:].tolist(), drafter, chooser, stop)
+    return Row(prompt[0, padding:].tolist(), drafter, chooser, stop, source_of(prepared, number))

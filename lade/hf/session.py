@@ -19,13 +19,13 @@ from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.hf.batch_rules import check_lengths, check_rows
+from lade.hf.encoder_decoder import has_encoder, runner_on_encoded
 from lade.hf.ids import placeholder_ids, special_ids, vocabulary_of
 from lade.hf.output import Output, output_of, record_for
 from lade.hf.prepared import Prepared
 from lade.hf.refusals import check, check_switch
 from lade.hf.row import row_for
 from lade.hf.sampling import Draws, LoneSampler, RowSampler, Sampler
-from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.runner import EagerRunner
 from lade.model.select_runner import runner_for
@@ -66,7 +66,7 @@ class Session:
         plan, self._paddings, images = check(prepared)
         runner = self._checked_runner(plan)
         # The cache that transformers makes where the user gave none is empty, and of no use for a tree.
-        self._given_cache: Cache = TreeCache() if prepared.user_cache is None else prepared.user_cache
+        self._given_cache: Cache = runner.tree_cache() if prepared.user_cache is None else prepared.user_cache
         handed_out = bool(prepared.generation_config.return_dict_in_generate) and not self._is_batch
         max_length = prepared.generation_config.max_length
         self._cache = runner.borrow(self._given_cache, max_length, handed_out=handed_out)
@@ -87,7 +87,11 @@ class Session:
     def _checked_runner(self, plan: MaskPlan) -> EagerRunner:
         """The runner, once it has been checked that it can make all passes of these texts."""
         prepared, config = self._prepared, self._prepared.generation_config
-        runner = runner_for(prepared.model, plan, config, own_cache=prepared.user_cache is None)
+        runner: EagerRunner
+        if has_encoder(prepared):
+            runner = runner_on_encoded(prepared, plan)
+        else:
+            runner = runner_for(prepared.model, plan, config, own_cache=prepared.user_cache is None)
         width = prepared.input_ids.shape[1]
         check_switch(runner, width, config.max_length)
         if self._is_batch:

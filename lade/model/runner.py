@@ -77,6 +77,10 @@ class EagerRunner:
         runner._prompts = prompts
         return runner
 
+    def tree_cache(self) -> TreeCache:
+        """An empty cache for passes that are not captured."""
+        return TreeCache()
+
     def new_cache(self, *, tokens: int | None = None, limit: int | None = None) -> RowCache:
         """An empty cache of the kind that this runner works on.
 

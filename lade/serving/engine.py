@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from lade.config import Lookahead, LookaheadConfig
-from lade.errors import ConfigError, EngineClosedError, EngineFullError
+from lade.errors import ConfigError, EngineClosedError, EngineFullError, UnsupportedModelError
 from lade.hf.refusals import resolve
 from lade.model.support.supports import supports, unwrap
 from lade.serving.batch import ActiveRequest, Batch
@@ -56,7 +57,7 @@ class Engine:
             much, the prompt that joins included.
 
     Raises:
-        UnsupportedModelError: the model cannot be decoded exactly with a token tree.
+        UnsupportedModelError: the model cannot be decoded exactly with a token tree, or has an encoder.
         ConfigError: a limit that is no whole number >= 1.
     """
 
@@ -75,6 +76,7 @@ class Engine:
                 raise ConfigError(name, limit, "give a whole number >= 1")
         self._model = model
         plan = supports(model).require()
+        _refuse_encoders(unwrap(model))
         batch = Batch(unwrap(model), plan, prefill_tokens=prefill_tokens, max_rows=max_rows, max_tokens=max_tokens)
         self.token_bytes, self.max_tokens = batch.capacity.token_bytes, batch.capacity.max_tokens
         self._scheduler = Scheduler(batch, max_waiting)
@@ -133,6 +135,14 @@ class Engine:
 
     def __exit__(self, *problem: object) -> None:
         self.close()
+
+
+def _refuse_encoders(model: PreTrainedModel) -> None:
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: the rows of an engine share one cache, which has no place for encoders' states",
+            "use lade.generate, which decodes batches of encoder-decoder models, too",
+        )
 
 
 class Scheduler:

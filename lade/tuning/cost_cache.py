@@ -9,7 +9,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +17,7 @@ from transformers import PreTrainedModel
 from lade.locks import ForkSafeLock
 from lade.model.runner import EagerRunner
 from lade.model.shapes import batch_bucket
+from lade.model.token_embeddings import token_embeddings
 from lade.tuning import cost_file as store
 from lade.tuning.cost_key import key_of
 from lade.tuning.measure import measure_step_cost
@@ -112,11 +112,10 @@ def _measured(model: PreTrainedModel, runner: EagerRunner, batch: int) -> StepCo
     """
     name = type(model).__name__
     logger.info("measuring the step cost of %s, batch of %d, once on this machine: a second or two", name, batch)
-    embeddings: Any = model.get_input_embeddings()
     devices = {parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"}
     try:
         with torch.random.fork_rng(devices=sorted(devices)):
-            cost = measure_step_cost(runner, vocabulary=embeddings.weight.shape[0], batch=batch)
+            cost = measure_step_cost(runner, vocabulary=token_embeddings(model).weight.shape[0], batch=batch)
     except torch.OutOfMemoryError:
         if runner.eager() is runner:
             raise

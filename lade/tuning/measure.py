@@ -88,7 +88,7 @@ class StepTimer:
 
     def _filled(self) -> TreeCache:
         """Run some tokens and multiply their keys and values: `cached` of them, and room for the largest pass."""
-        cache, prefix = TreeCache(), self._text[:_PREFIX_TOKENS]
+        cache, prefix = self._runner.tree_cache(), self._text[:_PREFIX_TOKENS]
         self._runner.eager().prefill([prefix] * self._batch, cache)
         missing = self.cached + self.largest - len(prefix)
         for layer in cache.attending:

@@ -37,6 +37,8 @@ SLOTS_OF_ATTENTION = "attention's biases go by cache slot, not by position"
 INDEXER = r"layers \(indexed_attention\) cache the keys of an indexer, too"
 SCORES = "picks keys by a score, and where scores are equal, by how many keys there are"
 SLOTS = "ALiBi biases go by cache slot, not by position"
+CAPACITY = "experts drop what a pass has beyond their capacity"
+_ENCODING: dict[str, Any] = {"d_model": 32, "decoder_start_token_id": 0}
 REFUSED = {
     "mamba": (NAMED_OTHERWISE, {"state_size": 4}),
     "mamba2": (NAMED_OTHERWISE, {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2}),
@@ -49,22 +51,26 @@ REFUSED = {
     ),
     "falcon": (SLOTS, {"alibi": True, "new_decoder_architecture": False}),
     "mpt": (SLOTS, {"d_model": 32, "n_heads": 4, "n_layers": 4, "max_seq_len": 128}),
-    "t5": (
-        "encoder-decoder model",
-        {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
-    ),
-    "bart": (
-        "encoder-decoder model",
+    "switch_transformers": (
+        CAPACITY,
         {
-            "d_model": 32,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "encoder_ffn_dim": 48,
-            "decoder_ffn_dim": 48,
-            "decoder_start_token_id": 0,
-            "forced_eos_token_id": None,
+            **_ENCODING,
+            "d_kv": 8,
+            "d_ff": 48,
+            "num_layers": 2,
+            "num_decoder_layers": 2,
+            "num_heads": 4,
+            "num_experts": 2,
+        },
+    ),
+    "nllb-moe": (
+        CAPACITY,
+        {
+            **_ENCODING,
+            **{f"{part}_{size}": 2 for part in ("encoder", "decoder") for size in ("layers", "sparse_step")},
+            **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
+            **{f"{part}_ffn_dim": 48 for part in ("encoder", "decoder")},
+            "num_experts": 2,
         },
     ),
 }

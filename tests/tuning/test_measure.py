@@ -34,6 +34,9 @@ class KnownRunner:
     def eager(self):
         return self
 
+    def tree_cache(self):
+        return TreeCache()
+
     def room(self, cached):
         return None if self.limit is None else max(0, self.limit - cached)
 

@@ -31,14 +31,23 @@ class BeamGuesser:
         num_beams: k.
         excluded: ids after which nothing is guessed.
         recycler: the likeliest next tokens by context; may be shared with other prompts.
+        source: text whose tokens may come again: what an encoder has read.
     """
 
-    def __init__(self, config: LookaheadConfig, num_beams: int, excluded: Collection[int], recycler: Recycler) -> None:
+    def __init__(
+        self,
+        config: LookaheadConfig,
+        num_beams: int,
+        excluded: Collection[int],
+        recycler: Recycler,
+        source: Sequence[int] = (),
+    ) -> None:
         self.kept = max(FOLLOWS, num_beams)
         self._config, self._excluded = config, frozenset(excluded)
         self._width = num_beams + config.window if config.window else 0
         self._recycler = recycler
         self._pool = NGramPool(config.ngram, config.guesses, excluded)
+        self._learn_ngrams(source, 0)
         self._known_text = 0  # tokens of the trunk whose n-grams the pool has
 
     def learn(self, branches: Branches, first: int) -> None:
@@ -50,11 +59,14 @@ class BeamGuesser:
 
     def learn_text(self, text: Sequence[int]) -> None:
         """Enter the n-grams of the trunk that are not known yet."""
+        self._learn_ngrams(text, self._known_text)
+        self._known_text = len(text)
+
+    def _learn_ngrams(self, text: Sequence[int], known: int) -> None:
         ngram = self._config.ngram
         if self._config.prompt_ngrams:
-            ends = range(max(ngram, self._known_text + 1), len(text) + 1)
+            ends = range(max(ngram, known + 1), len(text) + 1)
             self._pool.learn((text[end - ngram : end] for end in ends), "prompt")
-        self._known_text = len(text)
 
     def grow(self, branches: Branches, beams: Mapping[int, float], room: int | None) -> None:
         """Add guesses after the beams.

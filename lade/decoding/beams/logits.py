@@ -113,6 +113,7 @@ class BeamLogits(Generic[CacheT]):
         stats: is added to, as if the beams of a prompt were one text: a beam step counts as one token of each prompt,
             however many beams it lengthens; the tokens fed in a pass are those of all beams of a prompt together.
         excluded: ids (end of sequence, padding) after which nothing is guessed.
+        sources: B texts whose tokens may come again, beside those of the prompts; none unless given.
     """
 
     def __init__(
@@ -124,11 +125,13 @@ class BeamLogits(Generic[CacheT]):
         cache: CacheT,
         stats: Stats,
         excluded: Collection[int] = (),
+        sources: Sequence[Sequence[int]] = (),
     ) -> None:
         self.runner, self.cache, self.num_beams = runner, cache, num_beams
         recycler = Recycler()  # logits of one prompt help the others
         self.rows = [
-            BeamRow(prompt, num_beams, BeamGuesser(config, num_beams, excluded, recycler)) for prompt in prompts
+            BeamRow(prompt, num_beams, BeamGuesser(config, num_beams, excluded, recycler, source))
+            for prompt, source in zip(prompts, sources or [()] * len(prompts), strict=True)
         ]
         self._prompts = prompts
         self._fed = 0  # slots that the last pass took after the longest row

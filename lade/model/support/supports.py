@@ -21,6 +21,7 @@ from lade.model.support.lengths import named_lengths
 from lade.model.support.linear_check import why_inexact
 from lade.model.support.training_mode import why_not_in_training
 from lade.model.support.tree_check import tolerance, worst_error
+from lade.model.token_embeddings import config_of_text
 from lade.model.tree_attention.backend import NAME as TREE_ATTENTION
 
 MASK_PER_LAYER_TYPE = frozenset(
@@ -43,6 +44,8 @@ RECURRENT = frozenset(
 )
 RECURRENT_MASK_PER_LAYER_TYPE = frozenset({"lfm3"})
 """Families whose trees are compared with `model.generate` by this package's tests, by `config.model_type`."""
+ENCODER_DECODERS = frozenset("bart blenderbot m2m_100 marian mbart mt5 pegasus t5 umt5".split())  # noqa: SIM905
+"""The same of encoder-decoder models; their decoders alone, such as `BartForCausalLM`, are not tested."""
 
 _SLOTS_OF_ALIBI = "its ALiBi biases go by cache slot, not by position"
 REFUSED = {
@@ -54,6 +57,7 @@ REFUSED = {
     "deepseek_v4": "its attention compresses windows that close by cache slot, not by position",
     "zamba": "it keeps the states of its heads apart, in a way of its own",
     "zaya": "it mixes keys and values with those of the token before, in a way of its own",
+    **dict.fromkeys(["nllb-moe", "switch_transformers"], "its experts drop what a pass has beyond their capacity"),
 }
 LONGEST_PROBE_TOKENS = 1024
 PLAIN_REMEDY = 'use plain model.generate, or lookahead="auto", which falls back to it'
@@ -116,7 +120,7 @@ def supports(model: Any) -> Support:
     )
     if reason:
         return Support(name, reason)
-    config, foreign = model.config.get_text_config(decoder=True), foreign_code(model)
+    config, foreign = config_of_text(model), _foreign_code(model)
     if not foreign and _is_listed(model, config):
         return _listed(model, config)
     known = _checked.setdefault(model, {})
@@ -127,6 +131,14 @@ def supports(model: Any) -> Support:
         support = _check(model, config)
         known[state] = (list(map(_reference, foreign)), support)
     return support
+
+
+def _foreign_code(model: PreTrainedModel) -> list[Any]:
+    """See `foreign_code`; encoder and decoder may have configurations of their own."""
+    found = foreign_code(model)
+    if not model.config.is_encoder_decoder:
+        return found
+    return [thing for thing in found if not isinstance(thing, PretrainedConfig)]
 
 
 def _reference(thing: Any) -> Callable[[], Any]:
@@ -145,22 +157,20 @@ def unwrap(model: Any) -> Any:
 
 def is_listed(model: PreTrainedModel) -> bool:
     """Whether it is of an architecture that this package tests; others are checked on the model itself."""
-    return _is_listed(model, model.config.get_text_config(decoder=True))
+    return _is_listed(model, config_of_text(model))
 
 
 def _refusal(model: Any) -> str:
     """Why a model cannot be served whatever its masks; empty if there is no such reason."""
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
         return "it is not a transformers model with a language modeling head"
-    config = model.config.get_text_config(decoder=True)
+    config = config_of_text(model)
     return _refusal_of_architecture(model, config) or _refusal_as_it_is_set_up(model, config)
 
 
 def _refusal_of_architecture(model: PreTrainedModel, config: PretrainedConfig) -> str:
     if getattr(type(model), "_sample", None) is not GenerationMixin._sample:
         return "its class chooses tokens in a way of its own (_sample)"
-    if model.config.is_encoder_decoder:
-        return "it is an encoder-decoder model, and token trees need a decoder-only one"
     if config.model_type in REFUSED:
         return REFUSED[config.model_type]
     if getattr(config, "alibi", False):
@@ -191,7 +201,7 @@ def _refusal_as_it_is_set_up(model: PreTrainedModel, config: PretrainedConfig) -
             "it is split into pipeline stages (pp_size), and each process has but one of them: load it with device_map"
         )
     backend = config._attn_implementation or "eager"
-    if backend not in ("sdpa", "eager", TREE_ATTENTION):
+    if backend not in ("sdpa", "eager", TREE_ATTENTION) or (backend == TREE_ATTENTION and _has_encoder(model)):
         return f'its attention kernel {backend!r} takes no tree mask: load it with attn_implementation="sdpa"'
     if backend == TREE_ATTENTION and not model._can_set_attn_implementation():
         remedy = 'load it with attn_implementation="eager"'
@@ -203,14 +213,19 @@ def _refusal_as_it_is_set_up(model: PreTrainedModel, config: PretrainedConfig) -
     return ""
 
 
+def _has_encoder(model: PreTrainedModel) -> bool:
+    return bool(model.config.is_encoder_decoder)
+
+
 def _is_listed(model: PreTrainedModel, config: PretrainedConfig) -> bool:
-    return model.config is config and _has_listed_decoder(model, config)
+    return (model.config is config or _has_encoder(model)) and _has_listed_decoder(model, config)
 
 
 def _has_listed_decoder(model: PreTrainedModel, config: PretrainedConfig) -> bool:
     """Whether its language model, which a multimodal model holds as a part, is of a listed architecture."""
     ours = type(model).__module__.startswith("transformers.models.")  # remote code may borrow a model_type
-    return ours and config.model_type in MASK_PER_LAYER_TYPE | ONE_MASK | RECURRENT
+    listed = ENCODER_DECODERS if _has_encoder(model) else MASK_PER_LAYER_TYPE | ONE_MASK | RECURRENT
+    return ours and config.model_type in listed
 
 
 def _listed(model: PreTrainedModel, config: PretrainedConfig) -> Support:

@@ -27,6 +27,8 @@ def why_not_in_training(model: PreTrainedModel) -> str:
     """What training mode does to the passes of a model; empty if nothing, or if no module is in training mode."""
     if not any(module.training for module in model.modules()):
         return ""
+    if model.config.is_encoder_decoder:
+        return f"it is in training mode, and its passes are not tried: {REMEDY}"
     with watch_draws(model) as draws:
         try:
             error = _error_of_cache(model)

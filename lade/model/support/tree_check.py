@@ -9,14 +9,16 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from lade.decoding.tree import ROOT, TokenTree
-from lade.model.kv_cache import TreeCache
+from lade.model.encoder_decoder.encoded import Encoded
+from lade.model.encoder_decoder.runner import EncoderDecoderRunner
 from lade.model.masks import MaskPlan
 from lade.model.recurrent.cores import is_recurrent
 from lade.model.runner import EagerRunner, input_device
 from lade.model.support.randomness import watch_draws
+from lade.model.token_embeddings import config_of_text, token_embeddings
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +26,7 @@ PREFIX_TOKENS, PREFIX_KINDS = 12, 32  # of few kinds, since tokens recur in text
 BRANCHES = ((0, 1, 2), (3, 4, 5), (3, 6))  # indices into random tokens; two of them share a node
 FOLLOWING = 7  # likewise: what comes after the second branch
 BYSTANDERS = 24  # more children of the root, before the branches, whose slots are then far from their positions
+ENCODER_TOKENS = 16
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # of the logits' standard deviation; wrong masks miss by 0.1 up
 HALF_TOLERANCE = 0.1
 
@@ -66,22 +69,24 @@ def tolerance(model: PreTrainedModel) -> float:
 
 def _worst_error(model: PreTrainedModel, plan: MaskPlan, prefix_length: int) -> float:
     generator = torch.Generator().manual_seed(0)
-    embeddings: Any = model.get_input_embeddings()
-    vocabulary: int = embeddings.weight.shape[0]
+    vocabulary: int = token_embeddings(model).weight.shape[0]
     distinct: list[int] = torch.randperm(vocabulary, generator=generator).tolist()  # so that branches stay apart
     kinds = torch.randint(min(PREFIX_KINDS, vocabulary), (prefix_length,), generator=generator)
     prefix = [distinct[kind] for kind in kinds.tolist()]
     branches = [tuple(distinct[i] for i in branch) for branch in BRANCHES]
 
+    encoded = _encoded(model, distinct[:ENCODER_TOKENS]) if model.config.is_encoder_decoder else None
     runner = EagerRunner(model, plan, model.generation_config)
-    cache = TreeCache()
+    if encoded is not None:
+        runner = EncoderDecoderRunner(model, plan, model.generation_config, encoded)
+    cache = runner.tree_cache()
     runner.prefill([prefix[:-1]], cache)
     tree = TokenTree(prefix[-1])
     for path in [*((token,) for token in distinct[FOLLOWING + 1 :][:BYSTANDERS]), *branches]:
         tree.add_path(path, "pool")
     logits = runner.forward([tree], [prefix], cache)[0]  # [S, V]
 
-    plain: dict[tuple[int, ...], PlainDecoding] = {(): PlainDecoding(model, prefix)}
+    plain: dict[tuple[int, ...], PlainDecoding] = {(): PlainDecoding(model, prefix, encoded)}
     errors = [distance(plain[()].logits, logits[ROOT])]
     for path in [branch[:depth] for branch in branches for depth in range(1, len(branch) + 1)]:
         plain[path] = plain.get(path) or plain[path[:-1]].after(path[-1])
@@ -93,6 +98,10 @@ def _worst_error(model: PreTrainedModel, plan: MaskPlan, prefix_length: int) -> 
     logits = runner.forward([TokenTree(following)], [[*prefix, *kept, following]], cache)[0]
     errors.append(distance(plain[kept].after(following).logits, logits[ROOT]))
     return max(errors)
+
+
+def _encoded(model: PreTrainedModel, ids: Sequence[int]) -> Encoded:
+    return Encoded.run(model, torch.tensor([ids], device=input_device(model)))
 
 
 def _nodes(tree: TokenTree, path: Sequence[int]) -> list[int]:
@@ -119,15 +128,20 @@ class PlainDecoding:
     Args:
         model: the model.
         prefix: the text; its last token is fed by itself.
+        encoded: the encoder's output, if the model has an encoder.
 
     Attributes:
         logits: after the last token, `[V]`.
     """
 
-    def __init__(self, model: PreTrainedModel, prefix: Sequence[int]) -> None:
+    def __init__(self, model: PreTrainedModel, prefix: Sequence[int], encoded: Encoded | None = None) -> None:
         self._model = cast(Any, model)
+        self._encoder_arguments = {} if encoded is None else encoded.arguments()
         self._ids = torch.tensor([prefix[:-1]], device=input_device(model))
-        kwargs = self._kwargs(DynamicCache(config=model.config.get_text_config(decoder=True)))
+        cache: Any = DynamicCache(config=config_of_text(model))
+        if encoded is not None:
+            cache = EncoderDecoderCache(cache, DynamicCache())
+        kwargs = self._kwargs(cache)
         self._take(self._model._prefill(self._ids, model.generation_config, kwargs))
         self._feed(prefix[-1])
 
@@ -146,7 +160,7 @@ class PlainDecoding:
 
     def _kwargs(self, cache: Any) -> dict[str, Any]:
         """What `model.generate` passes on for a text without padding, judging by the signature that it sees."""
-        kwargs: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+        kwargs: dict[str, Any] = {"past_key_values": cache, "use_cache": True, **self._encoder_arguments}
         if "position_ids" in inspect.signature(self._model.forward).parameters:
             kwargs["position_ids"] = torch.arange(self._ids.shape[1], device=self._ids.device)[None]
         return kwargs

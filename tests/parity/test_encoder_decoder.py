@@ -1,0 +1,401 @@
+"""Encoder-decoder models: their decoders are fed trees, and write what plain decoding writes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from comparing import CONFIGS, PAPER, Watch
+from encoder_decoders import CHECKED, END, FAILING, LISTED, PAD, START, USUAL, EncoderDecoder, article
+from transformers import StoppingCriteriaList
+
+import lade
+from lade.hf.encoder_decoder import source_of
+from lade.hf.prepared import Prepared, preparing
+from lade.model.support.supports import ENCODER_DECODERS
+from lade.model.support.tree_check import worst_error
+
+CASES = [pytest.param(case, backend, id=f"{case}-{backend}") for case in LISTED for backend in ("sdpa", "eager")]
+MODELS = [pytest.param(case, id=str(case)) for case in LISTED]
+BART, T5 = USUAL[:2]
+
+
+def plain(model: Any, ids: torch.Tensor | None, **arguments: Any) -> Any:
+    return model.generate(input_ids=ids, **{"max_new_tokens": 70, "do_sample": False, **arguments})
+
+
+def lookahead(model: Any, ids: torch.Tensor | None, config: Any = PAPER, **arguments: Any) -> Any:
+    return lade.generate(
+        model, input_ids=ids, lookahead=config, **{"max_new_tokens": 70, "do_sample": False, **arguments}
+    )
+
+
+def assert_same(model: Any, ids: torch.Tensor | None, configs: Any = (PAPER,), **arguments: Any) -> lade.Stats:
+    expected, stats = plain(model, ids, **arguments), lade.Stats()
+    for config in configs:
+        assert torch.equal(lookahead(model, ids, config, stats=stats, **arguments), expected), config
+    return stats
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize(("case", "backend"), CASES)
+def test_it_writes_what_plain_decoding_writes(case: EncoderDecoder, backend: str, watch: Watch) -> None:
+    model = case.build(backend)
+    assert lade.supports(model)
+    expected = plain(model, article(20))
+    assert len(set(expected[0].tolist())) > 9, "the text puts nothing to the test"
+    assert not torch.equal(expected, plain(model, article(20, seed=1))), "the encoder does nothing"
+    stats = assert_same(model, article(20), CONFIGS[:3] if backend == "sdpa" else CONFIGS[:2])
+    assert stats.tokens_per_step > 1 and watch.branched and watch.moved
+    assert_same(model, article(1, seed=2), [PAPER])
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("case", MODELS)
+def test_all_ways_to_call_it(case: EncoderDecoder) -> None:
+    model, ids = case.build(), article(20)
+    expected = plain(model, ids)
+    arguments = {"max_new_tokens": 70, "do_sample": False, "lookahead": PAPER}
+    assert torch.equal(model.generate(input_ids=ids, custom_generate=lade.decode, **arguments), expected)
+    assert torch.equal(lade.generate(model, ids, **{**arguments, "lookahead": "auto"}), expected)
+    steps = list(lade.stream(model, input_ids=ids, **arguments))
+    assert [token for step in steps for token in step.tokens] == expected[0, 1:].tolist()
+    assert any(len(step.tokens) > 1 for step in steps)
+    lade.enable(model, PAPER)
+    assert torch.equal(model.generate(ids, max_new_tokens=70, do_sample=False), expected)
+
+
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize(("case", "backend"), CASES)
+def test_the_logits_at_every_node_are_those_of_plain_passes(case: EncoderDecoder, backend: str) -> None:
+    model = case.build(backend, seed=2)
+    assert worst_error(model, lade.supports(model).require(), beyond=20) < 1e-10
+
+
+def test_every_listed_family_is_tested() -> None:
+    assert {case.model_type for case in LISTED} == ENCODER_DECODERS
+
+
+# --- what decides about tokens ---------------------------------------------------------------------------------------
+
+
+def _words(model: Any) -> tuple[int, int]:
+    """Two tokens of the text that the model writes, the later one once it has written for a while."""
+    text = plain(model, article(20))[0].tolist()
+    return text[3], next(token for place, token in enumerate(text) if place > 20 and token not in text[:20])
+
+
+PROCESSING = {
+    "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 12},
+    "sampling of everything": {"do_sample": True, "top_p": 0.95, "typical_p": 0.9},
+    "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+    "the encoder's text": {"encoder_repetition_penalty": 1.5, "encoder_no_repeat_ngram_size": 2},
+    "forced": {"forced_bos_token_id": 7, "forced_eos_token_id": END, "max_new_tokens": 30},
+    "suppressed": {"suppress_tokens": [11, 12], "begin_suppress_tokens": [13], "bad_words_ids": [[14, 15]]},
+    "least": {"min_new_tokens": 40, "eos_token_id": [5, 6, 17]},
+    "longest": {"max_length": 25, "max_new_tokens": None},
+}
+
+
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize("name", PROCESSING)
+@pytest.mark.parametrize("case", MODELS)
+def test_processors_see_the_decoders_text_alone(case: EncoderDecoder, name: str) -> None:
+    model, arguments = case.build(), PROCESSING[name]
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        expected, state = plain(model, article(20), **arguments), torch.get_rng_state()
+        torch.manual_seed(seed)
+        assert torch.equal(lookahead(model, article(20), CONFIGS[seed % 2], **arguments), expected)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in USUAL])
+def test_what_ends_a_text(case: EncoderDecoder) -> None:
+    model = case.build()
+    first, later = _words(model)
+    assert_same(model, article(20), CONFIGS[:2], eos_token_id=later)
+    assert_same(model, article(20), [PAPER], eos_token_id=[first, later])
+    seen: list[list[list[int]]] = []
+
+    def until(input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        seen[-1].append(input_ids[0].tolist())
+        return (input_ids[:, -1] == later) & (input_ids.shape[1] > 10)
+
+    outputs = []
+    for decode in (plain, lookahead):
+        seen.append([])
+        outputs.append(decode(model, article(20), stopping_criteria=StoppingCriteriaList([until])))
+    assert torch.equal(*outputs) and seen[0] == seen[1]
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in USUAL])
+def test_a_decoder_that_is_given_a_beginning(case: EncoderDecoder) -> None:
+    model, words = case.build(), article(9, seed=5)
+    for beginning in (words, torch.cat([torch.tensor([[START]]), words], dim=1)):  # transformers puts the start before
+        arguments = {"decoder_input_ids": beginning, "max_new_tokens": 40}
+        expected = plain(model, article(20), **arguments)
+        assert expected.shape == (1, 50) and expected[0, 1:10].tolist() == words[0].tolist()
+        assert_same(model, article(20), CONFIGS[:2], **arguments)
+        assert_same(model, article(20), decoder_attention_mask=torch.ones_like(beginning), **arguments)
+    padding = {"decoder_input_ids": words, "decoder_attention_mask": (words != words[0, 0]).long()}
+    with pytest.raises(lade.UnsupportedArgumentError, match="decoder_attention_mask with padding"):
+        lookahead(model, article(20), **padding)
+    with pytest.warns(lade.FallbackWarning, match="decoder_attention_mask"):
+        assert torch.equal(lookahead(model, article(20), "auto", **padding), plain(model, article(20), **padding))
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in USUAL])
+def test_an_encoder_whose_input_is_padded(case: EncoderDecoder, side: str) -> None:
+    model, padding = case.build(), torch.full((1, 6), PAD)
+    parts = [article(14), padding] if side == "right" else [padding, article(14)]
+    ids = torch.cat(parts, dim=1)
+    mask = (ids != PAD).long()
+    expected = plain(model, ids, attention_mask=mask)
+    assert not torch.equal(expected, plain(model, ids)), "the mask does nothing"
+    assert_same(model, ids, CONFIGS[:2], attention_mask=mask)
+    assert_same(model, ids, [PAPER])  # no mask: transformers makes none
+
+
+@pytest.mark.parametrize("case", [BART, T5], ids=str)
+def test_an_encoder_that_has_run_before_or_was_fed_embeddings(case: EncoderDecoder) -> None:
+    model, ids = case.build(), article(20)
+    with torch.no_grad():
+        outputs = model.get_encoder()(input_ids=ids, return_dict=True)
+        embeddings = model.get_input_embeddings()(ids)
+    assert_same(model, None, encoder_outputs=outputs, attention_mask=torch.ones_like(ids))
+    assert_same(model, None, inputs_embeds=embeddings)
+
+
+def test_what_is_returned() -> None:
+    model, ids = BART.build(), article(20)
+    arguments = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "max_new_tokens": 30}
+    expected, ours = plain(model, ids, **arguments), lookahead(model, ids, **arguments)
+    assert type(ours) is type(expected) and torch.equal(ours.sequences, expected.sequences)
+    torch.testing.assert_close(ours.scores, expected.scores)
+    torch.testing.assert_close(ours.logits, expected.logits)
+    assert ours.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    longer = {"decoder_input_ids": ours.sequences, "encoder_outputs": None, "max_new_tokens": 10}
+    for each in (ours, expected):
+        each.longer = plain(model, ids, past_key_values=each.past_key_values, **longer)
+    assert torch.equal(ours.longer, expected.longer)
+    with pytest.raises(lade.UnsupportedArgumentError, match="past_key_values cannot be used"):
+        lookahead(model, ids, past_key_values=expected.past_key_values, **longer)
+
+
+def test_guesses_come_from_the_encoders_text() -> None:
+    """Of a text that copies it, the first words are guessed at once."""
+    model, ids, sources = BART.build(), article(20), []
+    text = plain(model, ids)[:, 1:41]
+    for step in lade.stream(model, input_ids=text, lookahead=lade.LookaheadConfig(0, 5, 5), max_new_tokens=20):
+        sources += step.sources
+    assert "prompt" in sources
+
+
+def test_positions_end_where_plain_decoding_ends() -> None:
+    model = BART.build(max_position_embeddings=40)
+    assert_same(model, article(20), CONFIGS[:2], max_new_tokens=39)
+    for decode in (plain, lookahead):
+        with pytest.raises(IndexError):
+            decode(model, article(20), max_new_tokens=45)
+
+
+# --- several rows ----------------------------------------------------------------------------------------------------
+
+
+def padded(*lengths: int) -> dict[str, torch.Tensor]:
+    """Inputs of these lengths, padded on the right as encoders' are, and their mask."""
+    ids = torch.full((len(lengths), max(lengths)), PAD)
+    for row, length in enumerate(lengths):
+        ids[row, :length] = article(length, seed=10 + row)
+    return {"ids": ids, "attention_mask": (ids != PAD).long()}
+
+
+def _end_of_some(model: Any, rows: dict[str, torch.Tensor]) -> int:
+    """A token with which some rows end early, and at different steps."""
+    texts = plain(model, **rows)[:, 1:].tolist()
+    ends = {token: [text.index(token) if token in text else 70 for text in texts] for text in texts for token in text}
+    return max(ends, key=lambda token: (len(set(ends[token])), min(ends[token])))
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("case", MODELS)
+def test_rows_that_end_at_different_steps(case: EncoderDecoder) -> None:
+    model, rows = case.build(), padded(20, 7, 13, 2)
+    end = _end_of_some(model, rows)
+    expected = plain(model, **rows, eos_token_id=end)
+    assert len({row.index(end) if end in row else -1 for row in expected.tolist()}) > 2
+    assert_same(model, **rows, configs=CONFIGS[:3], eos_token_id=end)
+    arguments = {"max_new_tokens": 70, "do_sample": False, "eos_token_id": end, "lookahead": PAPER}
+    ours = model.generate(rows["ids"], attention_mask=rows["attention_mask"], custom_generate=lade.decode, **arguments)
+    assert torch.equal(ours, expected)
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("case", MODELS)
+def test_samples_of_several_rows(case: EncoderDecoder) -> None:
+    model, rows = case.build(), padded(9, 16)
+    common = {"eos_token_id": _end_of_some(model, rows), "max_new_tokens": 40}
+    for arguments in (
+        {"do_sample": True, "num_return_sequences": 2},
+        {"do_sample": True, "temperature": 0.7, "encoder_repetition_penalty": 1.4, "repetition_penalty": 1.2},
+        {"encoder_no_repeat_ngram_size": 2, "num_return_sequences": 1, "forced_bos_token_id": 9},
+    ):
+        torch.manual_seed(3)
+        expected, state = plain(model, **rows, **common, **arguments), torch.get_rng_state()
+        torch.manual_seed(3)
+        assert torch.equal(lookahead(model, **rows, **common, **arguments), expected)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_is_read_of_the_encoders_text() -> None:
+    """Each row's own, without padding, and nothing where the decoder's ids mean other words."""
+    rows, beginning = padded(5, 3), {"max_new_tokens": 4, "do_sample": True, "num_return_sequences": 2}
+
+    def sources(prepared: Prepared) -> list[list[int]]:
+        return [source_of(prepared, number) for number in range(len(prepared.input_ids))]
+
+    def read(case: EncoderDecoder, **arguments: Any) -> Any:
+        return case.build().generate(custom_generate=preparing(sources), **{**beginning, **arguments})
+
+    words = [rows["ids"][0].tolist(), rows["ids"][1, :3].tolist()]
+    given = {"input_ids": rows["ids"], "attention_mask": rows["attention_mask"]}
+    assert read(BART, **given) == [words[0], words[0], words[1], words[1]]
+    assert read(LISTED[-1], **given) == [[]] * 4
+    assert read(BART, inputs_embeds=torch.zeros(1, 3, 32, dtype=torch.float64)) == [[]] * 2
+
+
+@pytest.mark.measured_cost
+@pytest.mark.parametrize("case", [BART, LISTED[-1]], ids=str)
+def test_what_its_passes_cost_is_measured(case: EncoderDecoder) -> None:
+    model, rows = case.build(), padded(20, 7, 13)
+    assert_same(model, rows["ids"][:1], [lade.LookaheadConfig()])
+    assert_same(model, **rows, configs=[lade.LookaheadConfig()])
+
+
+# --- beams -----------------------------------------------------------------------------------------------------------
+
+
+def assert_same_beams(model: Any, ids: torch.Tensor, config: Any = PAPER, **arguments: Any) -> lade.Stats:
+    stats, asked = lade.Stats(), {"return_dict_in_generate": True, "output_scores": True, **arguments}
+    torch.manual_seed(5)
+    expected, state = plain(model, ids, **asked), torch.get_rng_state()
+    torch.manual_seed(5)
+    ours = lookahead(model, ids, config, stats=stats, **asked)
+    assert torch.equal(torch.get_rng_state(), state) and type(ours) is type(expected)
+    assert torch.equal(ours.sequences, expected.sequences)
+    assert torch.equal(ours.beam_indices, expected.beam_indices)
+    torch.testing.assert_close(ours.sequences_scores, expected.sequences_scores)
+    return stats
+
+
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize(("case", "backend"), CASES)
+def test_its_beams_are_plains(case: EncoderDecoder, backend: str) -> None:
+    model, common = case.build(backend), {"num_beams": 4, "max_new_tokens": 40}
+    end = _words(model)[1]
+    assert assert_same_beams(model, article(20), **common).tokens_per_step > 1, "no guess was ever taken"
+    assert_same_beams(model, article(20), **common, eos_token_id=end, num_return_sequences=3, length_penalty=2.0)
+    forced = {"forced_bos_token_id": 7, "forced_eos_token_id": END, "no_repeat_ngram_size": 3}
+    assert_same_beams(model, article(20), **common, eos_token_id=END, **forced, early_stopping=True)
+    assert_same_beams(model, article(12, seed=1), **common, do_sample=True, decoder_input_ids=article(5, seed=3))
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("case", MODELS)
+def test_beams_of_several_prompts(case: EncoderDecoder) -> None:
+    model, rows = case.build(), padded(20, 7, 13)
+    common = {"num_beams": 3, "max_new_tokens": 30, "attention_mask": rows["attention_mask"]}
+    assert_same_beams(model, rows["ids"], **common, num_return_sequences=2, eos_token_id=_end_of_some(model, rows))
+
+
+def test_the_cache_of_beams_has_a_row_for_each() -> None:
+    model, common = BART.build(), {"num_beams": 3, "max_new_tokens": 12, "return_dict_in_generate": True}
+    expected, ours = (decode(model, article(9), **common).past_key_values for decode in (plain, lookahead))
+    assert ours.get_seq_length() == expected.get_seq_length() == 12
+    for part in ("self_attention_cache", "cross_attention_cache"):
+        for layer, other in zip(getattr(ours, part).layers, getattr(expected, part).layers, strict=True):
+            torch.testing.assert_close(layer.keys[:, :, :12], other.keys[:, :, :12])
+
+
+def test_beams_copy_from_the_encoders_text() -> None:
+    model, config = BART.build(), lade.LookaheadConfig(0, 5, 5)
+    copied = plain(model, article(20), num_beams=3, max_new_tokens=40)[:, 1:]
+    steps = [
+        assert_same_beams(model, copied, config, num_beams=3, max_new_tokens=30).steps
+        for config in (config, replace(config, prompt_ngrams=False))
+    ]
+    assert steps[0] < steps[1]
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_says_what_serves_it() -> None:
+    with pytest.raises(lade.UnsupportedModelError, match=r"BartForConditionalGeneration: .* encoders' .*lade.generate"):
+        lade.Engine(BART.build())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"use_cache": False}, "use_cache=False"),
+        ({"prefill_chunk_size": 4}, "prefill_chunk_size cannot be used"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions=True"),
+        ({"decoder_inputs_embeds": torch.zeros(1, 1, 32)}, "decoder_inputs_embeds cannot be used"),
+    ],
+)
+def test_arguments_that_are_refused(arguments: dict[str, Any], reason: str) -> None:
+    with pytest.raises(lade.UnsupportedArgumentError, match=reason):
+        lookahead(BART.build(), article(9), **arguments)
+
+
+def test_a_model_in_training_mode_is_refused() -> None:
+    model = BART.build().train()
+    assert "training mode" in lade.supports(model).reason
+    torch.manual_seed(3)
+    expected = plain(model, article(9))
+    torch.manual_seed(3)
+    with pytest.warns(lade.FallbackWarning, match="training mode"):
+        assert torch.equal(lookahead(model, article(9), "auto"), expected)
+
+
+# --- architectures that are not listed -------------------------------------------------------------------------------
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in CHECKED])
+def test_an_architecture_that_passes_the_check(case: EncoderDecoder, checks: list[str]) -> None:
+    model = case.build("eager")
+    assert lade.supports(model) and lade.supports(model) and len(checks) == 1
+    assert_same(model, article(20), CONFIGS[:2], max_new_tokens=40)
+    assert_same(model, **padded(20, 7), max_new_tokens=30)
+    assert_same_beams(model, article(20), num_beams=3, max_new_tokens=20)
+
+
+def test_an_architecture_that_fails_the_check() -> None:
+    model = FAILING.build("eager")
+    assert "a tree pass does not equal plain passes on it" in lade.supports(model).reason
+    with pytest.warns(lade.FallbackWarning, match="does not equal plain passes"):
+        assert torch.equal(lookahead(model, article(9), "auto"), plain(model, article(9)))
+
+
+def test_positions_that_nobody_asks_for_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder that reads its table in another way would see slots."""
+    model = BART.build()
+    monkeypatch.setattr(type(model.model.decoder), "forward", _forward_of_a_twin(model))
+    with pytest.raises(lade.UnsupportedModelError, match="do not see a tree's positions"):
+        lookahead(model, article(9))
+
+
+def _forward_of_a_twin(model: Any) -> Any:
+    twin = copy.deepcopy(model.model.decoder)
+    forward = type(twin).forward
+    return lambda decoder, *args, **kwargs: forward(twin, *args, **kwargs)
