@@ -121,7 +121,7 @@ class _Watched(StoppingCriteriaList):
         super().__init__(criteria)
         self._criteria, self._answers = criteria, answers
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         self._answers.emit(input_ids[:, -1].tolist())
         ended: torch.Tensor = self._criteria(input_ids, scores, **kwargs)
         self._answers.end(ended.tolist())

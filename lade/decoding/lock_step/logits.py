@@ -93,8 +93,9 @@ class LockStepMeter:
         ]
         if steps:
             self._stats.add(*steps, forward_s=self._forward_s)
-        for emitted in [*self._tokens, *self._sources]:
-            emitted.clear()
+        for tokens, sources in zip(self._tokens, self._sources, strict=True):
+            tokens.clear()
+            sources.clear()
         self._passes += 1
 
 
