@@ -20,6 +20,7 @@ import torch
 from torch.nn.functional import pad
 
 from lade.decoding.drafting.batch_budget import BatchBudget
+from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.readout import read
 from lade.decoding.row import Row, RowStep
 from lade.decoding.tree import TokenTree
@@ -220,7 +221,14 @@ class DecodeLoop(Generic[CacheT]):
                 self.rows.pop()
 
 
-def prompt_hook(rows: Sequence[Row]) -> PromptLogitsHook | None:
+class PromptReader(Protocol):
+    """A row whose drafter may learn from the prompt."""
+
+    drafter: Drafter
+    tokens: list[int]
+
+
+def prompt_hook(rows: Sequence[PromptReader]) -> PromptLogitsHook | None:
     """Has the drafters of `rows` learn from their prompts; None if none of them wants to."""
     if not any(row.drafter.wants_prompt_entries for row in rows):
         return None

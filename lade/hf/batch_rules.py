@@ -1,8 +1,8 @@
 """What it takes to call processors and criteria row by row, which plain decoding calls for a whole batch.
 
-Plain decoding calls them with all rows, which are equally long. Ours advance at their own pace, so they are called for
-each row by itself, with the columns that plain decoding would show of it. For transformers' own classes that is the
-same, as they treat one row at a time; of a user's own it cannot be known.
+Plain decoding calls them with all rows, which are equally long. Where rows advance at their own pace, they are called
+for each row by itself, with the columns that plain decoding would show of it. For transformers' own classes that is the
+same, as they treat one row at a time; of a user's own it cannot be known, so that those rows have to go in lock-step.
 """
 
 from __future__ import annotations
@@ -35,42 +35,57 @@ ROW_WISE_PROCESSORS = frozenset(
 )
 """Transformers' processors that treat each row as if it were alone."""
 
-BATCH_PROCESSORS = {
-    "ClassifierFreeGuidanceLogitsProcessor": "it pairs the rows of a batch",
-    "DiaClassifierFreeGuidanceLogitsProcessor": "it pairs the rows of a batch",
-    "DiaEOSChannelFilterLogitsProcessor": "its rows have several channels",
-    "DiaEOSDelayPatternLogitsProcessor": "it counts the calls for all rows",
-    "SynthIDTextWatermarkLogitsProcessor": "it remembers the texts of all rows together",
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "it runs the model a second time at each token",
-    "WhisperNoSpeechDetection": "it runs the model for all rows",
-}
-"""Those that do not, and why."""
+BATCH_PROCESSORS = frozenset(
+    """
+    ClassifierFreeGuidanceLogitsProcessor DiaClassifierFreeGuidanceLogitsProcessor DiaEOSChannelFilterLogitsProcessor
+    DiaEOSDelayPatternLogitsProcessor SynthIDTextWatermarkLogitsProcessor UnbatchedClassifierFreeGuidanceLogitsProcessor
+    """.split()  # noqa: SIM905
+)
+"""Those that pair rows, count calls, or remember the texts of all rows together. One of them is never served."""
+
+REFUSED_PROCESSORS = {"WhisperNoSpeechDetection": "it runs the model for all rows"}
+"""Those that cannot be served, and why."""
 
 ROW_WISE_CRITERIA = frozenset({"EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria"})
-BATCH_CRITERIA = {"ConfidenceCriteria": "it reads the first row only"}
+BATCH_CRITERIA = frozenset({"ConfidenceCriteria"})
+"""It reads the first row only."""
 
 REMEDY = 'decode the prompts one by one, use plain model.generate, or lookahead="auto", which falls back to it'
 
 
-def check_rows(
+def must_go_together(
     processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig, *, streamed: bool
-) -> None:
-    """Raise `UnsupportedArgumentError` for what cannot be served where there are several rows."""
+) -> bool:
+    """Whether several rows have to go in lock-step, so that all of them can be shown at once.
+
+    Args:
+        processors: those of the batch.
+        criteria: those of the batch.
+        config: says what is put out.
+        streamed: whether there is a streamer, which gets one token of every row at a time.
+
+    Raises:
+        UnsupportedArgumentError: a processor cannot be served in either way.
+    """
     for processor in processors:
-        _check_row_wise(processor, logits_process.__name__, ROW_WISE_PROCESSORS, BATCH_PROCESSORS)
-    for criterion in criteria:
-        _check_row_wise(criterion, stopping_criteria.__name__, ROW_WISE_CRITERIA, BATCH_CRITERIA)
+        name = type(processor).__name__
+        if type(processor).__module__ == logits_process.__name__ and name in REFUSED_PROCESSORS:
+            _refuse(name, REFUSED_PROCESSORS[name])
+    # Without an end of sequence transformers writes on in rows that have ended, and what it records is of those, too.
     ends = [criterion for criterion in criteria if type(criterion) is not MaxLengthCriteria]
-    if ends and not any(type(criterion) is EosTokenCriteria for criterion in ends):
-        _refuse(
-            f"a {type(ends[0]).__name__} without eos_token_id",
-            "transformers then writes on in rows that have ended until the last one ends, instead of padding them",
-        )
-    for name in ("output_scores", "output_logits"):
-        if config.return_dict_in_generate and getattr(config, name):
-            _refuse(f"{name}=True", "transformers computes those of rows that have ended, too")
-    if streamed:
-        _refuse("a streamer", "rows come at their own pace; transformers' own streamers take a single row as well")
+    writes_on = bool(ends) and not any(type(criterion) is EosTokenCriteria for criterion in ends)
+    recorded = config.return_dict_in_generate and (config.output_scores or config.output_logits)
+    return (
+        streamed
+        or writes_on
+        or bool(recorded)
+        or not all(_is_row_wise(each, logits_process.__name__, ROW_WISE_PROCESSORS) for each in processors)
+        or not all(_is_row_wise(each, stopping_criteria.__name__, ROW_WISE_CRITERIA) for each in criteria)
+    )
+
+
+def _is_row_wise(thing: Any, module: str, row_wise: frozenset[str]) -> bool:
+    return type(thing).__module__ == module and type(thing).__name__ in row_wise
 
 
 def check_lengths(positions: Positions, width: int, paddings: list[int], max_length: int) -> None:
@@ -92,7 +107,7 @@ def check_lengths(positions: Positions, width: int, paddings: list[int], max_len
 
 
 def processors_of_row(processors: LogitsProcessorList, row: int, rows: int) -> LogitsProcessorList:
-    """The processors as they are for one row alone; `check_rows` has let them pass.
+    """The processors as they are for one row alone; none that `must_go_together`.
 
     Args:
         processors: those of the batch.
@@ -135,15 +150,6 @@ def _repeats_prompts(processor: Any) -> bool:
 def _of_this_row(allowed: Any, row: int, batch_id: int, input_ids: torch.Tensor) -> Any:
     """A user's `prefix_allowed_tokens_fn`, called with the row's number in the batch."""
     return allowed(row, input_ids)
-
-
-def _check_row_wise(thing: Any, module: str, row_wise: frozenset[str], refused: dict[str, str]) -> None:
-    name = type(thing).__name__
-    name = getattr(thing, "__name__", name) if name == "function" else name
-    if type(thing).__module__ != module:
-        _refuse(f"{name}, which is not transformers' own,", "plain decoding shows it all rows at once")
-    if name not in row_wise:
-        _refuse(name, refused.get(name, "it is not known whether it treats one row at a time"))
 
 
 def _refuse(what: str, why: str) -> None:

@@ -6,13 +6,12 @@ choice of the beams are its own; only the model that it is given is a stand-in.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lade.config import LookaheadConfig
 from lade.decoding.beams.logits import BeamLogits
@@ -22,6 +21,7 @@ from lade.hf.ids import placeholder_ids, special_ids
 from lade.hf.plain import decoding_method
 from lade.hf.prepared import Prepared
 from lade.hf.refusals import check, refuse
+from lade.hf.stand_in import StandIn
 from lade.model.encoder_decoder.cache import DecoderCache
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
@@ -96,34 +96,21 @@ class BeamSession:
         return output
 
 
-class _StandIn:
-    """What `_beam_search` takes for the model and for its cache; all else is the model's own."""
+class _StandIn(StandIn):
+    """Reorders beams, too."""
 
     def __init__(self, model: PreTrainedModel, answers: BeamLogits[TreeCache]) -> None:
-        self._model, self._answers = model, answers
+        super().__init__(model, answers)
+        self._beams = answers
 
     def __getattr__(self, name: str) -> Any:
         if name == "_reorder_cache":  # an old model's own way to reorder caches, which would be preferred
             raise AttributeError(name)
-        return getattr(self._model, name)
-
-    def _prefill(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
-        return _output(self._answers.prefill())
-
-    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
-        """The beams `[k, L]`, as they are passed to the call."""
-        return {"input_ids": input_ids}
-
-    def __call__(self, input_ids: torch.Tensor, **kwargs: Any) -> CausalLMOutputWithPast:
-        """Logits `[k, 1, V]` after the beams."""
-        return _output(self._answers.extend(input_ids[:, -1].tolist()))
-
-    def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: Any, **kwargs: Any) -> Any:
-        return model_kwargs
+        return super().__getattr__(name)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Beam i continues what was beam `beam_idx[i]`."""
-        self._answers.reorder(beam_idx.tolist())
+        self._beams.reorder(beam_idx.tolist())
 
 
 def _runner(prepared: Prepared, plan: MaskPlan) -> EagerRunner:
@@ -141,7 +128,3 @@ def _check_lengths(positions: Positions, width: int, paddings: list[int], max_le
             f"num_beams beyond {positions.longrope_switch} tokens",
             "there this model computes the text of each beam again",
         )
-
-
-def _output(logits: torch.Tensor) -> CausalLMOutputWithPast:
-    return CausalLMOutputWithPast(logits=cast(torch.FloatTensor, logits[:, None]))

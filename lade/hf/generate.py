@@ -20,8 +20,10 @@ from lade.hf.arguments import (
     refuse_streamed_beams,
     refuse_streamed_rows,
 )
+from lade.hf.batch_rules import must_go_together
 from lade.hf.beams import BeamSession
 from lade.hf.fallback import falling_back
+from lade.hf.lock_step import LockStepSession
 from lade.hf.one_call import cleaning_up, refuse_values_of_one_call
 from lade.hf.plain import Generated, NeedsGenerateError, decode_prepared, generate_plainly
 from lade.hf.plain_stream import plain_steps
@@ -55,9 +57,9 @@ def decode(
     Args:
         model: the model whose `generate` was called.
         input_ids: `[B, L]` int64, padded on the left.
-        logits_processor: called once per emitted token, as in plain decoding; in a batch for each row by itself, unless
-            the rows are beams.
-        stopping_criteria: called once per emitted token, for each row by itself as well.
+        logits_processor: called once per emitted token, as in plain decoding. In a batch transformers' own are called
+            for each row by itself, unless the rows are beams; with any other all rows go in lock-step.
+        stopping_criteria: called once per emitted token, in batches as processors are.
         generation_config: the final, merged one.
         lookahead: W, N, G; "auto" takes the defaults and falls back to plain decoding, with one `FallbackWarning`,
             where they cannot be served, or are known to be slower: beams of several prompts on a CPU; None decodes
@@ -112,7 +114,7 @@ def _decode(
         refuse_autocast(model)
         if streamer is not None:
             refuse_streamed_beams(prepared.beams)
-        session: Session | BeamSession | None = None
+        session: Session | LockStepSession | BeamSession | None = None
         if config is not None:
             with falling_back(stats, allowed=auto):
                 session = _session_for(prepared, config, stats, streamer, auto=auto)
@@ -123,9 +125,13 @@ def _decode(
 
 def _session_for(
     prepared: Prepared, config: LookaheadConfig, stats: Stats | None, streamer: BaseStreamer | None, *, auto: bool
-) -> Session | BeamSession:
+) -> Session | LockStepSession | BeamSession:
     stats = Stats() if stats is None else stats
     if prepared.beams == 1:
+        processors, criteria, generation_config = prepared.positional[1:]
+        several, streamed = len(prepared.prompts) > 1, streamer is not None
+        if several and must_go_together(processors, criteria, generation_config, streamed=streamed):
+            return LockStepSession(prepared, config=config, stats=stats, streamer=streamer)
         return Session(prepared, config=config, stats=stats, streamer=streamer)
     if auto:
         refuse_slow_beams(prepared)

@@ -18,7 +18,7 @@ from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
-from lade.hf.batch_rules import check_lengths, check_rows
+from lade.hf.batch_rules import check_lengths
 from lade.hf.encoder_decoder import has_encoder, runner_on_encoded
 from lade.hf.ids import placeholder_ids, special_ids, vocabulary_of
 from lade.hf.output import Output, output_of, record_for
@@ -39,7 +39,7 @@ class Session:
     """Iterate over it for its steps; `output` then is what `model.generate` would have returned.
 
     Args:
-        prepared: what `model.generate` has prepared.
+        prepared: what `model.generate` has prepared; several rows advance at their own pace, see `batch_rules`.
         config: the method and its sizes.
         stats: is added to.
         streamer: gets the prompt and every token, as from `model.generate`.
@@ -95,8 +95,6 @@ class Session:
         width = prepared.input_ids.shape[1]
         check_switch(runner, width, config.max_length)
         if self._is_batch:
-            processors, criteria = prepared.logits_processor, prepared.stopping_criteria
-            check_rows(processors, criteria, config, streamed=self._streamer is not None)
             check_lengths(runner.positions, width, self._paddings, config.max_length)
         return runner
 

@@ -13,10 +13,11 @@ from lade import UnsupportedArgumentError
 from lade.hf.batch_rules import (
     BATCH_CRITERIA,
     BATCH_PROCESSORS,
+    REFUSED_PROCESSORS,
     ROW_WISE_CRITERIA,
     ROW_WISE_PROCESSORS,
     check_lengths,
-    check_rows,
+    must_go_together,
     processors_of_row,
 )
 from lade.model.position_limits import Positions
@@ -86,11 +87,17 @@ LENGTHS_BY_ROW = "Tensor" in str(inspect.signature(PROCESSORS["RepetitionPenalty
 
 
 def test_every_class_of_transformers_has_been_looked_at():
-    """A new one is refused, and wants looking at. Some of these are younger than the oldest transformers served."""
-    assert not ROW_WISE_PROCESSORS & set(BATCH_PROCESSORS) and not ROW_WISE_CRITERIA & set(BATCH_CRITERIA)
-    assert set(PROCESSORS) <= ROW_WISE_PROCESSORS | set(BATCH_PROCESSORS)
-    assert set(CRITERIA) <= ROW_WISE_CRITERIA | set(BATCH_CRITERIA)
+    """One that is not known goes in lock-step. Some of these are younger than the oldest transformers served."""
+    kinds = [ROW_WISE_PROCESSORS, BATCH_PROCESSORS, set(REFUSED_PROCESSORS), ROW_WISE_CRITERIA, BATCH_CRITERIA]
+    assert sum(map(len, kinds)) == len(set().union(*kinds))
+    assert set(PROCESSORS) <= ROW_WISE_PROCESSORS | BATCH_PROCESSORS | set(REFUSED_PROCESSORS)
+    assert set(CRITERIA) <= ROW_WISE_CRITERIA | BATCH_CRITERIA
     assert set(ARGUMENTS) == ROW_WISE_PROCESSORS
+
+
+def go_together(processors=(), criteria=(), config=None, *, streamed=False):
+    lists = LogitsProcessorList(processors), StoppingCriteriaList(criteria)
+    return must_go_together(*lists, config or GenerationConfig(), streamed=streamed)
 
 
 def made(name):
@@ -101,17 +108,15 @@ def made(name):
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_a_processor_is_served_or_refused(name):
-    def check():
-        check_rows(LogitsProcessorList([made(name)]), StoppingCriteriaList(), GenerationConfig(), streamed=False)
-
-    if name in ROW_WISE_PROCESSORS:
-        check()
-    else:
+def test_a_processor_is_asked_for_a_row_or_for_all_or_is_refused(name):
+    processor = made(name)
+    if name in REFUSED_PROCESSORS:
         with pytest.raises(
-            UnsupportedArgumentError, match=f"{name} cannot be used .* of several rows: {BATCH_PROCESSORS[name]}"
+            UnsupportedArgumentError, match=f"{name} cannot be used .* of several rows: {REFUSED_PROCESSORS[name]}"
         ):
-            check()
+            go_together([processor])
+    else:
+        assert go_together([processor]) == (name in BATCH_PROCESSORS)
 
 
 CASES = [(name, arguments) for name in sorted(ROW_WISE_PROCESSORS) for arguments in ARGUMENTS[name]]
@@ -159,21 +164,14 @@ def one_of(name):
 
 
 @pytest.mark.parametrize("name", CRITERIA)
-def test_a_criterion_is_served_or_refused(name):
-    criteria = StoppingCriteriaList([one_of(name), one_of("EosTokenCriteria")])
-    if name in ROW_WISE_CRITERIA:
-        check_rows(LogitsProcessorList(), criteria, GenerationConfig(), streamed=False)
-    else:
-        with pytest.raises(UnsupportedArgumentError, match=f"{name} cannot be used .*: {BATCH_CRITERIA[name]}"):
-            check_rows(LogitsProcessorList(), criteria, GenerationConfig(), streamed=False)
+def test_a_criterion_is_asked_for_a_row_or_for_all(name):
+    assert go_together((), [one_of(name), one_of("EosTokenCriteria")]) == (name in BATCH_CRITERIA)
 
 
 @pytest.mark.parametrize("name", ["MaxTimeCriteria", "StopStringCriteria"])
 def test_without_an_end_of_sequence_there_is_no_padding_behind_a_row(name):
-    criteria = StoppingCriteriaList([one_of("MaxLengthCriteria"), one_of(name)])
-    with pytest.raises(UnsupportedArgumentError, match=f"a {name} without eos_token_id .*writes on in rows"):
-        check_rows(LogitsProcessorList(), criteria, GenerationConfig(), streamed=False)
-    check_rows(LogitsProcessorList(), criteria[:1], GenerationConfig(), streamed=False)
+    criteria = [one_of("MaxLengthCriteria"), one_of(name)]
+    assert go_together((), criteria) and not go_together((), criteria[:1])
 
 
 @pytest.mark.parametrize("name", ["EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria"])
@@ -201,25 +199,18 @@ class UsersCriterion(StoppingCriteria):
 
 
 @pytest.mark.parametrize(
-    ("processors", "criteria", "name"),
-    [([users], [], "users"), ([Users(0.5)], [], "Users"), ([], [UsersCriterion()], "UsersCriterion")],
+    ("processors", "criteria"),
+    [([users], []), ([Users(0.5)], []), ([], [UsersCriterion(), one_of("EosTokenCriteria")])],
 )
-def test_what_a_user_wrote_is_refused(processors, criteria, name):
-    with pytest.raises(
-        UnsupportedArgumentError, match=f"{name}, which is not transformers' own, cannot .*all rows at once"
-    ):
-        check_rows(LogitsProcessorList(processors), StoppingCriteriaList(criteria), GenerationConfig(), streamed=False)
+def test_what_a_user_wrote_is_shown_all_rows(processors, criteria):
+    assert go_together(processors, criteria)
 
 
-def test_what_else_is_refused():
-    nothing = (LogitsProcessorList(), StoppingCriteriaList())
+def test_what_else_takes_all_rows():
     for name in ("output_scores", "output_logits"):
-        config = GenerationConfig(return_dict_in_generate=True, **{name: True})
-        with pytest.raises(UnsupportedArgumentError, match=f"{name}=True cannot be used"):
-            check_rows(*nothing, config, streamed=False)
-        check_rows(*nothing, GenerationConfig(**{name: True}), streamed=False)  # without an output object it is ignored
-    with pytest.raises(UnsupportedArgumentError, match="a streamer cannot be used"):
-        check_rows(*nothing, GenerationConfig(), streamed=True)
+        assert go_together(config=GenerationConfig(return_dict_in_generate=True, **{name: True}))
+        assert not go_together(config=GenerationConfig(**{name: True})), "without an output object it is ignored"
+    assert go_together(streamed=True) and not go_together()
 
 
 @pytest.mark.parametrize(

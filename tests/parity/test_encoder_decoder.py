@@ -338,6 +338,13 @@ def test_beams_copy_from_the_encoders_text() -> None:
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
+def test_rows_that_have_to_be_shown_together_are_refused() -> None:
+    model = BART.build()
+    arguments: dict[str, Any] = {**padded(9, 5), "stopping_criteria": [lambda ids, scores: ids[:, -1] == 3]}
+    with pytest.raises(lade.UnsupportedArgumentError, match="a batch whose rows have to be shown together"):
+        lookahead(model, **arguments)
+
+
 def test_an_engine_says_what_serves_it() -> None:
     with pytest.raises(lade.UnsupportedModelError, match=r"BartForConditionalGeneration: .* encoders' .*lade.generate"):
         lade.Engine(BART.build())

@@ -160,6 +160,18 @@ def test_batches_with_images_of_several_sizes_are_plains(case: Multimodal) -> No
     assert torch.equal(lade.generate(model, lookahead=PAPER, **ending), model.generate(**ending))
 
 
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("case", TWO)
+def test_batches_whose_rows_are_shown_together(case: Multimodal) -> None:
+    """As a user's own processor asks for."""
+    model, arguments = built(case), {**batch(case, rows_of(case)), **SHORT}
+    shown = {"logits_processor": LogitsProcessorList([Shift()])}
+    expected, stats = model.generate(**arguments, **shown), lade.Stats()
+    assert not torch.equal(expected, model.generate(**arguments)), "the processor does nothing"
+    assert torch.equal(lade.generate(model, lookahead=PAPER, stats=stats, **arguments, **shown), expected)
+    assert stats.tokens_per_step > 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", TWO)
 def test_several_samples_of_a_prompt_and_batches_of_samples(case: Multimodal) -> None:

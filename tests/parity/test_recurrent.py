@@ -165,6 +165,12 @@ def test_beams_are_refused() -> None:
         lookahead(model, prompt(20), num_beams=2)
 
 
+def test_rows_that_have_to_be_shown_together_are_refused() -> None:
+    arguments: dict[str, Any] = {**batch(9, 5), "stopping_criteria": [lambda ids, scores: ids[:, -1] == 3]}
+    with pytest.raises(lade.UnsupportedArgumentError, match="a batch whose rows have to be shown together"):
+        lookahead(recurrent("lfm2").build(), **arguments)
+
+
 def test_states_count_as_memory_of_their_rows() -> None:
     model = recurrent("qwen3_5_text").build()
     cache = lade.TreeCache()

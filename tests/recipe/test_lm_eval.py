@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from accelerating import RECIPE, counted
 
-import lade
 from lade.embedded.files import prompts
 
 lm_eval = pytest.importorskip("lm_eval")
@@ -76,7 +75,10 @@ def test_the_answers_are_those_of_plain_decoding(
     assert len(expected) == 2 and ours.passes < plain.passes
 
 
-def test_batches_are_decoded_plainly(answers: Any) -> None:
-    """Its criterion counts on all rows at once, so `--batch_size 1` is what gains."""
-    with pytest.warns(lade.FallbackWarning, match="MultiTokenEOSCriteria"):
-        assert answers(WRITTEN, batch_size=2) == answers(None, batch_size=2)
+def test_batches_go_in_lock_step(answers: Any, model: Any) -> None:
+    """Its criterion counts on all rows at once."""
+    with counted(model) as plain:
+        expected = answers(None, batch_size=2)
+    with counted(model) as ours:
+        assert answers(f"{WRITTEN},lookahead=budget=16", batch_size=2) == expected
+    assert 0 < ours.passes < plain.passes

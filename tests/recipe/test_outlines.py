@@ -10,7 +10,6 @@ import pytest
 import torch
 from accelerating import RECIPE, Way, accelerated
 
-import lade
 from lade.embedded.files import prompts
 
 outlines = pytest.importorskip("outlines")
@@ -47,9 +46,8 @@ def test_a_choice(generator: Any, text: str) -> None:
     assert choice() == choice(**RECIPE, lookahead="budget=16") and choice() in ("yes", "no")
 
 
-def test_several_prompts_at_once_are_decoded_plainly(generator: Any) -> None:
-    """Its processor would be asked row by row, and counts on all rows at once."""
-    run = functools.partial(generator.batch, prompts()[:2], outlines.regex(CALLS), **GREEDY)
-    expected = run()
-    with pytest.warns(lade.FallbackWarning, match="OutlinesCoreLogitsProcessor"):
-        assert run(**RECIPE) == expected
+def test_several_prompts_at_once_go_in_lock_step(generator: Any, way: Way) -> None:
+    """Its processor counts on all rows at once."""
+    accelerated(
+        way, generator.model, functools.partial(generator.batch, prompts()[:2], outlines.regex(CALLS), **GREEDY)
+    )

@@ -1,0 +1,197 @@
+"""Logits for rows that emit their tokens together, one each at a time.
+
+Which tokens are emitted is decided by the caller, for all rows at once, so that whatever decides sees the rows as plain
+decoding shows them: equally long. Here its requests are served: a token a row comes in, the logits after it go out.
+
+    text, decided by the caller      known ahead of it            fed by the next pass
+    row 0   Once upon a time ──────┬ there ── was ── a ────────── little ─┬─ girl
+                                   └ ,                                    └─ boy
+    row 1   It was a dark and ───── (nothing)                     stormy ─┬─ night
+                                                                          └─ day
+
+A pass is needed as soon as one row lacks the logits after its text. The others then use it to look further ahead, from
+where the argmax leads to; so where the caller takes what the model finds likeliest, each row needs as many passes as it
+would need alone, and the batch as many as its slowest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from lade.decoding.beams.logits import BeamCache
+from lade.decoding.drafting.batch_budget import BatchBudget
+from lade.decoding.lock_step.row import LockStepRow
+from lade.decoding.loop import PromptLogitsHook, prompt_hook
+from lade.decoding.readout import read
+from lade.decoding.tree import TokenTree
+from lade.stats import Stats, Step
+
+CacheT = TypeVar("CacheT", bound=BeamCache)
+CacheT_contra = TypeVar("CacheT_contra", bound=BeamCache, contravariant=True)
+
+
+class LockStepRunner(Protocol[CacheT_contra]):
+    """Runs the model; see `lade.decoding.loop.Runner`."""
+
+    forward_s: float
+
+    def room(self, cached: int) -> int | None:
+        """How deep a tree may be whose root lies at position `cached`; None for no limit."""
+        ...
+
+    def prefill(
+        self, rows: Sequence[Sequence[int]], cache: CacheT_contra, hook: PromptLogitsHook | None = None
+    ) -> torch.Tensor:
+        """Feed rows of any length; logits of each row's last token, `[B, V]`."""
+        ...
+
+    def extend(self, trees: Sequence[TokenTree], held: Sequence[int], cache: CacheT_contra) -> torch.Tensor:
+        """Feed one tree a row, without its first nodes, `held[b]` of them: the row ends with these. `[B, S, V]`."""
+        ...
+
+
+class LockStepMeter:
+    """Reports each forward pass to `stats` once it is known which tokens it served: when the next one begins.
+
+    Args:
+        stats: is added to.
+        rows: B, the rows of the batch.
+    """
+
+    def __init__(self, stats: Stats, rows: int) -> None:
+        self._stats, self._passes = stats, 0
+        self._tokens: list[list[int]] = [[] for _ in range(rows)]
+        self._sources: list[list[str]] = [[] for _ in range(rows)]
+        self._fed: Sequence[int] = [0] * rows
+        self._seconds = self._forward_s = 0.0
+
+    @property
+    def yielded(self) -> float:
+        """Tokens that the mean row got since the last pass, of rows that got any."""
+        counts = [len(tokens) for tokens in self._tokens if tokens]
+        return sum(counts) / len(counts) if counts else 0.0
+
+    def ran(self, fed: Sequence[int], seconds: float, forward_s: float) -> None:
+        """A pass fed `fed[b]` tokens in row b and took `seconds`, of which the model took `forward_s`."""
+        self._fed, self._seconds, self._forward_s = fed, seconds, forward_s
+
+    def emitted(self, row: int, token: int, source: str) -> None:
+        """A row got a token that is no padding."""
+        self._tokens[row].append(token)
+        self._sources[row].append(source)
+
+    def end(self) -> None:
+        """No further token is served by the last pass."""
+        steps = [
+            Step(self._passes, list(tokens), list(sources), max(1, fed), self._seconds)
+            for tokens, sources, fed in zip(self._tokens, self._sources, self._fed, strict=True)
+            if tokens
+        ]
+        if steps:
+            self._stats.add(*steps, forward_s=self._forward_s)
+        for tokens, sources in zip(self._tokens, self._sources, strict=True):
+            tokens.clear()
+            sources.clear()
+        self._passes += 1
+
+
+class LockStepLogits(Generic[CacheT]):
+    """Gives the logits after the texts of B rows.
+
+    Args:
+        rows: none has been fed yet.
+        runner: runs the model.
+        cache: empty; it will hold text and tree of each row.
+        stats: is added to; padding does not count.
+        budget: one size for the trees of all rows; None if each row decides for itself.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[LockStepRow],
+        runner: LockStepRunner[CacheT],
+        cache: CacheT,
+        stats: Stats,
+        budget: BatchBudget | None = None,
+    ) -> None:
+        self.rows, self.runner, self.cache, self.budget = rows, runner, cache, budget
+        self._meter = LockStepMeter(stats, len(rows))
+        self._fed = 0  # slots that the last pass took after the longest row
+        self._held = [1] * len(rows)  # nodes that were in the cache before it; at first the root is the last token
+
+    def prefill(self) -> torch.Tensor:
+        """Run the prompts; the logits after them, `[B, V]`."""
+        start = perf_counter()
+        prompts = [row.tokens for row in self.rows]
+        logits = self.runner.prefill(prompts, self.cache, prompt_hook(self.rows))  # [B, V]
+        self._learn(logits[:, None])
+        self._meter.ran([len(prompt) for prompt in prompts], perf_counter() - start, 0.0)
+        return self._answer()
+
+    def extend(self, tokens: Sequence[int]) -> torch.Tensor:
+        """The logits after the texts, `[B, V]`; they end with these tokens, which were emitted."""
+        if any(row.logits is None for row in self.rows):
+            self._pass()
+        return self._answer()
+
+    def emit(self, tokens: Sequence[int]) -> None:
+        """Append its token to each row."""
+        for number, (row, token) in enumerate(zip(self.rows, tokens, strict=True)):
+            source = row.emit(token)
+            if not row.ended:
+                self._meter.emitted(number, token, source)
+
+    def end(self, ended: Sequence[bool]) -> None:
+        """Which rows a criterion ends with the tokens that they have."""
+        for row, has_ended in zip(self.rows, ended, strict=True):
+            if has_ended:
+                row.end()
+
+    def report(self) -> None:
+        """Report the last pass; no other may follow."""
+        self._meter.end()
+
+    def _pass(self) -> None:
+        """Draft after what is known of each row, and feed the drafts."""
+        start, yielded = perf_counter(), self._meter.yielded
+        self._meter.end()
+        self.cache.keep([row.prune() for row in self.rows], self._fed, self._held)
+        self._draft()
+        trees, self._held = [row.tree for row in self.rows], [row.seen for row in self.rows]
+        logits = self.runner.extend(trees, self._held, self.cache)  # [B, S, V]
+        self._fed = logits.shape[1]
+        fed = [len(tree) - held for tree, held in zip(trees, self._held, strict=True)]
+        self._learn(logits)
+        seconds = perf_counter() - start
+        self._meter.ran(fed, seconds, self.runner.forward_s)
+        if self.budget is not None:
+            self.budget.observe_pass(self._fed, yielded, seconds, self.runner.forward_s)
+
+    def _draft(self) -> None:
+        """Find the candidates of all rows first, so that they can be weighed together; padding fills what is left."""
+        for row in self.rows:
+            row.look_ahead(self.runner.room(len(row.tokens) - 1))
+        drafting = [row for row in self.rows if row.drafts]
+        candidates = [row.candidates() for row in drafting]
+        if self.budget is not None:
+            self.budget.decide([each.scores for each in candidates])
+        for row, each in zip(drafting, candidates, strict=True):
+            row.hang(each.draft())
+        largest = max([len(row.tree) - row.seen for row in drafting], default=1)
+        for row in self.rows:
+            row.pad(largest - 1)
+
+    def _learn(self, logits: torch.Tensor) -> None:
+        """Hand out the logits `[B, S, V]` of a pass, read at once."""
+        size = logits.shape[1]
+        readout = read(logits.flatten(0, 1), wants_entries=any(row.wants_entries for row in self.rows))
+        for place, row in enumerate(self.rows):
+            row.learn(logits[place], readout.rows(place * size, size))
+
+    def _answer(self) -> torch.Tensor:
+        known = [row.logits for row in self.rows]
+        return torch.stack([logits for logits in known if logits is not None])

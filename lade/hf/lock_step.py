@@ -1,0 +1,141 @@
+"""Batches whose rows have to be shown together, decoded by transformers itself, whose calls of the model are answered.
+
+`GenerationMixin._sample` runs as it is, so processors, criteria, streamers and scores are its own, called in its order
+with all rows `[B, L]`, rows that have ended included; only the model that it is given is a stand-in.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from lade.config import LookaheadConfig
+from lade.decoding.drafting.batch_budget import BatchBudget
+from lade.decoding.drafting.drafter import Drafter
+from lade.decoding.drafting.factory import drafter_for
+from lade.decoding.drafting.memory import ContextMemory
+from lade.decoding.lock_step.logits import LockStepLogits
+from lade.decoding.lock_step.row import LockStepRow
+from lade.hf.batch_rules import check_lengths
+from lade.hf.encoder_decoder import has_encoder
+from lade.hf.ids import ids_of, placeholder_ids, special_ids, vocabulary_of
+from lade.hf.output import Output
+from lade.hf.plain import decoding_method
+from lade.hf.prepared import Prepared
+from lade.hf.refusals import check, refuse
+from lade.hf.stand_in import StandIn
+from lade.model.kv_cache import TreeCache
+from lade.model.recurrent.cores import is_recurrent
+from lade.model.runner import EagerRunner
+from lade.stats import Stats
+from lade.tuning.batch_cost import BatchCost
+from lade.tuning.cost_cache import save_refreshed, step_cost_for
+
+
+class LockStepSession:
+    """A batch prepared by `model.generate` and not started yet, whose rows emit their tokens together.
+
+    Args:
+        prepared: what `model.generate` has prepared.
+        config: the method and its sizes.
+        stats: is added to.
+        streamer: gets the prompts and every token, as from `model.generate`.
+
+    Raises:
+        InputError: the prompt is empty, has ids out of the vocabulary, or is too long for a table of positions.
+        UnsupportedModelError, UnsupportedArgumentError: it cannot be served exactly.
+    """
+
+    def __init__(
+        self, prepared: Prepared, *, config: LookaheadConfig, stats: Stats, streamer: BaseStreamer | None = None
+    ) -> None:
+        self._prepared, self._streamer = prepared, streamer
+        plan, paddings, images = check(prepared)
+        _check_kind(prepared)
+        self._runner = EagerRunner(prepared.model, plan, prepared.generation_config).for_prompts(images)
+        width, max_length = prepared.input_ids.shape[1], prepared.generation_config.max_length
+        check_lengths(self._runner.positions, width, paddings, max_length)
+        budget = self._budget_for(config, len(paddings))
+        rows = [
+            self._row(prompt[padding:].tolist(), drafter)
+            for prompt, padding, drafter in zip(
+                prepared.input_ids, paddings, self._drafters(config, budget, len(paddings)), strict=True
+            )
+        ]
+        self._answers = LockStepLogits(rows, self._runner, TreeCache(), stats, budget)
+
+    def _budget_for(self, config: LookaheadConfig, rows: int) -> BatchBudget | None:
+        """One size for all trees, by what passes cost; None where sizes are fixed."""
+        if not config.adaptive or config.budget is not None:
+            return None
+        model, runner = self._prepared.model, self._runner
+        return BatchBudget(BatchCost(lambda rows: step_cost_for(model, runner, batch=rows), rows))
+
+    def _drafters(self, config: LookaheadConfig, budget: BatchBudget | None, rows: int) -> list[Drafter]:
+        """One for each row; those of one caller may learn from each other."""
+        if config.adaptive and config.memory is None:
+            config = replace(config, memory=ContextMemory())
+        excluded = special_ids(self._prepared.generation_config) | placeholder_ids(self._prepared.model)
+        vocabulary = vocabulary_of(self._prepared.model)
+        return [drafter_for(config, excluded, vocabulary=vocabulary, budget=budget) for _ in range(rows)]
+
+    def _row(self, prompt: list[int], drafter: Drafter) -> LockStepRow:
+        config, criteria = self._prepared.generation_config, self._prepared.stopping_criteria
+        padding: Any = config._pad_token_tensor
+        if padding is not None:  # as `_sample` has it: else rows that have ended write on
+            padding = int(padding) if any(hasattr(each, "eos_token_id") for each in criteria) else None
+        return LockStepRow(prompt, drafter, padding, ids_of(config.eos_token_id))
+
+    def run(self) -> Output:
+        """Decode to the end; what `model.generate` returns."""
+        prepared, streamer = self._prepared, self._streamer
+        sample, answers = decoding_method(prepared), self._answers
+        stand_in, criteria = StandIn(prepared.model, answers), _Watched(prepared.stopping_criteria, answers)
+        ids, processors, _, config = prepared.positional
+        streamed = {} if streamer is None else {"streamer": streamer}
+        try:
+            if streamer is not None:
+                streamer.put(ids.cpu())
+            output: Output = sample(
+                stand_in, ids, processors, criteria, config, past_key_values=stand_in, use_cache=True, **streamed
+            )
+        except BaseException:
+            if streamer is not None:
+                with suppress(Exception):  # the reader of a TextIteratorStreamer would wait forever
+                    streamer.end()
+            raise
+        finally:
+            answers.report()
+            save_refreshed(prepared.model)
+        if isinstance(output, GenerateDecoderOnlyOutput):
+            output.past_key_values = None  # ours has no slots for padding
+        return output
+
+
+def _check_kind(prepared: Prepared) -> None:
+    """Refuse models whose trees cannot be kept over several passes, as those of rows that wait for others are."""
+    what = "a batch whose rows have to be shown together"
+    if is_recurrent(prepared.model):
+        refuse(what, "recurrent layers fold what is kept of a tree in at once; give one prompt at a time")
+    if has_encoder(prepared):
+        refuse(what, "it is served without an encoder only; give one prompt at a time")
+
+
+class _Watched(StoppingCriteriaList):
+    """The same criteria, whose calls tell which tokens were chosen, and which rows they end."""
+
+    def __init__(self, criteria: StoppingCriteriaList, answers: LockStepLogits[TreeCache]) -> None:
+        super().__init__(criteria)
+        self._criteria, self._answers = criteria, answers
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self._answers.emit(input_ids[:, -1].tolist())
+        ended: torch.Tensor = self._criteria(input_ids, scores, **kwargs)
+        self._answers.end(ended.tolist())
+        return ended

@@ -1,0 +1,276 @@
+"""Batches whose rows are shown together, as plain decoding shows them: processors and criteria that users wrote."""
+
+import warnings
+
+import pytest
+import torch
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from same_as_plain import PAD, PAPER, VOCABULARY, padded
+from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList, TextStreamer
+from transformers import SynthIDTextWatermarkingConfig as SynthID
+from transformers.generation.streamers import BaseStreamer
+
+import lade
+from lade import LookaheadConfig, Memory, Stats, UnsupportedArgumentError
+from lade.decoding.lock_step import row as lock_step_row
+from lade.model.runner import EagerRunner
+from lade.testing import toy_model
+
+MODELS = {
+    "llama": toy_model("llama"),
+    "qwen3": toy_model("qwen3", dtype=torch.float32, attention="eager"),
+    "gpt2": toy_model("gpt2"),
+}
+ROUNDING = {"rtol": 1e-4, "atol": 1e-4}  # of float32, over a temperature
+EVERYTHING = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+configs = st.one_of(
+    st.builds(LookaheadConfig, window=st.integers(0, 6), ngram=st.integers(2, 5), guesses=st.integers(0, 6)),
+    st.builds(LookaheadConfig, budget=st.integers(1, 24), memory=st.sampled_from([None, Memory()])),
+    st.just(LookaheadConfig()),
+)
+prompts = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=12), min_size=2, max_size=4)
+
+
+def random_texts(*lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+class Mixing(LogitsProcessor):
+    """A row's scores depend on its number, on the other rows' scores and texts, and on how often it was asked."""
+
+    def __init__(self):
+        self.shown = []
+
+    def __call__(self, input_ids, scores):
+        self.shown.append((input_ids.clone(), scores.clone()))
+        rows = torch.arange(len(scores))[:, None] * torch.arange(scores.shape[1]).remainder(3)
+        return scores + 0.3 * scores.roll(1, 0) - 0.1 * rows - 0.5 * (len(self.shown) + input_ids.sum()).remainder(2)
+
+
+class Quorum(StoppingCriteria):
+    """Ends rows by what the rows before them say, and the batch in the end."""
+
+    def __init__(self, every):
+        self.every, self.shown = every, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.shown.append((input_ids.clone(), scores[-1].clone() if scores else torch.zeros(1)))
+        return (input_ids[:, -1] + input_ids.roll(1, 0)[:, -1]).remainder(self.every) == 0
+
+
+class Listener(BaseStreamer):
+    def __init__(self):
+        self.shown = []
+
+    def put(self, value):
+        self.shown.append((value.clone(), torch.zeros(1)))
+
+    def end(self):
+        self.shown.append((torch.tensor([-1]), torch.zeros(1)))
+
+
+def outcome(generate, seed, said, **arguments):
+    """What comes back, what was shown to whom, and the generator's state."""
+    listener = Listener() if said["streamed"] else None
+    processors = [Mixing()] if said["mixing"] else []
+    criteria = [Quorum(said["every"])] if said["every"] else []
+    if listener:
+        arguments["streamer"] = listener
+    torch.manual_seed(seed)
+    output = generate(
+        pad_token_id=PAD,
+        logits_processor=processors,
+        stopping_criteria=StoppingCriteriaList(criteria),
+        **arguments,
+    )
+    shown = [each.shown for each in (*processors, *criteria, listener) if each]
+    return output, shown, torch.get_rng_state()
+
+
+def assert_same(model, lookahead=PAPER, *, seed=0, stats=None, said, **arguments):
+    """Plain's output, calls in plain's order, and plain's generator, without any fallback; returns plain's output."""
+    plain, plain_shown, plain_state = outcome(model.generate, seed, said, **arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lade.FallbackWarning)
+        ours, our_shown, our_state = outcome(
+            lade.generate, seed, said, model=model, lookahead=lookahead, stats=stats, **arguments
+        )
+    assert type(ours) is type(plain)
+    if not isinstance(plain, torch.Tensor):
+        assert ours.past_key_values is None
+        torch.testing.assert_close((ours.scores, ours.logits), (plain.scores, plain.logits), **ROUNDING)
+        plain, ours = plain.sequences, ours.sequences
+    assert torch.equal(ours, plain) and torch.equal(our_state, plain_state)
+    assert len(our_shown) == len(plain_shown)
+    for ours_here, plain_here in zip(our_shown, plain_shown, strict=True):
+        assert [ids.tolist() for ids, _ in ours_here] == [ids.tolist() for ids, _ in plain_here]
+        our_scores, plain_scores = ([scores for _, scores in here] for here in (ours_here, plain_here))
+        torch.testing.assert_close(our_scores, plain_scores, **ROUNDING)
+    return plain
+
+
+said = st.fixed_dictionaries(
+    {"mixing": st.booleans(), "every": st.sampled_from([0, 5, 17]), "streamed": st.booleans()}
+).filter(lambda said: any(said.values()))
+options = st.fixed_dictionaries(
+    {"max_new_tokens": st.integers(1, 30)},
+    optional={
+        "eos_token_id": st.sampled_from([[5], [3, 17, 40]]),
+        "do_sample": st.just(True),
+        "temperature": st.sampled_from([0.4, 0.9]),
+        "repetition_penalty": st.just(1.3),
+        "return_dict_in_generate": st.just(True),
+        "output_scores": st.booleans(),
+        "output_logits": st.just(True),
+        "max_time": st.just(1000.0),
+    },
+)
+
+
+@pytest.mark.filterwarnings("ignore:.*temperature.*:UserWarning", "ignore:.*generation flags.*:UserWarning")
+@settings(max_examples=examples(40))
+@given(
+    family=st.sampled_from(sorted(MODELS)),
+    config=configs,
+    texts=prompts,
+    said=said,
+    arguments=options,
+    repeats=st.integers(1, 2),
+    seed=st.integers(0, 100),
+)
+def test_rows_are_shown_together(family, config, texts, said, arguments, repeats, seed):
+    if "do_sample" in arguments:
+        arguments["num_return_sequences"] = repeats
+    else:
+        arguments.pop("temperature", None)
+    assert_same(MODELS[family], config, seed=seed, said=said, **padded(texts), **arguments)
+
+
+CRITERION = {"mixing": False, "every": 997, "streamed": False}  # which ends nothing
+NOTHING = {"mixing": False, "every": 0, "streamed": False}
+
+
+@pytest.mark.parametrize("config", [PAPER, LookaheadConfig(budget=16)], ids=["paper", "budget"])
+def test_each_row_looks_ahead_at_its_own_pace(config):
+    """So they need as many passes as the slowest row needs alone, whatever each is shown."""
+    texts, stats, alone = random_texts(4, 9, 6), Stats(), []
+    assert_same(MODELS["llama"], config, stats=stats, said=CRITERION, **padded(texts), max_new_tokens=150)
+    for text in texts:
+        alone.append(Stats())
+        lade.generate(MODELS["llama"], torch.tensor([text]), lookahead=config, max_new_tokens=150, stats=alone[-1])
+    slowest = max(each.steps for each in alone)
+    assert slowest < 135 and stats.steps / len(texts) < 1.1 * slowest
+    assert stats.generations == 3 and stats.new_tokens == 450 and sum(stats.accepted) == 447
+    assert 0 < stats.accepted_draft_tokens < stats.draft_tokens
+    assert 0 < stats.forward_s < stats.decode_s and stats.prefill_s > 0
+
+
+def test_what_is_chosen_against_the_argmax_is_verified_in_the_tree_too():
+    """A processor that forbids the likeliest token: then a branch of the tree is the text, or nothing is."""
+    stats = Stats()
+    said = {"mixing": True, "every": 0, "streamed": False}
+    assert_same(
+        MODELS["llama"],
+        LookaheadConfig(budget=24),
+        stats=stats,
+        said=said,
+        **padded(random_texts(4, 9)),
+        max_new_tokens=200,
+    )
+    assert stats.accepted_draft_tokens > 0
+
+
+def test_padding_after_the_end_of_a_row_costs_no_passes_of_its_own(monkeypatch):
+    """Scores of rows that have ended are the model's, after padding that it is fed."""
+    texts = random_texts(6, 6, 6)
+    first = MODELS["llama"].generate(torch.tensor(texts), max_new_tokens=80)[:, 6:]
+    eos = int(first[0, 9])
+    sizes, forward = [], EagerRunner.extend
+
+    def watched(self, trees, held, cache):
+        sizes.append([len(tree) - own for tree, own in zip(trees, held, strict=True)])
+        return forward(self, trees, held, cache)
+
+    monkeypatch.setattr(EagerRunner, "extend", watched)
+    stats, said = Stats(), {**NOTHING}
+    ids = assert_same(
+        MODELS["llama"],
+        LookaheadConfig(budget=8),
+        stats=stats,
+        said=said,
+        **padded(texts),
+        max_new_tokens=80,
+        eos_token_id=eos,
+        **EVERYTHING,
+    )
+    new = ids[:, 6:]
+    lengths = [int((row == eos).nonzero()[0]) + 1 if eos in row else 80 for row in new]
+    assert min(lengths) <= 10 and max(lengths) > 40
+    assert stats.new_tokens == sum(lengths), "padding does not count"
+    assert len(sizes) < 0.9 * max(lengths) and max(map(max, sizes)) <= 8
+
+
+def test_a_row_that_is_far_ahead_waits(monkeypatch):
+    monkeypatch.setattr(lock_step_row, "MOST_HELD", 4)
+    held, forward = [], EagerRunner.extend
+
+    def watched(self, trees, own, cache):
+        held.extend(own)
+        return forward(self, trees, own, cache)
+
+    monkeypatch.setattr(EagerRunner, "extend", watched)
+    config, texts = LookaheadConfig(budget=6), random_texts(4, 9, 6)
+    assert_same(MODELS["llama"], config, said=CRITERION, **padded(texts), max_new_tokens=100)
+    assert 4 < max(held) < 4 + 6
+
+
+@pytest.mark.parametrize("width", [20, 30, 31])
+def test_up_to_the_last_position(width):
+    model = toy_model("gpt2", positions=32)
+    texts = random_texts(width, max(1, width - 7), max(1, width - 2))
+    said = {"mixing": True, "every": 0, "streamed": False}
+    assert_same(model, said=said, **padded(texts), max_new_tokens=33 - width)
+    assert_same(model, said=CRITERION, **padded(texts), max_new_tokens=33 - width)
+
+
+def test_watermarks_that_remember_all_texts():
+    """Transformers' own, whose state is that of the batch."""
+    config = SynthID(keys=[1, 2, 3], ngram_len=3, context_history_size=16)
+    said = {**NOTHING}
+    arguments = {**padded(random_texts(4, 9)), "max_new_tokens": 30, "do_sample": True}
+    first = assert_same(MODELS["llama"], said=said, watermarking_config=config, **arguments)
+    assert not torch.equal(first, assert_same(MODELS["llama"], said=said, **arguments))
+
+
+class Broken(Mixing):
+    def __call__(self, input_ids, scores):
+        if len(self.shown) == 9:
+            raise RuntimeError("user's own")
+        return super().__call__(input_ids, scores)
+
+
+def test_an_error_of_a_users_own_reaches_the_user():
+    listener, stats = Listener(), Stats()
+    arguments = {**padded(random_texts(4, 9)), "pad_token_id": PAD, "max_new_tokens": 20}
+    with pytest.raises(RuntimeError, match="user's own"):
+        lade.generate(
+            MODELS["llama"], lookahead=PAPER, logits_processor=[Broken()], streamer=listener, stats=stats, **arguments
+        )
+    assert listener.shown[-1][0].tolist() == [-1], "nobody waits for its end"
+    assert stats.new_tokens == 18
+
+
+def test_a_streamer_of_a_single_row_complains_as_in_plain_decoding(letters):
+    for way in (MODELS["llama"].generate, lambda **rest: lade.generate(MODELS["llama"], lookahead=PAPER, **rest)):
+        with pytest.raises(ValueError, match="TextStreamer only supports batch size 1"):
+            way(**padded(random_texts(4, 9)), streamer=TextStreamer(letters), max_new_tokens=5)
+
+
+def test_what_runs_the_model_itself_is_refused():
+    with pytest.raises(UnsupportedArgumentError, match="guidance_scale"):
+        lade.generate(
+            MODELS["llama"], **padded(random_texts(4, 9)), guidance_scale=1.5, max_new_tokens=5, lookahead=PAPER
+        )
