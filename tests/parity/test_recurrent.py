@@ -74,7 +74,7 @@ def test_batches_greedy_and_sampled(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "lfm2", "jamba"])
 def test_requests_that_come_and_go(name: str) -> None:
     model = recurrent(name).build()
-    assert_served(model, [PAPER], pad_token_id=0, do_sample=False)
+    assert_served(model, [PAPER, None, CONFIGS[1]], pad_token_id=0, do_sample=False)
 
 
 PIECES = {
