@@ -62,9 +62,12 @@ class CorePatches:
             UnsupportedModelError: one of the functions was not called, or not by this thread.
         """
         with ExitStack() as stack:
-            overrides = [stack.enter_context(_replaced(module, name, tree_pass)) for module, name in self._found]
+            overrides = [
+                (name, stack.enter_context(_replaced(module, name, tree_pass))) for module, name in self._found
+            ]
             yield
-            if not all(override.used for override in overrides):
+            called = {name for name, override in overrides if override.used}
+            if any(name not in called for name, _ in overrides):  # a part may come from the module of another family
                 raise UnsupportedModelError(
                     "its recurrent layers do not call the functions that know of a tree",
                     "load the model without kernels from elsewhere, or use plain model.generate",

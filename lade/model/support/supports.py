@@ -181,11 +181,12 @@ def _refusal_of_architecture(model: PreTrainedModel, config: PretrainedConfig) -
 def _refusal_of_recurrence(model: PreTrainedModel, config: PretrainedConfig) -> str:
     """Why recurrent layers, or what else is no usual attention, cannot be served; "" where there is none of these."""
     kinds = sorted(set(field(config, "layer_types") or ()) - LAYER_TYPES)
-    if not (kinds or getattr(model, "_is_stateful", False)):
+    listed = config.model_type in RECURRENT
+    if not (kinds or getattr(model, "_is_stateful", False) or listed):
         return ""
     if INDEXED in kinds:
         return f"its layers ({INDEXED}) cache the keys of an indexer, too, which do not follow the branches of a tree"
-    if not RECURRENT_TYPES.issuperset(kinds) or not is_recurrent(model):
+    if not listed and not (RECURRENT_TYPES.issuperset(kinds) and is_recurrent(model)):
         named = ", ".join(kinds) or "a recurrent state"
         return f"its layers ({named}) carry a state that the branches of a token tree cannot share"
     if "past_key_values" not in accepted(model):
