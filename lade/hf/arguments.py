@@ -53,11 +53,11 @@ def arguments_for_callable(model: Any, arguments: dict[str, Any]) -> dict[str, A
         raise UnsupportedArgumentError("cache_implementation='paged' asks for continuous batching", REMEDY)
     if argument_of(inner, arguments, "token_healing"):
         refuse("token_healing=True", "transformers does not pass on the tokenizer that it needs")
-    if holds_media(arguments):  # for which transformers runs another encoder before it calls a callable
+    encoding = inner.config.is_encoder_decoder  # then the encoder may be fed anything
+    if not encoding and holds_media(arguments):  # for which transformers runs another encoder before a callable
         supports(model).require()
     ids = arguments.get("inputs", arguments.get("input_ids"))
-    embedded = arguments.get("inputs_embeds") is not None or inner.config.is_encoder_decoder
-    if isinstance(ids, torch.Tensor) and not embedded:  # an encoder may be fed anything
+    if isinstance(ids, torch.Tensor) and not encoding and arguments.get("inputs_embeds") is None:
         check_shape(ids)
     return _with_stop_strings(inner, arguments)
 
@@ -97,6 +97,16 @@ def refuse_streamed_rows(model: Any, arguments: Mapping[str, Any]) -> None:
     rows *= argument_of(model, arguments, "num_return_sequences") or 1
     if rows > 1:
         raise UnsupportedArgumentError(f"a batch of {rows} rows cannot be streamed", "stream one at a time")
+
+
+def refuse_streamed_segments(model: Any) -> None:
+    """Raise `UnsupportedArgumentError` for a model whose `generate` decodes a sound segment by segment (Whisper)."""
+    own = getattr(type(model), "generate", None) is not GenerationMixin.generate
+    if own and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise UnsupportedArgumentError(
+            f"{type(model).__name__} decodes segment by segment and cannot be streamed",
+            'use lade.generate, or lookahead="auto", which streams plain decoding',
+        )
 
 
 def check_ids(arguments: Mapping[str, Any]) -> None:

@@ -92,7 +92,7 @@ class BeamSession:
             # Ours has no slots for padding, and plain decoding would count them.
             output.past_key_values = None if self._padded else self._cache
         if isinstance(output, GenerateBeamEncoderDecoderOutput) and isinstance(self._cache, DecoderCache):
-            output.past_key_values = self._cache.pair()
+            output.past_key_values = self._cache.dynamic_pair()
         return output
 
 

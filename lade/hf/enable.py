@@ -101,7 +101,11 @@ class Accelerated:
         if is_decoded_plainly(model) or _is_ours(kwargs.get("custom_generate")):
             original = vars(model).get(REPLACED) or MethodType(type(model).generate, model)
             return original(*args, **kwargs)
-        arguments = {"lookahead": self.lookahead, "stats": self.stats, **_by_name(model, *args, **kwargs)}
+        arguments = {
+            "lookahead": self.lookahead,
+            "stats": self.stats,
+            **_by_name(self.__wrapped__, model, *args, **kwargs),
+        }
         streamer = arguments.pop("streamer", None)
         if streamer is None:
             return generate(model, **arguments)
@@ -162,8 +166,11 @@ def _is_ours(custom_generate: Any) -> bool:
     return str(getattr(function, "__module__", "")).partition(".")[0] == "lade"
 
 
-def _by_name(model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call of `generate`, positional ones under their names."""
-    bound = inspect.signature(GenerationMixin.generate).bind_partial(model, *args, **kwargs).arguments
+def _by_name(function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call of `generate`, positional ones under their names: its own, or those of transformers."""
+    signature = inspect.signature(function)
+    if any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in signature.parameters.values()):
+        signature = inspect.signature(GenerationMixin.generate)
+    bound = signature.bind_partial(model, *args, **kwargs).arguments
     rest: dict[str, Any] = bound.pop("kwargs", {})
     return {name: value for name, value in bound.items() if name != "self"} | rest

@@ -19,6 +19,7 @@ from lade.hf.arguments import (
     num_beams,
     refuse_streamed_beams,
     refuse_streamed_rows,
+    refuse_streamed_segments,
 )
 from lade.hf.batch_rules import must_go_together
 from lade.hf.beams import BeamSession
@@ -256,6 +257,7 @@ def stream(
         if config is not None:
             with falling_back(stats, allowed=auto):
                 refuse_values_of_one_call(arguments, "lade.stream")
+                refuse_streamed_segments(inner)
                 make = functools.partial(Session, config=config, stats=Stats() if stats is None else stats)
                 prepared = arguments_for_callable(model, arguments)
                 return iter(model.generate(custom_generate=preparing(make, model), **prepared))

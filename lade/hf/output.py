@@ -37,7 +37,7 @@ def output_of(prepared: Prepared, written: list[list[int]], record: Record, cach
         return ids
     fields: dict[str, Any] = {"sequences": ids, "scores": record.scores, "logits": record.logits}
     if has_encoder(prepared):
-        pair = cache.pair() if isinstance(cache, DecoderCache) else None
+        pair = cache.dynamic_pair() if isinstance(cache, DecoderCache) else None
         return GenerateEncoderDecoderOutput(**fields, past_key_values=pair)
     return GenerateDecoderOnlyOutput(**fields, past_key_values=cache)
 

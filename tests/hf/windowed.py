@@ -4,7 +4,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 
-def windowed(layers: int) -> MistralForCausalLM:
+def windowed(layers: int = 2) -> MistralForCausalLM:
     """In float64, with the same random weights each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 from families import VOCABULARY, randomize
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    GenerationConfig,
+    PreTrainedModel,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
 START, PAD, END = 2, 0, 3
 POSITIONS = 160
@@ -146,3 +153,20 @@ def article(length: int, seed: int = 0) -> torch.Tensor:
     """An encoder's input, `[1, length]`, without the special ids, in which pieces come again."""
     generator = torch.Generator().manual_seed(2000 + seed)
     return torch.randint(END + 1, 50, (1, length), generator=generator)
+
+
+def whisper(seed: int = 0, backend: str = "sdpa") -> Any:
+    """A tiny Whisper of 40 frames a segment; its texts end with 50, and ids from 54 on are timestamps."""
+    sizes = {name: value for name, value in _BART.items() if name != "max_position_embeddings"}
+    lengths = {"max_target_positions": 96, "max_source_positions": 20, "num_mel_bins": 8}
+    ids = {"decoder_start_token_id": START} | {f"{kind}_token_id": 50 for kind in ("bos", "eos", "pad")}
+    config = WhisperConfig(**sizes, **lengths, **ids, suppress_tokens=None, begin_suppress_tokens=None)
+    model = WhisperForConditionalGeneration._from_config(config, attn_implementation=backend)
+    model.generation_config = GenerationConfig(**ids, max_length=60)
+    model.generation_config.no_timestamps_token_id, model.generation_config.is_multilingual = 53, False
+    return _with_gains(randomize(model, seed), _GAINS_OF_BART)
+
+
+def sound(frames: int, rows: int = 1) -> torch.Tensor:
+    """Features of noise, `[rows, 8, frames]`."""
+    return torch.randn(rows, 8, frames, dtype=torch.float64, generator=torch.Generator().manual_seed(5))

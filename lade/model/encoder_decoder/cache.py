@@ -28,6 +28,14 @@ class DecoderCache(TreeCache):
         """Both as the model takes them; it computes what `cross` does not hold yet."""
         return EncoderDecoderCache(self, self.cross)
 
+    def dynamic_pair(self) -> EncoderDecoderCache:
+        """Both as plain decoding leaves them; all rows are equally long."""
+        own, rows, length = DynamicCache(), len(self.lengths), max(self.lengths)
+        for number, layer in enumerate(self.layers):
+            assert layer.keys is not None and layer.values is not None
+            own.update(layer.keys[:rows, :, :length], layer.values[:rows, :, :length], number)
+        return EncoderDecoderCache(own, self.cross)
+
     def reset(self) -> None:
         """Forget everything."""
         super().reset()

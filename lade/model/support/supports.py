@@ -44,7 +44,9 @@ RECURRENT = frozenset(
 )
 RECURRENT_MASK_PER_LAYER_TYPE = frozenset({"lfm3"})
 """Families whose trees are compared with `model.generate` by this package's tests, by `config.model_type`."""
-ENCODER_DECODERS = frozenset("bart blenderbot m2m_100 marian mbart mt5 pegasus t5 umt5".split())  # noqa: SIM905
+ENCODER_DECODERS = frozenset(
+    "bart blenderbot m2m_100 marian mbart mt5 pegasus t5 umt5 whisper".split()  # noqa: SIM905
+)
 """The same of encoder-decoder models; their decoders alone, such as `BartForCausalLM`, are not tested."""
 
 _SLOTS_OF_ALIBI = "its ALiBi biases go by cache slot, not by position"

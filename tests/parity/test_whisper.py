@@ -1,0 +1,85 @@
+"""Whisper: each segment's decoder is fed trees, by its own loop over segments and temperatures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from comparing import ADAPTIVE, PAPER
+from encoder_decoders import sound, whisper
+
+import lade
+
+SHORT, LONG = 40, 90
+ONCE: dict[str, Any] = {"force_unique_generate_call": True}
+THRESHOLDS = {"logprob_threshold": -1.0, "compression_ratio_threshold": 1.35}
+CALLS: dict[str, tuple[int, dict[str, Any]]] = {
+    "a segment": (SHORT, ONCE),
+    "a segment with timestamps": (SHORT, {"return_timestamps": True, **ONCE}),
+    "several segments": (LONG, {"return_timestamps": True}),
+    "several temperatures": (LONG, {"return_timestamps": True, "temperature": (0.0, 0.4), **THRESHOLDS}),
+    "a sample": (SHORT, {"temperature": 0.7, "begin_suppress_tokens": [50], "min_new_tokens": 30, **ONCE}),
+    "beams": (SHORT, {"num_beams": 3, **ONCE}),
+}
+
+
+def arguments_of(name: str) -> dict[str, Any]:
+    frames, arguments = CALLS[name]
+    return {"input_features": sound(frames), "attention_mask": torch.ones(1, frames, dtype=torch.long), **arguments}
+
+
+def both(model: Any, name: str, **more: Any) -> tuple[Any, Any]:
+    """What plain decoding returns, and what ours does by `custom_generate`."""
+    outputs = []
+    for given in ({}, {"custom_generate": lade.decode, "lookahead": PAPER, **more}):
+        torch.manual_seed(3)
+        outputs.append(model.generate(**arguments_of(name), **given))
+    return outputs[0], outputs[1]
+
+
+@pytest.mark.one_in(12)
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", CALLS)
+def test_it_writes_what_plain_decoding_writes(name: str, backend: str) -> None:
+    model, stats = whisper(2, backend), lade.Stats()
+    assert lade.supports(model)
+    expected, ours = both(model, name, stats=stats)
+    assert torch.equal(ours, expected) and stats.tokens_per_step > 1
+    assert stats.generations >= (2 if name.startswith("several") else 1)
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", ["a segment", "several segments"])
+@pytest.mark.parametrize("config", [PAPER, ADAPTIVE[0]], ids=["paper", "adaptive"])
+def test_all_ways_to_call_it(name: str, config: Any) -> None:
+    model = whisper(2)
+    expected = model.generate(**arguments_of(name))
+    assert torch.equal(lade.generate(model, **arguments_of(name), lookahead=config), expected)
+    lade.enable(model, config)
+    arguments = arguments_of(name)
+    features = arguments.pop("input_features")
+    assert torch.equal(model.generate(features, **arguments), expected)
+
+
+def test_what_is_returned() -> None:
+    model, arguments = whisper(2), {**arguments_of("a segment"), "return_dict_in_generate": True}
+    expected = model.generate(**arguments, output_scores=True)
+    ours = lade.generate(model, **arguments, output_scores=True, lookahead=PAPER)
+    assert torch.equal(ours.sequences, expected.sequences)
+    for layer, other in zip(ours.past_key_values, expected.past_key_values, strict=True):
+        for states, plain in zip(layer, other, strict=True):
+            torch.testing.assert_close(states, plain)
+
+
+def test_several_sounds() -> None:
+    model, features = whisper(1), sound(SHORT, rows=3)
+    mask = torch.ones(3, SHORT, dtype=torch.long)
+    expected = model.generate(features, attention_mask=mask, **ONCE)
+    ours = lade.generate(model, input_features=features, attention_mask=mask, lookahead=PAPER, **ONCE)
+    assert torch.equal(ours, expected) and len(ours) == 3
+
+
+def test_it_cannot_be_streamed() -> None:
+    with pytest.raises(lade.UnsupportedArgumentError, match="WhisperForConditionalGeneration decodes segment by seg"):
+        lade.stream(whisper(), **arguments_of("a segment"), lookahead=PAPER)
