@@ -142,3 +142,39 @@ def test_what_is_missing_is_named_with_the_line_that_installs_it(
     model.save_pretrained(bare)
     processor.tokenizer.save_pretrained(bare)
     fails(lade(*ask, bare), "processor")
+
+
+def chat(lade: Callable[..., Any], folder: Path, *lines: object, new: int = 12) -> Any:
+    return lade("chat", "--model", folder, "--no-history", "-n", new, stdin="".join(f"{line}\n" for line in lines))
+
+
+def test_chat_shows_images_and_remembers_them(lade: Callable[..., Any], seeing: Path, pictures: list[Path]) -> None:
+    red, blue = pictures
+    said = chat(
+        lade, seeing, "hello", f"/image {red}", "What is it?", "and now?", f"/image {blue}", "compare", "/retry"
+    )
+    assert said.exit_code == 0, said.output
+    turns: list[dict[str, Any]] = []
+    replies = []
+    for turn in (user("hello"), user("What is it?", red), user("and now?"), user("compare", blue)):
+        turns.append(turn)
+        replies.append(answer(seeing, turns, 12)[1])
+        turns.append({"role": "assistant", "content": [{"type": "text", "text": replies[-1].strip()}]})
+    places = [said.stdout.find(reply) for reply in replies]
+    assert -1 not in places and places == sorted(places), (replies, said.stdout)
+    assert said.stdout.count(replies[-1]) == 2, "/retry shows the image again"
+    blind = answer(seeing, [turns[0], turns[1], user("What is it?")], 12)[1]
+    assert blind != replies[1], "the image does nothing"
+
+
+def test_chat_says_what_it_cannot_do_with_images(
+    lade: Callable[..., Any], seeing: Path, templated: Path, pictures: list[Path], tmp_path: Path
+) -> None:
+    red, file = pictures[0], tmp_path / "talk.json"
+    said = chat(lade, seeing, "/image", "/image none.png", f"/image {red}", "look", f"/save {file}", "/reset", "hi")
+    assert said.exit_code == 0 and not file.exists()
+    for words in ("/image needs the name of a file", "'none.png' cannot be read", "with images cannot be saved"):
+        assert words in said.output
+    assert answer(seeing, [user("hi")], 12)[1] in said.stdout
+    said = chat(lade, templated, f"/image {red}", "hi")
+    assert said.exit_code == 0 and "processor" in said.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Sequence
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from comparing import ADAPTIVE, CONFIGS, PAPER, Watch
+from families import SWITCH, longrope
 from graphed import Graphs, shapes_of
 from images import OF_SEVERAL_SIZES, SQUARE, Size, batch, prompt, without_image
 from multimodal import GEMMA3, IMAGE, OTHERS, QWEN2_5_VL, REFUSED, START, USUAL, Multimodal, text
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+from transformers.generation import utils
 
 import lade
 from lade.hf import session
@@ -89,9 +92,10 @@ def test_all_configs_and_prompts_in_chunks(case: Multimodal) -> None:
         expected = model.generate(**arguments)
         for config in CONFIGS:
             assert torch.equal(lade.generate(model, lookahead=config, **arguments), expected), config
-        arguments["prefill_chunk_size"] = 7
-        expected = model.generate(**arguments)
-        assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments), expected)
+        if hasattr(utils, "_slice_mm_encoder_output"):  # older ones cannot feed images in chunks
+            arguments["prefill_chunk_size"] = 7
+            expected = model.generate(**arguments)
+            assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments), expected)
 
 
 class Shift(LogitsProcessor):
@@ -253,6 +257,27 @@ def test_captured_passes_are_plains(case: Multimodal, monkeypatch: pytest.Monkey
         assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments), model.generate(**arguments))
     _compare_requests(model, case)
     assert graphs.counted.replayed > 10 and shapes_of(graphs.pool(model))
+
+
+@pytest.mark.slow
+def test_a_length_at_which_the_text_is_computed_again_is_not_crossed() -> None:
+    case = next(case for case in USUAL if case.kind == "Llava")
+    model = dataclasses.replace(case, text={"model_type": "phi3", **longrope()}, without=("head_dim",)).build()
+    arguments = {**prompt(case), "do_sample": False}
+    for length in (arguments["input_ids"].shape[1] + 5, SWITCH):
+        expected = model.generate(**arguments, max_length=length)
+        assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments, max_length=length), expected)
+    with pytest.raises(lade.UnsupportedArgumentError, match=f"beyond {SWITCH} tokens this model computes"):
+        lade.generate(model, lookahead=PAPER, **arguments, max_length=SWITCH + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TWO)
+def test_an_enabled_model_takes_images(case: Multimodal) -> None:
+    model, arguments, stats = case.build(), {**prompt(case, images_of(case)), **SHORT}, lade.Stats()
+    expected = model.generate(**arguments)
+    lade.enable(model, lookahead=PAPER, stats=stats)
+    assert torch.equal(model.generate(**arguments), expected) and stats.tokens_per_step > 1
 
 
 class First(LogitsProcessor):
