@@ -8,13 +8,14 @@ from statistics import median, quantiles
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from lade.cli.options import decoding as options
 from lade.cli.options.grouping import in_panel
 from lade.cli.options.output import check_picture
+from lade.cli.progress import Progress
 from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
 from lade.errors import ConfigError
 

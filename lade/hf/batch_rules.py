@@ -114,8 +114,8 @@ def _of_row(processor: Any, row: int, rows: int) -> Any:
                 own.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
                 return own
         case "EncoderRepetitionPenaltyLogitsProcessor":
-            own, prompts = copy.copy(processor), processor.encoder_input_ids
-            prompt = row // (rows // prompts.shape[0])  # it knows each prompt once, whatever num_return_sequences is
+            own, prompts = copy.copy(processor), processor.encoder_input_ids  # each once, for num_return_sequences rows
+            prompt = row // (rows // prompts.shape[0]) if _repeats_prompts(processor) else row
             own.encoder_input_ids = prompts[prompt : prompt + 1]
             return own
         case "EncoderNoRepeatNGramLogitsProcessor":
@@ -123,6 +123,13 @@ def _of_row(processor: Any, row: int, rows: int) -> Any:
             own.generated_ngrams, own.batch_size = [prompts[row // (rows // processor.batch_size)]], 1
             return own
     return processor
+
+
+def _repeats_prompts(processor: Any) -> bool:
+    """Whether each prompt counts for all its rows; before transformers 5.19 the rows beyond the prompts had none."""
+    rows = 2 * processor.encoder_input_ids.shape[0]
+    scores = torch.ones(rows, int(processor.encoder_input_ids.max()) + 1, device=processor.encoder_input_ids.device)
+    return not torch.equal(processor(processor.encoder_input_ids, scores.clone())[-1], scores[-1])
 
 
 def _of_this_row(allowed: Any, row: int, batch_id: int, input_ids: torch.Tensor) -> Any:

@@ -156,18 +156,6 @@ class StepCost:
         _check_size(size)
         return self.table[-1] + (size - LARGEST) * self.marginals[-1]
 
-    def marginal(self, size: int) -> float:
-        """Seconds that one more token adds to a pass of `size` >= 1, on the lower convex hull."""
-        if 0 < size <= LARGEST:
-            return self.marginals[size]
-        _check_size(size)
-        return self.marginals[-1]
-
-    def lower_hull(self) -> list[float]:
-        """Seconds on the lower convex hull by size, 0 to `LARGEST` (entry 0 repeats entry 1); nowhere above `table`."""
-        hull: list[float] = np.interp(_SIZES, self.corners, [self.table[size] for size in self.corners]).tolist()
-        return hull
-
     def observe(self, size: int, seconds: float) -> None:
         """Learn from one pass.
 

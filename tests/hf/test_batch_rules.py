@@ -81,6 +81,8 @@ def classes_of(module, base):
 
 PROCESSORS = classes_of(logits_process, LogitsProcessor)
 CRITERIA = classes_of(stopping_criteria, StoppingCriteria)
+LENGTHS_BY_ROW = "Tensor" in str(inspect.signature(PROCESSORS["RepetitionPenaltyLogitsProcessor"]))
+"""Whether a repetition penalty may leave out as many tokens of each row as that row's prompt has."""
 
 
 def test_every_class_of_transformers_has_been_looked_at():
@@ -125,6 +127,8 @@ def test_a_row_is_told_what_the_batch_is_told(name, arguments):
     scores = 3.0 * torch.randn(4, ROWS, VOCABULARY, generator=generator)
     if name == "InfNanRemoveLogitsProcessor":
         scores[:, 1:3, 5] = torch.tensor([torch.nan, torch.inf])
+    if name == "RepetitionPenaltyLogitsProcessor" and isinstance(arguments[-1], torch.Tensor) and not LENGTHS_BY_ROW:
+        pytest.skip("younger than this transformers")
     processor = PROCESSORS[name](*arguments)
     first = 1 if name == "ForcedBOSTokenLogitsProcessor" else LENGTH
     together = [processor(texts[:, : first + n], scores[n].clone()) for n in range(4)]
@@ -139,6 +143,7 @@ def test_a_row_is_told_what_the_batch_is_told(name, arguments):
     assert differs, "it did nothing, so nothing was tested"
 
 
+@pytest.mark.skipif(not LENGTHS_BY_ROW, reason="younger than this transformers")
 def test_the_batchs_own_processors_stay_as_they_are():
     penalty = PROCESSORS["RepetitionPenaltyLogitsProcessor"](1.5, torch.tensor([0, 2]))
     banned = PROCESSORS["EncoderNoRepeatNGramLogitsProcessor"](2, PROMPTS)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import torch
 from families import VOCABULARY, Family
@@ -91,6 +92,12 @@ def assert_same(
     for config in configs:
         assert torch.equal(lookahead(model, ids, config, stats=stats, **arguments), expected), config
     return stats
+
+
+def in_turn(things: Sequence[Any], *case: object, count: int = 1) -> list[Any]:
+    """A few of them, others for another case: each case is quick, and over all cases each thing is tried often."""
+    first = crc32(" ".join(map(str, case)).encode())
+    return [things[(first + number) % len(things)] for number in range(count)]
 
 
 def only_fallback(caught: Sequence[warnings.WarningMessage]) -> str:

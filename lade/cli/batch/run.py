@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 from lade import Engine, Handle, Memory
 from lade.cli.batch.output import Entry
@@ -20,6 +20,7 @@ from lade.cli.batch.request import Batch
 from lade.cli.encoder import Encoder
 from lade.cli.generation_plan import GenerationPlan
 from lade.cli.interrupt import Interrupt
+from lade.cli.progress import Progress
 from lade.cli.prompts import Prompt
 from lade.cli.run import Generation, check_served, finish_reason, generate_arguments, warn_of_length
 from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, one_line

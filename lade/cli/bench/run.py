@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 from lade.bench.harness.arms import Models
 from lade.bench.harness.benchmark import prepare
@@ -13,6 +13,7 @@ from lade.bench.harness.experiment import Experiment
 from lade.bench.results import Results
 from lade.cli.bench.job import Plan
 from lade.cli.options.model import command_line
+from lade.cli.progress import Progress
 from lade.cli.terminal import Terminal
 
 LINE_EVERY_S = 30.0

@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +17,7 @@ from lade.cli.options import decoding as options
 from lade.cli.options.grouping import in_panel
 from lade.cli.options.model import command_line
 from lade.cli.options.output import check_drawing
+from lade.cli.progress import Progress
 from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
 from lade.errors import ConfigError
 

@@ -1,0 +1,10 @@
+"""The curve that the marginal costs of a step cost add up to."""
+
+import numpy as np
+
+from lade.tuning.step_cost import LARGEST, StepCost
+
+
+def lower_hull(cost: StepCost) -> list[float]:
+    """Seconds on the lower convex hull by size, 0 to `LARGEST`; entry 0 repeats entry 1."""
+    return np.interp(range(LARGEST + 1), cost.corners, [cost.table[size] for size in cost.corners]).tolist()
