@@ -48,6 +48,7 @@ class Engine:
             as fit in a quarter of the host's memory, or in 29 % of what is free on a CUDA device.
         max_waiting: requests that may wait.
         prefill_tokens: of new prompts, fed between two steps at most, so that a long one does not hold up the others.
+            A prompt with images is fed at once.
 
     Attributes:
         max_tokens: as given or found.

@@ -14,7 +14,19 @@ from comparing import ADAPTIVE, CONFIGS, PAPER, Watch
 from families import SWITCH, longrope
 from graphed import Graphs, shapes_of
 from images import OF_SEVERAL_SIZES, SQUARE, Size, batch, prompt, without_image
-from multimodal import GEMMA3, IMAGE, OTHERS, QWEN2_5_VL, REFUSED, START, USUAL, Multimodal, text
+from multimodal import (
+    END,
+    GEMMA3,
+    IMAGE,
+    OTHERS,
+    QWEN2_5_VL,
+    REFUSED,
+    START,
+    USUAL,
+    VIDEO,
+    Multimodal,
+    text,
+)
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from transformers.generation import utils
 
@@ -257,6 +269,23 @@ def test_captured_passes_are_plains(case: Multimodal, monkeypatch: pytest.Monkey
         assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments), model.generate(**arguments))
     _compare_requests(model, case)
     assert graphs.counted.replayed > 10 and shapes_of(graphs.pool(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Qwen2_5_VL", "Qwen3VL"])
+def test_a_film_is_served_as_well(kind: str) -> None:
+    model = _built(kind)
+    ids = torch.cat([text(6), torch.tensor([[START, *[VIDEO] * 4, END]]), text(5, seed=1)], dim=1)
+    film = torch.randn(16, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    arguments = {
+        "input_ids": ids,
+        "mm_token_type_ids": 2 * (ids == VIDEO).long(),
+        "pixel_values_videos": film,
+        "video_grid_thw": torch.tensor([[1, 4, 4]]),
+        **LONG,
+    }
+    expected = written(model, arguments)
+    assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments), expected)
 
 
 @pytest.mark.slow
