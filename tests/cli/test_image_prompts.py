@@ -89,6 +89,7 @@ def user(text: str, *pictures: Path) -> dict[str, Any]:
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", [[], ["--method", "plain"], ["--window", 7, "--ngram", 4, "--guesses", 7]])
 def test_generate_answers_about_images(
     lade: Callable[..., Any], seeing: Path, pictures: list[Path], options: list[object]
@@ -101,6 +102,7 @@ def test_generate_answers_about_images(
     assert ids != answer(seeing, [user("What is it?", *pictures[::-1])])[0], "the images do nothing"
 
 
+@pytest.mark.slow
 def test_generate_without_images_is_as_it_was(lade: Callable[..., Any], seeing: Path) -> None:
     said = lade("generate", "What is it?", "--model", seeing, "-n", 12, "--json")
     assert said.exit_code == 0, said.output
@@ -112,6 +114,7 @@ def fails(run: Any, *words: str) -> None:
     assert all(word in run.stderr for word in words), run.stderr
 
 
+@pytest.mark.slow
 def test_what_images_do_not_go_with(
     lade: Callable[..., Any], seeing: Path, templated: Path, pictures: list[Path], tmp_path: Path
 ) -> None:
@@ -128,6 +131,7 @@ def test_what_images_do_not_go_with(
     fails(lade(*many, "--batch-size", 2), "images are for one prompt", "--batch-size")
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_named_with_the_line_that_installs_it(
     lade: Callable[..., Any], seeing: Path, pictures: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -167,6 +171,7 @@ def test_chat_shows_images_and_remembers_them(lade: Callable[..., Any], seeing: 
     assert blind != replies[1], "the image does nothing"
 
 
+@pytest.mark.slow
 def test_chat_says_what_it_cannot_do_with_images(
     lade: Callable[..., Any], seeing: Path, templated: Path, pictures: list[Path], tmp_path: Path
 ) -> None:
