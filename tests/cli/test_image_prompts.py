@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 from collections.abc import Callable
@@ -10,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CONTEXT, byte_tokenizer, only_printable
 from PIL import Image
 from transformers import AutoProcessor, GenerationConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-IMAGE, SIDE = "<image>", 16
+IMAGE, SIDE, CONTEXT = "<image>", 16, 512
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -24,9 +24,9 @@ TEMPLATE = (
 )
 
 
-def tiny_llava() -> tuple[Any, Any]:
-    """A model and its processor."""
-    tokenizer = byte_tokenizer()
+def tiny_llava(tokenizer: Any) -> tuple[Any, Any]:
+    """A model, which writes letters only, and its processor."""
+    tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
     text = {
         "model_type": "llama", "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64,
@@ -40,7 +40,10 @@ def tiny_llava() -> tuple[Any, Any]:
     }  # fmt: skip
     image = tokenizer.convert_tokens_to_ids(IMAGE)
     config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=image, tie_word_embeddings=False)
-    model = only_printable(LlavaForConditionalGeneration(config), tokenizer)
+    model = LlavaForConditionalGeneration(config)
+    letters = torch.zeros(len(tokenizer), 1)
+    letters[tokenizer("abcdefghijklmnopqrstuvwxyz ,.")["input_ids"]] = 1.0
+    model.lm_head.weight.data *= letters
     model.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0)
     images = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
     processor = LlavaProcessor(
@@ -56,10 +59,10 @@ def tiny_llava() -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="session")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def seeing(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(3)
     path = tmp_path_factory.mktemp("models") / "llava"
-    for part in tiny_llava():
+    for part in tiny_llava(tokenizer):
         part.save_pretrained(path)
     return path
 
@@ -133,7 +136,12 @@ def test_what_images_do_not_go_with(
 
 @pytest.mark.slow
 def test_what_is_missing_is_named_with_the_line_that_installs_it(
-    lade: Callable[..., Any], seeing: Path, pictures: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    lade: Callable[..., Any],
+    seeing: Path,
+    tokenizer: Any,
+    pictures: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     ask = ("generate", "hi", "--image", pictures[0], "--model")
     found = importlib.util.find_spec
@@ -142,7 +150,7 @@ def test_what_is_missing_is_named_with_the_line_that_installs_it(
             patch.setattr(f"{module}.find_spec", lambda name: None if name == "PIL" else found(name))
         fails(lade(*ask, seeing), "pip install pillow")
     bare = tmp_path / "bare"
-    model, processor = tiny_llava()
+    model, processor = tiny_llava(tokenizer)
     model.save_pretrained(bare)
     processor.tokenizer.save_pretrained(bare)
     fails(lade(*ask, bare), "processor")
