@@ -27,8 +27,10 @@ STEP = frozenset(
     | {"use_cache", "logits_to_keep", "return_dict"}
 )
 """What a step of plain decoding feeds, as all models take it."""
-OF_POSITIONS = frozenset({"image_grid_thw", "video_grid_thw", "second_per_grid_ts"})
-"""Of these the prompt's positions are made; a step that is given its position does not look at them."""
+OF_PIXELS = frozenset(
+    {"image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_position_ids", "video_position_ids"}
+)
+"""What says where pixels belong. A step without pixels, which is given its position, does not look at it."""
 
 
 def media_prompts(prepared: Prepared, paddings: Sequence[int]) -> PreparedPrompts:
@@ -41,14 +43,20 @@ def media_prompts(prepared: Prepared, paddings: Sequence[int]) -> PreparedPrompt
     Raises:
         UnsupportedArgumentError: plain decoding feeds something beside the text, also after the prompt.
     """
+    limits = Positions.of(prepared.model.config.get_text_config(decoder=True))
+    switch, longest = limits.longrope_switch, prepared.generation_config.max_length
+    if switch is not None and prepared.input_ids.shape[1] <= switch < longest:
+        _refuse("a prompt with images", f"beyond {switch} tokens this model computes the text again, without them")
     following = _first_step(prepared)
     for name, value in following.items():
-        if name in STEP | OF_POSITIONS or is_empty(value):
+        if name in STEP | OF_PIXELS or is_empty(value):
             continue
         if name not in KINDS_OF_TOKENS or value[:, -1:].any():
             _refuse(name, "plain decoding feeds it with each token, and its values for a tree are not known")
     arguments = {name: value for name, value in prepared.model_kwargs.items() if name != "past_key_values"}
     offsets = _offsets(prepared, following.get("position_ids"), paddings)
+    if offsets and (switch is not None or limits.dynamic is not None):
+        _refuse("a prompt with images", "the frequencies of this model go by positions that are not its slots")
     return PreparedPrompts(prepared.input_ids, arguments, paddings, offsets, prepared.beams)
 
 
@@ -77,9 +85,6 @@ def _offsets(prepared: Prepared, position: torch.Tensor | None, paddings: Sequen
         return PositionOffsets()
     if position.ndim != 3:
         _refuse("position_ids", "positions ahead of the text are known only where they count on from 0")
-    limits = Positions.of(prepared.model.config.get_text_config(decoder=True))
-    if limits.longrope_switch is not None or limits.dynamic is not None:
-        _refuse("a prompt with images", "the frequencies of this model depend on positions that are not its slots")
     return PositionOffsets(tuple(offsets))
 
 

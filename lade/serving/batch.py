@@ -170,6 +170,7 @@ class Batch:
         if end < len(row.tokens):
             active.seconds += perf_counter() - start
             return
+        active.request.images = None
         token = row.choose_first(logits, read(logits, wants_entries=False).argmax_ids)
         active.seconds += perf_counter() - start
         self._join(active)

@@ -50,6 +50,7 @@ class Engine:
         max_waiting: requests that may wait.
         prefill_tokens: of new prompts, fed between two steps at most, so that a long one does not hold up the others.
             Models with recurrent layers are fed two at least, and those of Mamba 1 whole prompts.
+            A prompt with images is fed at once.
 
     Attributes:
         max_tokens: as given or found.

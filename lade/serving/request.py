@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class Request:
         seed: the seed of its draws; None where nothing is drawn.
         excluded: ids after which nothing is drafted.
         need: the room that it can come to take.
-        images: the prompt where it has more than text in it; else None.
+        images: the prompt where it has more than text in it, until it is prefilled; else None.
 
     Raises:
         InputError: the prompt is empty, has ids out of the vocabulary, or it or its answer is too long for a table of
@@ -62,7 +63,7 @@ class Request:
         _, paddings, self.images = check(prepared)
         if len(paddings) > 1:
             refuse(f"num_return_sequences={generation_config.num_return_sequences}", "add a request for each of them")
-        self._prepared, self._padding = prepared, paddings[0]
+        self._prepared, self._padding = replace(prepared, model_kwargs={}), paddings[0]  # images take memory
         self.need = Need(generation_config.max_length - self._padding, largest_tree(config))
         _check_positions(prepared.model, self.need.tokens)
         if generation_config.prefill_chunk_size is not None and is_recurrent(prepared.model):

@@ -62,6 +62,10 @@ def _of_tiles(sizes: Sequence[Size], seed: int) -> Arguments:
     return {"pixel_values": pixels, "image_sizes": torch.tensor([(SIDE, SIDE)] * len(sizes))}
 
 
+def _of_video_llava(sizes: Sequence[Size], seed: int) -> Arguments:
+    return {"pixel_values_images": _squares(len(sizes), seed)}
+
+
 QWEN = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5")
 MAKERS: dict[str, Callable[[Sequence[Size], int], Arguments]] = {
     **dict.fromkeys(QWEN, _of_grid(2)),
@@ -69,6 +73,7 @@ MAKERS: dict[str, Callable[[Sequence[Size], int], Arguments]] = {
     "Ernie4_5_VLMoe": _of_grid(1),
     "Gemma4": _of_gemma4,
     "Mistral3": _of_mistral,
+    "VideoLlava": _of_video_llava,
     **dict.fromkeys(("LlavaNext", "LlavaOnevision"), _of_tiles),
 }
 PER_ROW = frozenset({"SmolVLM", "Idefics3"})

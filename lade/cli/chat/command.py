@@ -24,6 +24,7 @@ EXAMPLE = "Example:  [bold]lade chat --model Qwen/Qwen3-0.6B[/bold]"
 HELP = """\
 /help           this
 /system TEXT    instructions for the model, from the next turn on; without TEXT: none
+/image FILE     show the model an image with the next turn
 /retry          answer the last turn again
 /reset          forget the conversation; the system prompt stays
 /save FILE      write the conversation to a file
@@ -33,7 +34,7 @@ HELP = """\
 A line that ends with a backslash continues on the next one.
 \"\"\" opens a text of several lines, which ends with \"\"\"; in it, a / begins no command.
 Ctrl-C stops an answer; what was said so far stays in the conversation."""
-_WITH_TEXT = ("/system", "/save", "/load")
+_WITH_TEXT = ("/system", "/image", "/save", "/load")
 _ALONE = ("/help", "/retry", "/reset", "/stats", "/quit", "/exit")
 
 
@@ -73,7 +74,7 @@ def chat(
         from lade.cli.loading.load import load, remembering
         from lade.cli.run import check_served
 
-        loaded = load(loading, term=term, pack=speed.pack)
+        loaded = load(loading, term=term, pack=speed.pack, images=None)
         lookahead = remembering(loaded, lookahead, speed.memory)
         settled = chat_choices.chosen(choices, loaded, greedy=greedy)
         check_served(loaded, lookahead, settled)
@@ -170,6 +171,8 @@ class Chat:
                     self._term.say(HELP)
                 case "/system":
                     self._instruct(rest)
+                case "/image":
+                    self._show(rest)
                 case "/retry":
                     self._answer(self._conversation.retry())
                 case "/reset":
@@ -193,6 +196,13 @@ class Chat:
         now = "the system prompt holds from the next turn on" if text else "the system prompt is gone"
         self._term.say(now if text or had else "there is no system prompt", "dim")
 
+    def _show(self, file: str) -> None:
+        """Show an image with the next turn."""
+        if not file:
+            raise InputError("/image needs the name of a file: give /image FILE")
+        self._conversation.show(Path(file).expanduser())
+        self._term.say(f"{file!r} goes with the next turn", "dim")
+
     def _exchange(self, name: str, file: str) -> None:
         """Save the conversation to a file, or load one."""
         from lade.cli.chat import conversation_file
@@ -202,6 +212,8 @@ class Chat:
         path = Path(file).expanduser()
         if name == "/save" and not self._conversation.turns:
             raise InputError("nothing was said yet: there is nothing to save")
+        if name == "/save" and self._conversation.has_images:
+            raise InputError("a conversation with images cannot be saved, since its file holds text alone")
         if name == "/load":
             self._conversation.take(conversation_file.load(path))
             self._term.say(f"continuing after {self._said()}", "dim")
@@ -228,7 +240,7 @@ class Chat:
         self._fed = len(turn.prompt) - self._conversation.cached
         try:
             with Interrupt():
-                answer = self._decode(turn.prompt)
+                answer = self._decode(turn)
                 self._conversation.answered(turn, answer)
         except KeyboardInterrupt:
             self._conversation.forget_cache()
@@ -241,10 +253,11 @@ class Chat:
         self._total.absorb(answer)
         self._answers += 1
 
-    def _decode(self, prompt: list[int]) -> Generation:
+    def _decode(self, turn: Turn) -> Generation:
         from lade.cli.run import decode
         from lade.cli.step_colours import Painter
 
+        prompt = turn.prompt
         room = self._loaded.room(prompt, self._max_new_tokens, within=True)
         painter = Painter(self._loaded, self._term, () if self._conversation.templated else prompt)
         try:
@@ -257,6 +270,7 @@ class Chat:
                 term=self._term,
                 on_step=painter,
                 cache=self._conversation.cache,
+                media=turn.media,
             )
         finally:
             painter.finish()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from lade.cli.images import ImagePrompt, content, encode, open_image
 from lade.cli.loading.loaded_model import LoadedModel
 from lade.cli.options.template import WITHOUT, Template
 from lade.cli.run import Generation
@@ -27,19 +29,24 @@ class Turn:
         prompt: ids of the conversation with it: what the answer continues.
         messages: of the turns before it.
         ids: of the conversation before it.
+        images: those shown with the user's turns, this one included, by number of the message.
+        media: the same as arguments of `generate`.
     """
 
     text: str
     prompt: list[int]
     messages: list[Message]
     ids: list[int]
+    images: Mapping[int, list[Any]] = field(default_factory=dict)
+    media: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Conversation:
     """The turns so far as token ids and as messages.
 
     With a chat template every turn is templated again, and of the cache what its ids begin with is kept. Without one
-    the turns are one text that the model continues.
+    the turns are one text that the model continues. A conversation with images is read anew at every turn, since of
+    pixels nothing says which of them the cache holds.
 
     Args:
         loaded: the model and its tokenizer.
@@ -64,6 +71,8 @@ class Conversation:
         self._turns: list[Message] = []
         self._ids: list[int] = []
         self._before: list[int] = []  # ids of the conversation before its last turn
+        self._images: Mapping[int, list[Any]] = {}
+        self._waiting: list[Any] = []  # images that the next turn shows
         self.forget_cache()
 
     def forget_cache(self) -> None:
@@ -101,6 +110,22 @@ class Conversation:
             self._check_system(system)
         self.system = system
 
+    @property
+    def has_images(self) -> bool:
+        """Whether any were shown."""
+        return bool(self._images)
+
+    def show(self, path: Path) -> None:
+        """Show an image with the next turn.
+
+        Raises:
+            InputError: it cannot be read, or the model takes none.
+        """
+        if not self.templated:
+            raise InputError("without a chat template an image has no place in the conversation")
+        self._loaded.processor()
+        self._waiting.append(open_image(path))
+
     def ask(self, text: str) -> Turn:
         """The user's next turn; the cache is cropped to what it shares with its ids.
 
@@ -109,7 +134,7 @@ class Conversation:
         Raises:
             InputError: it does not fit into the model's context, or the chat template refuses it.
         """
-        return self._turn(text, self._turns, self._ids)
+        return self._turn(text, self._turns, self._ids, self._waiting)
 
     def retry(self) -> Turn:
         """The last turn once more: its answer will replace the one that it has.
@@ -119,7 +144,8 @@ class Conversation:
         """
         if not self._turns:
             raise InputError("nothing was said yet: there is no answer to try again")
-        return self._turn(self._turns[-2]["content"], self._turns[:-2], self._before)
+        shown = self._images.get(len(self._turns) - 2, [])
+        return self._turn(self._turns[-2]["content"], self._turns[:-2], self._before, shown)
 
     def answered(self, turn: Turn, answer: Generation) -> None:
         """Take a turn and its answer, finished or not, into the conversation."""
@@ -127,7 +153,9 @@ class Conversation:
         if self.templated:
             reply = reply.strip()
         own = [{"role": "user", "content": turn.text}, {"role": "assistant", "content": reply}]
-        self._turns, self._before = [*turn.messages, *own], turn.ids
+        self._turns, self._before, self._images = [*turn.messages, *own], turn.ids, turn.images
+        if turn.images.get(len(turn.messages)) is self._waiting:
+            self._waiting = []
         self._ids = self._held = [*turn.prompt, *answer.token_ids]
         if answer.torn:
             self.forget_cache()  # a pass was broken off: its layers may disagree
@@ -152,13 +180,32 @@ class Conversation:
         self.reset()
         self._turns, self._before, self._ids = turns, before, ids
 
-    def _turn(self, text: str, messages: list[Message], ids: list[int]) -> Turn:
+    def _turn(self, text: str, messages: list[Message], ids: list[int], shown: list[Any]) -> Turn:
         said = {"role": "user", "content": text}
-        prompt = self._templated([*self._system(), *messages, said]) if self.templated else self._continued(ids, text)
-        self._check_length(prompt, "with this turn the conversation", "say something shorter, or give /reset")
-        self._loaded.check(prompt)
-        self._crop(prompt)
-        return Turn(text, prompt, messages, ids)
+        images = {number: each for number, each in self._images.items() if number < len(messages)}
+        if shown:
+            images[len(messages)] = shown
+        if images:
+            prompt = self._seen([*messages, said], images)
+        else:
+            prompt = ImagePrompt(
+                self._templated([*self._system(), *messages, said]) if self.templated else self._continued(ids, text)
+            )
+        self._check_length(prompt.ids, "with this turn the conversation", "say something shorter, or give /reset")
+        self._loaded.check(prompt.ids)
+        if images:
+            self.forget_cache()
+        else:
+            self._crop(prompt.ids)
+        return Turn(text, prompt.ids, messages, ids, images, prompt.media)
+
+    def _seen(self, turns: list[Message], images: Mapping[int, list[Any]]) -> ImagePrompt:
+        """The prompt of turns with which images were shown, by their numbers."""
+        said: list[Mapping[str, Any]] = [
+            {**turn, "content": content(turn["content"], images[number])} if number in images else turn
+            for number, turn in enumerate(turns)
+        ]
+        return encode(self._loaded, [*self._system(), *said], self._arguments)
 
     def _system(self) -> list[Message]:
         return [] if self.system is None else [{"role": "system", "content": self.system}]

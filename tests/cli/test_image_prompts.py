@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 from collections.abc import Callable
@@ -10,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CONTEXT, byte_tokenizer, only_printable
 from PIL import Image
 from transformers import AutoProcessor, GenerationConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-IMAGE, SIDE = "<image>", 16
+IMAGE, SIDE, CONTEXT = "<image>", 16, 512
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -24,9 +24,9 @@ TEMPLATE = (
 )
 
 
-def tiny_llava() -> tuple[Any, Any]:
-    """A model and its processor."""
-    tokenizer = byte_tokenizer()
+def tiny_llava(tokenizer: Any) -> tuple[Any, Any]:
+    """A model, which writes letters only, and its processor."""
+    tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
     text = {
         "model_type": "llama", "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64,
@@ -40,7 +40,10 @@ def tiny_llava() -> tuple[Any, Any]:
     }  # fmt: skip
     image = tokenizer.convert_tokens_to_ids(IMAGE)
     config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=image, tie_word_embeddings=False)
-    model = only_printable(LlavaForConditionalGeneration(config), tokenizer)
+    model = LlavaForConditionalGeneration(config)
+    letters = torch.zeros(len(tokenizer), 1)
+    letters[tokenizer("abcdefghijklmnopqrstuvwxyz ,.")["input_ids"]] = 1.0
+    model.lm_head.weight.data *= letters
     model.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0)
     images = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
     processor = LlavaProcessor(
@@ -56,10 +59,10 @@ def tiny_llava() -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="session")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def seeing(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(3)
     path = tmp_path_factory.mktemp("models") / "llava"
-    for part in tiny_llava():
+    for part in tiny_llava(tokenizer):
         part.save_pretrained(path)
     return path
 
@@ -89,6 +92,7 @@ def user(text: str, *pictures: Path) -> dict[str, Any]:
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", [[], ["--method", "plain"], ["--window", 7, "--ngram", 4, "--guesses", 7]])
 def test_generate_answers_about_images(
     lade: Callable[..., Any], seeing: Path, pictures: list[Path], options: list[object]
@@ -101,6 +105,7 @@ def test_generate_answers_about_images(
     assert ids != answer(seeing, [user("What is it?", *pictures[::-1])])[0], "the images do nothing"
 
 
+@pytest.mark.slow
 def test_generate_without_images_is_as_it_was(lade: Callable[..., Any], seeing: Path) -> None:
     said = lade("generate", "What is it?", "--model", seeing, "-n", 12, "--json")
     assert said.exit_code == 0, said.output
@@ -112,6 +117,7 @@ def fails(run: Any, *words: str) -> None:
     assert all(word in run.stderr for word in words), run.stderr
 
 
+@pytest.mark.slow
 def test_what_images_do_not_go_with(
     lade: Callable[..., Any], seeing: Path, templated: Path, pictures: list[Path], tmp_path: Path
 ) -> None:
@@ -128,8 +134,14 @@ def test_what_images_do_not_go_with(
     fails(lade(*many, "--batch-size", 2), "images are for one prompt", "--batch-size")
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_named_with_the_line_that_installs_it(
-    lade: Callable[..., Any], seeing: Path, pictures: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    lade: Callable[..., Any],
+    seeing: Path,
+    tokenizer: Any,
+    pictures: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     ask = ("generate", "hi", "--image", pictures[0], "--model")
     found = importlib.util.find_spec
@@ -138,7 +150,44 @@ def test_what_is_missing_is_named_with_the_line_that_installs_it(
             patch.setattr(f"{module}.find_spec", lambda name: None if name == "PIL" else found(name))
         fails(lade(*ask, seeing), "pip install pillow")
     bare = tmp_path / "bare"
-    model, processor = tiny_llava()
+    model, processor = tiny_llava(tokenizer)
     model.save_pretrained(bare)
     processor.tokenizer.save_pretrained(bare)
     fails(lade(*ask, bare), "processor")
+
+
+def chat(lade: Callable[..., Any], folder: Path, *lines: object, new: int = 12) -> Any:
+    return lade("chat", "--model", folder, "--no-history", "-n", new, stdin="".join(f"{line}\n" for line in lines))
+
+
+def test_chat_shows_images_and_remembers_them(lade: Callable[..., Any], seeing: Path, pictures: list[Path]) -> None:
+    red, blue = pictures
+    said = chat(
+        lade, seeing, "hello", f"/image {red}", "What is it?", "and now?", f"/image {blue}", "compare", "/retry"
+    )
+    assert said.exit_code == 0, said.output
+    turns: list[dict[str, Any]] = []
+    replies = []
+    for turn in (user("hello"), user("What is it?", red), user("and now?"), user("compare", blue)):
+        turns.append(turn)
+        replies.append(answer(seeing, turns, 12)[1])
+        turns.append({"role": "assistant", "content": [{"type": "text", "text": replies[-1].strip()}]})
+    places = [said.stdout.find(reply) for reply in replies]
+    assert -1 not in places and places == sorted(places), (replies, said.stdout)
+    assert said.stdout.count(replies[-1]) == 2, "/retry shows the image again"
+    blind = answer(seeing, [turns[0], turns[1], user("What is it?")], 12)[1]
+    assert blind != replies[1], "the image does nothing"
+
+
+@pytest.mark.slow
+def test_chat_says_what_it_cannot_do_with_images(
+    lade: Callable[..., Any], seeing: Path, templated: Path, pictures: list[Path], tmp_path: Path
+) -> None:
+    red, file = pictures[0], tmp_path / "talk.json"
+    said = chat(lade, seeing, "/image", "/image none.png", f"/image {red}", "look", f"/save {file}", "/reset", "hi")
+    assert said.exit_code == 0 and not file.exists()
+    for words in ("/image needs the name of a file", "'none.png' cannot be read", "with images cannot be saved"):
+        assert words in said.output
+    assert answer(seeing, [user("hi")], 12)[1] in said.stdout
+    said = chat(lade, templated, f"/image {red}", "hi")
+    assert said.exit_code == 0 and "processor" in said.output
