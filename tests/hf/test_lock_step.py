@@ -107,8 +107,8 @@ def assert_same(model, lookahead=PAPER, *, seed=0, stats=None, said, **arguments
     assert len(our_shown) == len(plain_shown)
     for ours_here, plain_here in zip(our_shown, plain_shown, strict=True):
         assert [ids.tolist() for ids, _ in ours_here] == [ids.tolist() for ids, _ in plain_here]
-        ours_here, plain_here = ([scores for _, scores in here] for here in (ours_here, plain_here))
-        torch.testing.assert_close(ours_here, plain_here, **ROUNDING)
+        our_scores, plain_scores = ([scores for _, scores in here] for here in (ours_here, plain_here))
+        torch.testing.assert_close(our_scores, plain_scores, **ROUNDING)
     return plain
 
 
