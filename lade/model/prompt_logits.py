@@ -61,7 +61,7 @@ class HiddenStates:
         states = self._states
         if head is None or states is None:
             return
-        if states.shape[-1] != getattr(head, "in_features", states.shape[-1]):
+        if not _can_read(head, states):
             return  # something lies between decoder and head: nothing is known about the prompt then
         last = head(states[:, -1])
         scale = (last * logits.to(last.device)).sum() / (last * last).sum()
@@ -69,3 +69,10 @@ class HiddenStates:
         first = length - states.shape[1]
         for start in range(0, states.shape[1], piece):
             yield first + start, (head(states[:, start : start + piece]) * scale).to(logits.device)
+
+
+def _can_read(head: Any, states: torch.Tensor) -> bool:
+    """Whether a head takes what the decoder returned, as far as shapes and dtypes tell."""
+    weight = getattr(head, "weight", None)
+    reads = weight is None or not weight.is_floating_point() or weight.dtype == states.dtype
+    return reads and states.ndim == 3 and states.shape[-1] == getattr(head, "in_features", states.shape[-1])

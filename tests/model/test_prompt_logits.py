@@ -135,3 +135,17 @@ def test_the_hook_goes_even_when_prefill_fails():
     with pytest.raises(IndexError):
         shown(model, torch.full((1, 5), 1000))
     assert not model.get_decoder()._forward_hooks
+
+
+STATES = torch.ones(1, IDS.shape[1], 32, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("change", [lambda states: states[0], lambda states: states.float()], ids=["rank", "dtype"])
+def test_what_the_head_cannot_read_is_left_alone(change):
+    """Between decoder and head lies something else, as in ModernBert's decoder and in Mllama."""
+    model = toy_model()
+    logits = model(IDS).logits[:, -1]
+    for collected, read in ((change(STATES), False), (STATES, True)):
+        states = HiddenStates(model)
+        states._collect((collected,))
+        assert bool(list(states.prompt_logits(logits, IDS.shape[1]))) == read
