@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from lade.model.support.supports import MASK_PER_LAYER_TYPE, ONE_MASK
+from lade.model.support.supports import MASK_PER_LAYER_TYPE, ONE_MASK, RECURRENT
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
@@ -41,14 +41,16 @@ def current(script):
 def test_the_page_and_the_tables_of_the_code_agree(script):
     """What is listed is served, wherever it could be built; nothing parts from plain decoding."""
     text, images = (found(section) for section in re.split(r"^### ", written(script), flags=re.MULTILINE)[1:])
-    assert text[0] | text[1].keys() | {"gemma4_unified_text"} >= MASK_PER_LAYER_TYPE | ONE_MASK
-    for name in (MASK_PER_LAYER_TYPE | ONE_MASK) & text[1].keys():
+    listed = MASK_PER_LAYER_TYPE | ONE_MASK | RECURRENT
+    assert text[0] | text[1].keys() | {"gemma4_unified_text"} >= listed
+    for name in listed & text[1].keys():
         assert text[1][name].startswith("not ") or name == "falcon", name
     for served, others in (text, images):
         assert len(served) >= 40 and not served & others.keys()
         assert script.DIFFERS not in others.values()
 
 
+@pytest.mark.slow
 def test_the_page_has_every_class(script):
     if not current(script):
         pytest.skip("the page is of another transformers")

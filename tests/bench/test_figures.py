@@ -38,6 +38,7 @@ def test_each_picture_is_there_in_both_formats(drawn):
             assert ET.fromstring(path.read_text()).tag.endswith("svg")
 
 
+@pytest.mark.slow
 def test_the_page_has_the_same_pictures_as_the_folder(drawn):
     assert figures.pictures(RESULTS) == {path.stem: path.read_text() for path in drawn if path.suffix == ".svg"}
 

@@ -78,6 +78,7 @@ def test_it_parses_and_names_every_method_and_workload(text):
     assert "lade bench --model stories3M-hf --workload 'my prompts/human eval.jsonl' --pack" in found.text
 
 
+@pytest.mark.slow
 def test_ids_are_unique_and_references_lead_somewhere(text):
     found = Page(text)
     ids = Counter(attrs["id"] for _, attrs in found.elements if "id" in attrs)

@@ -28,7 +28,7 @@ def plain(toy):
     return [answer(ids) for ids in PROMPTS]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2, 8])
 def test_batches_and_engines_have_the_answers_of_single_prompts(toy, plain, rows):
     trials = Load(toy, PROMPTS, Settings(12, repeats=2), 0).batches(rows)

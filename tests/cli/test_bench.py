@@ -375,6 +375,7 @@ def test_kill_9_keeps_all_whole_prompts(folder, prompts, out):
     assert "continuing after 2 of 3 prompts" in result.stderr
 
 
+@pytest.mark.slow
 def test_many_prompts_at_a_time(lade, folder, prompts):
     arguments = ["bench", "-m", folder, "-w", prompts, "-n", NEW]
     result = lade(*arguments, "--batch-size", "1,3")

@@ -142,6 +142,7 @@ def test_a_table_of_positions_ends_the_texts(lade, generate, unsupported, prompt
     assert min(map(len, together)) < NEW
 
 
+@pytest.mark.slow
 def test_a_memory_serves_all_prompts(lade, generate, folder, prompts, whole, tmp_path):
     memory = tmp_path / "texts.memory"
     assert lade("warm", "-m", folder, "--prompts", prompts, "--out", memory, "-n", NEW).exit_code == 0
@@ -550,6 +551,7 @@ def test_options_that_do_not_go_together(lade, prompts, tmp_path, monkeypatch, a
 # How the engine is used
 
 
+@pytest.mark.slow
 def test_prompts_are_handed_over_a_few_at_a_time(generate, monkeypatch):
     add, handles, most = Engine.add, [], []
 
@@ -622,6 +624,7 @@ def test_leaving_early_cancels_too(fakes):
 # On a terminal
 
 
+@pytest.mark.slow
 def test_a_bar_is_on_a_terminal_only_and_beside_no_json(folder, prompts, out):
     def run(*arguments, **variables):
         own = ["-m", str(folder), "--prompt-file", str(prompts), "--batch-size", "2", "-n", "12", *arguments]

@@ -48,6 +48,7 @@ def test_version():
     assert CliRunner().invoke(app, ["--version"]).stdout == f"lade {lade.version.__version__}\n"
 
 
+@pytest.mark.slow
 def test_a_pipe_through_python_m(environment, folder, plain, tokenizer):
     done = subprocess.run(
         [*LADE, "generate", "-", "-m", folder, "-n", "20"],

@@ -80,6 +80,7 @@ def test_it_fills_a_memory_with_what_the_model_says(warm, out, folder, tokenizer
     assert (memory.weights != Memory().weights).any()
 
 
+@pytest.mark.slow
 def test_the_memory_is_one_that_the_library_would_have_filled(warm, out, model, tokenizer):
     warm()
     memory = Memory()
@@ -123,6 +124,7 @@ def test_several_files_and_one_that_is_a_single_prompt(warm, lade, folder, promp
     assert json.loads(warm("--prompts", text, "--json").stdout)["prompts"] == 4
 
 
+@pytest.mark.slow
 def test_the_size_of_the_memory(warm, out):
     warm("--max-mib", 3)
     assert Memory.load(out).max_bytes == 3 * 2**20

@@ -127,6 +127,7 @@ options = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning")
 @settings(max_examples=examples(60))
 @given(texts=prompts, config=configs, arguments=options, repeats=st.integers(1, 3), seed=st.integers(0, 50))

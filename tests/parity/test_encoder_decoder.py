@@ -133,7 +133,7 @@ def test_what_ends_a_text(case: EncoderDecoder) -> None:
     assert torch.equal(*outputs) and seen[0] == seen[1]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in USUAL])
 def test_a_decoder_that_is_given_a_beginning(case: EncoderDecoder) -> None:
     model, words = case.build(), article(9, seed=5)
@@ -150,7 +150,7 @@ def test_a_decoder_that_is_given_a_beginning(case: EncoderDecoder) -> None:
         assert torch.equal(lookahead(model, article(20), "auto", **padding), plain(model, article(20), **padding))
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in USUAL])
 def test_an_encoder_whose_input_is_padded(case: EncoderDecoder, side: str) -> None:
@@ -164,7 +164,7 @@ def test_an_encoder_whose_input_is_padded(case: EncoderDecoder, side: str) -> No
     assert_same(model, ids, [PAPER])  # no mask: transformers makes none
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [BART, T5], ids=str)
 def test_an_encoder_that_has_run_before_or_was_fed_embeddings(case: EncoderDecoder) -> None:
     model, ids = case.build(), article(20)
@@ -275,7 +275,7 @@ def test_what_is_read_of_the_encoders_text() -> None:
     assert read(BART, inputs_embeds=torch.zeros(1, 3, 32, dtype=torch.float64)) == [[]] * 2
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.measured_cost
 @pytest.mark.parametrize("case", [BART, LISTED[-1]], ids=str)
 def test_what_its_passes_cost_is_measured(case: EncoderDecoder) -> None:
@@ -329,6 +329,7 @@ def test_the_cache_of_beams_has_a_row_for_each() -> None:
             torch.testing.assert_close(layer.keys, other.keys)
 
 
+@pytest.mark.slow
 def test_beams_copy_from_the_encoders_text() -> None:
     model, config = BART.build(), lade.LookaheadConfig(0, 5, 5)
     copied = plain(model, article(20), num_beams=3, max_new_tokens=40)[:, 1:]

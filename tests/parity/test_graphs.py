@@ -96,6 +96,7 @@ def test_greedy_tokens_are_plain_decodings(each: Any, device: torch.device, grap
     assert graphs.counted.replayed == stats.steps > graphs.counted.recorded > 1
 
 
+@pytest.mark.slow
 def test_attention_with_added_masks(device: torch.device, graphs: Graphs) -> None:
     model, ids = built("gemma3_text", device, backend="eager"), prompt(20).to(device)
     assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=30), plain(model, ids, max_new_tokens=30))
@@ -142,6 +143,7 @@ def test_steps_larger_than_any_bucket(device: torch.device, graphs: Graphs) -> N
     assert max(stats.step_tokens) > 128 and 256 in {size for _, size, _ in shapes_of(graphs.pool(model))}
 
 
+@pytest.mark.slow
 def test_a_text_that_grows_out_of_its_key_bucket(device: torch.device, graphs: Graphs) -> None:
     model, ids = built("mistral-window", device), prompt(210).to(device)
     assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=50), plain(model, ids, max_new_tokens=50))
@@ -290,6 +292,7 @@ def test_generations_at_the_same_time_have_buffers_of_their_own(device: torch.de
     assert len(graphs.pool(model)._entries) == 1, "of idle ones one is kept"
 
 
+@pytest.mark.slow
 def test_a_generation_without_an_end_does_not_keep_its_buffers(device: torch.device, graphs: Graphs) -> None:
     model, ids = built("llama", device), prompt(20).to(device)
     stream = lade.stream(model, input_ids=ids, max_new_tokens=40, do_sample=False, lookahead=PAPER)
@@ -353,6 +356,7 @@ def test_changed_weights_are_captured_again(device: torch.device, graphs: Graphs
     assert len({tuple(text[0].tolist()) for text in texts}) == 3
 
 
+@pytest.mark.slow
 def test_a_model_can_go(device: torch.device, graphs: Graphs) -> None:
     model, ids = built("llama", device), prompt(20).to(device)
     lookahead(model, ids, PAPER, max_new_tokens=10)

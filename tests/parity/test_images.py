@@ -272,7 +272,7 @@ def _by_engine(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
     return output
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FOUR)
 def test_captured_passes_are_plains(case: Multimodal, monkeypatch: pytest.MonkeyPatch) -> None:
     model, graphs = built(case), Graphs(torch.device("cpu"))

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 LORA = {"r": 4, "lora_alpha": 32, "init_lora_weights": False, "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "targets"),
     [

@@ -190,6 +190,7 @@ def test_a_text_whose_numbers_overflow_does_not_touch_the_others(first, graphs):
     check_overflow(first=first)
 
 
+@pytest.mark.slow
 def test_an_engine_with_threads_gives_back_what_it_took(graphs):
     with Engine(LLAMA, max_rows=3, prefill_tokens=5) as engine:
         assert type(engine._scheduler._batch._runner) is GraphRunner
@@ -298,6 +299,7 @@ def test_rows_and_slots_are_counted_as_they_are_made():
     assert Capacity(8, 4 * 384, 1).fits([Need(250, 128)] * 4)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(6))
 @given(
     max_tokens=st.integers(256, 2500),
@@ -378,7 +380,7 @@ def test_what_is_free_on_a_device_is_shared_by_all_that_is_there_at_once(monkeyp
 # --- when memory runs out --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [0, 300, 600, 1100])
 def test_texts_go_on_where_buffers_cannot_be_made(slots, graphs, memory):
     """The first ones of all, those with more rows, or those with more slots; later on there is memory again."""

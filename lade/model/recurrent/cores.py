@@ -42,7 +42,8 @@ class CorePatches:
     """Replaces the functions that the recurrent layers of one model call; most models have none."""
 
     def __init__(self, model: nn.Module) -> None:
-        modules = [sys.modules[name] for name in sorted({type(part).__module__ for part in model.modules()})]
+        names = sorted({type(part).__module__ for part in model.modules()})
+        modules = [sys.modules[name] for name in names if name in sys.modules]
         self._found = [(module, name) for module in modules for name in CORES if hasattr(module, name)]
 
     def __bool__(self) -> bool:
