@@ -67,6 +67,24 @@ _FIELDS = [
 SIZES = {name: size for size, names in _FIELDS for name in names.split()}
 """What a field of that name becomes."""
 
+_CONV, _LINEAR = ([kind] * 3 + ["full_attention"] for kind in ("conv", "linear_attention"))
+_MIXED: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": _CONV},
+    "lfm2_moe": {"layer_types": _CONV},
+    "bamba": {"attn_layer_indices": [2]},
+    "granitemoehybrid": {"layer_types": _LINEAR},
+    "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2},
+    "kimi_linear": {"layer_types": _LINEAR, "mlp_layer_types": ["dense"] + ["sparse"] * 3},
+    "bailing_hybrid": {"layer_types": _LINEAR, "mlp_layer_types": ["dense"] + ["sparse"] * 3},
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "num_key_value_heads": 4,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+    },
+}
+"""By `model_type`: both kinds of layers of hybrids, of which a small number by default would be all of one kind."""
+
 _WANTED = ("head_dim", "num_key_value_heads", "n_routed_experts", "num_experts_per_tok")
 """Given also where the default is None."""
 
@@ -107,10 +125,10 @@ def fitting(cls: type[PreTrainedModel], config: PretrainedConfig) -> PretrainedC
 
 
 def _small(default: PretrainedConfig) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] = dict(_MIXED.get(default.model_type, {}))
     parts = {name: getattr(default, name, None) for name in getattr(type(default), "sub_configs", {})}
     for name, value in vars(default).items():
-        if name in parts:
+        if name in parts or name in fields:
             continue
         if value is None and name in _WANTED:
             fields[name] = SIZES[name]

@@ -221,7 +221,8 @@ def _has_encoder(model: PreTrainedModel) -> bool:
 
 
 def _is_listed(model: PreTrainedModel, config: PretrainedConfig) -> bool:
-    return (model.config is config or _has_encoder(model)) and _has_listed_decoder(model, config)
+    own = model.config is config or (_has_encoder(model) and type(model.config) is type(config))  # T5's is a copy
+    return own and _has_listed_decoder(model, config)
 
 
 def _has_listed_decoder(model: PreTrainedModel, config: PretrainedConfig) -> bool:
