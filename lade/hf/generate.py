@@ -196,8 +196,7 @@ def generate(
     Args:
         model: a transformers causal language model or encoder-decoder model, or one wrapped by PEFT.
         inputs: `[B, L]` int64, the prompts, padded on the left, or what an encoder reads; usually given as
-            `input_ids=`. Rows of a batch are decoded at their own pace and leave it when they end; with `num_beams` all
-            prompts step together.
+            `input_ids=`. Rows of a batch leave it when they end; with `num_beams` all prompts step together.
         lookahead: see `lade.decode`.
         stats: is added to.
         streamer: gets the prompt, and each token after the stopping criteria and before anything else.

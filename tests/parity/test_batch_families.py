@@ -117,7 +117,8 @@ def test_rows_beyond_a_switch_from_the_beginning(name: str) -> None:
 def test_the_cross_product_of_shapes(case: Family, backend: str) -> None:
     """Of what is generated how, each family has another part."""
     model = build(case, backend)
-    for lengths in ((1, 1), (7, 31, 2), (16,) * 5, (3, 9, 27, 9, 3, 1, 30, 30)):
+    shapes = (1, 1), (7, 31, 2), (16,) * 5, (3, 9, 27, 9, 3, 1, 30, 30)
+    for lengths in in_turn(shapes, case, backend, count=2):
         first = plain(model, **batch(*lengths, seed=1), max_new_tokens=60)[:, max(lengths) :]
         eos = [int(first[0, 9]), int(first[1, 30])]
         ways: Any = ({}, {"eos_token_id": eos}, {"do_sample": True, "eos_token_id": eos})

@@ -80,7 +80,7 @@ def test_the_cross_product_of_sizes(case: Family, backend: str, dtype: torch.dty
     if case.dtype != torch.float64 and dtype == torch.float64:
         pytest.skip(f"{case} itself fails in float64")
     model = case.build(backend, seed=1, dtype=dtype)
-    for length in (1, 7, 31):
+    for length in in_turn((1, 7, 31), case, backend, dtype, count=2):
         configs = in_turn(MORE_CONFIGS, case, backend, dtype, length)
         assert_same(model, prompt(length, seed=1), configs, max_new_tokens=60)
         assert_same(model, prompt(length, seed=1), [PAPER], max_new_tokens=1)

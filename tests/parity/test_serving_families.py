@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, plain, prompt
+from comparing import CONFIGS, PAPER, in_turn, plain, prompt
 from families import FAMILIES, UNLISTED, Family, family
 from graphed import Graphs
 
@@ -73,5 +73,6 @@ def test_requests_of_it_on_captured_passes(name: str, device: str, monkeypatch: 
 @pytest.mark.parametrize(("case", "backend"), [*CASES, *((case, case.backends[0]) for case in UNLISTED)])
 def test_every_family(case: Family, backend: str) -> None:
     model = case.build(backend)
-    assert_served(model, [*CONFIGS[:3], None], do_sample=False, pad_token_id=0)
-    assert_served(model, CONFIGS[:2], do_sample=True, pad_token_id=0)
+    configs = [*CONFIGS[:3], None]
+    assert_served(model, in_turn(configs, case, backend, count=2), do_sample=False, pad_token_id=0)
+    assert_served(model, in_turn(CONFIGS[:2], case, backend), do_sample=True, pad_token_id=0)

@@ -50,11 +50,7 @@ def mamba2(
         Outputs `[B, S, H, P]` float32, and what folds a path into the state.
     """
     group = hidden_states.shape[2] // B.shape[2]
-    if dt_bias is not None:
-        dt = dt + dt_bias.to(dt.dtype)
-    if dt_softplus:
-        dt = functional.softplus(dt)
-    steps = dt.transpose(1, 2)[..., None].float()  # [B, H, S, 1]
+    steps = _steps(dt, dt_bias, softplus=dt_softplus).transpose(1, 2)[..., None].float()  # [B, H, S, 1]
     keys, queries = (states.repeat_interleave(group, dim=2).transpose(1, 2).float() for states in (B, C))
     inputs, closure = hidden_states.transpose(1, 2).float(), tree_pass.closure(dt.device)
     decay = path_sums(A.float()[:, None, None] * steps, closure)
@@ -65,3 +61,9 @@ def mamba2(
         outputs += D[:, None, None] * inputs
     folding = LinearFolding(keys, written, decay, closure, value_first=True)
     return outputs.transpose(1, 2).contiguous(), folding  # some mixers take a view of it
+
+
+def _steps(dt: torch.Tensor, bias: torch.Tensor | None, *, softplus: bool) -> torch.Tensor:
+    if bias is not None:
+        dt = dt + bias.to(dt.dtype)
+    return functional.softplus(dt) if softplus else dt

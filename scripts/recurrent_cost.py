@@ -1,0 +1,145 @@
+"""What a tree of tokens costs in one recurrent layer, without the layer's projections.
+
+    OMP_NUM_THREADS=1 python scripts/recurrent_cost.py [--nodes 8,16,32,64]
+
+The sizes are those of a gated DeltaNet layer of Qwen3.5-9B, and of a Mamba 2 layer of Nemotron 3 Nano 30B-A3B. Trees
+are random. Their windows, convolution, states and the folding of a path are timed; beside them one token on the state,
+by transformers' own function. Milliseconds: the median, and the quarters around it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import quantiles
+from time import perf_counter
+from typing import Annotated, Any
+
+import torch
+import typer
+from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
+
+from lade.decoding.tree import TokenTree
+from lade.model.recurrent.convolution import convolution, windows_of
+from lade.model.recurrent.delta_rule import delta_rule
+from lade.model.recurrent.state_space import mamba2
+from lade.model.recurrent.tree_pass import TreePass
+
+WIDTH = 4
+"""Inputs that a convolution sees."""
+Core = Callable[[TreePass], Any]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A recurrent layer.
+
+    Attributes:
+        channels: of its convolution.
+        state: `[1, ...]`, of the text.
+        core: for a number of nodes, what computes them from random inputs.
+        token: computes one token on the state.
+    """
+
+    channels: int
+    state: torch.Tensor
+    core: Callable[[int], Core]
+    token: Callable[[], Any]
+
+
+def delta_net(heads: int = 32, dim: int = 128) -> Layer:
+    """Gated DeltaNet, half as many heads for queries and keys."""
+    state = torch.randn(1, heads, dim, dim)
+
+    def inputs(nodes: int, key_heads: int) -> list[torch.Tensor]:
+        gates = -torch.rand(1, nodes, heads), torch.rand(1, nodes, heads)
+        return [*torch.randn(2, 1, nodes, key_heads, dim), torch.randn(1, nodes, heads, dim), *gates]
+
+    def core(nodes: int) -> Core:
+        given = inputs(nodes, heads // 2)
+        return lambda tree_pass: delta_rule(
+            tree_pass, _unused, *given, initial_state=state, use_qk_l2norm_in_kernel=True
+        )
+
+    one, options = inputs(1, heads), {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    return Layer(
+        2 * heads * dim,
+        state,
+        core,
+        lambda: qwen.torch_recurrent_gated_delta_rule(*one, initial_state=state, **options),
+    )
+
+
+def state_space(heads: int = 64, dim: int = 64, size: int = 128, groups: int = 8) -> Layer:
+    """Mamba 2."""
+    state, decay, ones = torch.randn(1, heads, dim, size), -torch.rand(heads), torch.ones(heads)
+
+    def core(nodes: int) -> Core:
+        given = torch.randn(1, nodes, heads, dim), torch.rand(1, nodes, heads), decay
+        keys = torch.randn(2, 1, nodes, groups, size)
+        return lambda tree_pass: mamba2(tree_pass, _unused, *given, *keys, initial_states=state, D=ones)
+
+    wide = torch.rand(1, heads, dim), decay[:, None, None].expand(-1, dim, size)  # as the mixer has them
+    one = torch.randn(1, heads, dim), *wide, *torch.randn(2, 1, groups, size), ones[:, None].expand(-1, dim)
+    return Layer(
+        heads * dim + 2 * groups * size,
+        state,
+        core,
+        lambda: nemotron.mamba2_selective_state_update(state, *one),
+    )
+
+
+def tree_of(nodes: int) -> TokenTree:
+    """A random tree, about as deep as those that are drafted."""
+    tree, rng = TokenTree(0), random.Random(0)
+    while len(tree) < nodes:
+        tree.add(max(0, len(tree) - rng.randrange(1, 5)), len(tree), "memory")
+    return tree
+
+
+def a_pass(layer: Layer, nodes: int) -> Callable[[], Any]:
+    """A pass over a tree of that size, with its longest path folded in."""
+    inputs, weight = torch.randn(1, layer.channels, WIDTH + nodes), torch.randn(layer.channels, WIDTH)
+    core, tree_pass, last = layer.core(nodes), TreePass([tree_of(nodes)]), torch.tensor([nodes - 1])
+
+    def call() -> Any:
+        windows = windows_of(inputs, tree_pass.windows(WIDTH, WIDTH, inputs.device)).flatten(2)
+        convolution(tree_pass, qwen.causal_conv1d_fn, windows, weight, None, "silu")
+        return core(tree_pass)[1].fold(layer.state, last)
+
+    return call
+
+
+def timed(call: Callable[[], Any], times: int) -> str:
+    """Milliseconds of a call, after one that does not count."""
+    call()
+    milliseconds = []
+    for _ in range(times):
+        start = perf_counter()
+        call()
+        milliseconds.append(1e3 * (perf_counter() - start))
+    low, middle, high = quantiles(milliseconds, n=4)
+    return f"{middle:6.2f} ({low:.2f} to {high:.2f})"
+
+
+def _unused(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("the function for a text is not called for a tree")
+
+
+def main(
+    nodes: Annotated[str, typer.Option(help="Sizes of trees.")] = "8,16,32,64",
+    times: Annotated[int, typer.Option(help="How often each is timed.")] = 40,
+) -> None:
+    """Time a token, and trees of several sizes."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, layer in (("gated DeltaNet, 9B", delta_net()), ("Mamba 2, 30B-A3B", state_space())):
+            typer.echo(f"{name}\n  token {timed(layer.token, times)}")
+            for size in map(int, nodes.split(",")):
+                typer.echo(f"  {size:5} {timed(a_pass(layer, size), times)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
