@@ -102,6 +102,7 @@ def test_the_delta_rule(by_channel: bool, several: list[TokenTree], seed: int) -
 
     def step(state: torch.Tensor, row: int, node: int) -> tuple[torch.Tensor, torch.Tensor]:
         token = [each[row : row + 1, node : node + 1] for each in (query, key, value)]
+        token[:2] = (each.repeat_interleave(HEADS // key_heads, dim=2) for each in token[:2])  # else not in older ones
         decay, rate = (each[row : row + 1, node : node + 1] for each in (g, beta))
         output, after = single(*token, g=decay, beta=rate, initial_state=state, **options)
         return output, after
