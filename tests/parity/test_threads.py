@@ -199,7 +199,7 @@ def test_a_pass_over_a_tree_inside_another_one_is_refused() -> None:
             lookahead(model, prompt(5), PAPER, max_new_tokens=4)
 
     model.get_input_embeddings().register_forward_pre_hook(nested)
-    with pytest.raises(RuntimeError, match="inside another one|expanded size"):  # older transformers fail in prefill
+    with pytest.raises(RuntimeError, match=r"inside another one|expanded size"):  # older transformers fail in prefill
         lookahead(model, prompt(10), PAPER, max_new_tokens=9)
 
 
