@@ -10,7 +10,7 @@ import pytest
 import torch
 from comparing import CONFIGS, PAPER, Watch
 from encoder_decoders import CHECKED, END, FAILING, LISTED, PAD, START, USUAL, EncoderDecoder, article
-from transformers import StoppingCriteriaList
+from transformers import Florence2Config, Florence2ForConditionalGeneration, StoppingCriteriaList
 
 import lade
 from lade.hf.encoder_decoder import source_of
@@ -411,3 +411,14 @@ def _forward_of_a_twin(model: Any) -> Any:
     twin = copy.deepcopy(model.model.decoder)
     forward = type(twin).forward
     return lambda decoder, *args, **kwargs: forward(twin, *args, **kwargs)
+
+
+def test_a_class_around_a_listed_one_is_checked(checks: list[str]) -> None:
+    """What is known of Bart holds for its own class; another one may call it in its own way."""
+    config = Florence2Config(
+        text_config={**BART.build().config.to_dict(), "model_type": "bart"},
+        vision_config={"depths": [1], "embed_dim": [16], "num_heads": [2], "num_groups": [2], "projection_dim": 32}
+        | {"patch_size": [4], "patch_stride": [4], "patch_padding": [1], "patch_prenorm": [False]},
+    )
+    lade.supports(Florence2ForConditionalGeneration(config).eval())
+    assert checks == ["Florence2ForConditionalGeneration"]
