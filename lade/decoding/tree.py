@@ -61,11 +61,11 @@ class TokenTree:
         self._children[parent, token] = node
         return node
 
-    def add_path(self, tokens: Sequence[int], source: str) -> None:
-        """Hang a guess, the tokens after the current one, from the root; what is too deep is left out."""
+    def add_path(self, tokens: Sequence[int], source: str) -> list[int]:
+        """Hang a guess, the tokens after the current one, from the root; returns its nodes without what is too deep."""
         node: int | None = ROOT
-        for token in tokens:
-            node = self.add(node, token, source)
+        nodes = [node := self.add(node, token, source) for token in tokens]
+        return [node for node in nodes if node is not None]
 
     def extend(self, ids: Sequence[int], parents: Sequence[int], depths: Sequence[int], source: str) -> None:
         """Add nodes at once, none of which is there; parents come before their children."""

@@ -51,6 +51,8 @@ class BeamSession:
         for name in ("budget", "memory"):
             if getattr(config, name) is not None:
                 refuse(f"{name} with num_beams", "beams are drafted at fixed sizes, with a memory of their own")
+        if prepared.predictions:
+            refuse("prediction with num_beams", "beams are drafted from a memory of their own")
         plan, paddings, images = check(prepared, BEAM_MODES)
         if is_recurrent(prepared.model):
             refuse("num_beams", "recurrent layers fold one path of a tree into their states, and beams keep several")

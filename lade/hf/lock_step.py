@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from lade.hf.encoder_decoder import has_encoder
 from lade.hf.ids import ids_of, placeholder_ids, special_ids, vocabulary_of
 from lade.hf.output import Output
 from lade.hf.plain import decoding_method
+from lade.hf.predictions import sources_for
 from lade.hf.prepared import Prepared
 from lade.hf.refusals import check, refuse
 from lade.hf.stand_in import StandIn
@@ -83,7 +85,8 @@ class LockStepSession:
             config = replace(config, memory=ContextMemory())
         excluded = special_ids(self._prepared.generation_config) | placeholder_ids(self._prepared.model)
         vocabulary = vocabulary_of(self._prepared.model)
-        return [drafter_for(config, excluded, vocabulary=vocabulary, budget=budget) for _ in range(rows)]
+        make = partial(drafter_for, config, excluded, vocabulary=vocabulary, budget=budget)
+        return [make(sources=sources) for sources in sources_for(self._prepared, config, rows)]
 
     def _row(self, prompt: list[int], drafter: Drafter) -> LockStepRow:
         config, criteria = self._prepared.generation_config, self._prepared.stopping_criteria

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ class Prepared:
         wrapper: the model as the caller has it: a wrapper of PEFT or `torch.compile`, or `model` itself.
         inputs_tensor: what the encoder of an encoder-decoder model was fed, `[P, T]` ids or anything else; None where
             it is not known.
+        predictions: ids of the text that the answer to each prompt is expected to follow; empty where none is.
     """
 
     model: PreTrainedModel
@@ -37,6 +38,7 @@ class Prepared:
     model_kwargs: dict[str, Any]
     wrapper: Any
     inputs_tensor: torch.Tensor | None = None
+    predictions: Sequence[Sequence[int]] = ()
 
     @property
     def positional(self) -> tuple[torch.Tensor, LogitsProcessorList, StoppingCriteriaList, GenerationConfig]:
@@ -60,12 +62,15 @@ class Prepared:
         return cache if getattr(cache, "_is_user_defined", False) else None
 
 
-def preparing(use: Callable[[Prepared], T], wrapper: Any = None) -> Callable[..., T]:
+def preparing(
+    use: Callable[[Prepared], T], wrapper: Any = None, predictions: Sequence[Sequence[int]] = ()
+) -> Callable[..., T]:
     """The callable for `custom_generate=` that passes what `model.generate` has prepared to `use`.
 
     Args:
         use: its result is what `model.generate` returns.
         wrapper: see `Prepared`; None for the model itself.
+        predictions: see `Prepared`.
     """
 
     def custom_generate(
@@ -78,6 +83,7 @@ def preparing(use: Callable[[Prepared], T], wrapper: Any = None) -> Callable[...
         **model_kwargs: Any,
     ) -> T:
         arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-        return use(Prepared(*arguments, wrapper=model if wrapper is None else wrapper, inputs_tensor=inputs_tensor))
+        given_to = model if wrapper is None else wrapper
+        return use(Prepared(*arguments, wrapper=given_to, inputs_tensor=inputs_tensor, predictions=predictions))
 
     return custom_generate

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from transformers.cache_utils import Cache
@@ -22,6 +23,7 @@ from lade.hf.batch_rules import check_lengths
 from lade.hf.encoder_decoder import has_encoder, runner_on_encoded
 from lade.hf.ids import placeholder_ids, special_ids, vocabulary_of
 from lade.hf.output import Output, output_of, record_for
+from lade.hf.predictions import sources_for
 from lade.hf.prepared import Prepared
 from lade.hf.refusals import check, check_switch
 from lade.hf.row import row_for
@@ -117,9 +119,8 @@ class Session:
             config = replace(config, memory=ContextMemory())  # one caller's rows may learn from each other
         excluded = special_ids(self._prepared.generation_config) | placeholder_ids(self._prepared.model)
         vocabulary = vocabulary_of(self._prepared.model)
-        return [
-            drafter_for(config, excluded, vocabulary=vocabulary, cost=self._cost, budget=budget) for _ in self._paddings
-        ]
+        make = partial(drafter_for, config, excluded, vocabulary=vocabulary, cost=self._cost, budget=budget)
+        return [make(sources=sources) for sources in sources_for(self._prepared, config, len(self._paddings))]
 
     def _make_rows(self, drafters: list[Drafter]) -> list[Row]:
         rows = []

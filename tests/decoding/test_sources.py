@@ -35,7 +35,7 @@ class ExpectedText:
         self.text = text
 
     def guesses(self, context: Sequence[int]) -> Iterable[Guess]:
-        yield self.text[len(context) :][:8], "expected"
+        yield Guess(self.text[len(context) :][:8], "expected")
 
 
 def decoded(config: LookaheadConfig, source: ExpectedText) -> tuple[list[int], list[str], Stats]:

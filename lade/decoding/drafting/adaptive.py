@@ -14,8 +14,9 @@ import numpy as np
 
 from lade.decoding import kernels
 from lade.decoding.drafting.best_first import TreeGrower
-from lade.decoding.drafting.drafter import Candidates, Draft, Drafter, Source
+from lade.decoding.drafting.drafter import Candidates, Draft, Drafter, Guess, Source
 from lade.decoding.drafting.memory import ContextMemory
+from lade.decoding.drafting.ranking import Ranking, ranked
 from lade.decoding.drafting.tree_size import Budget
 from lade.decoding.drafting.window import Window
 from lade.decoding.kernels import Ints
@@ -32,8 +33,9 @@ LEAST_COLUMNS = 3
 class AdaptiveDrafter(Drafter):
     """Drafts for one row; see `Drafter`.
 
-    Candidates of the memory come first. Where they are fewer than the budget, guesses of other sources and the
-    lookahead window take the rest, so that the window's share grows when guesses are missing.
+    Candidates of the memory, and guesses that come with scores, are taken by what they are worth. Where they are fewer
+    than the budget, other guesses and the lookahead window take the rest, so that the window's share grows when guesses
+    are missing.
 
     Args:
         memory: what follows a context; it is added to.
@@ -80,24 +82,41 @@ class AdaptiveDrafter(Drafter):
 
     def candidates(self, context: Sequence[int], max_depth: int | None) -> Candidates:
         """See `Drafter`."""
-        if self.budget.skip_drafting():
+        guesses = [guess for source in self._sources for guess in source.guesses(context)]
+        if self.budget.skip_drafting() and not guesses:
             return Candidates((), lambda: Draft(TokenTree(context[-1], max_depth)))
         self._grower.begin(context)
         scores = self._grower.grow(self.memory, self.budget.thresholds(), max_depth)
-        return Candidates(scores, partial(self._assembled, context, max_depth, scores))
+        ranking = None
+        if scored := [guess for guess in guesses if guess.scores]:
+            paths = self._grower.paths(len(scores))
+            ranking = ranked(scores, paths, scored, most=self.budget.most, max_depth=max_depth)
+            scores = ranking.scores
+        others = [guess for guess in guesses if not guess.scores]
+        return Candidates(scores, partial(self._assembled, context, max_depth, scores, ranking, others))
 
-    def _assembled(self, context: Sequence[int], max_depth: int | None, scores: Sequence[float]) -> Draft:
-        """The best candidates of the memory; the guesses of other sources and the window take what is left."""
+    def _assembled(
+        self,
+        context: Sequence[int],
+        max_depth: int | None,
+        scores: Sequence[float],
+        ranking: Ranking | None,
+        others: Sequence[Guess],
+    ) -> Draft:
+        """The best candidates; guesses of unknown worth and the window take what is left."""
         tree, size = TokenTree(context[-1], max_depth), self.budget.choose(scores)
-        self._grower.hang(tree, size)
+        grown = size if ranking is None else ranking.grown[size - 1]
+        self._grower.hang(tree, grown)
+        if ranking is not None:
+            ranking.hang(tree, size)
         most = self.budget.fill_to(len(tree))
-        for tokens, name in (guess for source in self._sources for guess in source.guesses(context)):
-            tree.add_path(tokens[: most - len(tree)], name)
+        for guess in others:
+            tree.add_path(guess.tokens[: most - len(tree)], guess.source)
         last_row_nodes: Sequence[int | None] = ()
         columns = (most - len(tree)) // (NGRAM - 1)
         if self.window is not None and columns >= LEAST_COLUMNS:
             last_row_nodes = self.window.plant(tree, columns)
-        self._grower.follow(tree, size)
+        self._grower.follow(tree, grown)
         return Draft(tree, wants_entries=True, last_row_nodes=last_row_nodes)
 
     def learn(self, context: Sequence[int], draft: Draft, readout: Readout, verdict: Verdict) -> None:

@@ -26,6 +26,9 @@ class BatchBudget:
         cost: what a forward pass of the batch costs, by the size of each row's tree.
     """
 
+    most = Controller.most
+    """See `Budget`."""
+
     def __init__(self, cost: PassCost) -> None:
         self._controller = Controller(cost)
         self._skipping: bool | None = None
@@ -49,7 +52,7 @@ class BatchBudget:
                 A row without scores beside others with some drafts by another method, or not at all: it counts one
                 token.
         """
-        if self._skipping or not any(candidates):
+        if not any(candidates):
             return
         mean = np.zeros(max(map(len, candidates)))
         for scores in candidates:

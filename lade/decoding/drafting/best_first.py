@@ -65,6 +65,13 @@ class TreeGrower:
         scores: list[float] = self._work.scores[:count].tolist()
         return scores
 
+    def paths(self, count: int) -> list[tuple[int, ...]]:
+        """The tokens from below the root to each of the first `count` nodes."""
+        paths: list[tuple[int, ...]] = [()]
+        for token, parent in zip(self._work.ids[1:count].tolist(), self._work.parents[1:count].tolist(), strict=True):
+            paths.append((*paths[parent], token))
+        return paths
+
     def hang(self, tree: TokenTree, count: int) -> None:
         """Hang the first `count` nodes under the root of a tree that has no other node."""
         work = self._work

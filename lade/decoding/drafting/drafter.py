@@ -4,9 +4,9 @@ A method is a `Drafter`: the paper's, the adaptive one, plain Jacobi decoding. G
 those of a text that is expected, or of a grammar that leaves no choice, come from a `Source`.
 
 To add a source, write one file with a class that has `guesses`, and one line in `factory.drafter_for` that adds it to
-`sources`. Its guesses then enter the token trees of every method, which keep the sizes that they have without them: in
-the paper's method they come before those of the pool, in the adaptive one after those of the memory. They are verified
-like all others, and `Step.sources` reports them under the name that they come with.
+`sources`. Its guesses then enter the token trees of every method: in the paper's method before those of the pool, whose
+sizes they keep; in the adaptive one beside those of the memory, the likeliest first, or, if they come without scores,
+after them. They are verified like all others, and `Step.sources` reports them under the name that they come with.
 """
 
 from __future__ import annotations
@@ -15,15 +15,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from lade.decoding.kernels import Ints
 from lade.decoding.readout import Readout
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Verdict
 
-Guess = tuple[Sequence[int], str]
-"""Tokens that may follow a context, and the name of the source that proposes them."""
+
+class Guess(NamedTuple):
+    """Tokens that may follow a context."""
+
+    tokens: Sequence[int]
+    source: str
+    """The name of what proposes them."""
+    scores: Sequence[float] = ()
+    """For each token the probability that it and all before it are accepted, never increasing; empty where nothing is
+    known of it."""
 
 
 class Source(Protocol):

@@ -42,8 +42,9 @@ class LookaheadDrafter(Drafter):
         """Window and guesses, merged under the current token."""
         tree = TokenTree(context[-1], max_depth)
         last_row_nodes = self.window.plant(tree) if self.window else []
-        guesses = chain(*(source.guesses(context) for source in self._sources), self.pool.lookup(context[-1]))
-        for tokens, name in islice(guesses, self.config.guesses):
+        guesses = chain.from_iterable(source.guesses(context) for source in self._sources)
+        proposed = chain(((guess.tokens, guess.source) for guess in guesses), self.pool.lookup(context[-1]))
+        for tokens, name in islice(proposed, self.config.guesses):
             tree.add_path(tokens[: self.config.ngram - 1], name)
         return Draft(tree, last_row_nodes=last_row_nodes)
 

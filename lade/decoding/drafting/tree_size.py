@@ -57,6 +57,11 @@ class PassCost(Protocol):
 class Budget(Protocol):
     """Decides how large trees are."""
 
+    @property
+    def most(self) -> int:
+        """Tokens fed per step at most."""
+        ...
+
     def thresholds(self) -> list[tuple[int, float]]:
         """Sizes up to which to grow, each with the score that a node must exceed to be added on the way there."""
         ...
@@ -88,6 +93,11 @@ class FixedBudget:
     def __init__(self, size: int) -> None:
         self.size = size
 
+    @property
+    def most(self) -> int:
+        """See `Budget`."""
+        return self.size
+
     def skip_drafting(self) -> bool:
         """See `Budget`."""
         return False
@@ -114,6 +124,9 @@ class Controller:
     Args:
         cost: what a forward pass costs; it learns from every step.
     """
+
+    most = LARGEST
+    """See `Budget`."""
 
     def __init__(self, cost: PassCost) -> None:
         self._cost = cost

@@ -1,0 +1,161 @@
+"""Guesses from a text that the answer is expected to follow: a file to be edited, a draft to be corrected.
+
+The place in that text is where it continues the longest tail of the row's text. While the row follows it, the next
+tokens are guessed from there; when the row departs, the place is sought again after every token, so that it is found
+behind each change. How likely the next token is to be the one expected depends on how many have agreed so far; that is
+learned online, by the length of the agreement, and decides how many are worth feeding.
+
+Source of the idea: OpenAI's predicted outputs; drafts from a longest matching tail: A. Saxena, "Prompt Lookup
+Decoding" (2023), and SuffixDecoding, arXiv 2411.04975.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate, takewhile
+from operator import mul
+from typing import NamedTuple
+
+from lade.decoding.drafting.drafter import Guess
+
+LONGEST_CHAIN = 64
+"""Tokens guessed at a time."""
+LONGEST_MATCH = 32
+"""Agreement beyond so many tokens is not told apart."""
+_PLACES = 64  # places where the last token stands that are looked at
+_AFTERMATH = 16  # tokens after a departure in which the text may go on as if one token had been exchanged for another
+_FAINTEST = 0.02  # what is less likely to be accepted is not guessed
+
+_PRIOR_HITS = (1.2, 1.8, 2.6, 3.2, 3.6, 3.8, 3.9)
+_PRIOR_WEIGHT = 4.0
+"""By the bit length of the agreement, 0 being the place behind a token that was exchanged for another: how many of
+four tokens are expected to be the text's."""
+_MEMORY = 64  # tokens that a likelihood is averaged over
+
+
+class Place(NamedTuple):
+    """Where the row's text may go on in the text that is expected."""
+
+    start: int
+    """Number of the token expected next."""
+    agreed: int
+    """Tokens before it that came as expected."""
+
+
+class Agreement:
+    """How likely an expected token is to come, by the number of tokens before it that came as expected."""
+
+    def __init__(self) -> None:
+        self._hits = list(_PRIOR_HITS)
+        self._weights = [_PRIOR_WEIGHT] * len(_PRIOR_HITS)
+
+    def probability(self, agreed: int) -> float:
+        """Of the next token, after so many have agreed."""
+        kind = _kind(agreed)
+        return self._hits[kind] / self._weights[kind]
+
+    def learn(self, agreed: int, hit: bool) -> None:
+        """Take in whether the next token came as expected, after so many had."""
+        kind, keep = _kind(agreed), 1 - 1 / _MEMORY
+        self._hits[kind] = keep * self._hits[kind] + hit
+        self._weights[kind] = keep * self._weights[kind] + 1
+
+
+class Prediction:
+    """A `Source` for one row.
+
+    Args:
+        text: ids of the text that is expected.
+        excluded: ids that are never guessed (end of sequence, padding): guesses end before them.
+    """
+
+    name = "prediction"
+
+    def __init__(self, text: Sequence[int], excluded: Collection[int] = ()) -> None:
+        self._text, self._excluded = list(text), frozenset(excluded)
+        self._numbers: dict[int, list[int]] = defaultdict(list)
+        for number, token in enumerate(self._text):
+            self._numbers[token].append(number)
+        self._agreement = Agreement()
+        self._places = [Place(0, 0)]  # the answer may begin as the text does
+        self._length, self._last = 0, -1  # of the row's text when these were found, and its last token
+        self._exchanged = 0  # number of the token expected next if each since the departure stands for one of the text
+        self._aftermath = 0  # tokens for which that is thought possible
+
+    def guesses(self, context: Sequence[int]) -> list[Guess]:
+        """See `Source`: what follows each place at which the row may be."""
+        if not self._length:  # the first call: prefill has yielded one token
+            self._length, self._last = len(context) - 1, context[-2]
+        if self._length > len(context) or context[self._length - 1] != self._last:  # another text than was expected
+            self._places = self._found(context)
+        elif new := context[self._length :]:
+            for place in self._places:
+                self._learn(place, new)
+            self._places = self._after(new, context)
+        self._length, self._last = len(context), context[-1]
+        return [guess for place in self._places for guess in self._guesses_from(place)]
+
+    def _learn(self, place: Place, new: Sequence[int]) -> None:
+        """Take in how far `new` tokens were those that a place had made expect."""
+        agreed = self._agreeing(place, new)
+        for number in range(agreed):
+            self._agreement.learn(place.agreed + number, hit=True)
+        if agreed < len(new) and place.start + agreed < len(self._text):
+            self._agreement.learn(place.agreed + agreed, hit=False)
+
+    def _agreeing(self, place: Place, new: Sequence[int]) -> int:
+        """How many of the `new` tokens, from the first one on, are those of the text at a place."""
+        pairs = zip(new, self._text[place.start : place.start + len(new)], strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def _after(self, new: Sequence[int], context: Sequence[int]) -> list[Place]:
+        """The places after `new` tokens at the end of `context`."""
+        self._exchanged += len(new)
+        self._aftermath -= len(new)
+        if self._places:
+            place = self._places[0]
+            if self._agreeing(place, new) == len(new):
+                return [Place(place.start + len(new), place.agreed + len(new))]
+            if place.agreed or not place.start:
+                self._exchanged, self._aftermath = place.start + len(new), _AFTERMATH
+        return self._found(context)
+
+    def _found(self, context: Sequence[int]) -> list[Place]:
+        """Behind the longest tail of `context` that the text has, and where an exchange of tokens would lead to."""
+        places = [] if (tail := self._behind_tail(context)) is None else [tail]
+        exchanged = Place(self._exchanged, 0)
+        if self._aftermath > 0 and all(place.start != exchanged.start for place in places):
+            places.append(exchanged)
+        return [place for place in places if place.start < len(self._text)]
+
+    def _behind_tail(self, context: Sequence[int]) -> Place | None:
+        numbers = self._numbers.get(context[-1], [])
+        middle = bisect_left(numbers, self._exchanged)
+        best: tuple[int, int, int] | None = None  # length, distance to where the row has left the text, number
+        for number in numbers[max(0, middle - _PLACES // 2) : middle + _PLACES // 2]:
+            found = self._tail_at(number, context), -abs(number + 1 - self._exchanged), number
+            best = found if best is None else max(best, found)
+        return None if best is None else Place(best[2] + 1, best[0])
+
+    def _tail_at(self, number: int, context: Sequence[int]) -> int:
+        """How many tokens at the end of `context` are those of the text up to that number."""
+        length = 1
+        most = min(LONGEST_MATCH, number + 1, len(context))
+        while length < most and context[-1 - length] == self._text[number - length]:
+            length += 1
+        return length
+
+    def _guesses_from(self, place: Place) -> Iterator[Guess]:
+        tokens = self._text[place.start : place.start + LONGEST_CHAIN]
+        free = list(takewhile(lambda token: token not in self._excluded, tokens))
+        steps = (self._agreement.probability(place.agreed + number) for number in range(len(free)))
+        scores = list(takewhile(lambda score: score >= _FAINTEST, accumulate(steps, mul)))
+        if scores:
+            yield Guess(free[: len(scores)], self.name, scores)
+
+
+def _kind(agreed: int) -> int:
+    """Which lengths of agreement are counted together: 0, 1, 2 and 3, 4 to 7, ... and from `LONGEST_MATCH` on."""
+    return min(agreed, LONGEST_MATCH).bit_length()

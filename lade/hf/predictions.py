@@ -1,0 +1,96 @@
+"""`prediction=`: a text that the answer is expected to follow, in all the ways in which callers give one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from lade.config import LookaheadConfig
+from lade.decoding.drafting.drafter import Source
+from lade.decoding.drafting.prediction import Prediction as ExpectedText
+from lade.errors import ConfigError, InputError
+from lade.hf.ids import placeholder_ids, special_ids, vocabulary_of
+from lade.hf.prepared import Prepared
+from lade.hf.refusals import refuse
+
+Prediction: TypeAlias = (
+    str | torch.Tensor | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | Sequence[torch.Tensor]
+)
+"""Text or ids `[L]` for one prompt, or one of them for each prompt of a batch."""
+
+
+def refuse_without_guesses(prediction: Prediction | None, config: LookaheadConfig | None) -> None:
+    """Raise `ConfigError` for a text that is expected where nothing is ever guessed."""
+    if prediction is not None and config is None:
+        raise ConfigError("prediction", "a text", "lookahead=None guesses nothing: leave one of them out")
+
+
+def prediction_ids(prediction: Prediction | None, tokenizer: Any = None) -> list[list[int]]:
+    """The ids of each text that is expected, one text a prompt; nothing where nothing is.
+
+    Args:
+        prediction: as the caller gave it.
+        tokenizer: of the model; needed for text.
+
+    Raises:
+        InputError: it is neither text nor ids, or text without a tokenizer.
+    """
+    if prediction is None:
+        return []
+    if isinstance(prediction, torch.Tensor):
+        if prediction.ndim not in (1, 2) or prediction.is_floating_point() or prediction.is_complex():
+            found = f"{prediction.dtype} of shape {list(prediction.shape)}"
+            raise InputError(f"prediction is {found}: give ids, [L] or [B, L], or text")
+        several = prediction.tolist() if prediction.ndim == 2 else [prediction.tolist()]
+    elif isinstance(prediction, str):
+        several = [prediction]
+    elif isinstance(prediction, Mapping) or not isinstance(prediction, Sequence):
+        raise InputError(
+            f"prediction is of type {type(prediction).__name__}: give text, or ids, or one for each prompt"
+        )
+    else:
+        several = [prediction] if all(_is_id(token) for token in prediction) else list(prediction)
+    return [_ids_of(one, tokenizer) for one in several]
+
+
+def _ids_of(one: Any, tokenizer: Any) -> list[int]:
+    if isinstance(one, str):
+        if tokenizer is None:
+            raise InputError("prediction is text, which takes a tokenizer: give tokenizer=..., or its ids")
+        one = tokenizer(one, add_special_tokens=False)["input_ids"]
+    ids = one.tolist() if isinstance(one, torch.Tensor) else one
+    if not isinstance(ids, Sequence) or not all(_is_id(token) for token in ids):
+        raise InputError(f"prediction has {one!r:.60}: give text or ids, one of them for each prompt")
+    return list(ids)
+
+
+def _is_id(token: object) -> bool:
+    return isinstance(token, int) and not isinstance(token, bool)
+
+
+def sources_for(prepared: Prepared, config: LookaheadConfig, rows: int) -> list[list[Source]]:
+    """For each row what guesses from the text that it is expected to write.
+
+    Raises:
+        InputError: there are more or fewer texts than prompts, or ids out of the vocabulary.
+        UnsupportedArgumentError: no guesses of this kind are made.
+    """
+    texts = prepared.predictions
+    if not texts:
+        return [[] for _ in range(rows)]
+    repeated = prepared.generation_config.num_return_sequences or 1
+    prompts = rows // repeated
+    if len(texts) != prompts:
+        raise InputError(
+            f"prediction has {len(texts)} texts for {prompts} prompts: give one for each, if only an empty one"
+        )
+    vocabulary = vocabulary_of(prepared.model)
+    for token in (token for text in texts for token in text):
+        if not 0 <= token < vocabulary:
+            raise InputError(f"prediction has the id {token}, and the model has a vocabulary of {vocabulary}")
+    if not config.adaptive and not config.guesses:
+        refuse("prediction with guesses=0", "then nothing is guessed but the window's own cells")
+    excluded = special_ids(prepared.generation_config) | placeholder_ids(prepared.model)
+    return [[ExpectedText(text, excluded)] for text in texts for _ in range(repeated)]
