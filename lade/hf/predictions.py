@@ -9,8 +9,10 @@ import torch
 
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.drafter import Source
-from lade.decoding.drafting.prediction import Prediction as ExpectedText
+from lade.decoding.drafting.followed import OwnText
+from lade.decoding.drafting.followed import Prediction as ExpectedText
 from lade.errors import ConfigError, InputError
+from lade.hf.encoder_decoder import source_of
 from lade.hf.ids import placeholder_ids, special_ids, vocabulary_of
 from lade.hf.prepared import Prepared
 from lade.hf.refusals import refuse
@@ -71,26 +73,34 @@ def _is_id(token: object) -> bool:
 
 
 def sources_for(prepared: Prepared, config: LookaheadConfig, rows: int) -> list[list[Source]]:
-    """For each row what guesses from the text that it is expected to write.
+    """For each row what guesses beside its method: from the text that it is expected to write, and from its own.
 
     Raises:
         InputError: there are more or fewer texts than prompts, or ids out of the vocabulary.
         UnsupportedArgumentError: no guesses of this kind are made.
     """
-    texts = prepared.predictions
-    if not texts:
-        return [[] for _ in range(rows)]
-    repeated = prepared.generation_config.num_return_sequences or 1
-    prompts = rows // repeated
-    if len(texts) != prompts:
+    excluded = special_ids(prepared.generation_config) | placeholder_ids(prepared.model)
+    sources: list[list[Source]] = [[] for _ in range(rows)]
+    if prepared.predictions:
+        if not config.adaptive and not config.guesses:
+            refuse("prediction with guesses=0", "then nothing is guessed but the window's own cells")
+        for row, text in zip(sources, _text_of_rows(prepared, rows), strict=True):
+            row.append(ExpectedText(text, excluded))
+    if config.adaptive and config.prompt_ngrams:
+        for number, row in enumerate(sources):
+            row.append(OwnText(source_of(prepared, number), excluded))
+    return sources
+
+
+def _text_of_rows(prepared: Prepared, rows: int) -> list[Sequence[int]]:
+    """The text that each row is expected to write."""
+    texts, repeated = prepared.predictions, prepared.generation_config.num_return_sequences or 1
+    if len(texts) * repeated != rows:
         raise InputError(
-            f"prediction has {len(texts)} texts for {prompts} prompts: give one for each, if only an empty one"
+            f"prediction has {len(texts)} texts for {rows // repeated} prompts: give one for each, empty or not"
         )
     vocabulary = vocabulary_of(prepared.model)
     for token in (token for text in texts for token in text):
         if not 0 <= token < vocabulary:
             raise InputError(f"prediction has the id {token}, and the model has a vocabulary of {vocabulary}")
-    if not config.adaptive and not config.guesses:
-        refuse("prediction with guesses=0", "then nothing is guessed but the window's own cells")
-    excluded = special_ids(prepared.generation_config) | placeholder_ids(prepared.model)
-    return [[ExpectedText(text, excluded)] for text in texts for _ in range(repeated)]
+    return [text for text in texts for _ in range(repeated)]

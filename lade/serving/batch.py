@@ -120,7 +120,8 @@ class Batch:
             self._cost = BatchCost(lambda rows: step_cost_for(self._model, self._runner, batch=rows), 1)
             self._loop.budget = BatchBudget(self._cost)
         budget = self._loop.budget if weighs else None
-        return drafter_for(config, request.excluded, vocabulary=vocabulary_of(self._model), budget=budget)
+        vocabulary = vocabulary_of(self._model)
+        return drafter_for(config, request.excluded, vocabulary=vocabulary, budget=budget, sources=request.sources)
 
     def advance(self) -> None:
         """Evict cancelled requests, prefill up to `prefill_tokens`, run one decode step."""

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError, EngineClosedError, EngineFullError, UnsupportedModelError
+from lade.hf.predictions import Prediction, refuse_without_guesses
 from lade.hf.refusals import resolve
 from lade.model.support.supports import supports, unwrap
 from lade.serving.batch import ActiveRequest, Batch
@@ -93,6 +94,7 @@ class Engine:
         on_step: Callable[[Step], None] | None = None,
         seed: int | None = None,
         stats: Stats | None = None,
+        prediction: Prediction | None = None,
         **generate_arguments: Any,
     ) -> Handle:
         """Add a prompt to be continued; returns at once.
@@ -104,6 +106,7 @@ class Engine:
             seed: of this request's draws, where it samples: the tokens are those that `torch.manual_seed(seed)` and
                 `model.generate` give. None: one is drawn; the handle has it.
             stats: is added to; None for new ones, which the handle has.
+            prediction: a text that the answer is expected to follow: its ids, or text and a `tokenizer=`.
             generate_arguments: anything that `model.generate` takes for one prompt, but beams, streamers and caches.
                 The clock of `max_time` starts now.
 
@@ -114,8 +117,10 @@ class Engine:
             EngineClosedError: the engine was closed, or this process was forked from the engine's.
         """
         self._scheduler.check_process()
-        config = resolve(lookahead)[0] or PLAIN
-        request = prepare(self._model, input_ids, generate_arguments, config=config, seed=seed)
+        chosen = resolve(lookahead)[0]
+        refuse_without_guesses(prediction, chosen)
+        config = chosen or PLAIN
+        request = prepare(self._model, input_ids, generate_arguments, config=config, seed=seed, prediction=prediction)
         make = functools.partial(Handle, stats=Stats() if stats is None else stats, seed=request.seed, on_step=on_step)
         return self._scheduler.take(request, make)
 

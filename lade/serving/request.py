@@ -19,6 +19,7 @@ from lade.hf.arguments import arguments_for_callable, why_no_ids
 from lade.hf.ids import placeholder_ids, special_ids
 from lade.hf.one_call import cleaning_up, refuse_hooks_of_one_call, refuse_values_of_one_call
 from lade.hf.output import Output, output_of, record_for
+from lade.hf.predictions import Prediction, prediction_ids, sources_for
 from lade.hf.prepared import Prepared, preparing
 from lade.hf.refusals import check
 from lade.hf.row import row_for
@@ -49,6 +50,7 @@ class Request:
         config: as given.
         seed: the seed of its draws; None where nothing is drawn.
         excluded: ids after which nothing is drafted.
+        sources: what guesses beside its method.
         need: the room that it can come to take.
         images: the prompt where it has more than text in it, until it is prefilled; else None.
 
@@ -72,6 +74,7 @@ class Request:
         self.config, self.seed = config, None
         if generation_config.do_sample:
             self.seed = secrets.randbelow(_DRAWN_SEEDS) if seed is None else seed
+        self.sources = sources_for(prepared, config, 1)[0]
         self.excluded = special_ids(generation_config) | placeholder_ids(prepared.model)
         self._record = record_for(generation_config)
 
@@ -94,6 +97,7 @@ def prepare(
     *,
     config: LookaheadConfig,
     seed: int | None,
+    prediction: Prediction | None = None,
 ) -> Request:
     """Have `model.generate` prepare a request; nothing is fed yet.
 
@@ -103,6 +107,7 @@ def prepare(
         arguments: anything that `model.generate` takes.
         config: the method and its sizes.
         seed: of its draws.
+        prediction: a text that the answer is expected to follow.
 
     Raises:
         ConfigError: the seed is none that torch takes.
@@ -114,7 +119,8 @@ def prepare(
         if arguments.get(name) is not None:
             refuse(name, remedy)
     arguments = {**arguments, "input_ids": _as_prompt(input_ids, input_device(unwrap(model)))}
-    make = preparing(functools.partial(Request, config=config, seed=seed), model)
+    texts = prediction_ids(prediction, arguments.get("tokenizer"))
+    make = preparing(functools.partial(Request, config=config, seed=seed), model, texts)
     with cleaning_up(model, arguments.get("generation_config")):
         try:
             _refuse_contexts(unwrap(model), arguments)

@@ -1,16 +1,17 @@
-"""Guesses from a text that the answer is expected to follow: a file to be edited, a draft to be corrected.
+"""Guesses from a text that the row may follow: one that is expected, such as a file to be edited, or its own.
 
-The place in that text is where it continues the longest tail of the row's text. While the row follows it, the next
+The place in that text is behind the longest tail of the row's text that it has. While the row follows it, the next
 tokens are guessed from there; when the row departs, the place is sought again after every token, so that it is found
 behind each change. How likely the next token is to be the one expected depends on how many have agreed so far; that is
 learned online, by the length of the agreement, and decides how many are worth feeding.
 
-Source of the idea: OpenAI's predicted outputs; drafts from a longest matching tail: A. Saxena, "Prompt Lookup
-Decoding" (2023), and SuffixDecoding, arXiv 2411.04975.
+Source of the idea: drafts from where the last tokens stood before: A. Saxena, "Prompt Lookup Decoding" (2023), and
+SuffixDecoding, arXiv 2411.04975; texts that the caller expects: OpenAI's predicted outputs.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -24,6 +25,8 @@ LONGEST_CHAIN = 64
 """Tokens guessed at a time."""
 LONGEST_MATCH = 32
 """Agreement beyond so many tokens is not told apart."""
+ANCHOR = 6
+"""Tokens by which a copy is recognised."""
 _PLACES = 64  # places where the last token stands that are looked at
 _AFTERMATH = 16  # tokens after a departure in which the text may go on as if one token had been exchanged for another
 _FAINTEST = 0.02  # what is less likely to be accepted is not guessed
@@ -63,33 +66,35 @@ class Agreement:
         self._weights[kind] = keep * self._weights[kind] + 1
 
 
-class Prediction:
-    """A `Source` for one row.
+class Followed(ABC):
+    """A `Source` for one row: what comes next in a text, while the row follows it.
 
     Args:
-        text: ids of the text that is expected.
+        text: ids.
         excluded: ids that are never guessed (end of sequence, padding): guesses end before them.
+
+    Attributes:
+        name: of its guesses in `Step.sources`.
     """
 
-    name = "prediction"
+    name: str
 
     def __init__(self, text: Sequence[int], excluded: Collection[int] = ()) -> None:
         self._text, self._excluded = list(text), frozenset(excluded)
-        self._numbers: dict[int, list[int]] = defaultdict(list)
-        for number, token in enumerate(self._text):
-            self._numbers[token].append(number)
         self._agreement = Agreement()
-        self._places = [Place(0, 0)]  # the answer may begin as the text does
+        self._places: list[Place] = []
         self._length, self._last = 0, -1  # of the row's text when these were found, and its last token
         self._exchanged = 0  # number of the token expected next if each since the departure stands for one of the text
         self._aftermath = 0  # tokens for which that is thought possible
 
+    @abstractmethod
+    def _behind_tail(self, context: Sequence[int]) -> Place | None:
+        """Behind a long tail of `context` that the text has."""
+
     def guesses(self, context: Sequence[int]) -> list[Guess]:
         """See `Source`: what follows each place at which the row may be."""
-        if not self._length:  # the first call: prefill has yielded one token
-            self._length, self._last = len(context) - 1, context[-2]
-        if self._length > len(context) or context[self._length - 1] != self._last:  # another text than was expected
-            self._places = self._found(context)
+        if self._length > len(context) or (self._length and context[self._length - 1] != self._last):
+            self._places, self._aftermath = self._found(context), 0  # another text than was expected
         elif new := context[self._length :]:
             for place in self._places:
                 self._learn(place, new)
@@ -118,7 +123,7 @@ class Prediction:
             place = self._places[0]
             if self._agreeing(place, new) == len(new):
                 return [Place(place.start + len(new), place.agreed + len(new))]
-            if place.agreed or not place.start:
+            if place.agreed:
                 self._exchanged, self._aftermath = place.start + len(new), _AFTERMATH
         return self._found(context)
 
@@ -130,19 +135,9 @@ class Prediction:
             places.append(exchanged)
         return [place for place in places if place.start < len(self._text)]
 
-    def _behind_tail(self, context: Sequence[int]) -> Place | None:
-        numbers = self._numbers.get(context[-1], [])
-        middle = bisect_left(numbers, self._exchanged)
-        best: tuple[int, int, int] | None = None  # length, distance to where the row has left the text, number
-        for number in numbers[max(0, middle - _PLACES // 2) : middle + _PLACES // 2]:
-            found = self._tail_at(number, context), -abs(number + 1 - self._exchanged), number
-            best = found if best is None else max(best, found)
-        return None if best is None else Place(best[2] + 1, best[0])
-
-    def _tail_at(self, number: int, context: Sequence[int]) -> int:
+    def _agreeing_before(self, number: int, context: Sequence[int]) -> int:
         """How many tokens at the end of `context` are those of the text up to that number."""
-        length = 1
-        most = min(LONGEST_MATCH, number + 1, len(context))
+        length, most = 0, min(LONGEST_MATCH, number + 1, len(context))
         while length < most and context[-1 - length] == self._text[number - length]:
             length += 1
         return length
@@ -154,6 +149,78 @@ class Prediction:
         scores = list(takewhile(lambda score: score >= _FAINTEST, accumulate(steps, mul)))
         if scores:
             yield Guess(free[: len(scores)], self.name, scores)
+
+
+class Prediction(Followed):
+    """Guesses from a text that is expected as the answer."""
+
+    name = "prediction"
+
+    def __init__(self, text: Sequence[int], excluded: Collection[int] = ()) -> None:
+        super().__init__(text, excluded)
+        self._numbers: dict[int, list[int]] = defaultdict(list)
+        for number, token in enumerate(self._text):
+            self._numbers[token].append(number)
+
+    def guesses(self, context: Sequence[int]) -> list[Guess]:
+        """See `Followed`; the answer may begin as the text does."""
+        if not self._length:  # prefill has yielded one token
+            self._length, self._last, self._places = len(context) - 1, context[-2], [Place(0, 0)]
+        return super().guesses(context)
+
+    def _behind_tail(self, context: Sequence[int]) -> Place | None:
+        numbers = self._numbers.get(context[-1], [])
+        middle = bisect_left(numbers, self._exchanged)
+        near = numbers[max(0, middle - _PLACES // 2) : middle + _PLACES // 2]
+        found = [
+            (self._agreeing_before(number, context), -abs(number + 1 - self._exchanged), number) for number in near
+        ]
+        if not found:
+            return None
+        length, _, number = max(found)
+        return Place(number + 1, length)
+
+
+class OwnText(Followed):
+    """Guesses that the row copies from its prompt, or from what it has written.
+
+    A memory knows what followed the last tokens, and guesses a few more; copies go on for long. They are looked for
+    behind so many tokens that stood there before that hardly anything else follows.
+
+    Args:
+        before: ids of a text before the prompt's, such as what an encoder was fed.
+        excluded: see `Followed`.
+    """
+
+    name = "text"
+
+    def __init__(self, before: Sequence[int] = (), excluded: Collection[int] = ()) -> None:
+        super().__init__((), excluded)
+        self._before = len(before)
+        self._ends: dict[tuple[int, ...], int] = {}  # number of the last token of each n-gram
+        self._extend(before)
+
+    def guesses(self, context: Sequence[int]) -> list[Guess]:
+        """See `Followed`."""
+        known = len(self._text) - self._before
+        while known > len(context) or (known and self._text[-1] != context[known - 1]):  # not what was expected
+            self._text.pop()
+            known -= 1
+        self._extend(context[known:])
+        return super().guesses(context)
+
+    def _extend(self, tokens: Sequence[int]) -> None:
+        text, first = self._text, len(self._text)
+        text += tokens
+        for end in range(max(first, ANCHOR), len(text)):  # of what the text goes on behind
+            self._ends[tuple(text[end - ANCHOR : end])] = end - 1
+
+    def _behind_tail(self, context: Sequence[int]) -> Place | None:
+        number = self._ends.get(tuple(context[-ANCHOR:]))
+        if number is None or number >= len(self._text) - 1:
+            return None
+        agreed = self._agreeing_before(number, context)
+        return Place(number + 1, agreed) if agreed >= ANCHOR else None
 
 
 def _kind(agreed: int) -> int:
