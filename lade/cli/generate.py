@@ -12,14 +12,16 @@ import typer
 from lade.cli.batch.request import BatchOptions
 from lade.cli.options import decoding as options
 from lade.cli.options.template import Template
-from lade.cli.prompts import Source
+from lade.cli.prompts import Source, read_prediction
 from lade.cli.terminal import ASIDE, EXIT_INTERRUPTED, Terminal, terminal
 from lade.errors import ConfigError
 
 if TYPE_CHECKING:
     from lade.cli.generation_plan import GenerationPlan
+    from lade.cli.options.decoding import Choices
     from lade.cli.prompts import Prompt
     from lade.cli.run import Generation
+    from lade.config import Lookahead
     from lade.stats import Step
 
 EXAMPLE = 'Example:  [bold]lade generate "def mean(values):" --max-new-tokens 100[/bold]'
@@ -31,6 +33,7 @@ def generate(
     source: Source,
     max_new_tokens: options.MaxNewTokens = 128,
     image: options.Images = None,
+    prediction_file: options.PredictionFile = None,
     *,
     template: options.Template,
     many: BatchOptions,
@@ -63,6 +66,10 @@ def generate(
         prompts = [] if batch else source.read()
         if image:
             _check_images(image, source, prompts, template)
+        predicted = None
+        if prediction_file is not None:
+            _check_prediction(prediction_file, prompts, lookahead, choices)
+            predicted = read_prediction(prediction_file)
         from lade.cli.encoder import Encoder
         from lade.cli.generation_plan import GenerationPlan
         from lade.cli.loading.load import load, remembering
@@ -75,7 +82,7 @@ def generate(
 
             carry_out(batch, plan, term, quiet=json)
         else:
-            _run(plan, prompts, term, image or [], json=json)
+            _run(plan, prompts, term, image or [], predicted, json=json)
 
 
 def _check_images(images: list[Path], source: Source, prompts: list[Prompt], template: Template) -> None:
@@ -87,20 +94,39 @@ def _check_images(images: list[Path], source: Source, prompts: list[Prompt], tem
         raise ConfigError("image", given, "its place is the chat template's to choose: leave out --raw")
 
 
-def _run(plan: GenerationPlan, prompts: list[Prompt], term: Terminal, images: list[Path], *, json: bool) -> None:
+def _check_prediction(path: Path, prompts: list[Prompt], lookahead: Lookahead, choices: Choices) -> None:
+    """Raise `ConfigError` where a text that is expected cannot be of use."""
+    if len(prompts) != 1:
+        raise ConfigError("prediction-file", str(path), "it is for one prompt: give that alone, without --batch-size")
+    if lookahead is None or choices.num_beams > 1:
+        method = "--method plain" if lookahead is None else "--num-beams"
+        raise ConfigError("prediction-file", str(path), f"nothing is guessed from it then: leave out {method}")
+
+
+def _run(
+    plan: GenerationPlan,
+    prompts: list[Prompt],
+    term: Terminal,
+    images: list[Path],
+    predicted: str | None,
+    *,
+    json: bool,
+) -> None:
     from lade.cli.run import check_served, decode, warn_of_length
 
     loaded, lookahead, choices = plan.loaded, plan.lookahead, plan.choices
-    media: Mapping[str, Any] = {}
+    more: Mapping[str, Any] = {}
     if images:
         shown = plan.encode.with_images(prompts[0], images)
-        encoded, media = [shown.ids], shown.media
+        encoded, more = [shown.ids], shown.media
     else:
         encoded = [plan.encode(prompt) for prompt in prompts]  # all are checked before the first one is decoded
+    if predicted is not None:
+        more = {**more, "prediction": loaded.tokenizer(predicted, add_special_tokens=False)["input_ids"]}
     check_served(loaded, lookahead, choices)
     warn_of_length(loaded, max(map(len, encoded)), plan.max_new_tokens, term)
     wanted = plan.max_new_tokens
-    begin = partial(decode, loaded, lookahead=lookahead, choices=choices, max_new_tokens=wanted, term=term, media=media)
+    begin = partial(decode, loaded, lookahead=lookahead, choices=choices, max_new_tokens=wanted, term=term, more=more)
     for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
         if number and not json:
             term.write("\n")

@@ -85,6 +85,17 @@ class Source:
         return [Prompt(given)]
 
 
+def read_prediction(path: Path) -> str:
+    """The text that an answer is expected to follow.
+
+    Raises:
+        InputError: it cannot be read, or is empty.
+    """
+    text = _read(path, "prediction file")
+    check_text(text, "the prediction")
+    return text
+
+
 def read_file(path: Path) -> list[Prompt]:
     """The prompts of a file: of `.jsonl` one a line, of anything else one.
 
@@ -121,13 +132,14 @@ def check_text(text: str, name: str) -> None:
         raise InputError(f"{name} is not UTF-8 at character {problem.start}: save or type it as UTF-8") from problem
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, kind: str = "prompt file") -> str:
+    name = f"{kind} {str(path)!r}"
     try:
         raw = path.read_bytes()
     except OSError as problem:
         reason = problem.strerror or str(problem)
-        raise InputError(f"prompt file {str(path)!r} cannot be read: {reason}; check path and permissions") from problem
-    return _utf8(raw, f"prompt file {str(path)!r}")
+        raise InputError(f"{name} cannot be read: {reason}; check path and permissions") from problem
+    return _utf8(raw, name)
 
 
 def _from_line(line: str, place: str) -> Prompt:

@@ -36,6 +36,7 @@ class Generation:
         choices: how its tokens were chosen.
         interrupted: whether Ctrl-C ended it.
         torn: whether that happened inside a forward pass, so that the cache is not to be used again.
+        predicted: tokens that came as the text said that the answer was expected to follow.
         finish_reason: "stop": the model or a stop text ended it; "length": it was cut off, by the number of tokens or
             by the end of the context; "interrupted".
     """
@@ -47,6 +48,7 @@ class Generation:
     choices: Choices = GREEDY
     interrupted: bool = False
     torn: bool = False
+    predicted: int = 0
     finish_reason: str = "stop"
 
     @property
@@ -73,6 +75,7 @@ class Generation:
             "prefill_s": stats.prefill_s,
             "decode_s": stats.decode_s,
             "tokens_per_s": self.tokens_per_s,
+            "predicted_tokens": self.predicted,
             "model": loaded.name,
             "dtype": loaded.dtype,
             "config": config_dict(self.config),
@@ -186,7 +189,7 @@ def decode(
     on_step: Callable[[Step], None],
     choices: Choices = GREEDY,
     cache: Any = None,
-    media: Mapping[str, Any] | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> Generation:
     """Generate, telling `on_step` each step, or each token of a beam search when it is complete.
 
@@ -199,7 +202,7 @@ def decode(
         on_step: is called with each `Step`; its time counts for nothing where lookahead decodes.
         choices: settled ones; their seed becomes that of torch's generator.
         cache: a `TreeCache` that may hold a part of the prompt; it is left holding all tokens but the last.
-        media: images in the prompt, as arguments of `generate`.
+        more: arguments of `lade.generate`: images in the prompt, a text that the answer is expected to follow.
     """
     run, fallbacks = Generation(prompt=prompt, choices=choices), len(term.fallbacks)
     ids, room = torch.tensor([prompt], device=loaded.model.device), loaded.room(prompt, max_new_tokens)
@@ -210,7 +213,7 @@ def decode(
         "lookahead": lookahead,
         **({} if cache is None else {"past_key_values": cache}),
         **generate_arguments(loaded, choices),
-        **(media or {}),
+        **(more or {}),
     }
     if choices.seed is not None:
         torch.manual_seed(choices.seed)
@@ -230,6 +233,7 @@ def _steps(loaded: LoadedModel, arguments: dict[str, Any], run: Generation, on_s
             for step in steps:
                 run.token_ids += step.tokens
                 run.stats.add(step)
+                run.predicted += step.sources.count("prediction")
                 on_step(step)
                 if interrupt.requested:
                     run.interrupted = True

@@ -9,7 +9,7 @@ CONTEXT = 512  # of the model in conftest.py
 PROMPT = "say it again, say it"
 FIELDS = [
     "text", "token_ids", "new_tokens", "steps", "tokens_per_step", "step_tokens_mean", "prefill_s", "decode_s",
-    "tokens_per_s", "model", "dtype", "config", "do_sample", "num_beams", "seed", "interrupted",
+    "tokens_per_s", "predicted_tokens", "model", "dtype", "config", "do_sample", "num_beams", "seed", "interrupted",
     "finish_reason", "packed",
 ]  # fmt: skip
 SIZES = ["--window", 4, "--ngram", 3, "--guesses", 3]
@@ -185,3 +185,28 @@ def test_a_second_ctrl_c_does_not_wait_for_the_step(lade, folder, monkeypatch):
     result = lade("generate", "-m", folder, "-p", PROMPT, "-n", 100, "--json")
     assert result.exit_code == 130
     assert json.loads(result.stdout)["new_tokens"] == 1
+
+
+def test_a_prediction_is_drafted_from(lade, folder, plain, tokenizer, tmp_path):
+    answer = plain(tokenizer(PROMPT)["input_ids"], 40)
+    expected, budget = tmp_path / "expected.txt", ["--budget", 16, "--max-new-tokens", 40, "--json"]
+    expected.write_text(tokenizer.decode(answer), encoding="utf-8")
+    result = lade("generate", "--model", folder, "--prompt", PROMPT, "--prediction-file", expected, *budget)
+    report = json.loads(result.stdout)
+    assert report["token_ids"] == answer
+    assert report["predicted_tokens"] > 20 and report["tokens_per_step"] > 5
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--method", "plain"], "--method plain"),
+        (["--num-beams", 2], "--num-beams"),
+        (["--prediction-file", "nowhere.txt"], "prediction file 'nowhere.txt' cannot be read"),
+    ],
+)
+def test_a_prediction_without_use_is_refused(lade, folder, tmp_path, more, says):
+    expected = tmp_path / "expected.txt"
+    expected.write_text("a text")
+    result = lade("generate", "--model", folder, "--prompt", PROMPT, "--prediction-file", expected, *more)
+    assert result.exit_code == 2 and says in result.stderr

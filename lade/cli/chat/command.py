@@ -270,7 +270,7 @@ class Chat:
                 term=self._term,
                 on_step=painter,
                 cache=self._conversation.cache,
-                media=turn.media,
+                more=turn.media,
             )
         finally:
             painter.finish()

@@ -141,6 +141,10 @@ Images = Annotated[
     list[Path] | None,
     typer.Option("--image", metavar="FILE", help="An image before the prompt; may be given several times."),
 ]
+PredictionFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="A text that the answer is expected to follow, such as a file to be edited."),
+]
 Json = Annotated[
     bool, typer.Option("--json", metavar="", rich_help_panel=output_options.PANEL, help="JSON instead of text.")
 ]

@@ -27,6 +27,8 @@ LONGEST_MATCH = 32
 """Agreement beyond so many tokens is not told apart."""
 ANCHOR = 6
 """Tokens by which a copy is recognised."""
+_TAKEN_BACK = 128
+"""Tokens at the end of a row that may be other ones the next time."""
 _PLACES = 64  # places where the last token stands that are looked at
 _AFTERMATH = 16  # tokens after a departure in which the text may go on as if one token had been exchanged for another
 _FAINTEST = 0.02  # what is less likely to be accepted is not guessed
@@ -203,9 +205,11 @@ class OwnText(Followed):
     def guesses(self, context: Sequence[int]) -> list[Guess]:
         """See `Followed`."""
         known = len(self._text) - self._before
-        while known > len(context) or (known and self._text[-1] != context[known - 1]):  # not what was expected
-            self._text.pop()
-            known -= 1
+        late = max(0, known - _TAKEN_BACK)
+        if self._text[self._before + late :] != context[late:known]:  # rows in lock-step show what they expect to write
+            pairs = zip(self._text[self._before + late :], context[late:], strict=False)
+            known = late + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            del self._text[self._before + known :]
         self._extend(context[known:])
         return super().guesses(context)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lade.decoding.drafting.drafter import Guess
 from lade.decoding.tree import TokenTree
 
-Path = tuple[int, ...]
+Tokens = tuple[int, ...]
 
 
 class Ranking(NamedTuple):
@@ -34,7 +34,7 @@ class Ranking(NamedTuple):
 
 
 def ranked(
-    scores: Sequence[float], paths: Sequence[Path], guesses: Sequence[Guess], *, most: int, max_depth: int | None
+    scores: Sequence[float], paths: Sequence[Tokens], guesses: Sequence[Guess], *, most: int, max_depth: int | None
 ) -> Ranking:
     """The memory's nodes and those of guesses in one order; a node that several propose counts once.
 
@@ -48,7 +48,7 @@ def ranked(
     columns = [list(zip(scores, paths, strict=True))]
     for guess in guesses:
         columns.append([(score, tuple(guess.tokens[:end])) for end, score in enumerate(guess.scores[:max_depth], 1)])
-    taken, used = set[Path](), [0] * len(columns)
+    taken, used = set[Tokens](), [0] * len(columns)
     ranking = Ranking([], [], [], guesses)
     while len(taken) < most:
         heads = [column[place][0] if place < len(column) else -1.0 for column, place in zip(columns, used, strict=True)]

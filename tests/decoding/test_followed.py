@@ -1,0 +1,166 @@
+"""Guesses from a text that the row may follow: expected ones, and copies of its own."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lade import LookaheadConfig, Stats
+from lade.decoding.drafting.drafter import Guess
+from lade.decoding.drafting.factory import drafter_for
+from lade.decoding.drafting.followed import ANCHOR, LONGEST_CHAIN, Agreement, OwnText, Prediction
+from lade.decoding.drafting.ranking import ranked
+from lade.decoding.loop import DecodeLoop
+from lade.decoding.row import Row
+from lade.decoding.tree import TokenTree
+from lade.decoding.verify import Greedy
+from lade.testing import FunctionRunner, ListCache, nearly_flat_cost
+
+VOCABULARY, PROMPT = 400, [1, 2, 3]
+BUDGET = LookaheadConfig(budget=12)
+
+
+def noise(seed: int, length: int = 120) -> list[int]:
+    return random.Random(seed).choices(range(10, VOCABULARY), k=length)
+
+
+ANSWER = noise(0)
+CHANGED = [token + 1 if place in (20, 60, 90) else token for place, token in enumerate(ANSWER)]
+EDITED = [*ANSWER[:30], 5, 6, 7, *ANSWER[30:70], *ANSWER[80:]]
+"""Three tokens more, and ten less: the answer takes away the ones and brings back the others."""
+
+
+def decoded(prompt: Sequence[int], answer: Sequence[int], *sources: object, config: LookaheadConfig = BUDGET):
+    """Stats, and the name of each token's source."""
+    text = [*prompt, *answer]
+    drafter = drafter_for(config, cost=nearly_flat_cost(), sources=sources)
+    row = Row(prompt, drafter, Greedy(), lambda tokens: len(tokens) >= len(text))
+    runner = FunctionRunner(lambda known: text[len(known)] if len(known) < len(text) else 0, VOCABULARY)
+    loop = DecodeLoop([row], runner, ListCache(), Stats())
+    names = [name for steps in loop.run() for step in steps for name in step.sources]
+    assert row.tokens == text
+    return loop.stats, names
+
+
+@pytest.mark.parametrize(("expected", "least"), [(ANSWER, 11.5), (CHANGED, 8), (EDITED, 5)])
+def test_a_step_yields_most_of_what_it_feeds_where_the_answer_is_what_was_expected(expected, least):
+    stats, names = decoded(PROMPT, ANSWER, Prediction(expected))
+    assert stats.tokens_per_step >= least
+    assert names.count("prediction") > 0.75 * len(names)
+
+
+def test_noise_is_fed_less_and_less():
+    # Half of it are the answer's own tokens, in another order, so that places are found all the time.
+    wrong = random.Random(1).sample(ANSWER, 60) + noise(2, 60)
+    source, fed = Prediction(wrong), []
+    for end in range(1, len(ANSWER) + 1):
+        fed.append(sum(len(guess.tokens) for guess in source.guesses([*PROMPT, *ANSWER[:end]])))
+    assert sum(fed[-40:]) < sum(fed[:40]) / 2
+    stats, _ = decoded(PROMPT, ANSWER, Prediction(wrong))
+    assert stats.tokens_per_step < 1.2
+
+
+def test_a_place_is_found_again_behind_each_change():
+    source = Prediction(CHANGED)
+    for end in (1, 18, 20):
+        (guess,) = source.guesses([*PROMPT, *ANSWER[:end]])
+    assert list(guess.tokens[:3]) == CHANGED[20:23]
+    (guess,) = source.guesses([*PROMPT, *ANSWER[:21]])  # one was exchanged for another
+    assert list(guess.tokens[:3]) == ANSWER[21:24]
+    likely = guess.scores[0]
+    (guess,) = source.guesses([*PROMPT, *ANSWER[:24]])
+    assert list(guess.tokens[:3]) == ANSWER[24:27] and guess.scores[0] > likely
+
+
+def test_a_chain_ends_before_what_is_never_guessed_and_has_a_greatest_length():
+    assert [list(guess.tokens) for guess in Prediction([7, 8, 9, 2, 8], {2}).guesses([1, 7])] == [[8, 9]]
+    source, text = Prediction(noise(3, 300)), noise(3, 300)
+    for end in range(1, 200):
+        (guess,) = source.guesses([1, *text[:end]])
+    assert len(guess.tokens) == len(guess.scores) == LONGEST_CHAIN
+    assert source.guesses([1, *text]) == [], "nothing is left"
+    assert Prediction([]).guesses([1, 7]) == []
+
+
+def test_likelihoods_are_those_of_late():
+    agreement = Agreement()
+    assert agreement.probability(0) < agreement.probability(1) < agreement.probability(8) < agreement.probability(99)
+    for hit, bound in ((True, 0.95), (False, 0.3)):
+        for _ in range(200):
+            agreement.learn(5, hit)
+        assert (agreement.probability(5) > bound) is hit
+    assert agreement.probability(4) == agreement.probability(7) != agreement.probability(8)
+
+
+def test_copies_from_the_prompt_are_drafted_as_long_chains():
+    """The prompt's code comes again with a word exchanged; a memory alone knows what follows a few tokens."""
+    prompt = random.Random(4).choices(range(10, 18), k=200)
+    answer = [77 if place % 50 == 49 else token for place, token in enumerate(prompt)]
+    wide = LookaheadConfig(budget=24)
+    alone, _ = decoded(prompt, [*prompt[:8], *answer[8:]], config=wide)
+    copying, names = decoded(prompt, [*prompt[:8], *answer[8:]], OwnText(), config=wide)
+    assert copying.tokens_per_step > 1.5 * alone.tokens_per_step
+    assert names.count("text") > len(names) / 2
+
+
+def test_a_copy_is_recognised_by_its_last_tokens_and_only_from_before_them():
+    source, text = OwnText(), noise(5, 30)
+    assert source.guesses(text) == [], "a text does not continue itself at its end"
+    assert source.guesses([*text, *text[: ANCHOR - 1]]) == []
+    (guess,) = source.guesses([*text, *text[:ANCHOR]])
+    assert list(guess.tokens) == [*text[ANCHOR:], *text[:ANCHOR]][: len(guess.tokens)]
+
+
+def test_a_copy_may_come_from_what_an_encoder_was_fed():
+    (guess,) = OwnText(noise(6, 30)).guesses([1, *noise(6, 30)[3 : 3 + ANCHOR]])
+    assert list(guess.tokens[:4]) == noise(6, 30)[3 + ANCHOR : 7 + ANCHOR]
+
+
+@settings(max_examples=examples(60))
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=6), st.data())
+def test_another_text_than_was_shown_before_is_followed_like_a_new_one(pieces, data):
+    """Rows that go in lock-step show what they expect to write, and may take it back."""
+    source, context = OwnText(), [0]
+    for piece in pieces:
+        kept = data.draw(st.integers(1, len(context)))
+        context = context[:kept] + piece
+        for guess in source.guesses(context):
+            assert len(guess.tokens) == len(guess.scores)
+    assert source._text == context
+
+
+columns = st.lists(st.floats(0.001, 1.0), max_size=12).map(lambda scores: sorted(scores, reverse=True))
+
+
+@settings(max_examples=examples(80))
+@given(st.lists(st.tuples(columns, st.integers(0, 99)), max_size=3), st.data())
+def test_every_size_of_a_ranking_is_a_tree_of_that_size(chains, data):
+    rng = random.Random(data.draw(st.integers(0, 99)))
+    paths: list[tuple[int, ...]] = [()]
+    while len(paths) < 15:
+        path = (*rng.choice(paths), rng.randrange(2))
+        if path not in paths:
+            paths.append(path)
+    memory = sorted((rng.random() for _ in paths[1:]), reverse=True)
+    guesses = [Guess(random.Random(seed).choices(range(2), k=len(scores)), "it", scores) for scores, seed in chains]
+    max_depth, most = data.draw(st.one_of(st.none(), st.integers(0, 9))), data.draw(st.integers(1, 40))
+    ranking = ranked([1.0, *memory], paths, guesses, most=most, max_depth=max_depth)
+    assert len(ranking.scores) <= most and ranking.scores[0] == 1.0
+    assert ranking.scores == sorted(ranking.scores, reverse=True)
+    for size in range(1, len(ranking.scores) + 1):
+        tree = TokenTree(0)
+        for path in paths[: ranking.grown[size - 1]]:
+            tree.add_path(path, "memory")
+        ranking.hang(tree, size)
+        assert len(tree) == size
+
+
+def test_a_guess_of_the_memory_too_is_reported_under_the_name_of_the_one_that_ranked_it():
+    ranking = ranked([1.0, 0.2], [(), (7,)], [Guess([7, 8], "prediction", [0.9, 0.8])], most=9, max_depth=None)
+    assert ranking.scores == [1.0, 0.9, 0.8]
+    tree = TokenTree(0)
+    ranking.hang(tree, 3)
+    assert tree.ids == [0, 7, 8] and tree.sources[1:] == ["prediction"] * 2
