@@ -161,9 +161,27 @@ class RecurrentTreeLayer(RecurrentLayer, TreeLayer):
         TreeLayer.batch_select_indices(self, indices)
 
 
+class TokenCounter(TreeLayer):
+    """Counts the tokens of rows whose states do not tell: stands after the layers of a model without attention.
+
+    To the cache it is a layer like others, whose keys and values are of no width.
+    """
+
+    def count(self, rows: int, tokens: int) -> None:
+        """Each of the rows was fed `tokens` more."""
+        nothing = torch.empty(rows, 1, tokens, 0)
+        self.update(nothing, nothing)
+
+
+def has_states(config: PretrainedConfig) -> bool:
+    """Whether any layer is recurrent: families that have such layers may also be built without."""
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
+
+
 def layers_for(config: PretrainedConfig) -> list[Any]:
     """Layers of a `TreeCache` for a model with recurrent ones, empty, in the order of transformers' own cache."""
-    return [empty_like(layer) for layer in DynamicCache(config=config).layers]
+    layers = [empty_like(layer) for layer in DynamicCache(config=config).layers]
+    return layers if any(isinstance(layer, TreeLayer) for layer in layers) else [*layers, TokenCounter()]
 
 
 def empty_like(layer: Any) -> Any:
@@ -171,4 +189,6 @@ def empty_like(layer: Any) -> Any:
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         kind = RecurrentTreeLayer if isinstance(layer, CacheLayerMixin) else RecurrentLayer
         return kind(layer.number_of_states)
+    if isinstance(layer, TokenCounter):
+        return TokenCounter()
     return TreeLayer() if isinstance(layer, CacheLayerMixin) else layer
