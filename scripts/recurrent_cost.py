@@ -22,7 +22,7 @@ from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
 from lade.decoding.tree import TokenTree
-from lade.model.recurrent.convolution import convolution, windows_of
+from lade.model.recurrent.convolution import columns_of, convolution
 from lade.model.recurrent.delta_rule import delta_rule
 from lade.model.recurrent.state_space import mamba2
 from lade.model.recurrent.tree_pass import TreePass
@@ -101,12 +101,14 @@ def tree_of(nodes: int) -> TokenTree:
 
 def a_pass(layer: Layer, nodes: int) -> Callable[[], Any]:
     """A pass over a tree of that size, with its longest path folded in."""
-    inputs, weight = torch.randn(1, layer.channels, WIDTH + nodes), torch.randn(layer.channels, WIDTH)
+    cached, inputs = torch.randn(1, layer.channels, WIDTH), torch.randn(1, nodes, layer.channels).mT
+    weight = torch.randn(layer.channels, WIDTH)
     core, tree_pass, last = layer.core(nodes), TreePass([tree_of(nodes)]), torch.tensor([nodes - 1])
 
     def call() -> Any:
-        windows = windows_of(inputs, tree_pass.windows(WIDTH, WIDTH, inputs.device)).flatten(2)
-        convolution(tree_pass, qwen.causal_conv1d_fn, windows, weight, None, "silu")
+        whole = torch.cat([cached.mT, inputs.mT], dim=1)  # as the cache layer does
+        convolution(tree_pass, _unused, whole.mT, weight, None, "silu")
+        cached.copy_(columns_of(whole, tree_pass.windows(WIDTH, WIDTH, whole.device)[:, -1]).mT)
         return core(tree_pass)[1].fold(layer.state, last)
 
     return call

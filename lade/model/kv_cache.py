@@ -236,8 +236,9 @@ class TreeCache(Cache):
 
     def reserve(self, rows: int, slots: int) -> None:
         """Resize the buffers to this many rows and slots, at least to what is cached, which is copied."""
-        for layer in self.attending:
-            layer.reserve(rows, slots)
+        for layer in self.layers:
+            if isinstance(layer, TreeLayer | RecurrentLayer):
+                layer.reserve(rows, slots)
 
     def take(self, part: TreeCache) -> None:
         """Append the only row of another cache of the same model, which is then empty."""
