@@ -13,6 +13,7 @@ from comparing import CONFIGS, PAPER, Watch, assert_same, batch, lookahead, only
 from families import RECURRENT_FAMILIES, Family
 from test_batch_families import LENGTHS, assert_same_batch
 from test_serving_families import assert_served
+from torch.nn import functional
 from transformers import DynamicCache, LogitsProcessor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -23,6 +24,8 @@ from lade.model.recurrent.cores import CORES, is_recurrent
 from lade.model.recurrent.delta_rule import delta_rule
 from lade.model.recurrent.folding import LinearFolding
 from lade.model.recurrent.layer import RecurrentLayer
+from lade.model.recurrent.selective_scan import NodeStates, selective_scan
+from lade.model.recurrent.state_space import mamba2
 from lade.model.recurrent.tree_pass import TreePass
 from lade.model.select_runner import runner_for
 from lade.model.support import supports
@@ -327,6 +330,17 @@ def convolution_of_a_text(tree_pass: TreePass, original: Any, inputs: Any, *args
     return convolution(tree_pass, original, inputs.roll(1, dims=-1), *args, **kwargs)
 
 
+def scan_of_a_text(tree_pass: TreePass, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """As if the nodes were a text, which begins with an empty state."""
+    return original(*args, **kwargs)[0], selective_scan(tree_pass, original, *args, **kwargs)[1]
+
+
+def mamba_2_that_is_limited(tree_pass: TreePass, original: Any, inputs: Any, dt: Any, *args: Any, **kwargs: Any) -> Any:
+    """With the limit of the function for several tokens, which decoding does not have."""
+    limited = functional.softplus(dt + kwargs["dt_bias"]).clamp(min=kwargs["dt_limit"][0])
+    return mamba2(tree_pass, original, inputs, limited, *args, **{**kwargs, "dt_bias": None, "dt_softplus": False})
+
+
 def delta_rule_of_a_text(tree_pass: TreePass, original: Any, *args: Any, **kwargs: Any) -> Any:
     """As if the nodes were a text: the outputs of the original function."""
     return original(*args, **kwargs)[0], delta_rule(tree_pass, original, *args, **kwargs)[1]
@@ -337,6 +351,11 @@ def folded_too_early(self: LinearFolding, state: torch.Tensor, last: torch.Tenso
     return fold(self, state, last - 1)
 
 
+def state_of_the_root(self: NodeStates, state: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """The state after the root, whatever path was accepted."""
+    return self.states[:, 0].to(state.dtype)
+
+
 def without_windows(self: RecurrentLayer, last: torch.Tensor) -> None:
     """Folds states, and leaves the inputs of convolutions as they are."""
     self._inputs.clear()
@@ -344,24 +363,30 @@ def without_windows(self: RecurrentLayer, last: torch.Tensor) -> None:
 
 
 fold, keep = LinearFolding.fold, RecurrentLayer.keep
-WRONG: dict[str, tuple[Any, Any]] = {
-    "convolution": ((CORES, "causal_conv1d_fn"), convolution_of_a_text),
-    "delta rule": ((CORES, "torch_chunk_gated_delta_rule"), delta_rule_of_a_text),
-    "convolution not wrapped": ((CORES, "causal_conv1d_fn"), None),
-    "delta rule not wrapped": ((CORES, "torch_chunk_gated_delta_rule"), None),
-    "folding": ((LinearFolding, "fold"), folded_too_early),
-    "stale windows": ((RecurrentLayer, "keep"), without_windows),
+WRONG: dict[str, tuple[str, Any, Any]] = {
+    "convolution": ("qwen3_5_text", (CORES, "causal_conv1d_fn"), convolution_of_a_text),
+    "delta rule": ("qwen3_5_text", (CORES, "torch_chunk_gated_delta_rule"), delta_rule_of_a_text),
+    "convolution not wrapped": ("qwen3_5_text", (CORES, "causal_conv1d_fn"), None),
+    "delta rule not wrapped": ("qwen3_5_text", (CORES, "torch_chunk_gated_delta_rule"), None),
+    "folding": ("qwen3_5_text", (LinearFolding, "fold"), folded_too_early),
+    "stale windows": ("qwen3_5_text", (RecurrentLayer, "keep"), without_windows),
+    "Mamba 1": ("mamba", (CORES, "mamba_selective_scan"), scan_of_a_text),
+    "Mamba 1 folding": ("falcon_mamba", (NodeStates, "fold"), state_of_the_root),
+    "Mamba 1 not wrapped": ("mamba", (CORES, "mamba_selective_scan"), None),
+    "Mamba 2 limit": ("mamba2", (CORES, "mamba2_chunk_scan"), mamba_2_that_is_limited),
+    "Mamba 2 folding": ("mamba2", (LinearFolding, "fold"), folded_too_early),
+    "Mamba 2 stale windows": ("mamba2", (RecurrentLayer, "keep"), without_windows),
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_the_check_refuses_what_is_wrong(
     name: str, dtype: torch.dtype, unlisted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = recurrent("qwen3_5_text").build().to(dtype)
-    (owner, attribute), wrong = WRONG[name]
+    family, (owner, attribute), wrong = WRONG[name]
+    model = recurrent(family).build(**(LIMITED_MAMBA_2 if family == "mamba2" else {})).to(dtype)
     if wrong is None:
         monkeypatch.delitem(owner, attribute)
     elif isinstance(owner, dict):
@@ -370,7 +395,7 @@ def test_the_check_refuses_what_is_wrong(
         monkeypatch.setattr(owner, attribute, wrong)
     assert "a tree pass does not equal plain passes" in lade.supports(model).reason
     monkeypatch.undo()
-    assert lade.supports(recurrent("qwen3_5_text").build().to(dtype))
+    assert lade.supports(recurrent(family).build().to(dtype))
 
 
 @pytest.mark.slow
