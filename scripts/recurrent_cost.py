@@ -101,7 +101,6 @@ class Traffic:
         layers: how many of them there are.
         heads, keys, values: of a state `[heads, keys, values]`.
         channels: of the convolution.
-        reads: how often a pass over a tree reads the state: once for each product with it.
     """
 
     layers: int
@@ -109,7 +108,6 @@ class Traffic:
     keys: int
     values: int
     channels: int
-    reads: int
 
     @property
     def state(self) -> int:
@@ -125,8 +123,8 @@ class Traffic:
         return 2 * self.state / 1e6
 
     def tree(self, count: int) -> float:
-        """Megabytes of a tree: products read the states, folding reads and writes them; nodes are written and read."""
-        return ((self.reads + 2) * self.state + 2 * self.nodes(count)) / 1e6
+        """Megabytes of a tree: outputs read the states, folding reads and writes them; nodes are written and read."""
+        return (3 * self.state + 2 * self.nodes(count)) / 1e6
 
     def captured(self, count: int) -> float:
         """The same if one kernel folded the last path in where it reads the state for the next tree."""
@@ -134,8 +132,8 @@ class Traffic:
 
 
 TRAFFIC = {
-    "gated DeltaNet, Qwen3.5-9B": Traffic(layers=24, heads=32, keys=128, values=128, channels=8192, reads=2),
-    "Mamba 2, Nemotron 3 Nano": Traffic(layers=23, heads=64, keys=128, values=64, channels=6144, reads=1),
+    "gated DeltaNet, Qwen3.5-9B": Traffic(layers=24, heads=32, keys=128, values=128, channels=8192),
+    "Mamba 2, Nemotron 3 Nano": Traffic(layers=23, heads=64, keys=128, values=64, channels=6144),
 }
 
 
@@ -157,7 +155,7 @@ def a_pass(layer: Layer, nodes: int) -> Callable[[], Any]:
         whole = torch.cat([cached.mT, inputs.mT], dim=1)  # as the cache layer does
         convolution(tree_pass, _unused, whole.mT, weight, None, "silu")
         cached.copy_(columns_of(whole, tree_pass.windows(WIDTH, WIDTH, whole.device)[:, -1]).mT)
-        return core(tree_pass)[1].fold(layer.state, last)
+        core(tree_pass)[1].fold(layer.state, last)
 
     return call
 

@@ -90,7 +90,9 @@ class TreeCache(Cache):
         """Layers with states."""
         return [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
 
-    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, **kwargs: Any) -> torch.Tensor:
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
         """See transformers' own.
 
         Raises:
@@ -102,16 +104,15 @@ class TreeCache(Cache):
                 "begin it with lade.generate, which decodes plainly for lookahead=None, or give model.generate a "
                 "DynamicCache(config=model.config)",
             )
-        states: torch.Tensor = super().update_conv_state(conv_states, layer_idx, **kwargs)
-        return states
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
-    def get_conv_state(self, layer_idx: int, **kwargs: Any) -> torch.Tensor | None:
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """See transformers' own; None where there is no such layer, which `update_conv_state` refuses."""
-        return super().get_conv_state(layer_idx, **kwargs) if layer_idx < len(self.layers) else None
+        return super().get_conv_state(layer_idx, state_idx) if layer_idx < len(self.layers) else None
 
-    def get_recurrent_state(self, layer_idx: int, **kwargs: Any) -> torch.Tensor | None:
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """See transformers' own; None likewise."""
-        return super().get_recurrent_state(layer_idx, **kwargs) if layer_idx < len(self.layers) else None
+        return super().get_recurrent_state(layer_idx, state_idx) if layer_idx < len(self.layers) else None
 
     def begin(self, tree_pass: TreePass | None = None) -> None:
         """Begin a pass that recurrent layers take part in; `keep` or `settle` ends it.

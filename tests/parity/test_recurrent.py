@@ -346,14 +346,14 @@ def delta_rule_of_a_text(tree_pass: TreePass, original: Any, *args: Any, **kwarg
     return original(*args, **kwargs)[0], delta_rule(tree_pass, original, *args, **kwargs)[1]
 
 
-def folded_too_early(self: LinearFolding, state: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+def folded_too_early(self: LinearFolding, state: torch.Tensor, last: torch.Tensor) -> None:
     """The state after the node before the path's last one."""
-    return fold(self, state, last - 1)
+    fold(self, state, last - 1)
 
 
-def state_of_the_root(self: NodeStates, state: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+def state_of_the_root(self: NodeStates, state: torch.Tensor, last: torch.Tensor) -> None:
     """The state after the root, whatever path was accepted."""
-    return self.states[:, 0].to(state.dtype)
+    state.copy_(self.states[:, 0])
 
 
 def without_windows(self: RecurrentLayer, last: torch.Tensor) -> None:

@@ -75,7 +75,7 @@ class RecurrentLayer(LinearAttentionLayer):
         for idx, folding in self._foldings.items():
             state = self.recurrent_states[idx]
             assert state is not None
-            state.copy_(folding.fold(state, last.to(state.device)))
+            folding.fold(state, last.to(state.device))
         self.begin(None)
 
     def join(self, parts: Sequence[RecurrentLayer], places: Sequence[tuple[int, int]]) -> None:
