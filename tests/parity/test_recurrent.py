@@ -248,7 +248,10 @@ def test_training_mode(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.gradient_checkpointing_enable()
-        assert "training mode" in lade.supports(model).reason
+        if name == "mamba2":  # takes its cache nevertheless, under the name that checkpointing does not know
+            assert_same(model, prompt(20), CONFIGS[:1])
+        else:
+            assert "training mode" in lade.supports(model).reason
 
 
 def test_a_cache_that_keeps_no_paths_is_refused() -> None:
