@@ -32,6 +32,7 @@ from lade.hf.refusals import check, refuse
 from lade.hf.stand_in import StandIn
 from lade.model.kv_cache import TreeCache
 from lade.model.recurrent.cores import is_recurrent
+from lade.model.refeeding import RefedCache, RefeedingRunner
 from lade.model.runner import EagerRunner
 from lade.stats import Stats
 from lade.tuning.batch_cost import BatchCost
@@ -68,7 +69,11 @@ class LockStepSession:
                 prepared.input_ids, paddings, self._drafters(config, budget, len(paddings)), strict=True
             )
         ]
-        self._answers = LockStepLogits(rows, self._runner, TreeCache(), stats, budget)
+        self._answers: LockStepLogits[Any]
+        if is_recurrent(prepared.model):
+            self._answers = LockStepLogits(rows, RefeedingRunner(self._runner), RefedCache(), stats, budget)
+        else:
+            self._answers = LockStepLogits(rows, self._runner, TreeCache(), stats, budget)
 
     def _budget_for(self, config: LookaheadConfig, rows: int) -> BatchBudget | None:
         """One size for all trees, by what passes cost; None where sizes are fixed."""
@@ -120,17 +125,15 @@ class LockStepSession:
 
 def _check_kind(prepared: Prepared) -> None:
     """Refuse models whose trees cannot be kept over several passes, as those of rows that wait for others are."""
-    what = "a batch whose rows have to be shown together"
-    if is_recurrent(prepared.model):
-        refuse(what, "recurrent layers fold what is kept of a tree in at once; give one prompt at a time")
     if has_encoder(prepared):
+        what = "a batch whose rows have to be shown together"
         refuse(what, "it is served without an encoder only; give one prompt at a time")
 
 
 class _Watched(StoppingCriteriaList):
     """The same criteria, whose calls tell which tokens were chosen, and which rows they end."""
 
-    def __init__(self, criteria: StoppingCriteriaList, answers: LockStepLogits[TreeCache]) -> None:
+    def __init__(self, criteria: StoppingCriteriaList, answers: LockStepLogits[Any]) -> None:
         super().__init__(criteria)
         self._criteria, self._answers = criteria, answers
 

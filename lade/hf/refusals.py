@@ -31,7 +31,8 @@ from lade.model.user_cache import can_borrow, why_unfit
 REMEDY = 'leave it out, use plain model.generate, or lookahead="auto", which falls back to it'
 KNOWN_MODEL_KWARGS = frozenset(
     """
-    attention_mask cache_position decoder_attention_mask logits_to_keep past_key_values position_ids use_cache
+    attention_mask cache_params cache_position decoder_attention_mask logits_to_keep past_key_values position_ids
+    use_cache
     """.split()  # noqa: SIM905 - a table of words reads better without the quotes
 )
 REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
@@ -128,6 +129,9 @@ def _refuse_caches(prepared: Prepared) -> None:
         refuse("use_cache=False", "a token tree needs the KV cache")
     if kind in FOREIGN_CACHES:
         refuse(f"cache_implementation={kind!r}", "lookahead decoding keeps a cache of its own on the model's device")
+    if cache is not None and prepared.cache_name == "cache_params":
+        what = "cache_params on a model whose layers are all recurrent"
+        refuse(what, "its states do not tell how much they hold, so plain decoding feeds the whole prompt once more")
     if cache is not None and not isinstance(cache, TreeCache) and is_recurrent(prepared.model):
         what = f"past_key_values of type {type(cache).__name__} on a model with recurrent layers"
         refuse(what, "it keeps no states that a path of a tree can be folded into; give a lade.TreeCache")
@@ -266,7 +270,8 @@ def _check_positions(prepared: Prepared, paddings: Sequence[int]) -> bool:
     """Whether the positions of a text count on from 0. Refuses others, unless they come after an image in the cache."""
     positions = prepared.model_kwargs.get("position_ids")
     if positions is None:
-        if any(paddings) and not hasattr(prepared.model.base_model, "build_alibi_tensor"):  # ALiBi goes by the mask
+        by_mask = hasattr(prepared.model.base_model, "build_alibi_tensor") or is_recurrent(prepared.model)
+        if any(paddings) and not by_mask:
             why = "transformers sees no position_ids in this model's forward, and would count the padding"
             refuse("left padding", why)
         return True

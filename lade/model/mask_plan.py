@@ -15,6 +15,7 @@ SLIDING, CHUNKED, FULL_ATTENTION = "sliding_attention", "chunked_attention", "fu
 LAYER_TYPES = frozenset({SLIDING, CHUNKED, FULL_ATTENTION})
 RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid", "moe", "mlp"})
 """Of models with recurrent layers; the last two hold nothing of the text."""
+_WITHOUT_ATTENTION = RECURRENT_TYPES - {"hybrid"}
 INDEXED = "indexed_attention"
 _FIELDS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
 
@@ -41,7 +42,8 @@ def plan_for(config: PretrainedConfig, *, by_layer_type: bool) -> MaskPlan:
         # A model that knows of no layer types does not mask by them. But the cache of plain decoding goes by them, and
         # holds the last tokens only of a layer with a window or with chunks.
         window = _only(window for _, window in layers)
-        spans["attention"] = FULL if window is None else sliding(window)
+        attends = any(kind not in _WITHOUT_ATTENTION for kind, _ in layers)
+        spans["attention"] = None if not attends else FULL if window is None else sliding(window)
     backend = config._attn_implementation
     return MaskPlan(
         spans, by_layer_type, additive=backend not in ("sdpa", TREE_ATTENTION), compact=backend == TREE_ATTENTION

@@ -245,6 +245,7 @@ _MAMBA2 = {
     "mamba_expand": 2,
     "mamba_chunk_size": 16,
 }
+_MAMBA = {"state_size": 8, "conv_kernel": 4, "expand": 2, "time_step_rank": 4}
 RECURRENT_FAMILIES = [
     Family("qwen3_5_text", _DELTA_RULE),
     Family("qwen3_5_moe_text", {**_DELTA_RULE, **_SHARED_EXPERT}),
@@ -327,6 +328,21 @@ RECURRENT_FAMILIES = [
             "mamba_expand": 2,
             "mamba_dt_rank": 4,
         },
+    ),
+    Family("mamba", _MAMBA, ("eager",)),
+    Family("falcon_mamba", _MAMBA, ("eager",)),
+    Family(
+        "mamba2",
+        {
+            "num_heads": 8,
+            "head_dim": 8,
+            "n_groups": 2,
+            "state_size": 8,
+            "conv_kernel": 4,
+            "expand": 2,
+            "chunk_size": 16,
+        },
+        ("eager",),
     ),
     Family("lfm2", {"num_key_value_heads": 2, "layer_types": _CONV, "conv_L_cache": 3}),
     Family(

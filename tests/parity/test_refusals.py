@@ -32,7 +32,6 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 STATE = r"layers \(.+\) carry a state that the branches of a token tree cannot share"
-NAMED_OTHERWISE = "takes their cache under another name than past_key_values"
 SLOTS_OF_ATTENTION = "attention's biases go by cache slot, not by position"
 INDEXER = r"layers \(indexed_attention\) cache the keys of an indexer, too"
 SCORES = "picks keys by a score, and where scores are equal, by how many keys there are"
@@ -40,8 +39,6 @@ SLOTS = "ALiBi biases go by cache slot, not by position"
 CAPACITY = "experts drop what a pass has beyond their capacity"
 _ENCODING: dict[str, Any] = {"d_model": 32, "decoder_start_token_id": 0}
 REFUSED = {
-    "mamba": (NAMED_OTHERWISE, {"state_size": 4}),
-    "mamba2": (NAMED_OTHERWISE, {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2}),
     "recurrent_gemma": (STATE, {"lru_width": 32, "attention_window_size": 16}),
     "rwkv": (STATE, {"attention_hidden_size": 32, "context_length": 128}),
     "doge": (SCORES, {"head_dim": 8, "keep_window_size": 16}),

@@ -14,7 +14,8 @@ from lade.cli.run import Generation
 from lade.cli.terminal import one_line
 from lade.errors import ConfigError, InputError
 from lade.model.kv_cache import TreeCache
-from lade.model.support.supports import supports
+from lade.model.signature import cache_name
+from lade.model.support.supports import supports, unwrap
 
 Message = dict[str, str]
 """With the keys `role` ("system", "user" or "assistant") and `content`."""
@@ -62,7 +63,8 @@ class Conversation:
         if self._arguments and not self.templated:
             remedy = f"{loaded.name!r} has no chat template: leave it out"
             raise ConfigError("chat-template-kwargs", template.chat_template_kwargs, remedy)
-        self._caches = bool(supports(loaded.model))
+        goes_on = cache_name(unwrap(loaded.model)) == "past_key_values"  # others do not tell how much they hold
+        self._caches = goes_on and bool(supports(loaded.model))
         self.system: str | None = None
         self.reset()
 

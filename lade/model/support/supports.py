@@ -14,7 +14,7 @@ from lade.model.config_fields import field
 from lade.model.mask_plan import INDEXED, LAYER_TYPES, RECURRENT_TYPES, plan_for, window_too_short
 from lade.model.masks import MaskPlan
 from lade.model.recurrent.cores import is_recurrent
-from lade.model.signature import accepted
+from lade.model.signature import CACHE_NAMES, cache_name
 from lade.model.support.adapters import why_adapted_otherwise
 from lade.model.support.foreign_code import foreign_code
 from lade.model.support.lengths import named_lengths
@@ -38,8 +38,8 @@ ONE_MASK = frozenset(
 )
 RECURRENT = frozenset(
     """
-    bailing_hybrid bamba falcon_h1 granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 nemotron_h olmo_hybrid
-    qwen3_5_moe_text qwen3_5_text qwen3_next zamba2
+    bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2
+    nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next zamba2
     """.split()  # noqa: SIM905
 )
 RECURRENT_MASK_PER_LAYER_TYPE = frozenset({"lfm3"})
@@ -191,8 +191,8 @@ def _refusal_of_recurrence(model: PreTrainedModel, config: PretrainedConfig) -> 
     if not listed and not (RECURRENT_TYPES.issuperset(kinds) and is_recurrent(model)):
         named = ", ".join(kinds) or "a recurrent state"
         return f"its layers ({named}) carry a state that the branches of a token tree cannot share"
-    if "past_key_values" not in accepted(model):
-        return "its layers are all recurrent, and its forward takes their cache under another name than past_key_values"
+    if cache_name(model) is None:
+        return f"its forward takes no cache under a name that is known ({', '.join(CACHE_NAMES)})"
     if getattr(model, "_use_kernels", False):
         return "its kernels replace layers that know of no tree: load it without use_kernels"
     return ""
