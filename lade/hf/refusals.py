@@ -26,7 +26,7 @@ from lade.model.runner import EagerRunner
 from lade.model.slot_patches import padding_counts_from
 from lade.model.support.padding_check import counts_padding
 from lade.model.support.supports import is_listed, supports
-from lade.model.user_cache import can_borrow, why_unfit
+from lade.model.user_cache import can_borrow, lacks_indexer, why_unfit
 
 REMEDY = 'leave it out, use plain model.generate, or lookahead="auto", which falls back to it'
 KNOWN_MODEL_KWARGS = frozenset(
@@ -133,6 +133,9 @@ def _refuse_caches(prepared: Prepared) -> None:
         refuse(what, "it keeps no states that a path of a tree can be folded into; give a lade.TreeCache")
     if cache is not None and has_encoder(prepared):
         refuse("past_key_values", "a decoder's tree needs a cache of its own beside the encoder's")
+    if cache is not None and lacks_indexer(cache, prepared.model):
+        what = f"past_key_values of type {type(cache).__name__} on a model with indexers"
+        refuse(what, "it keeps no keys of theirs; give DynamicCache(config=model.config) or a lade.TreeCache")
     if cache is not None and not can_borrow(cache):
         refuse(
             f"past_key_values of type {type(cache).__name__}",

@@ -117,14 +117,14 @@ class EagerRunner:
         """Where the next piece of a prompt ends, so that pieces give what the whole prompt gives.
 
         Recurrent layers feed a single token with another function, which may not limit what that for several does; and
-        the latter may begin with an empty state.
+        the latter may begin with an empty state. Indexers pick among the keys of all that is fed at once.
 
         Args:
             fed: tokens that the cache holds.
             most: tokens to feed, at most, unless a piece would be of one token.
             length: of the prompt.
         """
-        if self._core_patches.forgets:
+        if self._core_patches.forgets or self._slot_patches.pick_keys:
             return length
         end = min(length, fed + (max(most, 2) if self._core_patches else most))
         return length if self._core_patches and end == length - 1 else end

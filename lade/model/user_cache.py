@@ -8,14 +8,17 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from lade.model.indexed_attention import indexers_of
 from lade.model.kv_cache import TreeCache
 from lade.model.recurrent.cores import CorePatches
 from lade.model.recurrent.layer import layers_for
 from lade.model.tree_layer import TreeLayer
 
-_DYNAMIC_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+_INDEXED_LAYER: Any = getattr(cache_utils, "DynamicIndexedLayer", None)  # not in every version
+_DYNAMIC_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, _INDEXED_LAYER)
 
 
 def can_borrow(cache: Any) -> bool:
@@ -27,6 +30,13 @@ def can_borrow(cache: Any) -> bool:
         and not cache.offloading
         and all(type(la) in _DYNAMIC_LAYERS for la in cache.layers)
     )
+
+
+def lacks_indexer(cache: Any, model: nn.Module) -> bool:
+    """Whether a user's cache has no place for what the indexers of the model keep; plain decoding fails with it."""
+    if isinstance(cache, TreeCache) or not indexers_of(model):
+        return False
+    return not any(hasattr(layer, "update_indexer") for layer in cache.layers)
 
 
 def begin_plainly(cache: Any, model: nn.Module) -> None:
@@ -77,6 +87,8 @@ class BorrowedCache(TreeCache):
         for number, layer in enumerate(layers):
             tokens = layer.get_seq_length()
             self.update(_full_length(layer.keys, tokens), _full_length(layer.values, tokens), number)
+            if getattr(layer, "indexer_keys", None) is not None:
+                self.update_indexer(layer.indexer_keys, number)
         self._borrowed_layers = self.layers[:1]
 
     def give_back(self, tokens: int) -> None:
@@ -95,6 +107,8 @@ class BorrowedCache(TreeCache):
                 assert layer.keys is not None and layer.values is not None
                 keys, values = (states[:, :, start:tokens].clone() for states in (layer.keys, layer.values))
                 self._users_cache.update(keys, values, number)
+                if layer.indexer_keys is not None:
+                    self._users_cache.update_indexer(layer.indexer_keys[:, 0, start:tokens].clone(), number)
 
 
 def borrow(cache: Cache) -> TreeCache:

@@ -34,7 +34,6 @@ _SIZES: dict[str, Any] = {
 STATE = r"layers \(.+\) carry a state that the branches of a token tree cannot share"
 NAMED_OTHERWISE = "takes their cache under another name than past_key_values"
 SLOTS_OF_ATTENTION = "attention's biases go by cache slot, not by position"
-INDEXER = r"layers \(indexed_attention\) cache the keys of an indexer, too"
 SCORES = "picks keys by a score, and where scores are equal, by how many keys there are"
 SLOTS = "ALiBi biases go by cache slot, not by position"
 CAPACITY = "experts drop what a pass has beyond their capacity"
@@ -84,8 +83,6 @@ OTHER_STATES = {
     "zaya": "mixes keys and values with those of the token before",
     "minimax": STATE,
     "xlstm": STATE,
-    "deepseek_v32": INDEXER,
-    "glm_moe_dsa": INDEXER,
 }
 
 
