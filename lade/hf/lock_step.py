@@ -56,18 +56,13 @@ class LockStepSession:
         self, prepared: Prepared, *, config: LookaheadConfig, stats: Stats, streamer: BaseStreamer | None = None
     ) -> None:
         self._prepared, self._streamer = prepared, streamer
-        plan, paddings, images = check(prepared)
+        plan, texts, images = check(prepared)
         _check_kind(prepared)
         self._runner = EagerRunner(prepared.model, plan, prepared.generation_config).for_prompts(images)
-        width, max_length = prepared.input_ids.shape[1], prepared.generation_config.max_length
-        check_lengths(self._runner.positions, width, paddings, max_length)
-        budget = self._budget_for(config, len(paddings))
-        rows = [
-            self._row(prompt[padding:].tolist(), drafter)
-            for prompt, padding, drafter in zip(
-                prepared.input_ids, paddings, self._drafters(config, budget, len(paddings)), strict=True
-            )
-        ]
+        check_lengths(self._runner.positions, texts, prepared.generation_config.max_length)
+        budget = self._budget_for(config, len(texts))
+        drafters = self._drafters(config, budget, len(texts))
+        rows = [self._row(text, drafter) for text, drafter in zip(texts.ids, drafters, strict=True)]
         self._answers = LockStepLogits(rows, self._runner, TreeCache(), stats, budget)
 
     def _budget_for(self, config: LookaheadConfig, rows: int) -> BatchBudget | None:

@@ -167,7 +167,7 @@ class EagerRunner:
         whole = not cache.get_seq_length()
         try:
             self._begin_prompt(cache)
-            with HiddenStates(self.model) if hook else nullcontext() as hidden:
+            with HiddenStates(self.model) if hook and prompts.readable else nullcontext() as hidden:
                 logits = prompts.feed(self.model, self.generation_config, cache)
             cache.settle()
         except BaseException:
@@ -175,7 +175,7 @@ class EagerRunner:
                 cache.reset()
             raise
         if hook and hidden:
-            for start, piece in hidden.prompt_logits(logits, prompts.input_ids.shape[1]):
+            for start, piece in hidden.prompt_logits(logits, prompts.width):
                 for row, (padding, row_logits) in enumerate(zip(prompts.paddings, piece, strict=True)):
                     padded = max(0, padding - start)  # columns of this piece that are no tokens of the row
                     if padded < len(row_logits):

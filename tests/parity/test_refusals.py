@@ -233,7 +233,6 @@ def test_a_model_without_a_head() -> None:
 def _arguments(name: str, model: PreTrainedModel) -> dict[str, Any]:
     ids = prompt(10)
     return {"input_ids": ids, "do_sample": False, "max_new_tokens": 20} | {
-        "inputs_embeds": {"input_ids": None, "inputs_embeds": model.get_input_embeddings()(ids).detach()},
         "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
         "assistant_model": {"assistant_model": family("llama").build(seed=5)},
         "past_key_values": {"past_key_values": StaticCache(config=model.config, max_cache_len=64)},
@@ -241,13 +240,12 @@ def _arguments(name: str, model: PreTrainedModel) -> dict[str, Any]:
         "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
         "use_cache": {"use_cache": False},
         "guidance_scale": {"guidance_scale": 1.5},
-        "attention_mask": {"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1, 1]])},
+        "attention_mask": {"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1, 1, 1, 0]])},
         "position_ids": {"position_ids": torch.arange(3, 13)[None]},
     }[name]
 
 
 ARGUMENTS = [
-    "inputs_embeds",
     "prompt_lookup_num_tokens",
     "assistant_model",
     "past_key_values",
