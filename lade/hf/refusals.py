@@ -36,7 +36,12 @@ KNOWN_MODEL_KWARGS = frozenset(
     """.split()  # noqa: SIM905 - a table of words reads better without the quotes
 )
 REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
-FOREIGN_CACHES = frozenset({"quantized", "offloaded", "offloaded_static"})
+_ON_DEVICE = "lookahead decoding keeps keys and values of the whole text on the model's device"
+FOREIGN_CACHES = {
+    "quantized": "it rounds keys and values, and a tree sees those of tokens that plain decoding has not rounded yet",
+    "offloaded": _ON_DEVICE,
+    "offloaded_static": _ON_DEVICE,
+}
 
 
 def resolve(lookahead: Lookahead) -> tuple[LookaheadConfig | None, bool]:
@@ -129,7 +134,7 @@ def _refuse_caches(prepared: Prepared) -> None:
     if prepared.model_kwargs.get("use_cache") is False:
         refuse("use_cache=False", "a token tree needs the KV cache")
     if kind in FOREIGN_CACHES:
-        refuse(f"cache_implementation={kind!r}", "lookahead decoding keeps a cache of its own on the model's device")
+        refuse(f"cache_implementation={kind!r}", FOREIGN_CACHES[kind])
     if cache is not None and not isinstance(cache, TreeCache) and is_recurrent(prepared.model):
         what = f"past_key_values of type {type(cache).__name__} on a model with recurrent layers"
         refuse(what, "it keeps no states that a path of a tree can be folded into; give a lade.TreeCache")
@@ -141,7 +146,7 @@ def _refuse_caches(prepared: Prepared) -> None:
     if cache is not None and not can_borrow(cache):
         refuse(
             f"past_key_values of type {type(cache).__name__}",
-            "it has no room for a tree; give a DynamicCache or a lade.TreeCache",
+            "it cannot be copied from; give a DynamicCache, a StaticCache or a lade.TreeCache on the model's device",
         )
 
 
@@ -228,7 +233,7 @@ def _check_user_cache(prepared: Prepared, texts: PromptTexts) -> None:
         )
     if prepared.embeddings is not None and cache.get_seq_length():
         refuse("inputs_embeds with past_key_values", "which of them are cached is not known; leave one of them out")
-    if reason := why_unfit(cache, texts.width):
+    if reason := why_unfit(cache, texts.width, prepared.generation_config.max_length + texts.width - texts.shown):
         refuse("past_key_values", reason)
 
 

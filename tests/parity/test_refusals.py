@@ -15,6 +15,7 @@ from families import VOCABULARY, WINDOW, family
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel, StaticCache
+from transformers.cache_utils import StaticLayer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import lade
@@ -230,12 +231,22 @@ def test_a_model_without_a_head() -> None:
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
+class OwnLayer(StaticLayer):
+    """As from another library: what it keeps is not known."""
+
+
+def _of_another_make(model: PreTrainedModel) -> StaticCache:
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    cache.layers[:] = [OwnLayer(64) for _ in cache.layers]
+    return cache
+
+
 def _arguments(name: str, model: PreTrainedModel) -> dict[str, Any]:
     ids = prompt(10)
     return {"input_ids": ids, "do_sample": False, "max_new_tokens": 20} | {
         "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
         "assistant_model": {"assistant_model": family("llama").build(seed=5)},
-        "past_key_values": {"past_key_values": StaticCache(config=model.config, max_cache_len=64)},
+        "past_key_values": {"past_key_values": _of_another_make(model)},
         "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
         "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
         "use_cache": {"use_cache": False},
