@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,16 @@ def chat(lade: Callable[..., Any], folder: Path, *lines: object, new: int = 12) 
 def test_chat_shows_images_and_remembers_them(lade: Callable[..., Any], seeing: Path, pictures: list[Path]) -> None:
     red, blue = pictures
     said = chat(
-        lade, seeing, "hello", f"/image {red}", "What is it?", "and now?", f"/image {blue}", "compare", "/retry"
+        lade,
+        seeing,
+        "hello",
+        f"/image {red}",
+        "What is it?",
+        "and now?",
+        "/stats",
+        f"/image {blue}",
+        "compare",
+        "/retry",
     )
     assert said.exit_code == 0, said.output
     turns: list[dict[str, Any]] = []
@@ -175,6 +185,8 @@ def test_chat_shows_images_and_remembers_them(lade: Callable[..., Any], seeing: 
     places = [said.stdout.find(reply) for reply in replies]
     assert -1 not in places and places == sorted(places), (replies, said.stdout)
     assert said.stdout.count(replies[-1]) == 2, "/retry shows the image again"
+    fed = int(re.search(r"the last turn fed (\d+) new tokens", said.output)[1])
+    assert fed < 20, "the image is fed anew"
     blind = answer(seeing, [turns[0], turns[1], user("What is it?")], 12)[1]
     assert blind != replies[1], "the image does nothing"
 
