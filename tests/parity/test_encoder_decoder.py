@@ -10,6 +10,7 @@ import pytest
 import torch
 from comparing import CONFIGS, PAPER, Watch
 from encoder_decoders import CHECKED, END, FAILING, LISTED, PAD, START, USUAL, EncoderDecoder, article
+from peft import LoraConfig, get_peft_model
 from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -459,3 +460,22 @@ def _forward_of_a_twin(model: Any) -> Any:
     twin = copy.deepcopy(model.model.decoder)
     forward = type(twin).forward
     return lambda decoder, *args, **kwargs: forward(twin, *args, **kwargs)
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("case", [BART, T5], ids=str)
+def test_an_adapter_for_encoder_decoders(case: EncoderDecoder) -> None:
+    """PEFT wraps these in a class of its own, whose `generate` prepares the encoder's input."""
+    bare = plain(case.build(), article(20))
+    targets = ["q_proj", "v_proj"] if case is BART else ["q", "v"]
+    settings = LoraConfig(task_type="SEQ_2_SEQ_LM", r=4, lora_alpha=64, init_lora_weights=False, target_modules=targets)
+    torch.manual_seed(1)
+    model = get_peft_model(case.build(), settings).double().eval()
+    assert not torch.equal(plain(model, article(20)), bare), "the adapter does nothing"
+    assert assert_same(model, article(20), max_new_tokens=40).tokens_per_step > 1
+    assert_same(model, **padded(20, 7), max_new_tokens=20)
+    assert_same_beams(model, article(9), num_beams=3, max_new_tokens=15)
