@@ -61,6 +61,12 @@ class Prepared:
         return cache_name(self.model) or "past_key_values"
 
     @property
+    def embeddings(self) -> torch.Tensor | None:
+        """`[P, L, H]`, what a decoder is fed in place of the ids of its prompts; None where it is fed ids."""
+        given: torch.Tensor | None = self.model_kwargs.get("inputs_embeds")
+        return None if given is None or self.model.config.is_encoder_decoder else given[:: self.beams]
+
+    @property
     def user_cache(self) -> Cache | None:
         """The `past_key_values` that the user gave; None for a cache that transformers made, which is empty."""
         cache: Any = self.model_kwargs.get(self.cache_name)

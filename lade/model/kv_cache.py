@@ -221,7 +221,7 @@ class TreeCache(Cache):
     @property
     def token_bytes(self) -> int:
         """Bytes of one token of one row, in all layers together; 0 before the first pass."""
-        buffers = [buffer for layer in self.attending for buffer in (layer.keys, layer.values) if buffer is not None]
+        buffers = [buffer for layer in self.attending for buffer in layer.buffers.values()]
         return sum(buffer.shape[1] * buffer.shape[3] * buffer.element_size() for buffer in buffers)
 
     @property

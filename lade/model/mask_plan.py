@@ -8,15 +8,15 @@ from transformers import PretrainedConfig
 
 from lade.model.attention_span import FULL, AttentionSpan, chunked, sliding
 from lade.model.config_fields import field, per_layer
+from lade.model.indexed_attention import INDEXED
 from lade.model.masks import MaskPlan
 from lade.model.tree_attention.backend import NAME as TREE_ATTENTION
 
 SLIDING, CHUNKED, FULL_ATTENTION = "sliding_attention", "chunked_attention", "full_attention"
-LAYER_TYPES = frozenset({SLIDING, CHUNKED, FULL_ATTENTION})
+LAYER_TYPES = frozenset({SLIDING, CHUNKED, FULL_ATTENTION}) | INDEXED
 RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid", "moe", "mlp"})
 """Of models with recurrent layers; the last two hold nothing of the text."""
 _WITHOUT_ATTENTION = RECURRENT_TYPES - {"hybrid"}
-INDEXED = "indexed_attention"
 _FIELDS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
 
 

@@ -119,14 +119,14 @@ class EagerRunner:
         """Where the next piece of a prompt ends, so that pieces give what the whole prompt gives.
 
         Recurrent layers feed a single token with another function, which may not limit what that for several does; and
-        the latter may begin with an empty state.
+        the latter may begin with an empty state. Indexers pick among the keys of all that is fed at once.
 
         Args:
             fed: tokens that the cache holds.
             most: tokens to feed, at most, unless a piece would be of one token.
             length: of the prompt.
         """
-        if self._core_patches.forgets:
+        if self._core_patches.forgets or self._slot_patches.pick_keys:
             return length
         end = min(length, fed + (max(most, 2) if self._core_patches else most))
         return length if self._core_patches and end == length - 1 else end
@@ -169,7 +169,7 @@ class EagerRunner:
         whole = not cache.get_seq_length()
         try:
             self._begin_prompt(cache)
-            with HiddenStates(self.model) if hook else nullcontext() as hidden:
+            with HiddenStates(self.model) if hook and prompts.readable else nullcontext() as hidden:
                 logits = prompts.feed(self.model, self.generation_config, cache)
             cache.settle()
         except BaseException:
@@ -177,7 +177,7 @@ class EagerRunner:
                 cache.reset()
             raise
         if hook and hidden:
-            for start, piece in hidden.prompt_logits(logits, prompts.input_ids.shape[1]):
+            for start, piece in hidden.prompt_logits(logits, prompts.width):
                 for row, (padding, row_logits) in enumerate(zip(prompts.paddings, piece, strict=True)):
                     padded = max(0, padding - start)  # columns of this piece that are no tokens of the row
                     if padded < len(row_logits):
