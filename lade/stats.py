@@ -46,7 +46,8 @@ class Stats:
         accepted: tokens emitted, the bonus token included; one entry a step, of the last 65,536 steps.
         prefill_s: seconds until the first token (of all rows).
         decode_s: seconds of all steps after prefill.
-        forward_s: the part of `decode_s` spent inside the model's forward pass, cache update included.
+        forward_s: the part of `decode_s` spent inside the model's forward pass, cache update included, but not what
+            follows verification: keys are moved, and states take in the accepted path.
         fed_tokens: the sum of `step_tokens`, over all steps.
         accepted_tokens: the sum of `accepted`, over all steps: `new_tokens - generations`.
         histogram: how many steps there were with each pair of (tokens fed, tokens emitted), of all steps.

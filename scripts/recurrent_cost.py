@@ -1,10 +1,12 @@
 """What a tree of tokens costs in one recurrent layer, without the layer's projections.
 
     OMP_NUM_THREADS=1 python scripts/recurrent_cost.py [--nodes 8,16,32,64]
+    python scripts/recurrent_cost.py --traffic
 
 The sizes are those of a gated DeltaNet layer of Qwen3.5-9B, and of a Mamba 2 layer of Nemotron 3 Nano 30B-A3B. Trees
 are random. Their windows, convolution, states and the folding of a path are timed; beside them one token on the state,
-by transformers' own function. Milliseconds: the median, and the quarters around it.
+by transformers' own function. Milliseconds: the median, and the quarters around it. `--traffic` computes on paper what
+all recurrent layers of these models read and write a step and row, in megabytes.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
 from lade.decoding.tree import TokenTree
-from lade.model.recurrent.convolution import convolution, windows_of
+from lade.model.recurrent.convolution import columns_of, convolution
 from lade.model.recurrent.delta_rule import delta_rule
 from lade.model.recurrent.state_space import mamba2
 from lade.model.recurrent.tree_pass import TreePass
@@ -91,6 +93,50 @@ def state_space(heads: int = 64, dim: int = 64, size: int = 128, groups: int = 8
     )
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that the recurrent layers of a model move for one row; states and nodes are float32.
+
+    Attributes:
+        layers: how many of them there are.
+        heads, keys, values: of a state `[heads, keys, values]`.
+        channels: of the convolution.
+    """
+
+    layers: int
+    heads: int
+    keys: int
+    values: int
+    channels: int
+
+    @property
+    def state(self) -> int:
+        """Bytes of the states."""
+        return 4 * self.layers * self.heads * self.keys * self.values
+
+    def nodes(self, count: int) -> int:
+        """Bytes that are written for the nodes of a tree until one path of them goes into the states."""
+        return 4 * self.layers * (count * self.heads * (self.keys + self.values + 1) + (count + WIDTH) * self.channels)
+
+    def token(self) -> float:
+        """Megabytes of a token by plain decoding: states are read and written."""
+        return 2 * self.state / 1e6
+
+    def tree(self, count: int) -> float:
+        """Megabytes of a tree: outputs read the states, folding reads and writes them; nodes are written and read."""
+        return (3 * self.state + 2 * self.nodes(count)) / 1e6
+
+    def captured(self, count: int) -> float:
+        """The same if one kernel folded the last path in where it reads the state for the next tree."""
+        return (2 * self.state + 2 * self.nodes(count)) / 1e6
+
+
+TRAFFIC = {
+    "gated DeltaNet, Qwen3.5-9B": Traffic(layers=24, heads=32, keys=128, values=128, channels=8192),
+    "Mamba 2, Nemotron 3 Nano": Traffic(layers=23, heads=64, keys=128, values=64, channels=6144),
+}
+
+
 def tree_of(nodes: int) -> TokenTree:
     """A random tree, about as deep as those that are drafted."""
     tree, rng = TokenTree(0), random.Random(0)
@@ -101,13 +147,15 @@ def tree_of(nodes: int) -> TokenTree:
 
 def a_pass(layer: Layer, nodes: int) -> Callable[[], Any]:
     """A pass over a tree of that size, with its longest path folded in."""
-    inputs, weight = torch.randn(1, layer.channels, WIDTH + nodes), torch.randn(layer.channels, WIDTH)
+    cached, inputs = torch.randn(1, layer.channels, WIDTH), torch.randn(1, nodes, layer.channels).mT
+    weight = torch.randn(layer.channels, WIDTH)
     core, tree_pass, last = layer.core(nodes), TreePass([tree_of(nodes)]), torch.tensor([nodes - 1])
 
     def call() -> Any:
-        windows = windows_of(inputs, tree_pass.windows(WIDTH, WIDTH, inputs.device)).flatten(2)
-        convolution(tree_pass, qwen.causal_conv1d_fn, windows, weight, None, "silu")
-        return core(tree_pass)[1].fold(layer.state, last)
+        whole = torch.cat([cached.mT, inputs.mT], dim=1)  # as the cache layer does
+        convolution(tree_pass, _unused, whole.mT, weight, None, "silu")
+        cached.copy_(columns_of(whole, tree_pass.windows(WIDTH, WIDTH, whole.device)[:, -1]).mT)
+        core(tree_pass)[1].fold(layer.state, last)
 
     return call
 
@@ -131,13 +179,21 @@ def _unused(*args: Any, **kwargs: Any) -> Any:
 def main(
     nodes: Annotated[str, typer.Option(help="Sizes of trees.")] = "8,16,32,64",
     times: Annotated[int, typer.Option(help="How often each is timed.")] = 40,
+    traffic: Annotated[bool, typer.Option(help="Compute bytes instead.")] = False,
 ) -> None:
     """Time a token, and trees of several sizes."""
+    sizes = [int(size) for size in nodes.split(",")]
+    if traffic:
+        for name, moved in TRAFFIC.items():
+            typer.echo(f"{name}\n  state {moved.state / 1e6:.1f}, token {moved.token():.1f}")
+            for size in sizes:
+                typer.echo(f"  {size:5} {moved.tree(size):.1f}, in one kernel {moved.captured(size):.1f}")
+        return
     torch.manual_seed(0)
     with torch.no_grad():
         for name, layer in (("gated DeltaNet, 9B", delta_net()), ("Mamba 2, 30B-A3B", state_space())):
             typer.echo(f"{name}\n  token {timed(layer.token, times)}")
-            for size in map(int, nodes.split(",")):
+            for size in sizes:
                 typer.echo(f"  {size:5} {timed(a_pass(layer, size), times)}")
 
 

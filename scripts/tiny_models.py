@@ -75,6 +75,8 @@ _MIXED: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": _LINEAR},
     "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2},
     "kimi_linear": {"layer_types": _LINEAR, "mlp_layer_types": ["dense"] + ["sparse"] * 3},
+    "zaya": {"num_experts_per_tok": 1},
+    "xmod": {"default_language": "en_XX"},
     "bailing_hybrid": {"layer_types": _LINEAR, "mlp_layer_types": ["dense"] + ["sparse"] * 3},
     "zamba2": {
         "layers_block_type": ["linear_attention", "hybrid"] * 2,
@@ -83,9 +85,10 @@ _MIXED: dict[str, dict[str, Any]] = {
         "attention_head_dim": 32,
     },
 }
-"""By `model_type`: both kinds of layers of hybrids, of which a small number by default would be all of one kind."""
+"""By `model_type`: both kinds of layers of hybrids, of which a small number by default would be all of one kind; and
+what else a class insists on."""
 
-_WANTED = ("head_dim", "num_key_value_heads", "n_routed_experts", "num_experts_per_tok")
+_WANTED = ("head_dim", "num_key_value_heads", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
 """Given also where the default is None."""
 
 
@@ -171,5 +174,7 @@ def tiny_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrain
                 weight.data.normal_(0.0, 1.5 / math.sqrt(weight.shape[-1]))
     model.generation_config.eos_token_id = model.generation_config.bos_token_id = None
     model.generation_config.pad_token_id = 0
+    if model.config.is_encoder_decoder:
+        model.generation_config.decoder_start_token_id = 1
     small: PreTrainedModel = torch.nn.Module.to(model, torch.float64).eval()
     return small

@@ -186,7 +186,8 @@ def test_the_listed_models_are_those_of_the_code_and_its_tests(families):
         extras = [case.extra for case in tested]
         windows = {"sliding window"} if any(extra.get("sliding_window") for extra in extras) else set()
         chunks = {"chunks"} if any(extra.get("attention_chunk_size") for extra in extras) else set()
-        assert {reach} - {""} == windows | chunks, name
+        picked = {"keys that an indexer picks"} if any("index_topk" in extra for extra in extras) else set()
+        assert {reach} - {""} == windows | chunks | picked, name
 
 
 def test_the_checked_models_are_those_of_the_tests(families):

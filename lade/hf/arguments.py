@@ -17,7 +17,8 @@ from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList,
 from lade.errors import InputError, UnsupportedArgumentError
 from lade.hf.media import holds_media
 from lade.hf.original import check_generate
-from lade.hf.refusals import REMEDY, check_shape, refuse
+from lade.hf.prompt_texts import REMEDY
+from lade.hf.refusals import check_shape, refuse
 from lade.model.support.supports import supports, unwrap
 
 KEPT = {

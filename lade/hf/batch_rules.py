@@ -18,6 +18,7 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from lade.errors import UnsupportedArgumentError
+from lade.hf.prompt_texts import PromptTexts
 from lade.model.position_limits import Positions
 
 ROW_WISE_PROCESSORS = frozenset(
@@ -88,16 +89,15 @@ def _is_row_wise(thing: Any, module: str, row_wise: frozenset[str]) -> bool:
     return type(thing).__module__ == module and type(thing).__name__ in row_wise
 
 
-def check_lengths(positions: Positions, width: int, paddings: list[int], max_length: int) -> None:
+def check_lengths(positions: Positions, texts: PromptTexts, max_length: int) -> None:
     """Refuse texts on both sides of a length at which a pass changes the frequencies of all its rows.
 
     Args:
         positions: limits of the model's positions.
-        width: L, padding included.
-        paddings: `[B]`, padding columns of each row.
+        texts: of the prompts.
         max_length: greatest length of the output, padding included.
     """
-    shortest, longest = width - max(paddings), max_length - min(paddings)
+    shortest, longest = min(map(len, texts.ids)), max_length - min(texts.hidden)
     for limit, beyond in ((positions.longrope_switch, True), (positions.dynamic, False)):
         if limit is not None and longest > limit and not (beyond and shortest > limit):
             _refuse(

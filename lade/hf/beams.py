@@ -20,6 +20,7 @@ from lade.hf.encoder_decoder import has_encoder, runner_on_encoded, source_of
 from lade.hf.ids import placeholder_ids, special_ids
 from lade.hf.plain import decoding_method
 from lade.hf.prepared import Prepared
+from lade.hf.prompt_texts import PromptTexts
 from lade.hf.refusals import check, refuse
 from lade.hf.stand_in import StandIn
 from lade.model.encoder_decoder.cache import DecoderCache
@@ -53,27 +54,27 @@ class BeamSession:
                 refuse(f"{name} with num_beams", "beams are drafted at fixed sizes, with a memory of their own")
         if prepared.predictions:
             refuse("prediction with num_beams", "beams are drafted from a memory of their own")
-        plan, paddings, images = check(prepared, BEAM_MODES)
+        plan, texts, images = check(prepared, BEAM_MODES)
         if is_recurrent(prepared.model):
             refuse("num_beams", "recurrent layers fold one path of a tree into their states, and beams keep several")
-        prompts, users = prepared.prompts, prepared.user_cache
+        users = prepared.user_cache
         if users is not None and (users.get_seq_length() or not isinstance(users, TreeCache)):
             refuse("past_key_values with num_beams", "a search of beams begins with an empty cache of its own")
         runner = _runner(prepared, plan)
-        _check_lengths(runner.positions, prompts.shape[1], paddings, prepared.generation_config.max_length)
+        _check_lengths(runner.positions, texts, prepared.generation_config.max_length)
 
-        self._prepared, self._padded = prepared, any(paddings)
+        self._prepared, self._padded = prepared, bool(texts.padding)
         self._cache = users if isinstance(users, TreeCache) else runner.tree_cache()
         self._as_rows = bool(users is not None or prepared.generation_config.return_dict_in_generate)
         self._answers = BeamLogits(
-            [prompt[padding:].tolist() for prompt, padding in zip(prompts, paddings, strict=True)],
+            texts.ids,
             prepared.beams,
             config,
             runner.for_prompts(images),
             self._cache,
             stats,
             special_ids(prepared.generation_config) | placeholder_ids(prepared.model),
-            [source_of(prepared, number * prepared.beams) for number in range(len(prompts))],
+            [source_of(prepared, number * prepared.beams) for number in range(len(texts))],
         )
 
     def run(self) -> BeamOutput:
@@ -121,11 +122,11 @@ def _runner(prepared: Prepared, plan: MaskPlan) -> EagerRunner:
     return EagerRunner(prepared.model, plan, prepared.generation_config)
 
 
-def _check_lengths(positions: Positions, width: int, paddings: list[int], max_length: int) -> None:
+def _check_lengths(positions: Positions, texts: PromptTexts, max_length: int) -> None:
     """Refuse texts that cross a length from which on a pass would see what is cached in another way."""
-    if len(paddings) > 1:
-        check_lengths(positions, width, paddings, max_length)
-    elif positions.longrope_switch is not None and width <= positions.longrope_switch < max_length:
+    if len(texts) > 1:
+        check_lengths(positions, texts, max_length)
+    elif positions.longrope_switch is not None and texts.width <= positions.longrope_switch < max_length:
         refuse(
             f"num_beams beyond {positions.longrope_switch} tokens",
             "there this model computes the text of each beam again",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.batch_budget import BatchBudget
@@ -24,16 +24,16 @@ from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.lock_step.logits import LockStepLogits
 from lade.decoding.lock_step.row import LockStepRow
 from lade.hf.batch_rules import check_lengths
-from lade.hf.encoder_decoder import has_encoder
+from lade.hf.encoder_decoder import has_encoder, runner_on_encoded, source_of
 from lade.hf.ids import ids_of, placeholder_ids, special_ids, vocabulary_of
 from lade.hf.output import Output
 from lade.hf.plain import decoding_method
 from lade.hf.predictions import sources_for
 from lade.hf.prepared import Prepared
-from lade.hf.refusals import check, refuse
+from lade.hf.refusals import check
 from lade.hf.stand_in import StandIn
-from lade.model.kv_cache import TreeCache
 from lade.model.recurrent.cores import is_recurrent
+from lade.model.refeeding import RefedCache, RefeedingRunner
 from lade.model.runner import EagerRunner
 from lade.stats import Stats
 from lade.tuning.batch_cost import BatchCost
@@ -58,19 +58,20 @@ class LockStepSession:
         self, prepared: Prepared, *, config: LookaheadConfig, stats: Stats, streamer: BaseStreamer | None = None
     ) -> None:
         self._prepared, self._streamer = prepared, streamer
-        plan, paddings, images = check(prepared)
-        _check_kind(prepared)
-        self._runner = EagerRunner(prepared.model, plan, prepared.generation_config).for_prompts(images)
-        width, max_length = prepared.input_ids.shape[1], prepared.generation_config.max_length
-        check_lengths(self._runner.positions, width, paddings, max_length)
-        budget = self._budget_for(config, len(paddings))
-        rows = [
-            self._row(prompt[padding:].tolist(), drafter)
-            for prompt, padding, drafter in zip(
-                prepared.input_ids, paddings, self._drafters(config, budget, len(paddings)), strict=True
-            )
-        ]
-        self._answers = LockStepLogits(rows, self._runner, TreeCache(), stats, budget)
+        plan, texts, images = check(prepared)
+        if has_encoder(prepared):
+            self._runner: EagerRunner = runner_on_encoded(prepared, plan)
+        else:
+            self._runner = EagerRunner(prepared.model, plan, prepared.generation_config).for_prompts(images)
+        check_lengths(self._runner.positions, texts, prepared.generation_config.max_length)
+        budget = self._budget_for(config, len(texts))
+        drafters = self._drafters(config, budget, len(texts))
+        rows = [self._row(number, text, drafters[number]) for number, text in enumerate(texts.ids)]
+        self._answers: LockStepLogits[Any]
+        if is_recurrent(prepared.model):
+            self._answers = LockStepLogits(rows, RefeedingRunner(self._runner), RefedCache(), stats, budget)
+        else:
+            self._answers = LockStepLogits(rows, self._runner, self._runner.tree_cache(), stats, budget)
 
     def _budget_for(self, config: LookaheadConfig, rows: int) -> BatchBudget | None:
         """One size for all trees, by what passes cost; None where sizes are fixed."""
@@ -88,12 +89,13 @@ class LockStepSession:
         make = partial(drafter_for, config, excluded, vocabulary=vocabulary, budget=budget)
         return [make(sources=sources) for sources in sources_for(self._prepared, config, rows)]
 
-    def _row(self, prompt: list[int], drafter: Drafter) -> LockStepRow:
+    def _row(self, number: int, prompt: list[int], drafter: Drafter) -> LockStepRow:
         config, criteria = self._prepared.generation_config, self._prepared.stopping_criteria
         padding: Any = config._pad_token_tensor
         if padding is not None:  # as `_sample` has it: else rows that have ended write on
             padding = int(padding) if any(hasattr(each, "eos_token_id") for each in criteria) else None
-        return LockStepRow(prompt, drafter, padding, ids_of(config.eos_token_id))
+        source = source_of(self._prepared, number)
+        return LockStepRow(prompt, drafter, padding, ids_of(config.eos_token_id), source)
 
     def run(self) -> Output:
         """Decode to the end; what `model.generate` returns."""
@@ -116,24 +118,15 @@ class LockStepSession:
         finally:
             answers.report()
             save_refreshed(prepared.model)
-        if isinstance(output, GenerateDecoderOnlyOutput):
+        if isinstance(output, GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput):
             output.past_key_values = None  # ours has no slots for padding
         return output
-
-
-def _check_kind(prepared: Prepared) -> None:
-    """Refuse models whose trees cannot be kept over several passes, as those of rows that wait for others are."""
-    what = "a batch whose rows have to be shown together"
-    if is_recurrent(prepared.model):
-        refuse(what, "recurrent layers fold what is kept of a tree in at once; give one prompt at a time")
-    if has_encoder(prepared):
-        refuse(what, "it is served without an encoder only; give one prompt at a time")
 
 
 class _Watched(StoppingCriteriaList):
     """The same criteria, whose calls tell which tokens were chosen, and which rows they end."""
 
-    def __init__(self, criteria: StoppingCriteriaList, answers: LockStepLogits[TreeCache]) -> None:
+    def __init__(self, criteria: StoppingCriteriaList, answers: LockStepLogits[Any]) -> None:
         super().__init__(criteria)
         self._criteria, self._answers = criteria, answers
 

@@ -6,7 +6,6 @@ Only where that is a token, its position and the cache, and nothing else, can a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,12 +14,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from lade.errors import UnsupportedArgumentError
 from lade.hf.media import KINDS_OF_TOKENS, is_empty
 from lade.hf.prepared import Prepared
+from lade.hf.prompt_texts import PromptTexts
 from lade.model.kv_cache import TreeCache
 from lade.model.position_limits import Positions
 from lade.model.position_offsets import PositionOffsets
 from lade.model.prepared_prompts import PreparedPrompts
 from lade.model.signature import accepted
 
+_WHAT = "a prompt with more than text in it"
 REMEDY = 'use plain model.generate, or lookahead="auto", which falls back to it'
 STEP = frozenset(
     {"input_ids", "attention_mask", "position_ids", "past_key_values", "cache_position"}
@@ -33,54 +34,54 @@ OF_PIXELS = frozenset(
 """What says where pixels belong. A step without pixels, which is given its position, does not look at it."""
 
 
-def media_prompts(prepared: Prepared, paddings: Sequence[int]) -> PreparedPrompts:
+def media_prompts(prepared: Prepared, texts: PromptTexts) -> PreparedPrompts:
     """The prompts as they are to be prefilled.
 
     Args:
         prepared: what `generate` has prepared; its prompts have more than text in them.
-        paddings: `[P]`, columns of padding left of each prompt.
+        texts: of the prompts.
 
     Raises:
         UnsupportedArgumentError: plain decoding feeds something beside the text, also after the prompt.
     """
     limits = Positions.of(prepared.model.config.get_text_config(decoder=True))
     switch, longest = limits.longrope_switch, prepared.generation_config.max_length
-    if switch is not None and prepared.input_ids.shape[1] <= switch < longest:
-        _refuse("a prompt with images", f"beyond {switch} tokens this model computes the text again, without them")
-    following = _first_step(prepared)
+    if switch is not None and texts.width <= switch < longest + texts.width - texts.shown:
+        _refuse(_WHAT, f"beyond {switch} tokens this model computes the text again, without it")
+    following = _first_step(prepared, texts)
     for name, value in following.items():
         if name in STEP | OF_PIXELS or is_empty(value):
             continue
         if name not in KINDS_OF_TOKENS or value[:, -1:].any():
             _refuse(name, "plain decoding feeds it with each token, and its values for a tree are not known")
     arguments = {name: value for name, value in prepared.model_kwargs.items() if name != "past_key_values"}
-    offsets = _offsets(prepared, following.get("position_ids"), paddings)
+    offsets = _offsets(prepared, following.get("position_ids"), texts)
     if offsets and (switch is not None or limits.dynamic is not None):
-        _refuse("a prompt with images", "the frequencies of this model go by positions that are not its slots")
-    return PreparedPrompts(prepared.input_ids, arguments, paddings, offsets, prepared.beams)
+        _refuse(_WHAT, "the frequencies of this model go by positions that are not its slots")
+    columns, readable = texts.columns, texts.shown == texts.width and not texts.has_gaps
+    return PreparedPrompts(prepared.input_ids, arguments, columns, texts.width, readable, offsets, prepared.beams)
 
 
-def _first_step(prepared: Prepared) -> dict[str, Any]:
+def _first_step(prepared: Prepared, texts: PromptTexts) -> dict[str, Any]:
     """The arguments of the model in the first step of plain decoding after the prompt."""
     model: Any = prepared.model
-    ids, cache = prepared.input_ids, TreeCache.of_length(prepared.input_ids.shape[1])
+    ids, cache = prepared.input_ids, TreeCache.of_length(texts.width)
     outputs = CausalLMOutputWithPast(past_key_values=cache)
     kwargs = model._update_model_kwargs_for_generation(outputs, {**prepared.model_kwargs, "past_key_values": cache})
-    with_next = torch.cat([ids, ids[:, -1:]], dim=1)
+    with_next = torch.cat([ids, ids[:, -1:] if texts.shown else ids.new_zeros(len(ids), 1)], dim=1)
     step: dict[str, Any] = model.prepare_inputs_for_generation(with_next, next_sequence_length=1, **kwargs)
     return step
 
 
-def _offsets(prepared: Prepared, position: torch.Tensor | None, paddings: Sequence[int]) -> PositionOffsets:
+def _offsets(prepared: Prepared, position: torch.Tensor | None, texts: PromptTexts) -> PositionOffsets:
     """How far the position of the next token, `[B, 1]` or `[axes, B, 1]`, lies from the length of its row."""
     if position is None:
         if "position_ids" in accepted(prepared.model):
-            _refuse("a prompt with more than text in it", "the model keeps the positions after it to itself")
+            _refuse(_WHAT, "the model keeps the positions after it to itself")
         return PositionOffsets()
-    width = prepared.input_ids.shape[1]
     axes = position[..., -1].reshape(-1, position.shape[-2])[:, :: prepared.beams]  # [axes, P], or [axes, 1]
-    rows = axes.T.expand(len(paddings), -1).tolist()
-    offsets = [tuple(at - width + padding for at in row) for row, padding in zip(rows, paddings, strict=True)]
+    rows = axes.T.expand(len(texts), -1).tolist()
+    offsets = [tuple(at - len(text) for at in row) for row, text in zip(rows, texts.ids, strict=True)]
     if not any(map(any, offsets)):
         return PositionOffsets()
     if position.ndim != 3:

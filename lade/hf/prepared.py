@@ -10,6 +10,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
+from lade.model.signature import cache_name
+
 T = TypeVar("T")
 
 
@@ -56,9 +58,20 @@ class Prepared:
         return self.input_ids[:: self.beams]
 
     @property
+    def cache_name(self) -> str:
+        """Under which name the model takes its cache."""
+        return cache_name(self.model) or "past_key_values"
+
+    @property
+    def embeddings(self) -> torch.Tensor | None:
+        """`[P, L, H]`, what a decoder is fed in place of the ids of its prompts; None where it is fed ids."""
+        given: torch.Tensor | None = self.model_kwargs.get("inputs_embeds")
+        return None if given is None or self.model.config.is_encoder_decoder else given[:: self.beams]
+
+    @property
     def user_cache(self) -> Cache | None:
         """The `past_key_values` that the user gave; None for a cache that transformers made, which is empty."""
-        cache: Any = self.model_kwargs.get("past_key_values")
+        cache: Any = self.model_kwargs.get(self.cache_name)
         return cache if getattr(cache, "_is_user_defined", False) else None
 
 

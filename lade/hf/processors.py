@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
@@ -21,8 +22,8 @@ class Transcript:
     """The text so far as the tensor `[1, L]` that processors and criteria expect, grown without copying it each time.
 
     Args:
-        input_ids: `[1, L]`, the prompt just as it was given, left padding included.
-        skipped: how many of its first columns (padding) the row's own token list does not hold.
+        input_ids: `[1, L]`, the prompt just as it was given, padding included.
+        skipped: how many columns more than its text the prompt has; less than 0 where embeddings stand for ids.
     """
 
     def __init__(self, input_ids: torch.Tensor, skipped: int = 0) -> None:
@@ -32,7 +33,7 @@ class Transcript:
         """`[1, L]`: the prompt as given and all emitted tokens."""
         length = len(tokens) + self.skipped
         if length > self._buffer.shape[1]:
-            self._buffer = torch.cat([self._buffer, torch.zeros_like(self._buffer)], dim=1)
+            self._buffer = pad(self._buffer, (0, self._buffer.shape[1] + 1))
             return self.upto(tokens)
         if length > self._length:
             tail = torch.tensor(tokens[self._length - self.skipped :], device=self._buffer.device)

@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
@@ -17,6 +16,8 @@ from lade.hf.ids import placeholder_ids, vocabulary_of
 from lade.hf.media import has_more_than_text, is_empty, says_text
 from lade.hf.media_prompts import media_prompts
 from lade.hf.prepared import Prepared
+from lade.hf.prompt_texts import REMEDY, PromptTexts
+from lade.model.attention_span import FULL
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.position_limits import LEARNED_POSITIONS
@@ -26,16 +27,22 @@ from lade.model.runner import EagerRunner
 from lade.model.slot_patches import padding_counts_from
 from lade.model.support.padding_check import counts_padding
 from lade.model.support.supports import is_listed, supports
-from lade.model.user_cache import can_borrow, why_unfit
+from lade.model.user_cache import can_borrow, lacks_indexer, why_unfit
 
-REMEDY = 'leave it out, use plain model.generate, or lookahead="auto", which falls back to it'
 KNOWN_MODEL_KWARGS = frozenset(
     """
-    attention_mask cache_position decoder_attention_mask logits_to_keep past_key_values position_ids use_cache
+    attention_mask cache_params cache_position decoder_attention_mask inputs_embeds logits_to_keep past_key_values
+    position_ids
+    use_cache
     """.split()  # noqa: SIM905 - a table of words reads better without the quotes
 )
 REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
-FOREIGN_CACHES = frozenset({"quantized", "offloaded", "offloaded_static"})
+_ON_DEVICE = "lookahead decoding keeps keys and values of the whole text on the model's device"
+FOREIGN_CACHES = {
+    "quantized": "it rounds keys and values, and a tree sees those of tokens that plain decoding has not rounded yet",
+    "offloaded": _ON_DEVICE,
+    "offloaded_static": _ON_DEVICE,
+}
 
 
 def resolve(lookahead: Lookahead) -> tuple[LookaheadConfig | None, bool]:
@@ -57,7 +64,7 @@ def resolve(lookahead: Lookahead) -> tuple[LookaheadConfig | None, bool]:
 def check(
     prepared: Prepared,
     modes: Collection[GenerationMode] = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
-) -> tuple[MaskPlan, list[int], PreparedPrompts | None]:
+) -> tuple[MaskPlan, PromptTexts, PreparedPrompts | None]:
     """All checks that any way of decoding needs.
 
     Args:
@@ -65,8 +72,8 @@ def check(
         modes: generation modes that are served.
 
     Returns:
-        How the model takes its masks; `[P]`, how many padding columns stand left of each prompt; and the prompts where
-        they have more than text in them.
+        How the model takes its masks; the texts of the prompts; and the prompts as they are to be prefilled, where that
+        takes more than their texts.
 
     Raises:
         InputError: no decoding could continue the prompt.
@@ -78,15 +85,18 @@ def check(
     if has_encoder(prepared):
         _check_prompts(model, prompts, ())
         _check_decoder(prepared)
-        return plan, [0] * len(prompts), None
+        return plan, PromptTexts.without_padding(prompts), None
     images = has_more_than_text(model, kwargs)
-    _check_prompts(model, prompts, placeholder_ids(model) if images or prepared.user_cache is not None else ())
-    mask = kwargs.get("attention_mask")
-    paddings = _left_paddings(prompts, None if mask is None else mask[:: prepared.beams])
-    _check_padding(model, max(paddings), prepared.generation_config)
-    images = images or not _check_positions(prepared, paddings)
-    _check_user_cache(prepared.user_cache, paddings, prompts.shape[1])
-    return plan, paddings, media_prompts(prepared, paddings) if images else None
+    if prompts.shape[1] or prepared.embeddings is None:
+        _check_prompts(model, prompts, placeholder_ids(model) if images or prepared.user_cache is not None else ())
+    texts = PromptTexts.of(prepared)
+    _check_padding(model, texts.padding, prepared.generation_config)
+    if texts.has_gaps:
+        _check_gaps(model, plan)
+    images = images or not _check_positions(prepared, texts)
+    _check_user_cache(prepared, texts)
+    whole = images or texts.has_gaps or prepared.embeddings is not None
+    return plan, texts, media_prompts(prepared, texts) if whole else None
 
 
 def _refuse_arguments(prepared: Prepared, modes: Collection[GenerationMode]) -> None:
@@ -95,8 +105,6 @@ def _refuse_arguments(prepared: Prepared, modes: Collection[GenerationMode]) -> 
     mode = config.get_generation_mode()
     if mode not in modes:
         refuse(_mode_arguments(mode, config), "greedy decoding, sampling and beam search are accelerated")
-    if "inputs_embeds" in prepared.model_kwargs and not has_encoder(prepared):
-        refuse("inputs_embeds", "n-grams are made of token ids; give input_ids")
     if any(isinstance(each, UnbatchedClassifierFreeGuidanceLogitsProcessor) for each in prepared.logits_processor):
         refuse(f"guidance_scale={config.guidance_scale}", "it runs the model a second time at each token")
     for name in REFUSED_OUTPUTS:
@@ -127,16 +135,22 @@ def _refuse_caches(prepared: Prepared) -> None:
     if prepared.model_kwargs.get("use_cache") is False:
         refuse("use_cache=False", "a token tree needs the KV cache")
     if kind in FOREIGN_CACHES:
-        refuse(f"cache_implementation={kind!r}", "lookahead decoding keeps a cache of its own on the model's device")
+        refuse(f"cache_implementation={kind!r}", FOREIGN_CACHES[kind])
+    if cache is not None and prepared.cache_name == "cache_params":
+        what = "cache_params on a model whose layers are all recurrent"
+        refuse(what, "its states do not tell how much they hold, so plain decoding feeds the whole prompt once more")
     if cache is not None and not isinstance(cache, TreeCache) and is_recurrent(prepared.model):
         what = f"past_key_values of type {type(cache).__name__} on a model with recurrent layers"
         refuse(what, "it keeps no states that a path of a tree can be folded into; give a lade.TreeCache")
     if cache is not None and has_encoder(prepared):
         refuse("past_key_values", "a decoder's tree needs a cache of its own beside the encoder's")
+    if cache is not None and lacks_indexer(cache, prepared.model):
+        what = f"past_key_values of type {type(cache).__name__} on a model with indexers"
+        refuse(what, "it keeps no keys of theirs; give DynamicCache(config=model.config) or a lade.TreeCache")
     if cache is not None and not can_borrow(cache):
         refuse(
             f"past_key_values of type {type(cache).__name__}",
-            "it has no room for a tree; give a DynamicCache or a lade.TreeCache",
+            "it cannot be copied from; give a DynamicCache, a StaticCache or a lade.TreeCache on the model's device",
         )
 
 
@@ -188,28 +202,13 @@ def _check_prompts(model: PreTrainedModel, prompts: torch.Tensor, placeholders: 
         )
 
 
-def _left_paddings(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
-    """How many padding columns stand left of each row's prompt.
-
-    Args:
-        input_ids: `[B, L]`.
-        attention_mask: `[B, L]` of 0 and 1, or None for no padding.
-
-    Raises:
-        UnsupportedArgumentError: every token of a row is masked, or one after another that is not.
-    """
-    if attention_mask is None:
-        return [0] * input_ids.shape[0]
-    if attention_mask.shape != input_ids.shape:
-        refuse(f"an attention_mask of shape {list(attention_mask.shape)}", "it must have one column a token")
-    paddings = []
-    for mask in attention_mask.tolist():
-        if not any(mask):
-            refuse("an attention_mask of zeros", "there is no text to continue")
-        paddings.append(next(i for i, unmasked in enumerate(mask) if unmasked))
-        if not all(mask[paddings[-1] :]):
-            refuse("an attention_mask with gaps", "only padding on the left can be taken off")
-    return paddings
+def _check_gaps(model: PreTrainedModel, plan: MaskPlan) -> None:
+    """Refuse masked tokens amid the text where plain decoding counts them."""
+    what = "an attention_mask with gaps"
+    if is_recurrent(model) or not is_listed(model):
+        refuse(what, "plain decoding of this model may count masked tokens; give the text without them")
+    if any(span != FULL for span in plan.spans.values()):
+        refuse(what, "plain decoding counts masked tokens in the windows of this model; give the text without them")
 
 
 def _check_padding(model: PreTrainedModel, padding: int, generation_config: GenerationConfig) -> None:
@@ -224,21 +223,21 @@ def _check_padding(model: PreTrainedModel, padding: int, generation_config: Gene
         refuse("left padding", "plain decoding counts it as text on this model; give the prompt without it")
 
 
-def _check_user_cache(cache: Cache | None, paddings: Sequence[int], length: int) -> None:
-    """Refuse a user's cache from which we cannot decode as plain decoding does.
-
-    Args:
-        cache: the user's, if there is one.
-        paddings: `[P]`, of each prompt: there are no slots for padding, and rows of a batch would differ in length.
-        length: L, columns of the prompts.
-    """
+def _check_user_cache(prepared: Prepared, texts: PromptTexts) -> None:
+    """Refuse a user's cache from which we cannot decode as plain decoding does."""
+    cache = prepared.user_cache
     if cache is None:
         return
-    if len(paddings) > 1:
+    if len(texts) > 1:
         refuse("past_key_values for a batch", "its rows come to have lengths of their own; leave it out")
-    if any(paddings):
-        refuse("left padding with past_key_values", "our cache has no slots for padding; give the prompt without it")
-    if reason := why_unfit(cache, length):
+    if texts.padding:
+        refuse(
+            "masked tokens or padding with past_key_values",
+            "our cache has no slots for padding; give the prompt without it",
+        )
+    if prepared.embeddings is not None and cache.get_seq_length():
+        refuse("inputs_embeds with past_key_values", "which of them are cached is not known; leave one of them out")
+    if reason := why_unfit(cache, texts.width, prepared.generation_config.max_length + texts.width - texts.shown):
         refuse("past_key_values", reason)
 
 
@@ -262,22 +261,24 @@ def check_switch(runner: EagerRunner, prompt_length: int, max_length: int) -> No
         refuse(f"max_length={max_length}", f"beyond {switch} tokens this transformers loses the text: upgrade it")
 
 
-def _check_positions(prepared: Prepared, paddings: Sequence[int]) -> bool:
+def _check_positions(prepared: Prepared, texts: PromptTexts) -> bool:
     """Whether the positions of a text count on from 0. Refuses others, unless they come after an image in the cache."""
     positions = prepared.model_kwargs.get("position_ids")
     if positions is None:
-        if any(paddings) and not hasattr(prepared.model.base_model, "build_alibi_tensor"):  # ALiBi goes by the mask
+        # ALiBi and recurrent layers go by the mask
+        by_mask = hasattr(prepared.model.base_model, "build_alibi_tensor") or is_recurrent(prepared.model)
+        if texts.padding and not by_mask:
             why = "transformers sees no position_ids in this model's forward, and would count the padding"
             refuse("left padding", why)
         return True
     axes = positions if positions.ndim == 3 else positions[None]  # of time, height and width in some models
-    count_on = all(_counts_on(axis[:: prepared.beams].expand(len(paddings), -1), paddings) for axis in axes)
+    count_on = all(_counts_on(axis[:: prepared.beams].expand(len(texts), -1), texts.columns) for axis in axes)
     if not count_on and positions.ndim == 2:
         refuse("position_ids", "positions ahead of the text are known only where they count on from 0")
     return count_on
 
 
-def _counts_on(position_ids: torch.Tensor, paddings: Sequence[int]) -> bool:
-    """Whether `position_ids` `[B, L]` count on from the first token that is no padding."""
-    texts = [row[padding:] for row, padding in zip(position_ids, paddings, strict=True)]
+def _counts_on(position_ids: torch.Tensor, columns: Sequence[Sequence[int]]) -> bool:
+    """Whether `position_ids` `[B, L]` count on from 0 in the columns that are text."""
+    texts = [row[list(seen)] for row, seen in zip(position_ids, columns, strict=True)]
     return all(torch.equal(text, torch.arange(len(text), device=text.device)) for text in texts)

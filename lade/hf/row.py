@@ -18,19 +18,19 @@ from lade.hf.tree_processors import AtOnce, can_be_asked_at_once, pays_at_once
 def row_for(
     prepared: Prepared,
     number: int,
-    padding: int,
+    text: list[int],
     drafter: Drafter,
     *,
     sampler: Sampler | None,
     record: Record,
     streamer: BaseStreamer | None = None,
 ) -> Row:
-    """The row that writes the answer to one prompt of a batch, without the prompt's padding.
+    """The row that writes the answer to one prompt of a batch.
 
     Args:
         prepared: the batch.
         number: the prompt's row in it.
-        padding: columns of padding on the prompt's left.
+        text: of the prompt; it has further columns where some are masked, and fewer where embeddings stand for ids.
         drafter: drafts for this row alone.
         sampler: draws its tokens; None for the argmax.
         record: gets scores and logits.
@@ -40,7 +40,7 @@ def row_for(
     processors = prepared.logits_processor
     if rows > 1:
         processors = processors_of_row(processors, number, rows)
-    transcript = Transcript(prompt, padding)
+    transcript = Transcript(prompt, prompt.shape[1] - len(text))
     chooser: Chooser = Greedy()
     if processors or sampler or record:
         at_once = pays_at_once(prompt.device) and can_be_asked_at_once(processors) and not record
@@ -49,4 +49,4 @@ def row_for(
     stop: StopRule = StopRules(prepared.stopping_criteria, transcript, record)
     if streamer is not None:
         stop = Streamed(stop, streamer)
-    return Row(prompt[0, padding:].tolist(), drafter, chooser, stop, source_of(prepared, number))
+    return Row(text, drafter, chooser, stop, source_of(prepared, number))

@@ -65,7 +65,7 @@ class Session:
         drafter: Drafter | None = None,
     ) -> None:
         self._prepared, self._streamer, self._prompt_streamed = prepared, streamer, prompt_streamed
-        plan, self._paddings, images = check(prepared)
+        plan, self._texts, images = check(prepared)
         runner = self._checked_runner(plan)
         # The cache that transformers makes where the user gave none is empty, and of no use for a tree.
         self._given_cache: Cache = runner.tree_cache() if prepared.user_cache is None else prepared.user_cache
@@ -74,7 +74,7 @@ class Session:
         self._cache = runner.borrow(self._given_cache, max_length, handed_out=handed_out)
         self._record = record_for(prepared.generation_config)
         sampled = bool(prepared.generation_config.do_sample)
-        self._draws = Draws(len(self._paddings)) if self._is_batch and sampled else None
+        self._draws = Draws(len(self._texts)) if self._is_batch and sampled else None
         self._cost = None if drafter else self._cost_of_steps(config, runner)
         budget = BatchBudget(self._cost) if isinstance(self._cost, BatchCost) else None
         self._rows = self._make_rows(self._drafters(config, budget, drafter))
@@ -84,7 +84,7 @@ class Session:
 
     @property
     def _is_batch(self) -> bool:
-        return len(self._paddings) > 1
+        return len(self._texts) > 1
 
     def _checked_runner(self, plan: MaskPlan) -> EagerRunner:
         """The runner, once it has been checked that it can make all passes of these texts."""
@@ -94,10 +94,9 @@ class Session:
             runner = runner_on_encoded(prepared, plan)
         else:
             runner = runner_for(prepared.model, plan, config, own_cache=prepared.user_cache is None)
-        width = prepared.input_ids.shape[1]
-        check_switch(runner, width, config.max_length)
+        check_switch(runner, self._texts.width, config.max_length - self._texts.shown + self._texts.width)
         if self._is_batch:
-            check_lengths(runner.positions, width, self._paddings, config.max_length)
+            check_lengths(runner.positions, self._texts, config.max_length)
         return runner
 
     def _cost_of_steps(self, config: LookaheadConfig, runner: EagerRunner) -> StepCost | BatchCost | None:
@@ -107,7 +106,7 @@ class Session:
         model = self._prepared.model
         if not self._is_batch:
             return step_cost_for(model, runner)
-        return BatchCost(lambda rows: step_cost_for(model, runner, batch=rows), len(self._paddings))
+        return BatchCost(lambda rows: step_cost_for(model, runner, batch=rows), len(self._texts))
 
     def _drafters(self, config: LookaheadConfig, budget: BatchBudget | None, given: Drafter | None) -> list[Drafter]:
         """One for each row."""
@@ -120,18 +119,18 @@ class Session:
         excluded = special_ids(self._prepared.generation_config) | placeholder_ids(self._prepared.model)
         vocabulary = vocabulary_of(self._prepared.model)
         make = partial(drafter_for, config, excluded, vocabulary=vocabulary, cost=self._cost, budget=budget)
-        return [make(sources=sources) for sources in sources_for(self._prepared, config, len(self._paddings))]
+        return [make(sources=sources) for sources in sources_for(self._prepared, config, len(self._texts))]
 
     def _make_rows(self, drafters: list[Drafter]) -> list[Row]:
         rows = []
-        for number, (padding, drafter) in enumerate(zip(self._paddings, drafters, strict=True)):
+        for number, (text, drafter) in enumerate(zip(self._texts.ids, drafters, strict=True)):
             sampler: Sampler | None = None
             if self._prepared.generation_config.do_sample:
                 sampler = LoneSampler() if self._draws is None else RowSampler(self._draws, number)
             row = row_for(
                 self._prepared,
                 number,
-                padding,
+                text,
                 drafter,
                 sampler=sampler,
                 record=self._record,
@@ -145,7 +144,7 @@ class Session:
 
         However the iteration ends, a user's cache then holds only text that the steps have yielded.
         """
-        self._known = self._prepared.input_ids.shape[1]
+        self._known = len(self._texts.ids[0])
         with self._running():
             for steps in self._loop.run():
                 self._after_pass()
@@ -197,5 +196,5 @@ class Session:
         A row that ended before others is padded.
         """
         # Ours has no slots for padding, and plain decoding would count them; of a batch it has the last rows only.
-        cache = None if self._is_batch or self._paddings[0] else self._given_cache
+        cache = None if self._is_batch or self._texts.padding else self._given_cache
         return output_of(self._prepared, [row.written for row in self._rows], self._record, cache)

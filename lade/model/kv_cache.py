@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from lade.errors import UnsupportedArgumentError
 from lade.model.cache_moves import Moves
 from lade.model.position_offsets import PositionOffsets
-from lade.model.recurrent.layer import RecurrentLayer, empty_like
+from lade.model.recurrent.layer import RecurrentLayer, TokenCounter, empty_like
 from lade.model.recurrent.tree_pass import TreePass
 from lade.model.tree_layer import SPARE_TOKENS, JoinedLayers, TreeLayer
 
@@ -89,6 +90,30 @@ class TreeCache(Cache):
         """Layers with states."""
         return [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
 
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """See transformers' own.
+
+        Raises:
+            UnsupportedArgumentError: there are no layers with states: plain `model.generate` was given an empty cache.
+        """
+        if layer_idx >= len(self.layers) or not isinstance(self.layers[layer_idx], RecurrentLayer):
+            raise UnsupportedArgumentError(
+                "an empty lade.TreeCache has no layers for the states of this model",
+                "begin it with lade.generate, which decodes plainly for lookahead=None, or give model.generate a "
+                "DynamicCache(config=model.config)",
+            )
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """See transformers' own; None where there is no such layer, which `update_conv_state` refuses."""
+        return super().get_conv_state(layer_idx, state_idx) if layer_idx < len(self.layers) else None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """See transformers' own; None likewise."""
+        return super().get_recurrent_state(layer_idx, state_idx) if layer_idx < len(self.layers) else None
+
     def begin(self, tree_pass: TreePass | None = None) -> None:
         """Begin a pass that recurrent layers take part in; `keep` or `settle` ends it.
 
@@ -100,6 +125,12 @@ class TreeCache(Cache):
             layer.begin(tree_pass)
         if tree_pass is None:
             self._state_tokens = None
+
+    def count(self, rows: int, tokens: int) -> None:
+        """After a pass: each of the rows was fed `tokens` more, which only attention notices by itself."""
+        for layer in self.layers:
+            if isinstance(layer, TokenCounter):
+                layer.count(rows, tokens)
 
     def settle(self) -> None:
         """End a plain pass: the states hold all that was fed."""
@@ -190,7 +221,7 @@ class TreeCache(Cache):
     @property
     def token_bytes(self) -> int:
         """Bytes of one token of one row, in all layers together; 0 before the first pass."""
-        buffers = [buffer for layer in self.attending for buffer in (layer.keys, layer.values) if buffer is not None]
+        buffers = [buffer for layer in self.attending for buffer in layer.buffers.values()]
         return sum(buffer.shape[1] * buffer.shape[3] * buffer.element_size() for buffer in buffers)
 
     @property
@@ -206,8 +237,9 @@ class TreeCache(Cache):
 
     def reserve(self, rows: int, slots: int) -> None:
         """Resize the buffers to this many rows and slots, at least to what is cached, which is copied."""
-        for layer in self.attending:
-            layer.reserve(rows, slots)
+        for layer in self.layers:
+            if isinstance(layer, TreeLayer | RecurrentLayer):
+                layer.reserve(rows, slots)
 
     def take(self, part: TreeCache) -> None:
         """Append the only row of another cache of the same model, which is then empty."""

@@ -8,14 +8,15 @@ from transformers import PretrainedConfig
 
 from lade.model.attention_span import FULL, AttentionSpan, chunked, sliding
 from lade.model.config_fields import field, per_layer
+from lade.model.indexed_attention import INDEXED
 from lade.model.masks import MaskPlan
 from lade.model.tree_attention.backend import NAME as TREE_ATTENTION
 
 SLIDING, CHUNKED, FULL_ATTENTION = "sliding_attention", "chunked_attention", "full_attention"
-LAYER_TYPES = frozenset({SLIDING, CHUNKED, FULL_ATTENTION})
+LAYER_TYPES = frozenset({SLIDING, CHUNKED, FULL_ATTENTION}) | INDEXED
 RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid", "moe", "mlp"})
 """Of models with recurrent layers; the last two hold nothing of the text."""
-INDEXED = "indexed_attention"
+_WITHOUT_ATTENTION = RECURRENT_TYPES - {"hybrid"}
 _FIELDS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
 
 
@@ -41,7 +42,8 @@ def plan_for(config: PretrainedConfig, *, by_layer_type: bool) -> MaskPlan:
         # A model that knows of no layer types does not mask by them. But the cache of plain decoding goes by them, and
         # holds the last tokens only of a layer with a window or with chunks.
         window = _only(window for _, window in layers)
-        spans["attention"] = FULL if window is None else sliding(window)
+        attends = any(kind not in _WITHOUT_ATTENTION for kind, _ in layers)
+        spans["attention"] = None if not attends else FULL if window is None else sliding(window)
     backend = config._attn_implementation
     return MaskPlan(
         spans, by_layer_type, additive=backend not in ("sdpa", TREE_ATTENTION), compact=backend == TREE_ATTENTION

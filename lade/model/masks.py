@@ -107,6 +107,11 @@ class MaskPlan:
     additive: bool
     compact: bool = False
 
+    @property
+    def attends(self) -> bool:
+        """Whether any layer takes a mask."""
+        return any(span is not None for span in self.spans.values())
+
     def inputs(
         self,
         trees: Sequence[TokenTree],

@@ -1,7 +1,9 @@
 """Prompts with more than text in them: images, whose features replace the embeddings of their placeholders.
 
+Or embeddings that are given in place of ids, or masked tokens amid the text.
+
 Only the prefill sees these. So the prompts of a batch are fed once, whole and together, just as plain decoding feeds
-them, padding included; then the padding is taken out of the cache, and what follows is text.
+them, padding included; then what is masked is taken out of the cache, and what follows is text.
 """
 
 from __future__ import annotations
@@ -24,16 +26,25 @@ class PreparedPrompts:
     Attributes:
         input_ids: `[B * k, L]` int64, padded on the left; k beams of a prompt stand beneath each other.
         arguments: all others, by name, but for the cache.
-        paddings: `[B]`, columns of padding left of each prompt.
+        columns: `[B]`, those of each prompt that are text, ascending; the others are masked.
+        width: L, columns that are fed.
+        readable: whether a drafter may read the logits of all tokens of a text: its columns have no gaps, and ids.
         offsets: `[B]`, of the positions that come after.
         beams: k.
     """
 
     input_ids: torch.Tensor
     arguments: Mapping[str, Any]
-    paddings: Sequence[int]
+    columns: Sequence[Sequence[int]]
+    width: int
+    readable: bool = True
     offsets: PositionOffsets = field(default_factory=PositionOffsets)
     beams: int = 1
+
+    @property
+    def paddings(self) -> list[int]:
+        """`[B]`, masked columns of each prompt."""
+        return [self.width - len(seen) for seen in self.columns]
 
     def feed(self, model: Any, generation_config: GenerationConfig, cache: TreeCache) -> torch.Tensor:
         """Feed what `cache` does not hold yet, and have its rows begin with their text.
@@ -54,7 +65,6 @@ class PreparedPrompts:
             cache.batch_select_indices(first)
             logits = logits[first.to(logits.device)]
         if any(self.paddings):
-            length = self.input_ids.shape[1]
-            cache.keep([range(padding, length) for padding in self.paddings], fed=length)
+            cache.keep(self.columns, fed=self.width)
         cache.offsets = self.offsets
         return logits

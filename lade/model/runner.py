@@ -22,7 +22,7 @@ from lade.model.recurrent.cores import CorePatches
 from lade.model.recurrent.layer import layers_for
 from lade.model.recurrent.tree_pass import TreePass
 from lade.model.row_cache import BufferSizes, RowCache
-from lade.model.signature import accepted
+from lade.model.signature import accepted, cache_name
 from lade.model.slot_patches import SlotPatches
 from lade.model.stopwatch import Stopwatch
 from lade.model.user_cache import borrow
@@ -39,6 +39,8 @@ class EagerRunner:
 
     sizing: BufferSizes = TreeCache
     """How large its caches make their buffers, as long as there is memory."""
+    refeeds = False
+    """Whether `extend` feeds nodes again that an earlier pass has fed."""
     step_sizes: Sequence[int] = ()
     """Tokens a row that passes are padded to, ascending: what lies between costs as much. None where they are not."""
 
@@ -49,7 +51,7 @@ class EagerRunner:
         self.device = input_device(model)
         self._stopwatch = Stopwatch()
         self._slot_patches, self._core_patches = SlotPatches(model), CorePatches(model)
-        self._accepts = accepted(model)
+        self._accepts, self._cache_name = accepted(model), cache_name(model) or "past_key_values"
         self._prompts: PreparedPrompts | None = None
 
     @property
@@ -117,14 +119,14 @@ class EagerRunner:
         """Where the next piece of a prompt ends, so that pieces give what the whole prompt gives.
 
         Recurrent layers feed a single token with another function, which may not limit what that for several does; and
-        the latter may begin with an empty state.
+        the latter may begin with an empty state. Indexers pick among the keys of all that is fed at once.
 
         Args:
             fed: tokens that the cache holds.
             most: tokens to feed, at most, unless a piece would be of one token.
             length: of the prompt.
         """
-        if self._core_patches.forgets:
+        if self._core_patches.forgets or self._slot_patches.pick_keys:
             return length
         end = min(length, fed + (max(most, 2) if self._core_patches else most))
         return length if self._core_patches and end == length - 1 else end
@@ -167,7 +169,7 @@ class EagerRunner:
         whole = not cache.get_seq_length()
         try:
             self._begin_prompt(cache)
-            with HiddenStates(self.model) if hook else nullcontext() as hidden:
+            with HiddenStates(self.model) if hook and prompts.readable else nullcontext() as hidden:
                 logits = prompts.feed(self.model, self.generation_config, cache)
             cache.settle()
         except BaseException:
@@ -175,7 +177,7 @@ class EagerRunner:
                 cache.reset()
             raise
         if hook and hidden:
-            for start, piece in hidden.prompt_logits(logits, prompts.input_ids.shape[1]):
+            for start, piece in hidden.prompt_logits(logits, prompts.width):
                 for row, (padding, row_logits) in enumerate(zip(prompts.paddings, piece, strict=True)):
                     padded = max(0, padding - start)  # columns of this piece that are no tokens of the row
                     if padded < len(row_logits):
@@ -210,16 +212,19 @@ class EagerRunner:
         hook: PromptLogitsHook | None,
     ) -> torch.Tensor:
         ids = torch.tensor(prompts, device=self.device)
-        kwargs: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+        kwargs: dict[str, Any] = {self._cache_name: cache, "use_cache": True}
         if "position_ids" in self._accepts:
             kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         if "logits_to_keep" in self._accepts:
             kwargs["logits_to_keep"] = 1
-        if cache.get_seq_length():
+        cached = cache.get_seq_length()
+        if cached and self.plan.attends:
             kwargs["attention_mask"] = torch.ones_like(ids)  # by its width transformers knows what is cached already
         self._begin_prompt(cache)
         with HiddenStates(self.model) if hook else nullcontext() as hidden:
-            output = self.model._prefill(ids, self.generation_config, kwargs)
+            missing = ids if self.plan.attends else ids[:, cached:]  # of states transformers does not know how much
+            output = self.model._prefill(missing, self.generation_config, kwargs)
+        cache.count(len(ids), ids.shape[1] - cached)
         cache.settle()
         logits: torch.Tensor = output.logits[:, -1]
         if hook and hidden:
@@ -265,6 +270,7 @@ class EagerRunner:
             self._stopwatch.start(self.device)
             logits = self.model(**arguments).logits
             self._stopwatch.stop(logits.device)
+        cache.count(*inputs.ids.shape)
         return logits
 
     def _begin(self, trees: Sequence[TokenTree], cache: TreeCache, stack: ExitStack) -> None:
@@ -302,7 +308,7 @@ class EagerRunner:
         arguments: dict[str, Any] = {
             "input_ids": inputs.ids,
             "attention_mask": self.plan.masks(inputs, self.model.dtype),
-            "past_key_values": cache,
+            self._cache_name: cache,
             "use_cache": True,
             "return_dict": True,
         }

@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from lade.model import thread_hooks
 from lade.model.cuda_graphs.model_pools import free_idle_buffers, pool_of
 from lade.model.cuda_graphs.runner import GraphRunner
+from lade.model.indexed_attention import indexers_of
 from lade.model.masks import MaskPlan
 from lade.model.position_limits import Positions
 from lade.model.recurrent.cores import is_recurrent
@@ -46,6 +47,8 @@ def why_eager(model: Any) -> str:
     positions = Positions.of(model.config.get_text_config(decoder=True))
     if positions.longrope_switch is not None or positions.dynamic is not None:
         return "its rotary frequencies depend on the longest position, which the host reads"
+    if indexers_of(model):
+        return "its indexers pick among the keys of a text, whose number the host reads"
     if is_recurrent(model):
         return "its recurrent layers change their states between passes"
     if len({tensor.device for tensor in (*model.parameters(), *model.buffers())}) > 1:

@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+CACHE_NAMES = ("past_key_values", "cache_params")
+"""What models call the argument that takes their cache; the latter those whose layers are all recurrent."""
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -23,6 +25,12 @@ def accepted(model: PreTrainedModel) -> frozenset[str]:
         for forward in _forwards(model):
             names |= _named(_parameters(forward))
     return frozenset(names)
+
+
+def cache_name(model: PreTrainedModel) -> str | None:
+    """What the model calls the argument that takes its cache; None where it is none of the names that we know."""
+    names = accepted(model)
+    return next((name for name in CACHE_NAMES if name in names), None)
 
 
 def _forwards(model: PreTrainedModel) -> Iterator[Callable[..., Any]]:

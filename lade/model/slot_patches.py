@@ -4,7 +4,8 @@ In plain decoding a token's slot in the cache is its position. In a tree several
 slots of their own, so whatever a model derives from slots is patched to use the positions for the length of a pass:
 
 - ALiBi biases (bloom) grow with the key's slot;
-- the attention temperature of layers without rotary embedding (llama4) grows with the query's slot.
+- the attention temperature of layers without rotary embedding (llama4) grows with the query's slot;
+- indexers (DeepSeek V3.2) pick keys among slots, see `lade.model.indexed_attention`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lade.errors import UnsupportedModelError
-from lade.model.masks import Inputs
+from lade.model.config_fields import field
+from lade.model.indexed_attention import INDEXED, KeyPicks, indexers_of
+from lade.model.masks import Inputs, StepInputs
 from lade.model.position_limits import Positions
 from lade.model.thread_hooks import hooked
 from lade.model.thread_override import Override, overridden
@@ -31,6 +34,12 @@ class SlotPatches:
         tempered = _has_temperature(model.config.get_text_config(decoder=True))
         layers = model.modules() if tempered else ()
         self._tempered = [layer for layer in layers if _scales_queries(layer)]
+        self._indexers = indexers_of(model)
+
+    @property
+    def pick_keys(self) -> bool:
+        """Whether attention sees keys that are picked by a score, among all that a pass has."""
+        return bool(self._indexers)
 
     @contextmanager
     def patched_for(self, inputs: Inputs) -> Iterator[None]:
@@ -39,13 +48,17 @@ class SlotPatches:
         Raises:
             UnsupportedModelError: they were not called, or not by this thread.
         """
-        if self._alibi is None and not self._tempered:
+        if self._alibi is None and not self._tempered and not self._indexers:
             yield
             return
         with ExitStack() as stack:
             overrides = [stack.enter_context(_tempered_by_position(layer, inputs)) for layer in self._tempered]
             if self._alibi is not None:
                 overrides.append(stack.enter_context(_biased_by_position(self._alibi, inputs.key_positions)))
+            if self._indexers:
+                assert isinstance(inputs, StepInputs)
+                picks = KeyPicks(inputs)
+                overrides += [stack.enter_context(picks.patch(indexer)) for indexer in self._indexers]
             yield
             if not any(override.used for override in overrides):
                 raise UnsupportedModelError(
@@ -58,6 +71,10 @@ def padding_counts_from(config: PretrainedConfig) -> int | None:
     """The length of text from which plain decoding counts left padding, too, and depends on it; None for never."""
     if _has_temperature(config):
         return int(config.floor_scale)
+    if not INDEXED.isdisjoint(
+        field(config, "layer_types") or ()
+    ):  # which of equal scores are picked depends on the slots
+        return int(config.index_topk) + 1
     return Positions.of(config).longrope_switch  # models that then drop their cache look at the number of slots
 
 

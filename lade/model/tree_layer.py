@@ -8,6 +8,7 @@ from operator import is_
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+_BUFFERS = ("keys", "values", "indexer_keys")
 SPARE_TOKENS = 256
 """Tokens that a buffer has room for beyond those needed, at least."""
 
@@ -17,6 +18,9 @@ class TreeLayer(CacheLayerMixin):
 
     There are B rows in use, the first ones. Between a pass and `TreeCache.keep` the tokens fed lie after the longest
     row, in all rows.
+
+    Attributes:
+        indexer_keys: a third buffer, `[rows, 1, capacity, D]`, where an indexer picks the keys that are seen.
     """
 
     is_sliding = False
@@ -26,7 +30,14 @@ class TreeLayer(CacheLayerMixin):
         super().__init__()  # type: ignore[no-untyped-call]
         self.keys: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
+        self.indexer_keys: torch.Tensor | None = None
         self.lengths: list[int] = []
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Those that there are, by the name of the attribute."""
+        named = ((name, getattr(self, name)) for name in _BUFFERS)
+        return {name: buffer for name, buffer in named if buffer is not None}
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate buffers like `key_states` and `value_states` (`[B, H, T, D]`), with room to grow."""
@@ -52,31 +63,49 @@ class TreeLayer(CacheLayerMixin):
         self.lengths = [length + fed for length in self.lengths]
         return self.keys[:rows, :, :visible], self.values[:rows, :, :visible]
 
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Add the indexer's keys of the tokens that `update` has appended; see `transformers.Cache.update_indexer`.
+
+        Args:
+            indexer_key_states: `[B, T, D]`.
+
+        Returns:
+            Those of all tokens, `[B, max(lengths), D]`, a view of the buffer.
+        """
+        assert self.keys is not None
+        rows, visible = len(self.lengths), max(self.lengths)
+        first, states = visible - indexer_key_states.shape[1], indexer_key_states[:, None]
+        buffer = self.indexer_keys
+        if buffer is None or buffer.shape[2] < visible:
+            kept, used = (states, (0, 0)) if buffer is None else (buffer, (rows, first))
+            buffer = self.indexer_keys = _resized(kept, used, self.keys.shape[0], self.keys.shape[2])
+        buffer[:rows, :, first:visible] = states
+        return buffer[:rows, 0, :visible]
+
     def reserve(self, rows: int, slots: int) -> None:
         """Have buffers of just this size; see `TreeCache.reserve`."""
-        assert self.keys is not None and self.values is not None
         used = len(self.lengths), self.get_seq_length()
-        self.keys, self.values = (_resized(buffer, used, rows, slots) for buffer in (self.keys, self.values))
+        for name, buffer in self.buffers.items():
+            setattr(self, name, _resized(buffer, used, rows, slots))
 
     def take(self, part: TreeLayer) -> None:
         """Append the only row of another layer; see `TreeCache.take`."""
-        assert self.keys is not None and self.values is not None and part.keys is not None and part.values is not None
+        assert self.keys is not None
         rows, length = len(self.lengths), part.lengths[0]
         if rows == self.keys.shape[0] or length > self.keys.shape[2]:
             self.reserve(max(1, 2 * rows), max(length, self.keys.shape[2]))
-        self.keys[rows, :, :length] = part.keys[0, :, :length]
-        self.values[rows, :, :length] = part.values[0, :, :length]
-        self.keys[rows, :, length:] = self.values[rows, :, length:] = 0  # no weight makes zero of another row's NaN
+        for buffer, taken in zip(self.buffers.values(), part.buffers.values(), strict=True):
+            buffer[rows, :, :length] = taken[0, :, :length]
+            buffer[rows, :, length:] = 0  # no weight makes zero of another row's NaN
         self.lengths = [*self.lengths, length]
 
     def join(self, parts: Sequence[TreeLayer], places: Sequence[tuple[int, int]]) -> None:
         """Take over rows of other layers; see `TreeCache.join`."""
         first = parts[0]
-        assert first.keys is not None and first.values is not None
         self.dtype, self.device = first.dtype, first.device
         self.lengths = [parts[part].lengths[row] for part, row in places]
-        self.keys = _joined([part.keys for part in parts], places, self.lengths)
-        self.values = _joined([part.values for part in parts], places, self.lengths)
+        for name in first.buffers:
+            setattr(self, name, _joined([part.buffers[name] for part in parts], places, self.lengths))
         self.is_initialized = True
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -87,7 +116,7 @@ class TreeLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.keys = self.values = None
+        self.keys = self.values = self.indexer_keys = None
         self.lengths, self.is_initialized = [], False
 
     def get_seq_length(self) -> int:
@@ -109,11 +138,10 @@ class TreeLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only these rows, in this order."""
-        if self.keys is None or self.values is None:
-            return
-        indices = indices.to(self.keys.device)
-        self.keys, self.values = self.keys[indices], self.values[indices]
-        self.lengths = [self.lengths[i] for i in indices.tolist()]
+        for name, buffer in self.buffers.items():
+            setattr(self, name, buffer[indices.to(buffer.device)])
+        if self.lengths:
+            self.lengths = [self.lengths[i] for i in indices.tolist()]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder the rows for beam search."""
@@ -143,13 +171,14 @@ class JoinedLayers:
 
     def joined(self) -> list[torch.Tensor]:
         """What the buffers of these layers are views of, `[N, rows, H, capacity, D]` each."""
-        buffers = [buffer for layer in self.layers for buffer in (layer.keys, layer.values) if buffer is not None]
+        places = [(layer, name) for layer in self.layers for name in layer.buffers]
+        buffers = [getattr(layer, name) for layer, name in places]
         if len(buffers) != len(self._views) or not all(map(is_, buffers, self._views)):
             if len({(buffer.shape, buffer.dtype, buffer.device) for buffer in buffers}) == 1:
                 self._wholes = [torch.stack(buffers)]
                 self._views = list(self._wholes[0].unbind())
-                for layer, keys, values in zip(self.layers, self._views[::2], self._views[1::2], strict=True):
-                    layer.keys, layer.values = keys, values
+                for (layer, name), view in zip(places, self._views, strict=True):
+                    setattr(layer, name, view)
             else:
                 self._wholes, self._views = [buffer[None] for buffer in buffers], buffers
         return self._wholes
@@ -169,15 +198,11 @@ def _resized(buffer: torch.Tensor, used: tuple[int, int], rows: int, tokens: int
     return resized
 
 
-def _joined(
-    parts: Sequence[torch.Tensor | None], places: Sequence[tuple[int, int]], lengths: Sequence[int]
-) -> torch.Tensor:
+def _joined(parts: Sequence[torch.Tensor], places: Sequence[tuple[int, int]], lengths: Sequence[int]) -> torch.Tensor:
     """A buffer of these rows, with room to grow."""
     rows = [(parts[part], row) for part, row in places]
     first, longest = parts[0], max(lengths)
-    assert first is not None
     buffer = first.new_zeros(len(rows), first.shape[1], longest + max(SPARE_TOKENS, longest // 2), first.shape[3])
     for number, ((part, row), length) in enumerate(zip(rows, lengths, strict=True)):
-        assert part is not None
         buffer[number, :, :length] = part[row, :, :length]
     return buffer

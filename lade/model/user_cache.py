@@ -8,25 +8,41 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import cache_utils
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
+from lade.model.indexed_attention import indexers_of
 from lade.model.kv_cache import TreeCache
 from lade.model.recurrent.cores import CorePatches
 from lade.model.recurrent.layer import layers_for
 from lade.model.tree_layer import TreeLayer
 
-_DYNAMIC_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+_INDEXED_LAYER: Any = getattr(cache_utils, "DynamicIndexedLayer", None)  # not in every version
+_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, _INDEXED_LAYER, StaticLayer, StaticSlidingWindowLayer)
 
 
 def can_borrow(cache: Any) -> bool:
-    """Whether a generation can start from what this cache holds: ours, and dynamic ones on the model's device."""
+    """Whether a generation can start from what this cache holds: ours, and transformers' own on the model's device."""
     if isinstance(cache, TreeCache):
         return True
-    return (
-        isinstance(cache, DynamicCache)
-        and not cache.offloading
-        and all(type(la) in _DYNAMIC_LAYERS for la in cache.layers)
-    )
+    ours = isinstance(cache, DynamicCache | StaticCache) and not cache.offloading
+    return ours and all(type(layer) in _LAYERS for layer in cache.layers)
+
+
+def lacks_indexer(cache: Any, model: nn.Module) -> bool:
+    """Whether a user's cache has no place for what the indexers of the model keep; plain decoding fails with it."""
+    if isinstance(cache, TreeCache) or not indexers_of(model):
+        return False
+    return not any(hasattr(layer, "update_indexer") for layer in cache.layers)
 
 
 def begin_plainly(cache: Any, model: nn.Module) -> None:
@@ -44,15 +60,19 @@ def begin_plainly(cache: Any, model: nn.Module) -> None:
         cache.begin()
 
 
-def why_unfit(cache: Cache, length: int) -> str:
+def why_unfit(cache: Cache, length: int, max_length: int) -> str:
     """Why plain decoding from a cache that passes `can_borrow` cannot be repeated; empty where it can.
 
     Args:
         cache: the user's, for a single row.
         length: tokens of the prompt.
+        max_length: greatest length of the text.
     """
+    slots = [layer.max_cache_len for layer in cache.layers if type(layer) is StaticLayer]
+    if slots and min(slots) < max_length - 1:  # the last token is not fed
+        return f"it has slots for {min(slots)} tokens, and the text may get {max_length - 1}: make it larger"
     layers: list[Any] = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin) and layer.is_initialized]
-    held = sorted({layer.get_seq_length() for layer in layers})
+    held = sorted({int(layer.get_seq_length()) for layer in layers})
     rows = {len(layer.lengths) if isinstance(layer, TreeLayer) else layer.keys.shape[0] for layer in layers}
     if len(held) > 1:
         return f"its layers hold from {held[0]} to {held[-1]} tokens, as an interrupted pass leaves it: reset it"
@@ -64,7 +84,7 @@ def why_unfit(cache: Cache, length: int) -> str:
 
 
 class BorrowedCache(TreeCache):
-    """Begins with what a user's dynamic cache holds, and gives it back with the tokens that came after.
+    """Begins with what a user's cache holds, and gives it back with the tokens that came after.
 
     Args:
         cache: the user's; it is left alone until `give_back`.
@@ -72,11 +92,13 @@ class BorrowedCache(TreeCache):
 
     def __init__(self, cache: Cache) -> None:
         super().__init__()
-        self._users_cache, self._borrowed_tokens = cache, cache.get_seq_length()
+        self._users_cache, self._borrowed_tokens = cache, int(cache.get_seq_length())
         layers: list[Any] = cache.layers if self._borrowed_tokens else []
         for number, layer in enumerate(layers):
-            tokens = layer.get_seq_length()
+            tokens = int(layer.get_seq_length())
             self.update(_full_length(layer.keys, tokens), _full_length(layer.values, tokens), number)
+            if getattr(layer, "indexer_keys", None) is not None:
+                self.update_indexer(layer.indexer_keys, number)
         self._borrowed_layers = self.layers[:1]
 
     def give_back(self, tokens: int) -> None:
@@ -95,6 +117,8 @@ class BorrowedCache(TreeCache):
                 assert layer.keys is not None and layer.values is not None
                 keys, values = (states[:, :, start:tokens].clone() for states in (layer.keys, layer.values))
                 self._users_cache.update(keys, values, number)
+                if layer.indexer_keys is not None:
+                    self._users_cache.update_indexer(layer.indexer_keys[:, 0, start:tokens].clone(), number)
 
 
 def borrow(cache: Cache) -> TreeCache:
@@ -104,12 +128,13 @@ def borrow(cache: Cache) -> TreeCache:
 
 @contextmanager
 def _all_or_nothing(cache: Cache) -> Iterator[None]:
-    """Restore a dynamic cache after an error, so that its layers never differ in length.
+    """Restore a cache after an error, so that its layers never differ in length.
 
-    Such a cache replaces its tensors and never writes to them, so references to the old ones suffice.
+    A dynamic one replaces its tensors and never writes to them, so references to the old ones suffice. A static one
+    writes: its length has to be copied, and its keys where they are moved along with a window.
     """
     layers = list(cache.layers)
-    before = [dict(vars(layer)) for layer in layers]
+    before = [_copied(layer) for layer in layers]
     try:
         yield
     except BaseException:
@@ -120,9 +145,22 @@ def _all_or_nothing(cache: Cache) -> Iterator[None]:
         raise
 
 
+def _copied(layer: Any) -> dict[str, Any]:
+    """The attributes of a layer, those that it writes to copied."""
+    copied = dict(vars(layer))
+    written = ["cumulative_length"] if isinstance(layer, StaticLayer) else []
+    if isinstance(layer, StaticSlidingWindowLayer) and layer.is_initialized:
+        written += ["keys", "values"]
+    for name in written:
+        if isinstance(copied.get(name), torch.Tensor):
+            copied[name] = copied[name].clone()
+    return copied
+
+
 def _full_length(states: torch.Tensor, tokens: int) -> torch.Tensor:
-    """States `[B, H, T, D]` of the last T tokens with zeros for those before.
+    """States `[B, H, T, D]` of the last T tokens with zeros for those before, and nothing for slots after them.
 
     A layer with a sliding window has dropped them because no later token sees them, and our masks show them to none.
     """
+    states = states[:, :, :tokens]
     return torch.nn.functional.pad(states, (0, 0, tokens - states.shape[2], 0))

@@ -88,11 +88,14 @@ class Batch:
         self._cost: BatchCost | None = None
 
     def _row_bytes(self) -> tuple[int, int]:
-        """Bytes of a cached token and of a row's states, found by feeding one: no two families keep the same."""
+        """Bytes of a slot and of a row's states, found by feeding a token: no two families keep the same.
+
+        Where a cached token takes no bytes, since all layers are recurrent, a slot is one byte of the states.
+        """
         cache = TreeCache()
         with torch.random.fork_rng(devices=[]):
             self._prefill_runner.prefill([[0]], cache)
-        return cache.token_bytes, cache.state_bytes
+        return max(1, cache.token_bytes), cache.state_bytes
 
     @property
     def idle(self) -> bool:

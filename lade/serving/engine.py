@@ -47,7 +47,8 @@ class Engine:
         max_rows: requests decoded at a time; more wait.
         max_tokens: slots of the KV cache, which are rows times tokens of the longest one, tree included; more wait.
             With captured passes, on a CUDA device, rows and tokens are rounded up to the sizes of these. None: as many
-            as fit in a quarter of the host's memory, or in 29 % of what is free on a CUDA device.
+            as fit in a quarter of the host's memory, or in 29 % of what is free on a CUDA device. Where all layers are
+            recurrent, tokens take no memory, and slots are bytes of states.
         max_waiting: requests that may wait.
         prefill_tokens: of new prompts, fed between two steps at most, so that a long one does not hold up the others.
             Models with recurrent layers are fed two at least, and those of Mamba 1 whole prompts.

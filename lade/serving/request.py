@@ -62,11 +62,11 @@ class Request:
 
     def __init__(self, prepared: Prepared, *, config: LookaheadConfig, seed: int | None) -> None:
         generation_config = prepared.generation_config
-        _, paddings, self.images = check(prepared)
-        if len(paddings) > 1:
+        _, texts, self.images = check(prepared)
+        if len(texts) > 1:
             refuse(f"num_return_sequences={generation_config.num_return_sequences}", "add a request for each of them")
-        self._prepared, self._padding = replace(prepared, model_kwargs={}), paddings[0]  # images take memory
-        self.need = Need(generation_config.max_length - self._padding, largest_tree(config))
+        self._prepared, self._text = replace(prepared, model_kwargs={}), texts.ids[0]  # images take memory
+        self.need = Need(generation_config.max_length - texts.hidden[0], largest_tree(config))
         _check_positions(prepared.model, self.need.tokens)
         if generation_config.prefill_chunk_size is not None and is_recurrent(prepared.model):
             chunks = f"prefill_chunk_size={generation_config.prefill_chunk_size}"
@@ -83,7 +83,7 @@ class Request:
         sampler = None
         if self.seed is not None:
             sampler = LoneSampler(torch.Generator(self._prepared.input_ids.device).manual_seed(self.seed))
-        return row_for(self._prepared, 0, self._padding, drafter, sampler=sampler, record=self._record)
+        return row_for(self._prepared, 0, self._text, drafter, sampler=sampler, record=self._record)
 
     def output(self, row: Row) -> Output:
         """What `model.generate` returns, given the row that has ended."""

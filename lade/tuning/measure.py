@@ -92,11 +92,12 @@ class StepTimer:
         self._runner.eager().prefill([prefix] * self._batch, cache)
         missing = self.cached + self.largest - len(prefix)
         for layer in cache.attending:
-            assert layer.keys is not None and layer.values is not None
-            used = [buffer[:, :, : len(prefix)] for buffer in (layer.keys, layer.values)]
+            used = [buffer[:, :, : len(prefix)] for buffer in layer.buffers.values()]
             repeats = -(-missing // len(prefix))
-            keys, values = (states.repeat(1, 1, repeats, 1)[:, :, :missing] for states in used)
+            keys, values, *indexer = (states.repeat(1, 1, repeats, 1)[:, :, :missing] for states in used)
             layer.update(keys, values)
+            for states in indexer:
+                layer.update_indexer(states[:, 0])
         cache.keep([[]] * self._batch, fed=self.largest)
         return cache
 

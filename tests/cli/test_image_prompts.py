@@ -15,6 +15,8 @@ from PIL import Image
 from transformers import AutoProcessor, GenerationConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+from lade.cli.chat.conversation import Conversation
+
 IMAGE, SIDE, CONTEXT = "<image>", 16, 512
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>"
@@ -160,10 +162,23 @@ def chat(lade: Callable[..., Any], folder: Path, *lines: object, new: int = 12) 
     return lade("chat", "--model", folder, "--no-history", "-n", new, stdin="".join(f"{line}\n" for line in lines))
 
 
-def test_chat_shows_images_and_remembers_them(lade: Callable[..., Any], seeing: Path, pictures: list[Path]) -> None:
+def test_chat_shows_images_and_remembers_them(
+    lade: Callable[..., Any], seeing: Path, pictures: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     red, blue = pictures
+    held, holds = [], Conversation._holds_images
+    monkeypatch.setattr(Conversation, "_holds_images", lambda *it: held.append(holds(*it)) or held[-1])
     said = chat(
-        lade, seeing, "hello", f"/image {red}", "What is it?", "and now?", f"/image {blue}", "compare", "/retry"
+        lade,
+        seeing,
+        "hello",
+        f"/image {red}",
+        "What is it?",
+        "and now?",
+        "/stats",
+        f"/image {blue}",
+        "compare",
+        "/retry",
     )
     assert said.exit_code == 0, said.output
     turns: list[dict[str, Any]] = []
@@ -175,6 +190,7 @@ def test_chat_shows_images_and_remembers_them(lade: Callable[..., Any], seeing: 
     places = [said.stdout.find(reply) for reply in replies]
     assert -1 not in places and places == sorted(places), (replies, said.stdout)
     assert said.stdout.count(replies[-1]) == 2, "/retry shows the image again"
+    assert held == [False, True, False, True], "only a further image has the conversation read anew"
     blind = answer(seeing, [turns[0], turns[1], user("What is it?")], 12)[1]
     assert blind != replies[1], "the image does nothing"
 

@@ -20,6 +20,7 @@ from lade.hf.batch_rules import (
     must_go_together,
     processors_of_row,
 )
+from lade.hf.prompt_texts import PromptTexts
 from lade.model.position_limits import Positions
 
 ROWS, LENGTH, VOCABULARY = 4, 7, 40
@@ -228,8 +229,10 @@ def test_what_else_takes_all_rows():
     ],
 )
 def test_rows_do_not_stand_on_both_sides_of_a_change_of_frequencies(positions, width, paddings, max_length, served):
+    columns = [range(padding, width) for padding in paddings]
+    texts = PromptTexts([list(each) for each in columns], columns, width, width)
     if served:
-        check_lengths(positions, width, paddings, max_length)
+        check_lengths(positions, texts, max_length)
     else:
         with pytest.raises(UnsupportedArgumentError, match=f"max_length={max_length} cannot .*from 32 tokens on"):
-            check_lengths(positions, width, paddings, max_length)
+            check_lengths(positions, texts, max_length)

@@ -285,7 +285,7 @@ REFUSED = {
     "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
     "use_cache=False": {"use_cache": False},
     "guidance_scale": {"guidance_scale": 1.5},
-    "attention_mask with gaps": {"attention_mask": torch.tensor([[1, 0, 1], [1, 1, 1]])},
+    "attention_mask that ends with 0": {"attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])},
     "attention_mask of zeros": {"attention_mask": torch.tensor([[0, 0, 0], [1, 1, 1]])},
     "position_ids": {"position_ids": torch.tensor([[0, 1, 2], [3, 4, 5]])},
 }

@@ -26,7 +26,7 @@ def plain(model, ids, new, **more):
 
 @pytest.mark.one_in(11)
 @pytest.mark.parametrize("make", [toy_model, windowed], ids=["full", "sliding window"])
-@pytest.mark.parametrize("kind", ["plain", "with config", "ours"])
+@pytest.mark.parametrize("kind", ["plain", "with config", "ours", "static"])
 @pytest.mark.parametrize(
     "turns",
     [(plain, ours), (ours, plain), (ours, ours), (plain, ours, plain, ours), (adaptive, plain, adaptive)],
@@ -37,6 +37,7 @@ def test_turns_may_be_decoded_by_either(make, kind, turns):
         "plain": DynamicCache,
         "with config": lambda: DynamicCache(config=model.config),
         "ours": lade.TreeCache,
+        "static": lambda: StaticCache(config=model.config, max_cache_len=128),
     }[kind]()
     text = IDS
     for turn, generate in enumerate(turns):
@@ -72,13 +73,43 @@ def test_an_early_stop_gives_back_what_was_read():
     assert torch.equal(plain(model, text, 6, past_key_values=cache), plain(model, text, 6))
 
 
-def test_caches_without_room_for_a_tree_are_refused():
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda config: StaticCache(config=config, max_cache_len=11), "slots for 11 tokens, and the text may get 12"),
+        (lambda config: DynamicCache(offloading=True), "type DynamicCache cannot be used .* it cannot be copied from"),
+        (lambda config: StaticCache(config=config, max_cache_len=64, offloading=True), "type StaticCache cannot be"),
+    ],
+)
+def test_caches_that_cannot_be_filled_are_refused(make, said, monkeypatch):
+    monkeypatch.setattr(torch, "Stream", lambda: None, raising=False)  # offloading needs a GPU
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     model = toy_model()
-    static = StaticCache(config=model.config, max_cache_len=64)
-    with pytest.raises(lade.UnsupportedArgumentError, match=r"StaticCache cannot be used .* no room for a tree"):
-        ours(model, IDS, 5, past_key_values=static)
-    with pytest.raises(lade.UnsupportedArgumentError, match="DynamicCache"):
-        ours(model, IDS, 5, past_key_values=DynamicCache(offloading=True))
+    with pytest.raises(lade.UnsupportedArgumentError, match=said):
+        ours(model, IDS, 5, past_key_values=make(model.config))
+
+
+@pytest.mark.parametrize("make", [toy_model, windowed], ids=["full", "sliding window"])
+def test_a_static_cache_that_is_filled_half_is_as_before(make, monkeypatch):
+    """Its layers are written to, one after the other."""
+    model = make()
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    text = ours(model, IDS, 14, past_key_values=cache)
+    update, calls = type(cache.layers[-1]).update, []
+
+    def failing(layer, *args, **kwargs):
+        calls.append(layer)
+        if layer is cache.layers[-1]:
+            raise KeyboardInterrupt
+        return update(layer, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        for kind in {type(layer) for layer in cache.layers}:
+            patch.setattr(kind, "update", failing)
+        with pytest.raises(KeyboardInterrupt):
+            ours(model, text, 9, past_key_values=cache)
+    assert len(calls) > 1 and {int(layer.get_seq_length()) for layer in cache.layers} == {text.shape[1] - 1}
+    assert torch.equal(plain(model, text, 9, past_key_values=cache), plain(model, text, 9))
 
 
 def filled(model, tokens, kind=DynamicCache):
@@ -140,5 +171,5 @@ def test_a_padded_prompt_gets_no_cache_whose_slots_plain_decoding_would_miscount
     mask = torch.tensor([[0] * 3 + [1] * 8])
     output = ours(model, padded, 5, attention_mask=mask, return_dict_in_generate=True)
     assert output.past_key_values is None
-    with pytest.raises(lade.UnsupportedArgumentError, match="left padding with past_key_values"):
+    with pytest.raises(lade.UnsupportedArgumentError, match="padding with past_key_values"):
         ours(model, padded, 5, attention_mask=mask, past_key_values=DynamicCache())

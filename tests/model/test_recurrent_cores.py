@@ -16,14 +16,13 @@ from transformers.models.bamba.modeling_bamba import mamba2_selective_state_upda
 from transformers.models.jamba.modeling_jamba import mamba_selective_state_update
 from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
 from transformers.models.qwen3_next.modeling_qwen3_next import (
-    causal_conv1d_fn,
     causal_conv1d_update,
     torch_recurrent_gated_delta_rule,
 )
 from trees import tree_of
 
 from lade.decoding.tree import TokenTree
-from lade.model.recurrent.convolution import convolution, windows_of
+from lade.model.recurrent.convolution import columns_of, convolution
 from lade.model.recurrent.delta_rule import delta_rule
 from lade.model.recurrent.selective_scan import selective_scan
 from lade.model.recurrent.state_space import mamba2
@@ -81,7 +80,9 @@ def assert_paths(
                 output, single = step(single, row, each)
             assert close(output.squeeze(), outputs[row, node].squeeze())
             last = torch.tensor([node if number == row else 0 for number in range(ROWS)])
-            assert close(folding.fold(state, last)[row], single[0])
+            whole = state.clone()
+            folding.fold(whole, last)
+            assert close(whole[row], single[0])
 
 
 @pytest.mark.parametrize("by_channel", [False, True], ids=["GDN", "KDA"])
@@ -196,9 +197,7 @@ def test_convolutions(several: list[TokenTree], seed: int) -> None:
     weight, bias = uniform(CHANNELS, WIDTH), uniform(CHANNELS)
     windows = tree_pass.windows(WIDTH, WIDTH, inputs.device)
     whole = torch.cat([cached, inputs], dim=-1)
-    outputs = convolution(
-        tree_pass, causal_conv1d_fn, windows_of(whole, windows).flatten(2), weight, bias, activation="silu"
-    )
+    outputs = convolution(tree_pass, no_original, whole, weight, bias, activation="silu")
     for row, tree in enumerate(several):
         for node in range(len(tree)):
             state = cached[row : row + 1].clone()
@@ -206,4 +205,4 @@ def test_convolutions(several: list[TokenTree], seed: int) -> None:
                 token = inputs[row : row + 1, :, each : each + 1]
                 expected = causal_conv1d_update(token, state, weight, bias, "silu")
             assert close(expected[0, :, 0], outputs[row, :, node])
-            assert torch.equal(windows_of(whole[row : row + 1], windows[row : row + 1, node]), state)
+            assert torch.equal(columns_of(whole.mT.contiguous(), windows[:, node])[row].mT, state[0])

@@ -58,11 +58,13 @@ def build(case: Family, backend: str | None = None, **fields: Any) -> Any:
     """A model that plain decoding can decode with padding.
 
     An additive mask of float64 becomes infinite in a softmax of float32, so rows of padding become NaN; llama4 counts
-    padding where its temperature rises.
+    padding where its temperature rises, and indexers where they pick.
     """
     backend = backend or case.backends[0]
     if case.model_type == "llama4_text":
         fields = {"floor_scale": 8192, **fields}
+    if "index_topk" in case.extra:
+        fields = {"index_topk": 512, **fields}
     dtype = torch.float32 if backend == "eager" else None
     return case.build(backend, dtype=dtype, **fields)
 

@@ -48,6 +48,14 @@ _LATENT = {
     "first_k_dense_replace": 1,
     **_EXPERTS,
 }
+_INDEXED = {
+    **{name: size for name, size in _LATENT.items() if name != "first_k_dense_replace"},
+    "num_key_value_heads": 4,
+    "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+    "index_topk": 10,
+    "index_n_heads": 2,  # so that many scores are 0
+    "index_head_dim": 16,
+}
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 _WINDOWED = {"sliding_window": WINDOW}
 _GEMMA4 = {
@@ -206,6 +214,14 @@ FAMILIES = [
     Family("granitemoe", {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}),
     Family("deepseek_v2", {"num_key_value_heads": 4, **_LATENT, "topk_method": "greedy"}),
     Family("glm", _GROUPED),
+    Family("cohere2_moe", {**_GROUPED, **_WINDOWED, "num_experts": 4, "num_experts_per_tok": 2, "logit_scale": 1.0}),
+    Family("cwm", {**_GROUPED, **_WINDOWED, "bos_token_id": 1}),
+    Family("exaone_moe", {**_GROUPED, **_WINDOWED, **_EXPERTS, "num_experts": 4, "first_k_dense_replace": 1}),
+    Family("vaultgemma", {**_GROUPED, **_WINDOWED, "query_pre_attn_scalar": 8}, ("eager",)),
+    Family("deepseek_v32", _INDEXED),
+    Family("glm_moe_dsa", {**_INDEXED, "indexer_types": ["full", "shared"] * 2}),
+    Family("axk2", _INDEXED),
+    Family("hy_v4", {**_INDEXED, "indexer_types": ["full", "shared"] * 2}, ("eager",)),
     Family(
         "gemma3_text",
         {**_GROUPED, **_WINDOWED, "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention"] * 4},
@@ -245,6 +261,7 @@ _MAMBA2 = {
     "mamba_expand": 2,
     "mamba_chunk_size": 16,
 }
+_MAMBA = {"state_size": 8, "conv_kernel": 4, "expand": 2, "time_step_rank": 4}
 RECURRENT_FAMILIES = [
     Family("qwen3_5_text", _DELTA_RULE),
     Family("qwen3_5_moe_text", {**_DELTA_RULE, **_SHARED_EXPERT}),
@@ -328,6 +345,21 @@ RECURRENT_FAMILIES = [
             "mamba_dt_rank": 4,
         },
     ),
+    Family("mamba", _MAMBA, ("eager",)),
+    Family("falcon_mamba", _MAMBA, ("eager",)),
+    Family(
+        "mamba2",
+        {
+            "num_heads": 8,
+            "head_dim": 8,
+            "n_groups": 2,
+            "state_size": 8,
+            "conv_kernel": 4,
+            "expand": 2,
+            "chunk_size": 16,
+        },
+        ("eager",),
+    ),
     Family("lfm2", {"num_key_value_heads": 2, "layer_types": _CONV, "conv_L_cache": 3}),
     Family(
         "lfm2_moe",
@@ -344,14 +376,13 @@ RECURRENT_FAMILIES = [
 UNLISTED = [
     Family("arcee", _GROUPED),
     Family("biogpt"),
-    Family("vaultgemma", {**_GROUPED, **_WINDOWED, "query_pre_attn_scalar": 8}, ("eager",)),
     Family("ministral", {**_GROUPED, **_WINDOWED}),
 ]
 
 
 def family(name: str) -> Family:
     """The family of that name."""
-    return next(family for family in FAMILIES if str(family) == name)
+    return next(family for family in [*FAMILIES, *UNLISTED] if str(family) == name)
 
 
 def longrope(context: int = 128) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from lade.model.support.tree_check import worst_error
 from lade.model.tree_attention import backend as tree_attention
 from lade.model.tree_attention.backend import NAME
 
-OUTSIDE = {"bloom", "codegen", "falcon", "gptj"}
-"""Their classes choose their attention themselves; transformers refuses the name in some, lade in the others."""
+OUTSIDE = {"bloom", "codegen", "falcon", "gptj", "deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"}
+"""Their classes choose their attention, or its keys, themselves; transformers refuses some, lade the others."""
 INSIDE = [case for case in FAMILIES if case.model_type not in OUTSIDE]
 DIFFERENT = ["llama", "mistral-window", "gemma2", "gpt_oss", "llama4_text", "deepseek_v3"]
 """Full, windowed, capped, with sinks, in chunks, with values of a size of their own."""

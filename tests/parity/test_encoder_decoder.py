@@ -10,7 +10,9 @@ import pytest
 import torch
 from comparing import CONFIGS, PAPER, Watch
 from encoder_decoders import CHECKED, END, FAILING, LISTED, PAD, START, USUAL, EncoderDecoder, article
+from peft import LoraConfig, get_peft_model
 from transformers import Florence2Config, Florence2ForConditionalGeneration, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
 import lade
 from lade.hf.encoder_decoder import source_of
@@ -340,14 +342,61 @@ def test_beams_copy_from_the_encoders_text() -> None:
     assert steps[0] < steps[1]
 
 
+# --- rows that have to be shown together -----------------------------------------------------------------------------
+
+
+class Seen(BaseStreamer):
+    """What a streamer is given."""
+
+    def __init__(self) -> None:
+        self.tokens: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens.append(value.tolist())
+
+    def end(self) -> None:
+        self.tokens.append("end")
+
+
+def _lowered(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A processor that compares the rows of a batch."""
+    return scores.index_fill(1, ids[:, -1].unique(), -1.0)
+
+
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("case", MODELS)
+def test_rows_that_have_to_be_shown_together(case: EncoderDecoder, sampled: bool) -> None:
+    model, rows = case.build(), padded(20, 9, 14)
+    first = plain(model, **rows)
+    given = {"do_sample": sampled, "max_new_tokens": 40, "eos_token_id": [END, int(first[1, 12])], "pad_token_id": PAD}
+    for more in (
+        {"logits_processor": [_lowered]},
+        {"stopping_criteria": [lambda ids, scores: ids[:, -1] == int(first[0, 9])]},
+        {"return_dict_in_generate": True, "output_scores": True},
+    ):
+        torch.manual_seed(4)
+        expected, state = plain(model, **rows, **given, **more), torch.get_rng_state()
+        torch.manual_seed(4)
+        ours = lookahead(model, **rows, **given, **more)
+        assert torch.equal(torch.get_rng_state(), state)
+        if "output_scores" in more:
+            torch.testing.assert_close(torch.stack(ours.scores), torch.stack(expected.scores))
+            assert ours.past_key_values is None
+            ours, expected = ours.sequences, expected.sequences
+        assert torch.equal(ours, expected)
+
+
+def test_a_batch_gives_a_streamer_the_tokens_of_all_rows() -> None:
+    """And takes fewer passes, as the rows' encoders have read what they write."""
+    model, rows, stats = T5.build(), padded(20, 9), lade.Stats()
+    ours, theirs = Seen(), Seen()
+    expected = plain(model, **rows, streamer=theirs)
+    assert torch.equal(lookahead(model, **rows, streamer=ours, stats=stats), expected)
+    assert ours.tokens == theirs.tokens and stats.tokens_per_step > 1
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
-
-
-def test_rows_that_have_to_be_shown_together_are_refused() -> None:
-    model = BART.build()
-    arguments: dict[str, Any] = {**padded(9, 5), "stopping_criteria": [lambda ids, scores: ids[:, -1] == 3]}
-    with pytest.raises(lade.UnsupportedArgumentError, match="a batch whose rows have to be shown together"):
-        lookahead(model, **arguments)
 
 
 def test_an_engine_says_what_serves_it() -> None:
@@ -422,3 +471,22 @@ def test_a_class_around_a_listed_one_is_checked(checks: list[str]) -> None:
     )
     lade.supports(Florence2ForConditionalGeneration(config).eval())
     assert checks == ["Florence2ForConditionalGeneration"]
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("case", [BART, T5], ids=str)
+def test_an_adapter_for_encoder_decoders(case: EncoderDecoder) -> None:
+    """PEFT wraps these in a class of its own, whose `generate` prepares the encoder's input."""
+    bare = plain(case.build(), article(20))
+    targets = ["q_proj", "v_proj"] if case is BART else ["q", "v"]
+    settings = LoraConfig(task_type="SEQ_2_SEQ_LM", r=4, lora_alpha=64, init_lora_weights=False, target_modules=targets)
+    torch.manual_seed(1)
+    model = get_peft_model(case.build(), settings).double().eval()
+    assert not torch.equal(plain(model, article(20)), bare), "the adapter does nothing"
+    assert assert_same(model, article(20), max_new_tokens=40).tokens_per_step > 1
+    assert_same(model, **padded(20, 7), max_new_tokens=20)
+    assert_same_beams(model, article(9), num_beams=3, max_new_tokens=15)

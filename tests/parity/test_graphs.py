@@ -44,7 +44,10 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
 BUDGET = lade.LookaheadConfig(budget=24)
 QUICK = "llama gemma3_text gpt2 bloom llama4_text"
 """Families that are tried each time; the others are `slow`."""
-EXPERTS = "mixtral qwen3_moe gemma4_text-experts olmoe deepseek_v2 deepseek_v3 gpt_oss granitemoe"
+EXPERTS = (
+    "mixtral qwen3_moe gemma4_text-experts olmoe deepseek_v2 deepseek_v3 gpt_oss granitemoe cohere2_moe exaone_moe "
+    "deepseek_v32 glm_moe_dsa axk2 hy_v4"
+)
 """Their experts are called one by one, each with the tokens that chose it: how many, the host has to know."""
 
 

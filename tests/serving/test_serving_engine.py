@@ -241,7 +241,7 @@ class Nothing:
         ({"use_cache": False}, UnsupportedArgumentError, "use_cache=False cannot be used"),
         ({"guidance_scale": 2.0}, UnsupportedArgumentError, "guidance_scale=2.0 cannot be used"),
         ({"prompt_lookup_num_tokens": 2}, UnsupportedArgumentError, "another way of decoding .*use lade.generate$"),
-        ({"attention_mask": torch.tensor([[1, 0, 1]])}, UnsupportedArgumentError, "attention_mask with gaps"),
+        ({"attention_mask": torch.tensor([[1, 1, 0]])}, UnsupportedArgumentError, "attention_mask that ends with 0"),
         ({"seed": -1}, ConfigError, "seed=-1 is not valid"),
         ({"seed": 2**64}, ConfigError, "seed=18446744073709551616 is not valid: give a whole number from 0 to"),
         ({"seed": 1.0}, ConfigError, "seed=1.0 is not valid"),

@@ -13,11 +13,15 @@ from lade.cli.options.template import WITHOUT, Template
 from lade.cli.run import Generation
 from lade.cli.terminal import one_line
 from lade.errors import ConfigError, InputError
+from lade.hf.ids import placeholder_ids
 from lade.model.kv_cache import TreeCache
-from lade.model.support.supports import supports
+from lade.model.signature import cache_name
+from lade.model.support.supports import supports, unwrap
 
 Message = dict[str, str]
 """With the keys `role` ("system", "user" or "assistant") and `content`."""
+MIXING = frozenset({"moe_mm_token_type_ids"})
+"""What tells images from text beyond the prompt's own tokens: experts go by it, so it cannot be left out of a turn."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Turn:
         messages: of the turns before it.
         ids: of the conversation before it.
         images: those shown with the user's turns, this one included, by number of the message.
-        media: the same as arguments of `generate`.
+        media: the same as arguments of `generate`; none where the cache holds them.
     """
 
     text: str
@@ -45,8 +49,8 @@ class Conversation:
     """The turns so far as token ids and as messages.
 
     With a chat template every turn is templated again, and of the cache what its ids begin with is kept. Without one
-    the turns are one text that the model continues. A conversation with images is read anew at every turn, since of
-    pixels nothing says which of them the cache holds.
+    the turns are one text that the model continues. Where the cache holds all images, a new turn is fed as text alone;
+    a turn with a further image has the conversation read anew, since pixels are given for all images or none.
 
     Args:
         loaded: the model and its tokenizer.
@@ -62,7 +66,8 @@ class Conversation:
         if self._arguments and not self.templated:
             remedy = f"{loaded.name!r} has no chat template: leave it out"
             raise ConfigError("chat-template-kwargs", template.chat_template_kwargs, remedy)
-        self._caches = bool(supports(loaded.model))
+        goes_on = cache_name(unwrap(loaded.model)) == "past_key_values"  # others do not tell how much they hold
+        self._caches = goes_on and bool(supports(loaded.model))
         self.system: str | None = None
         self.reset()
 
@@ -78,6 +83,7 @@ class Conversation:
     def forget_cache(self) -> None:
         """Begin with an empty cache: what the old one holds is not known."""
         self._held: list[int] = []  # ids that the cache was made from; it may hold fewer of them
+        self._held_images: Mapping[int, list[Any]] = {}  # likewise
         self.cache: TreeCache | None = TreeCache() if self._caches else None
 
     @property
@@ -157,6 +163,7 @@ class Conversation:
         if turn.images.get(len(turn.messages)) is self._waiting:
             self._waiting = []
         self._ids = self._held = [*turn.prompt, *answer.token_ids]
+        self._held_images = turn.images
         if answer.torn:
             self.forget_cache()  # a pass was broken off: its layers may disagree
 
@@ -193,11 +200,20 @@ class Conversation:
             )
         self._check_length(prompt.ids, "with this turn the conversation", "say something shorter, or give /reset")
         self._loaded.check(prompt.ids)
-        if images:
+        if images != self._held_images:
             self.forget_cache()
-        else:
-            self._crop(prompt.ids)
-        return Turn(text, prompt.ids, messages, ids, images, prompt.media)
+        self._crop(prompt.ids)
+        if prompt.media and not self._holds_images(prompt):
+            self.forget_cache()
+        return Turn(text, prompt.ids, messages, ids, images, {} if self.cached else prompt.media)
+
+    def _holds_images(self, prompt: ImagePrompt) -> bool:
+        """Whether the cache has all placeholders of images, so that text alone is left to feed."""
+        if MIXING.intersection(prompt.media):
+            return False
+        placeholders = placeholder_ids(self._loaded.model)
+        places = [place for place, token in enumerate(prompt.ids) if token in placeholders]
+        return bool(places) and places[-1] < self.cached
 
     def _seen(self, turns: list[Message], images: Mapping[int, list[Any]]) -> ImagePrompt:
         """The prompt of turns with which images were shown, by their numbers."""

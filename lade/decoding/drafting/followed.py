@@ -166,7 +166,7 @@ class Prediction(Followed):
 
     def guesses(self, context: Sequence[int]) -> list[Guess]:
         """See `Followed`; the answer may begin as the text does."""
-        if not self._length:  # prefill has yielded one token
+        if not self._length and len(context) > 1:  # prefill has yielded one token
             self._length, self._last, self._places = len(context) - 1, context[-2], [Place(0, 0)]
         return super().guesses(context)
 

@@ -37,7 +37,15 @@ CacheT_contra = TypeVar("CacheT_contra", bound=BeamCache, contravariant=True)
 class LockStepRunner(Protocol[CacheT_contra]):
     """Runs the model; see `lade.decoding.loop.Runner`."""
 
-    forward_s: float
+    @property
+    def forward_s(self) -> float:
+        """Seconds that the last pass spent in the model."""
+        ...
+
+    @property
+    def refeeds(self) -> bool:
+        """Whether `extend` feeds nodes again that the row ends with."""
+        ...
 
     def room(self, cached: int) -> int | None:
         """How deep a tree may be whose root lies at position `cached`; None for no limit."""
@@ -164,12 +172,13 @@ class LockStepLogits(Generic[CacheT]):
         trees, self._held = [row.tree for row in self.rows], [row.seen for row in self.rows]
         logits = self.runner.extend(trees, self._held, self.cache)  # [B, S, V]
         self._fed = logits.shape[1]
-        fed = [len(tree) - held for tree, held in zip(trees, self._held, strict=True)]
+        known = [0] * len(trees) if self.runner.refeeds else self._held
+        fed = [len(tree) - held for tree, held in zip(trees, known, strict=True)]
         self._learn(logits)
         seconds = perf_counter() - start
         self._meter.ran(fed, seconds, self.runner.forward_s)
         if self.budget is not None:
-            self.budget.observe_pass(self._fed, yielded, seconds, self.runner.forward_s)
+            self.budget.observe_pass(max(fed), yielded, seconds, self.runner.forward_s)
 
     def _draft(self) -> None:
         """Find the candidates of all rows first, so that they can be weighed together; padding fills what is left."""

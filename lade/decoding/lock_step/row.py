@@ -27,6 +27,7 @@ class LockStepRow:
         drafter: guesses the tokens to come.
         padding: what is emitted once the row has ended; None where it writes on.
         ends: ids after which padding is expected.
+        source: text that drafters read before the prompt, see `lade.decoding.row.Row`.
 
     Attributes:
         tokens: prompt and output, padding included.
@@ -35,11 +36,18 @@ class LockStepRow:
         branches: the tree; its first nodes, `seen` of them, are in the cache.
     """
 
-    def __init__(self, prompt: Sequence[int], drafter: Drafter, padding: int | None, ends: Collection[int]) -> None:
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        drafter: Drafter,
+        padding: int | None,
+        ends: Collection[int],
+        source: Sequence[int] = (),
+    ) -> None:
         self.tokens, self.drafter, self.ended = list(prompt), drafter, False
         self.branches = Branches.of(prompt)
         self._padding, self._ends = padding, frozenset(() if padding is None else ends)
-        self._prompt_length = len(prompt)
+        self._prompt_length, self._source = len(prompt), source
         self._node = ROOT  # that the text ends with
         self._logits: dict[int, torch.Tensor] = {}  # `[V]` at each node that was fed and that the text may get to
         self._ahead: list[int] = []  # tokens that are expected after the text, up to the root of what is fed
@@ -77,7 +85,7 @@ class LockStepRow:
         self._node = child
         self.tokens.append(token)
         if len(self.tokens) == self._prompt_length + 1:
-            self.drafter.begin(self.tokens, self._prompt_length)
+            self.drafter.begin([*self._source, *self.tokens], len(self._source) + self._prompt_length)
         return source
 
     def end(self) -> None:

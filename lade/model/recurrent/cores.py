@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from lade.errors import UnsupportedModelError
 from lade.model.recurrent.convolution import convolution
 from lade.model.recurrent.delta_rule import delta_rule
+from lade.model.recurrent.layer import has_states
 from lade.model.recurrent.selective_scan import selective_scan
 from lade.model.recurrent.state_space import mamba2
 from lade.model.recurrent.tree_pass import TreePass
@@ -44,7 +45,8 @@ class CorePatches:
     def __init__(self, model: nn.Module) -> None:
         names = sorted({type(part).__module__ for part in model.modules()})
         modules = [sys.modules[name] for name in names if name in sys.modules]
-        self._found = [(module, name) for module in modules for name in CORES if hasattr(module, name)]
+        found = [(module, name) for module in modules for name in CORES if hasattr(module, name)]
+        self._found = found if found and has_states(cast(Any, model).config) else []
 
     def __bool__(self) -> bool:
         """Whether the model has such functions, and so recurrent layers."""

@@ -56,7 +56,8 @@ def delta_rule(
     decay = path_sums(g if g.ndim == 4 else g[..., None], closure)  # [B, H, S, 1 or K]
     left = decay.exp()
     system = beta * decayed_products(key, key, decay, closure)  # its diagonal is taken for ones
-    wanted = beta * (value - (left * key) @ state)
+    recalled, read = (torch.cat([left * key, left * query], dim=2) @ state).chunk(2, dim=2)  # [B, H, S, V]
+    wanted = beta * (value - recalled)
     written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)  # [B, H, S, V]
-    outputs = (left * query) @ state + decayed_products(query, key, decay, closure) @ written
+    outputs = read + decayed_products(query, key, decay, closure) @ written
     return outputs.transpose(1, 2).to(dtype), LinearFolding(key, written, decay, closure)

@@ -11,11 +11,11 @@ import torch
 class Folding(Protocol):
     """Takes the place of the final state that a core returns; the mixer hands it on to the cache layer."""
 
-    def fold(self, state: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """The state after a path.
+    def fold(self, state: torch.Tensor, last: torch.Tensor) -> None:
+        """Have a state take in a path, in place.
 
         Args:
-            state: `[B, ...]`, of the text before the tree.
+            state: `[B, ...]`, of the text before the tree; then of the text with the path.
             last: `[B]` int64, the node that the path of each row ends with.
         """
         ...
@@ -39,7 +39,7 @@ class LinearFolding:
     closure: torch.Tensor
     value_first: bool = False
 
-    def fold(self, state: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    def fold(self, state: torch.Tensor, last: torch.Tensor) -> None:
         """See `Folding.fold`."""
         rows = torch.arange(len(last), device=last.device)
         own = self.decay[rows, :, last][:, :, None]  # [B, H, 1, 1 or K]
@@ -49,7 +49,10 @@ class LinearFolding:
         left = own.exp().mT  # [B, H, 1 or K, 1]
         if self.value_first:
             added, left = added.mT, left.mT
-        return (left * state + added).to(state.dtype)
+        if state.dtype == added.dtype:
+            state.mul_(left).add_(added)
+        else:  # rounded once
+            state.copy_(left * state + added)
 
     def to(self, *args: Any, **kwargs: Any) -> LinearFolding:
         """Itself: some mixers convert the final state, which keeps its type here."""

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from lade.model.recurrent.convolution import windows_of
+from lade.model.recurrent.convolution import columns_of
 from lade.model.recurrent.folding import Folding, is_folding
 from lade.model.recurrent.tree_pass import TreePass
 from lade.model.tree_layer import TreeLayer
@@ -40,19 +40,15 @@ class RecurrentLayer(LinearAttentionLayer):
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        """Inputs `[B, C, T]` with those before them; in a pass over trees the nodes' windows, `[B, C, S * width]`.
-
-        Called by the mixer, with names of transformers.
-        """
+        """Inputs `[B, C, T]` with those of the text before them, `[B, C, L]`; called by the mixer."""
         if self.tree_pass is None:
             whole: torch.Tensor = super().update_conv_state(conv_states, state_idx, conv_kernel_size, **kwargs)
             return whole
         cached = self.conv_states[state_idx]
         assert cached is not None, "a tree is fed after a prompt"
         self.tree_pass.state = self.recurrent_states[state_idx]
-        width = conv_kernel_size or cached.shape[-1]
-        inputs = self._inputs[state_idx] = torch.cat([cached, conv_states], dim=-1)
-        return windows_of(inputs, self.tree_pass.windows(width, cached.shape[-1], inputs.device)).flatten(2)
+        inputs = self._inputs[state_idx] = torch.cat([cached.mT, conv_states.mT], dim=1)  # [B, L, C]
+        return inputs.mT
 
     def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
         """Take the state after a pass, or of a pass over trees its `Folding`."""
@@ -75,20 +71,31 @@ class RecurrentLayer(LinearAttentionLayer):
             here = last.to(cached.device)
             windows = self.tree_pass.windows(cached.shape[-1], cached.shape[-1], cached.device)
             rows = torch.arange(len(here), device=cached.device)
-            cached.copy_(windows_of(inputs, windows[rows, here]))
+            cached.copy_(columns_of(inputs, windows[rows, here]).mT)
         for idx, folding in self._foldings.items():
             state = self.recurrent_states[idx]
             assert state is not None
-            state.copy_(folding.fold(state, last.to(state.device)))
+            folding.fold(state, last.to(state.device))
         self.begin(None)
 
     def join(self, parts: Sequence[RecurrentLayer], places: Sequence[tuple[int, int]]) -> None:
         """Take over rows of other layers; see `TreeCache.join`."""
         self._become(parts[0], lambda states: torch.stack([states[part][row] for part, row in places]), parts)
 
+    def reserve(self, rows: int, slots: int) -> None:
+        """Have memory for this many rows, at least for those there are; see `TreeCache.reserve`."""
+        for states in (self.conv_states, self.recurrent_states):
+            for idx, state in states.items():
+                if state is not None:
+                    states[idx] = _moved(state, max(rows, len(state)))
+
     def take(self, part: RecurrentLayer) -> None:
-        """Append the only row of another layer; see `TreeCache.take`."""
-        self._become(part, torch.cat, [self, part])
+        """Append the only row of another layer; see `TreeCache.take`. The others are copied if there is no room."""
+        for states, others in ((self.conv_states, part.conv_states), (self.recurrent_states, part.recurrent_states)):
+            for idx, state in states.items():
+                other = others[idx]
+                if state is not None and other is not None:
+                    states[idx] = _appended(state, other)
 
     def leave(self, row: int) -> None:
         """Evict a row; the last one takes its place. The others are not copied."""
@@ -155,15 +162,55 @@ class RecurrentTreeLayer(RecurrentLayer, TreeLayer):
         RecurrentLayer.take(self, part)
         TreeLayer.take(self, part)
 
+    def reserve(self, rows: int, slots: int) -> None:
+        """Have buffers of this size; see `TreeCache.reserve`."""
+        RecurrentLayer.reserve(self, rows, slots)
+        TreeLayer.reserve(self, rows, slots)
+
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only these rows, in this order."""
         RecurrentLayer.batch_select_indices(self, indices)
         TreeLayer.batch_select_indices(self, indices)
 
 
+class TokenCounter(TreeLayer):
+    """Counts the tokens of rows whose states do not tell: stands after the layers of a model without attention.
+
+    To the cache it is a layer like others, whose keys and values are of no width.
+    """
+
+    def count(self, rows: int, tokens: int) -> None:
+        """Each of the rows was fed `tokens` more."""
+        nothing = torch.empty(rows, 1, tokens, 0)
+        self.update(nothing, nothing)
+
+
+def _moved(state: torch.Tensor, rows: int) -> torch.Tensor:
+    """The same state `[B, ...]` in memory that has room for some rows."""
+    moved = state.new_empty(rows, *state.shape[1:])[: len(state)]
+    return moved.copy_(state)
+
+
+def _appended(state: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """A state `[B, ...]` and one more row `[1, ...]`; in the same memory, if there is room after its last row."""
+    count = len(state)
+    room = state.untyped_storage().nbytes() // state.element_size() - state.storage_offset()
+    if room < (count + 1) * state.stride(0):
+        state = _moved(state, 2 * count)
+    longer = state.as_strided((count + 1, *state.shape[1:]), state.stride())
+    longer[count] = row[0]
+    return longer
+
+
+def has_states(config: PretrainedConfig) -> bool:
+    """Whether any layer is recurrent: families that have such layers may also be built without."""
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
+
+
 def layers_for(config: PretrainedConfig) -> list[Any]:
     """Layers of a `TreeCache` for a model with recurrent ones, empty, in the order of transformers' own cache."""
-    return [empty_like(layer) for layer in DynamicCache(config=config).layers]
+    layers = [empty_like(layer) for layer in DynamicCache(config=config).layers]
+    return layers if any(isinstance(layer, TreeLayer) for layer in layers) else [*layers, TokenCounter()]
 
 
 def empty_like(layer: Any) -> Any:
@@ -171,4 +218,6 @@ def empty_like(layer: Any) -> Any:
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         kind = RecurrentTreeLayer if isinstance(layer, CacheLayerMixin) else RecurrentLayer
         return kind(layer.number_of_states)
+    if isinstance(layer, TokenCounter):
+        return TokenCounter()
     return TreeLayer() if isinstance(layer, CacheLayerMixin) else layer

@@ -24,9 +24,9 @@ class NodeStates:
 
     states: torch.Tensor
 
-    def fold(self, state: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    def fold(self, state: torch.Tensor, last: torch.Tensor) -> None:
         """See `Folding.fold`."""
-        return self.states[torch.arange(len(last), device=last.device), last].to(state.dtype)
+        state.copy_(self.states[torch.arange(len(last), device=last.device), last])
 
 
 def selective_scan(

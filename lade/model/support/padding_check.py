@@ -15,6 +15,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from lade.model.runner import input_device
+from lade.model.signature import cache_name
 from lade.model.support.tree_check import tolerance
 
 TOKENS, PADDING = 12, 5
@@ -46,7 +47,8 @@ def _error_of_padding(model: PreTrainedModel) -> float:
 def _logits(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Of the last two tokens `[1, L]`, `[2, V]`, the last one fed alone after the others, as `generate` does it."""
     cache = DynamicCache(config=model.config)
-    kwargs: dict[str, Any] = {"attention_mask": mask[:, :-1], "past_key_values": cache, "use_cache": True}
+    name = cache_name(model) or "past_key_values"
+    kwargs: dict[str, Any] = {"attention_mask": mask[:, :-1], name: cache, "use_cache": True}
     if "position_ids" in inspect.signature(type(model).forward).parameters:
         kwargs["position_ids"] = model._prepare_position_ids_for_generation(ids[:, :-1], kwargs)
     first = model(**model.prepare_inputs_for_generation(ids[:, :-1], is_first_iteration=True, **kwargs))

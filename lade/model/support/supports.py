@@ -11,10 +11,11 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 
 from lade.errors import UnsupportedModelError
 from lade.model.config_fields import field
-from lade.model.mask_plan import INDEXED, LAYER_TYPES, RECURRENT_TYPES, plan_for, window_too_short
+from lade.model.indexed_attention import INDEXED, indexers_of
+from lade.model.mask_plan import LAYER_TYPES, RECURRENT_TYPES, plan_for, window_too_short
 from lade.model.masks import MaskPlan
 from lade.model.recurrent.cores import is_recurrent
-from lade.model.signature import accepted
+from lade.model.signature import CACHE_NAMES, cache_name
 from lade.model.support.adapters import why_adapted_otherwise
 from lade.model.support.foreign_code import foreign_code
 from lade.model.support.lengths import named_lengths
@@ -26,20 +27,21 @@ from lade.model.tree_attention.backend import NAME as TREE_ATTENTION
 
 MASK_PER_LAYER_TYPE = frozenset(
     """
-    cohere2 exaone4 gemma2 gemma3_text gemma4_text gemma4_unified_text gpt_oss llama4_text olmo3 qwen2 qwen3 smollm3
+    cohere2 cohere2_moe cwm exaone4 exaone_moe gemma2 gemma3_text gemma4_text gemma4_unified_text gpt_oss llama4_text
+    olmo3 qwen2 qwen3 smollm3 vaultgemma
     """.split()  # noqa: SIM905 - a table of words reads better without the quotes
 )
 ONE_MASK = frozenset(
     """
-    bloom codegen cohere deepseek_v2 deepseek_v3 ernie4_5 falcon gemma glm glm4 gpt2 gpt_bigcode gpt_neox gptj granite
-    granitemoe helium hunyuan_v1_dense llama mistral mixtral nemotron olmo olmo2 olmoe opt persimmon phi phi3 qwen3_moe
-    stablelm starcoder2
+    axk2 bloom codegen cohere deepseek_v2 deepseek_v3 deepseek_v32 ernie4_5 falcon gemma glm glm4 glm_moe_dsa gpt2
+    gpt_bigcode gpt_neox gptj granite granitemoe helium hunyuan_v1_dense hy_v4 llama mistral mixtral nemotron olmo olmo2
+    olmoe opt persimmon phi phi3 qwen3_moe stablelm starcoder2
     """.split()  # noqa: SIM905
 )
 RECURRENT = frozenset(
     """
-    bailing_hybrid bamba falcon_h1 granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 nemotron_h olmo_hybrid
-    qwen3_5_moe_text qwen3_5_text qwen3_next zamba2
+    bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2
+    nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next zamba2
     """.split()  # noqa: SIM905
 )
 RECURRENT_MASK_PER_LAYER_TYPE = frozenset({"lfm3"})
@@ -182,17 +184,17 @@ def _refusal_of_architecture(model: PreTrainedModel, config: PretrainedConfig) -
 
 def _refusal_of_recurrence(model: PreTrainedModel, config: PretrainedConfig) -> str:
     """Why recurrent layers, or what else is no usual attention, cannot be served; "" where there is none of these."""
-    kinds = sorted(set(field(config, "layer_types") or ()) - LAYER_TYPES)
-    listed = config.model_type in RECURRENT
+    types = set(field(config, "layer_types") or ())
+    if types & INDEXED and not indexers_of(model):
+        return f"its layers ({', '.join(types & INDEXED)}) pick keys in a way of their own"
+    kinds, listed = sorted(types - LAYER_TYPES), config.model_type in RECURRENT
     if not (kinds or getattr(model, "_is_stateful", False) or listed):
         return ""
-    if INDEXED in kinds:
-        return f"its layers ({INDEXED}) cache the keys of an indexer, too, which do not follow the branches of a tree"
     if not listed and not (RECURRENT_TYPES.issuperset(kinds) and is_recurrent(model)):
         named = ", ".join(kinds) or "a recurrent state"
         return f"its layers ({named}) carry a state that the branches of a token tree cannot share"
-    if "past_key_values" not in accepted(model):
-        return "its layers are all recurrent, and its forward takes their cache under another name than past_key_values"
+    if cache_name(model) is None:
+        return f"its forward takes no cache under a name that is known ({', '.join(CACHE_NAMES)})"
     if getattr(model, "_use_kernels", False):
         return "its kernels replace layers that know of no tree: load it without use_kernels"
     return ""
@@ -204,7 +206,9 @@ def _refusal_as_it_is_set_up(model: PreTrainedModel, config: PretrainedConfig) -
             "it is split into pipeline stages (pp_size), and each process has but one of them: load it with device_map"
         )
     backend = config._attn_implementation or "eager"
-    if backend not in ("sdpa", "eager", TREE_ATTENTION) or (backend == TREE_ATTENTION and _has_encoder(model)):
+    if backend not in ("sdpa", "eager", TREE_ATTENTION) or (
+        backend == TREE_ATTENTION and (_has_encoder(model) or indexers_of(model))
+    ):
         return f'its attention kernel {backend!r} takes no tree mask: load it with attn_implementation="sdpa"'
     if backend == TREE_ATTENTION and not model._can_set_attn_implementation():
         remedy = 'load it with attn_implementation="eager"'

@@ -17,6 +17,7 @@ from lade.model.kv_cache import TreeCache
 from lade.model.recurrent.cores import is_recurrent
 from lade.model.recurrent.layer import layers_for
 from lade.model.runner import input_device
+from lade.model.signature import cache_name
 from lade.model.support.randomness import watch_draws
 from lade.model.support.tree_check import distance, tolerance
 
@@ -53,8 +54,10 @@ def _error_of_cache(model: Any) -> float:
     ids = torch.arange(3, device=input_device(model))[None]
     cache, recurrent = TreeCache(), is_recurrent(model)
     cache.layers += layers_for(model.config) if recurrent else []
-    model(input_ids=ids[:, :2], past_key_values=cache, use_cache=True, return_dict=True)
-    last = model(input_ids=ids[:, 2:], past_key_values=cache, use_cache=True, return_dict=True).logits[0, -1]
+    kwargs: dict[str, Any] = {cache_name(model) or "past_key_values": cache, "use_cache": True, "return_dict": True}
+    model(input_ids=ids[:, :2], **kwargs)
+    last = model(input_ids=ids[:, 2:], **kwargs).logits[0, -1]
+    cache.count(1, 3)
     if not all(layer.lengths == [3] for layer in cache.attending):
         return float("inf")
     if recurrent:

@@ -17,6 +17,7 @@ from lade.model.encoder_decoder.runner import EncoderDecoderRunner
 from lade.model.masks import MaskPlan
 from lade.model.recurrent.cores import is_recurrent
 from lade.model.runner import EagerRunner, input_device
+from lade.model.signature import cache_name
 from lade.model.support.randomness import watch_draws
 from lade.model.token_embeddings import config_of_text, token_embeddings
 
@@ -136,6 +137,7 @@ class PlainDecoding:
 
     def __init__(self, model: PreTrainedModel, prefix: Sequence[int], encoded: Encoded | None = None) -> None:
         self._model = cast(Any, model)
+        self._cache_name = cache_name(model) or "past_key_values"
         self._encoder_arguments = {} if encoded is None else encoded.arguments()
         self._ids = torch.tensor([prefix[:-1]], device=input_device(model))
         cache: Any = DynamicCache(config=config_of_text(model))
@@ -160,11 +162,11 @@ class PlainDecoding:
 
     def _kwargs(self, cache: Any) -> dict[str, Any]:
         """What `model.generate` passes on for a text without padding, judging by the signature that it sees."""
-        kwargs: dict[str, Any] = {"past_key_values": cache, "use_cache": True, **self._encoder_arguments}
+        kwargs: dict[str, Any] = {self._cache_name: cache, "use_cache": True, **self._encoder_arguments}
         if "position_ids" in inspect.signature(self._model.forward).parameters:
             kwargs["position_ids"] = torch.arange(self._ids.shape[1], device=self._ids.device)[None]
         return kwargs
 
     def _take(self, output: Any) -> None:
-        self._cache: Any = output.past_key_values
+        self._cache: Any = getattr(output, self._cache_name)
         self.logits: torch.Tensor = output.logits[0, -1]
