@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lade.decoding.tree import TokenTree
+from lade.decoding.tree import ROOT, TokenTree
 from lade.model.attention_span import FULL, AttentionSpan
 from lade.model.host_to_device import filled, upload
+from lade.model.root_inputs import RootInputs
 from lade.model.tree_attention.inputs import TreeInputs
 
 Mask = torch.Tensor | None | dict[str, torch.Tensor | None]
@@ -119,6 +120,8 @@ class MaskPlan:
         In a batch whose rows hold nodes these do not lie beside those fed, which a `TreeMask` cannot say: it gets
         dense masks, which all attention knows.
         """
+        if len(trees) == 1 and len(trees[0]) == 1 and not (held and held[0]) and not self.compact:
+            return RootInputs.of(trees[0].ids[ROOT], lengths[0], device)
         if self.compact and (len(trees) == 1 or not any(held or ())):
             return TreeInputs.of(trees, lengths, device, sum(held or ()))
         return StepInputs.of(trees, lengths, device, held)
@@ -130,12 +133,12 @@ class MaskPlan:
         }
         return masks if self.by_layer_type else next(iter(masks.values()))
 
-    def _shape(self, allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if not self.additive:
+    def _shape(self, allowed: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+        if allowed is None or not self.additive:
             return allowed
         mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
         return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
-Inputs = StepInputs | TreeInputs
+Inputs = StepInputs | RootInputs | TreeInputs
 """Of one step: `ids`, `positions` and `key_positions`, and a `mask` for each span."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Self
 
 import torch
@@ -46,7 +46,7 @@ class EagerRunner:
         self.model: Any = model
         self.plan, self.generation_config = plan, generation_config
         self.positions = Positions.of(model.config.get_text_config(decoder=True))
-        self.device = input_device(model)
+        self.device, self._dtype = input_device(model), model.dtype
         self._stopwatch = Stopwatch()
         self._slot_patches, self._core_patches = SlotPatches(model), CorePatches(model)
         self._accepts = accepted(model)
@@ -258,14 +258,23 @@ class EagerRunner:
             return logits
         inputs = self.plan.inputs(trees, cache.lengths, self.device)
         arguments = self._arguments(inputs, cache, cache.offsets.on(self.device))
-        with ExitStack() as stack:
-            stack.enter_context(self._slot_patches.patched_for(inputs))
-            if self._core_patches:
-                self._begin(trees, cache, stack)
+        with self._patched_for(inputs, trees, cache):
             self._stopwatch.start(self.device)
             logits = self.model(**arguments).logits
             self._stopwatch.stop(logits.device)
         return logits
+
+    def _patched_for(
+        self, inputs: Inputs, trees: Sequence[TokenTree], cache: TreeCache
+    ) -> AbstractContextManager[object]:
+        """Whatever the model needs to be patched for a pass; most models nothing."""
+        if not self._slot_patches and not self._core_patches:
+            return nullcontext()
+        stack = ExitStack()
+        stack.enter_context(self._slot_patches.patched_for(inputs))
+        if self._core_patches:
+            self._begin(trees, cache, stack)
+        return stack
 
     def _begin(self, trees: Sequence[TokenTree], cache: TreeCache, stack: ExitStack) -> None:
         """Have recurrent layers take part in a pass; where it feeds roots alone, it is one of plain decoding."""
@@ -301,7 +310,7 @@ class EagerRunner:
         """The arguments of the model for one pass over trees; offsets `[axes, B, 1]` are added to their positions."""
         arguments: dict[str, Any] = {
             "input_ids": inputs.ids,
-            "attention_mask": self.plan.masks(inputs, self.model.dtype),
+            "attention_mask": self.plan.masks(inputs, self._dtype),
             "past_key_values": cache,
             "use_cache": True,
             "return_dict": True,

@@ -32,6 +32,10 @@ class SlotPatches:
         layers = model.modules() if tempered else ()
         self._tempered = [layer for layer in layers if _scales_queries(layer)]
 
+    def __bool__(self) -> bool:
+        """Whether there is anything to patch."""
+        return self._alibi is not None or bool(self._tempered)
+
     @contextmanager
     def patched_for(self, inputs: Inputs) -> Iterator[None]:
         """While the context lasts, they use the positions in `inputs` when this thread calls them.
@@ -39,7 +43,7 @@ class SlotPatches:
         Raises:
             UnsupportedModelError: they were not called, or not by this thread.
         """
-        if self._alibi is None and not self._tempered:
+        if not self:
             yield
             return
         with ExitStack() as stack:
