@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lade.decoding.tree import ROOT, TokenTree
+from lade.decoding.tree import TokenTree
 from lade.model.attention_span import FULL, AttentionSpan
 from lade.model.host_to_device import filled, upload
 from lade.model.root_inputs import RootInputs
@@ -120,8 +120,6 @@ class MaskPlan:
         In a batch whose rows hold nodes these do not lie beside those fed, which a `TreeMask` cannot say: it gets
         dense masks, which all attention knows.
         """
-        if len(trees) == 1 and len(trees[0]) == 1 and not (held and held[0]) and not self.compact:
-            return RootInputs.of(trees[0].ids[ROOT], lengths[0], device)
         if self.compact and (len(trees) == 1 or not any(held or ())):
             return TreeInputs.of(trees, lengths, device, sum(held or ()))
         return StepInputs.of(trees, lengths, device, held)

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from lade.decoding.loop import PromptLogitsHook
-from lade.decoding.tree import TokenTree
+from lade.decoding.tree import ROOT, TokenTree
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import Inputs, MaskPlan
 from lade.model.position_limits import Positions
@@ -21,6 +21,7 @@ from lade.model.prompt_logits import HiddenStates
 from lade.model.recurrent.cores import CorePatches
 from lade.model.recurrent.layer import layers_for
 from lade.model.recurrent.tree_pass import TreePass
+from lade.model.root_inputs import RootInputs
 from lade.model.row_cache import BufferSizes, RowCache
 from lade.model.signature import accepted
 from lade.model.slot_patches import SlotPatches
@@ -256,13 +257,19 @@ class EagerRunner:
             logits: torch.Tensor = self.prefill(rows, cache)[:, None]
             self._stopwatch.stop(logits.device)
             return logits
-        inputs = self.plan.inputs(trees, cache.lengths, self.device)
+        inputs = self._inputs(trees, cache.lengths)
         arguments = self._arguments(inputs, cache, cache.offsets.on(self.device))
         with self._patched_for(inputs, trees, cache):
             self._stopwatch.start(self.device)
             logits = self.model(**arguments).logits
             self._stopwatch.stop(logits.device)
         return logits
+
+    def _inputs(self, trees: Sequence[TokenTree], lengths: Sequence[int]) -> Inputs:
+        """Tensors of a pass; a root alone is fed as plain decoding feeds it, unless patches need a mask to be there."""
+        if len(trees) == 1 and len(trees[0]) == 1 and not self._slot_patches and not self.plan.compact:
+            return RootInputs.of(trees[0].ids[ROOT], lengths[0], self.device)
+        return self.plan.inputs(trees, lengths, self.device)
 
     def _patched_for(
         self, inputs: Inputs, trees: Sequence[TokenTree], cache: TreeCache

@@ -94,17 +94,8 @@ def test_smaller_trees_are_filled_up_and_stay_by_themselves(texts, holding, data
 @pytest.mark.parametrize("additive", [False, True])
 def test_a_root_alone_sees_what_it_sees_among_others_and_needs_no_mask_to_see_everything(span, additive):
     plan = MaskPlan({"attention": span}, by_layer_type=False, additive=additive)
-    lone = plan.inputs([TokenTree(7)], [9], CPU)
-    dense = StepInputs.of([TokenTree(7)], [9], CPU)
-    assert isinstance(lone, RootInputs)
+    lone, dense = RootInputs.of(7, 9, CPU), StepInputs.of([TokenTree(7)], [9], CPU)
     assert torch.equal(lone.ids, dense.ids) and torch.equal(lone.positions, dense.positions)
     assert torch.equal(lone.key_positions, dense.key_positions)
     mask, expected = plan.masks(lone, torch.float32), plan.masks(dense, torch.float32)
     assert mask is None if span is FULL else torch.equal(mask, expected)
-
-
-def test_a_root_beside_others_and_one_with_nodes_held_are_no_root_alone():
-    plan = MaskPlan({"attention": FULL}, by_layer_type=False, additive=False)
-    assert isinstance(plan.inputs([TokenTree(7)] * 2, [9, 3], CPU), StepInputs)
-    assert isinstance(plan.inputs([two_branches()], [9], CPU), StepInputs)
-    assert isinstance(plan.inputs([two_branches()], [9], CPU, [3]), StepInputs)
