@@ -49,8 +49,8 @@ class Runs:
         _what(
             metavar="M,M,...",
             help="Of hf, hf-prompt-lookup, hf-assisted, plain, jacobi[=K], prompt-lookup[=B], suffix[=B], "
-            "token-recycling[=B], lookahead[=W,N,G], adaptive[=B], adaptive-warm[=B]. Default: all but hf-assisted and "
-            "the three of others that end in [=B].",
+            "token-recycling[=B], lookahead[=W,N,G], adaptive[=B], adaptive-warm[=B]. Default: all but hf-assisted, "
+            "prompt-lookup, suffix and token-recycling.",
         ),
     ] = None
     draft: Annotated[
