@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 KEPT_STEPS = 65_536
@@ -114,25 +114,26 @@ class Stats:
         if "beam" not in step.sources:
             self.draft_tokens += step.fed - 1
             self.accepted_draft_tokens += emitted - step.sources.count("bonus")
-        self._list([step.fed], [emitted])
-        self._count_sizes({(step.fed, emitted): 1})
+        self.step_tokens.append(step.fed)
+        self.accepted.append(emitted)
+        self._forget()
+        sizes = step.fed, emitted
+        self.histogram[sizes] = self.histogram.get(sizes, 0) + 1
 
-    def _list(self, fed: Sequence[int], emitted: Sequence[int]) -> None:
-        """Append to the lists, which forget the oldest steps."""
-        for kept, values in ((self.step_tokens, fed), (self.accepted, emitted)):
-            kept.extend(values)
-            del kept[:-KEPT_STEPS]
-
-    def _count_sizes(self, histogram: Mapping[tuple[int, int], int]) -> None:
-        for sizes, steps in histogram.items():
-            self.histogram[sizes] = self.histogram.get(sizes, 0) + steps
+    def _forget(self) -> None:
+        """Of the oldest steps only the sums are kept."""
+        if len(self.accepted) > KEPT_STEPS:
+            del self.step_tokens[:-KEPT_STEPS], self.accepted[:-KEPT_STEPS]
 
     def merge(self, other: Stats) -> None:
         """Add the figures of another run, as of one that came after this one."""
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self._list(other.step_tokens, other.accepted)
-        self._count_sizes(other.histogram)
+        self.step_tokens += other.step_tokens
+        self.accepted += other.accepted
+        self._forget()
+        for sizes, steps in other.histogram.items():
+            self.histogram[sizes] = self.histogram.get(sizes, 0) + steps
         self.fallback = other.fallback or self.fallback
 
     def reset(self) -> None:

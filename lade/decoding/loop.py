@@ -147,8 +147,8 @@ class DecodeLoop(Generic[CacheT]):
             One for each row, without tokens if the walk failed at its first node.
         """
         start = perf_counter()
-        parts, fed = self._draft(), 0
         self.settled = list(self.cache.lengths)
+        parts, fed = self._draft(), 0
         try:
             trees, texts = [part.draft.tree for part in parts], [part.row.tokens for part in parts]
             logits = self.runner.forward(trees, texts, self.cache)  # [B, S, V]
@@ -168,7 +168,7 @@ class DecodeLoop(Generic[CacheT]):
 
     def _draft(self) -> list[RowStep]:
         """Find the candidates of all rows first, so that rows which share a budget can weigh them together."""
-        depths = [self.runner.room(cached) for cached in self.cache.lengths]
+        depths = [self.runner.room(cached) for cached in self.settled]
         candidates = [row.drafter.candidates(row.tokens, depth) for row, depth in zip(self.rows, depths, strict=True)]
         if self.budget is not None:
             self.budget.decide([each.scores for each in candidates])
@@ -179,7 +179,8 @@ class DecodeLoop(Generic[CacheT]):
     def _verify(self, parts: Sequence[RowStep], logits: torch.Tensor) -> None:
         """Walk through the rows' trees, one after the other, up to the first error unless rows are isolated."""
         for place, part in enumerate(parts):
-            part.logits = logits[place, : len(part.draft.tree)]
+            fed = len(part.draft.tree)
+            part.logits = logits[place] if fed == logits.shape[1] else logits[place, :fed]
             part.choose_all()
         _read(parts, logits)
         for part in parts:
@@ -212,6 +213,8 @@ class DecodeLoop(Generic[CacheT]):
 
     def drop_finished(self) -> None:
         """Finished rows leave the batch and cost nothing any more. The last ones stay in the cache for its user."""
+        if not any(row.done for row in self.rows):
+            return
         if all(row.done for row in self.rows):
             self.rows = []
         for place in reversed(range(len(self.rows))):
@@ -245,6 +248,10 @@ def prompt_hook(rows: Sequence[PromptReader]) -> PromptLogitsHook | None:
 
 def _read(parts: Sequence[RowStep], logits: torch.Tensor) -> None:
     """Read what the rows need of the logits `[B, S, V]`: the one place where a step waits for the device."""
+    if len(parts) == 1:
+        (part,) = parts
+        part.readout = read(part.logits, part.choices, wants_entries=part.draft.wants_entries)
+        return
     size, choices = logits.shape[1], None
     if any(part.choices is not None for part in parts):
         none = logits.new_empty(0, dtype=torch.long)

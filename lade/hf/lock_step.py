@@ -32,12 +32,13 @@ from lade.hf.predictions import sources_for
 from lade.hf.prepared import Prepared
 from lade.hf.refusals import check
 from lade.hf.stand_in import StandIn
+from lade.hf.text_kind import kind_of_text
 from lade.model.recurrent.cores import is_recurrent
 from lade.model.refeeding import RefedCache, RefeedingRunner
 from lade.model.runner import EagerRunner
 from lade.stats import Stats
 from lade.tuning.batch_cost import BatchCost
-from lade.tuning.cost_cache import save_refreshed, step_cost_for
+from lade.tuning.cost_cache import habits_of, save_refreshed, step_cost_for
 
 
 class LockStepSession:
@@ -78,7 +79,8 @@ class LockStepSession:
         if not config.adaptive or config.budget is not None:
             return None
         model, runner = self._prepared.model, self._runner
-        return BatchBudget(BatchCost(lambda rows: step_cost_for(model, runner, batch=rows), rows))
+        cost = BatchCost(lambda rows: step_cost_for(model, runner, batch=rows), rows)
+        return BatchBudget(cost, habits_of(model, cost.current, kind_of_text(self._prepared, config)))
 
     def _drafters(self, config: LookaheadConfig, budget: BatchBudget | None, rows: int) -> list[Drafter]:
         """One for each row; those of one caller may learn from each other."""

@@ -28,6 +28,7 @@ class Transcript:
 
     def __init__(self, input_ids: torch.Tensor, skipped: int = 0) -> None:
         self._buffer, self._length, self.skipped = input_ids.clone(), input_ids.shape[1], skipped
+        self._on_host = input_ids.device.type == "cpu"
 
     def upto(self, tokens: Sequence[int]) -> torch.Tensor:
         """`[1, L]`: the prompt as given and all emitted tokens."""
@@ -36,8 +37,11 @@ class Transcript:
             self._buffer = pad(self._buffer, (0, self._buffer.shape[1] + 1))
             return self.upto(tokens)
         if length > self._length:
-            tail = torch.tensor(tokens[self._length - self.skipped :], device=self._buffer.device)
-            self._buffer[0, self._length : length] = tail
+            tail = tokens[self._length - self.skipped :]
+            if self._on_host:
+                self._buffer.numpy()[0, self._length : length] = tail  # a tensor of it would take ten times as long
+            else:
+                self._buffer[0, self._length : length] = torch.tensor(tail, device=self._buffer.device)
             self._length = length
         return self._buffer[:, :length]
 

@@ -16,6 +16,7 @@ from lade.config import LookaheadConfig
 from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.drafting.factory import drafter_for
+from lade.decoding.drafting.habits import Habits
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
@@ -28,12 +29,13 @@ from lade.hf.prepared import Prepared
 from lade.hf.refusals import check, check_switch
 from lade.hf.row import row_for
 from lade.hf.sampling import Draws, LoneSampler, RowSampler, Sampler
+from lade.hf.text_kind import kind_of_text
 from lade.model.masks import MaskPlan
 from lade.model.runner import EagerRunner
 from lade.model.select_runner import runner_for
 from lade.stats import Stats, Step
 from lade.tuning.batch_cost import BatchCost
-from lade.tuning.cost_cache import save_refreshed, step_cost_for
+from lade.tuning.cost_cache import habits_of, save_refreshed, step_cost_for
 from lade.tuning.step_cost import StepCost
 
 
@@ -76,11 +78,12 @@ class Session:
         sampled = bool(prepared.generation_config.do_sample)
         self._draws = Draws(len(self._texts)) if self._is_batch and sampled else None
         self._cost = None if drafter else self._cost_of_steps(config, runner)
-        budget = BatchBudget(self._cost) if isinstance(self._cost, BatchCost) else None
-        self._rows = self._make_rows(self._drafters(config, budget, drafter))
+        self._habits = self._habits_for(config)
+        self._budget = BatchBudget(self._cost, self._habits) if isinstance(self._cost, BatchCost) else None
+        self._rows = self._make_rows(self._drafters(config, drafter))
         self._known = sys.maxsize  # tokens of the text that the caller knows
         cache: Any = self._cache  # of the runner's own kind
-        self._loop = DecodeLoop(list(self._rows), runner.for_prompts(images), cache, stats, budget)
+        self._loop = DecodeLoop(list(self._rows), runner.for_prompts(images), cache, stats, self._budget)
 
     @property
     def _is_batch(self) -> bool:
@@ -108,7 +111,14 @@ class Session:
             return step_cost_for(model, runner)
         return BatchCost(lambda rows: step_cost_for(model, runner, batch=rows), len(self._texts))
 
-    def _drafters(self, config: LookaheadConfig, budget: BatchBudget | None, given: Drafter | None) -> list[Drafter]:
+    def _habits_for(self, config: LookaheadConfig) -> Habits | None:
+        """What earlier calls have learned about such texts; None where sizes are fixed."""
+        if self._cost is None:
+            return None
+        cost = self._cost.current if isinstance(self._cost, BatchCost) else self._cost
+        return habits_of(self._prepared.model, cost, kind_of_text(self._prepared, config))
+
+    def _drafters(self, config: LookaheadConfig, given: Drafter | None) -> list[Drafter]:
         """One for each row."""
         if given is not None:
             if self._is_batch:
@@ -118,7 +128,15 @@ class Session:
             config = replace(config, memory=ContextMemory())  # one caller's rows may learn from each other
         excluded = special_ids(self._prepared.generation_config) | placeholder_ids(self._prepared.model)
         vocabulary = vocabulary_of(self._prepared.model)
-        make = partial(drafter_for, config, excluded, vocabulary=vocabulary, cost=self._cost, budget=budget)
+        make = partial(
+            drafter_for,
+            config,
+            excluded,
+            vocabulary=vocabulary,
+            cost=self._cost,
+            budget=self._budget,
+            habits=self._habits,
+        )
         return [make(sources=sources) for sources in sources_for(self._prepared, config, len(self._texts))]
 
     def _make_rows(self, drafters: list[Drafter]) -> list[Row]:

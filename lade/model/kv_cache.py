@@ -77,8 +77,10 @@ class TreeCache(Cache):
     @property
     def lengths(self) -> list[int]:
         """`[B]`, cached tokens of each row; `[0]` before the first pass."""
-        first = next(iter(self.attending), None)
-        return first.lengths if first is not None and first.lengths else [0]
+        for layer in self.layers:
+            if isinstance(layer, TreeLayer):
+                return layer.lengths or [0]
+        return [0]
 
     @property
     def attending(self) -> list[TreeLayer]:
@@ -156,10 +158,13 @@ class TreeCache(Cache):
         """
         if not self.layers:
             return
-        moves = Moves()
+        if len(paths) == fed == 1 and paths[0] and not held:  # a root alone stays where it is
+            self.settle()
+            return
+        moves, before = Moves(), self.lengths
         lengths: list[int] = []
-        first = max(self.lengths) - fed  # slot of the first token fed
-        for row, (path, length, own) in enumerate(zip(paths, self.lengths, held or [0] * len(paths), strict=True)):
+        first = max(before) - fed  # slot of the first token fed
+        for row, (path, length, own) in enumerate(zip(paths, before, held or [0] * len(paths), strict=True)):
             start, unused = length - fed - own, first + fed - length
             slots = [node if node < own else node + unused for node in path]  # counted from `start`
             lengths.append(start + len(path))

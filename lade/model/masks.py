@@ -15,6 +15,7 @@ import torch
 from lade.decoding.tree import TokenTree
 from lade.model.attention_span import FULL, AttentionSpan
 from lade.model.host_to_device import filled, upload
+from lade.model.root_inputs import RootInputs
 from lade.model.tree_attention.inputs import TreeInputs
 
 Mask = torch.Tensor | None | dict[str, torch.Tensor | None]
@@ -135,12 +136,12 @@ class MaskPlan:
         }
         return masks if self.by_layer_type else next(iter(masks.values()))
 
-    def _shape(self, allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if not self.additive:
+    def _shape(self, allowed: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+        if allowed is None or not self.additive:
             return allowed
         mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
         return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
-Inputs = StepInputs | TreeInputs
+Inputs = StepInputs | RootInputs | TreeInputs
 """Of one step: `ids`, `positions` and `key_positions`, and a `mask` for each span."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Self
 
 import torch
@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from lade.decoding.loop import PromptLogitsHook
-from lade.decoding.tree import TokenTree
+from lade.decoding.tree import ROOT, TokenTree
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import Inputs, MaskPlan
 from lade.model.position_limits import Positions
@@ -21,6 +21,7 @@ from lade.model.prompt_logits import HiddenStates
 from lade.model.recurrent.cores import CorePatches
 from lade.model.recurrent.layer import layers_for
 from lade.model.recurrent.tree_pass import TreePass
+from lade.model.root_inputs import RootInputs
 from lade.model.row_cache import BufferSizes, RowCache
 from lade.model.signature import accepted, cache_name
 from lade.model.slot_patches import SlotPatches
@@ -48,7 +49,7 @@ class EagerRunner:
         self.model: Any = model
         self.plan, self.generation_config = plan, generation_config
         self.positions = Positions.of(model.config.get_text_config(decoder=True))
-        self.device = input_device(model)
+        self.device, self._dtype = input_device(model), model.dtype
         self._stopwatch = Stopwatch()
         self._slot_patches, self._core_patches = SlotPatches(model), CorePatches(model)
         self._accepts, self._cache_name = accepted(model), cache_name(model) or "past_key_values"
@@ -261,17 +262,32 @@ class EagerRunner:
             logits: torch.Tensor = self.prefill(rows, cache)[:, None]
             self._stopwatch.stop(logits.device)
             return logits
-        inputs = self.plan.inputs(trees, cache.lengths, self.device)
+        inputs = self._inputs(trees, cache.lengths)
         arguments = self._arguments(inputs, cache, cache.offsets.on(self.device))
-        with ExitStack() as stack:
-            stack.enter_context(self._slot_patches.patched_for(inputs))
-            if self._core_patches:
-                self._begin(trees, cache, stack)
+        with self._patched_for(inputs, trees, cache):
             self._stopwatch.start(self.device)
             logits = self.model(**arguments).logits
             self._stopwatch.stop(logits.device)
         cache.count(*inputs.ids.shape)
         return logits
+
+    def _inputs(self, trees: Sequence[TokenTree], lengths: Sequence[int]) -> Inputs:
+        """Tensors of a pass; a root alone is fed as plain decoding feeds it, unless patches need a mask to be there."""
+        if len(trees) == 1 and len(trees[0]) == 1 and not self._slot_patches and not self.plan.compact:
+            return RootInputs.of(trees[0].ids[ROOT], lengths[0], self.device)
+        return self.plan.inputs(trees, lengths, self.device)
+
+    def _patched_for(
+        self, inputs: Inputs, trees: Sequence[TokenTree], cache: TreeCache
+    ) -> AbstractContextManager[object]:
+        """Whatever the model needs to be patched for a pass; most models nothing."""
+        if not self._slot_patches and not self._core_patches:
+            return nullcontext()
+        stack = ExitStack()
+        stack.enter_context(self._slot_patches.patched_for(inputs))
+        if self._core_patches:
+            self._begin(trees, cache, stack)
+        return stack
 
     def _begin(self, trees: Sequence[TokenTree], cache: TreeCache, stack: ExitStack) -> None:
         """Have recurrent layers take part in a pass; where it feeds roots alone, it is one of plain decoding."""
@@ -307,7 +323,7 @@ class EagerRunner:
         """The arguments of the model for one pass over trees; offsets `[axes, B, 1]` are added to their positions."""
         arguments: dict[str, Any] = {
             "input_ids": inputs.ids,
-            "attention_mask": self.plan.masks(inputs, self.model.dtype),
+            "attention_mask": self.plan.masks(inputs, self._dtype),
             self._cache_name: cache,
             "use_cache": True,
             "return_dict": True,

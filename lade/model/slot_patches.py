@@ -41,6 +41,10 @@ class SlotPatches:
         """Whether attention sees keys that are picked by a score, among all that a pass has."""
         return bool(self._indexers)
 
+    def __bool__(self) -> bool:
+        """Whether there is anything to patch."""
+        return self._alibi is not None or bool(self._tempered) or bool(self._indexers)
+
     @contextmanager
     def patched_for(self, inputs: Inputs) -> Iterator[None]:
         """While the context lasts, they use the positions in `inputs` when this thread calls them.
@@ -48,7 +52,7 @@ class SlotPatches:
         Raises:
             UnsupportedModelError: they were not called, or not by this thread.
         """
-        if self._alibi is None and not self._tempered and not self._indexers:
+        if not self:
             yield
             return
         with ExitStack() as stack:

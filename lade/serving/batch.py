@@ -25,7 +25,7 @@ from lade.serving.handle import Handle
 from lade.serving.request import Request
 from lade.stats import Step
 from lade.tuning.batch_cost import BatchCost
-from lade.tuning.cost_cache import save_refreshed, step_cost_for
+from lade.tuning.cost_cache import habits_of, save_refreshed, step_cost_for
 
 
 @dataclass(eq=False)
@@ -121,7 +121,7 @@ class Batch:
         config, weighs = request.config, request.config.adaptive and request.config.budget is None
         if weighs and self._loop.budget is None:
             self._cost = BatchCost(lambda rows: step_cost_for(self._model, self._runner, batch=rows), 1)
-            self._loop.budget = BatchBudget(self._cost)
+            self._loop.budget = BatchBudget(self._cost, habits_of(self._model, self._cost.current, "engine"))
         budget = self._loop.budget if weighs else None
         vocabulary = vocabulary_of(self._model)
         return drafter_for(config, request.excluded, vocabulary=vocabulary, budget=budget, sources=request.sources)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from lade.config import LookaheadConfig
-from lade.decoding.drafting.tree_size import LARGEST
+from lade.decoding.drafting.controller import LARGEST
 from lade.errors import InputError
 from lade.model.kv_cache import TreeCache
 from lade.model.row_cache import BufferSizes

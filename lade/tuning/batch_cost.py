@@ -21,6 +21,11 @@ class BatchCost:
         self._current = cost_of(rows)
 
     @property
+    def current(self) -> StepCost:
+        """The curve of as many rows as there are."""
+        return self._current
+
+    @property
     def table(self) -> list[float]:
         """See `StepCost`."""
         return self._current.table

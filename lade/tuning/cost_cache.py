@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
 
+from lade.decoding.drafting.habits import Habits
 from lade.locks import ForkSafeLock
 from lade.model.runner import EagerRunner
 from lade.model.shapes import batch_bucket
@@ -37,11 +38,13 @@ class CurveInUse:
         key: what it is valid for.
         cost: refreshed by every step.
         saved: its `table` as it is in the file.
+        habits: of controllers that go by it, by the kind of text; they are not saved.
     """
 
     key: store.Key
     cost: StepCost
     saved: Sequence[float]
+    habits: dict[str, Habits] = field(default_factory=dict)
 
 
 _in_use: WeakKeyDictionary[PreTrainedModel, dict[str, CurveInUse]] = WeakKeyDictionary()
@@ -74,6 +77,20 @@ def step_cost_for(
             curves[name] = curve
     curve.cost.pad_to(runner.step_sizes)
     return curve.cost
+
+
+def habits_of(model: PreTrainedModel, cost: StepCost, kind: str) -> Habits:
+    """What generations with a curve have learned about guessing, so that the next one need not try it all again.
+
+    Args:
+        model: the model.
+        cost: its curve, from `step_cost_for`.
+        kind: of text: what is learned from one kind may be wrong for another.
+    """
+    for curve in list(_in_use.get(model, {}).values()):  # other threads may add to them
+        if curve.cost is cost:
+            return curve.habits.setdefault(kind, Habits())
+    return Habits()  # another curve has taken its place meanwhile
 
 
 def _new_curve(

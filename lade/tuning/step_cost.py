@@ -19,10 +19,12 @@ The estimator, in the order in which a pass is processed by `observe`:
    It is clipped (Winsorised, as by Huber), since a machine's hiccups make single passes many times too slow.
 2. One scale factor, shared by all sizes, follows clipped residuals as a first-order low-pass filter: texts get longer,
    machines get busier. This is what moves sizes that are not visited.
-3. Each of the two knots around the size is a running mean, of gain 1 / (passes so far + 1), bounded below by
+3. A run of passes that all surprise in the same way is believed, as far as the least surprising of them goes: their
+   size moves at once, others the less the farther they lie. Hiccups come one by one; a machine that got busy stays so.
+4. Each of the two knots around the size is a running mean, of gain 1 / (passes so far + 1), bounded below by
    1 / `MAX_WEIGHT`: an exponential moving average in the long run. A knot that surprises again and again, or that its
    neighbours contradict, loses weight, so that its gain grows and a wrong start is forgotten.
-4. What is read is the isotonic regression of the knots (pool adjacent violators, by these weights), and its lower
+5. What is read is the isotonic regression of the knots (pool adjacent violators, by these weights), and its lower
    convex hull.
 
 The constants below are chosen, not measured, and no entry of docs/lab-log.md derives them. They are bound by what
@@ -39,6 +41,8 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from lade.tuning.shape import ascending, hull, slope_beyond
+
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LARGEST = KNOTS[-1]
 
@@ -53,13 +57,18 @@ SURPRISE = 0.2  # upper bound: a pass slower than this says no more than one tha
 DISBELIEF = 0.35  # lower bound: by accident a pass is seldom too fast
 SCALE_GAIN = 0.06  # gain of the shared scale factor
 
+# Runs of passes that all surprise in the same way, which hiccups do not make.
+RUN = 3  # passes; the least surprising of them is believed
+RUN_SURPRISE = 0.2  # relative; less is left to the means
+RUN_GAIN = 0.7  # part of it that the size moves by
+RUN_REACH = 0.88  # of that, for each octave to another size
+
 # Forgetting.
 DOUBT = 0.1  # part of its weight that a knot loses when it alone is surprised, or when neighbours contradict it
 CONTRADICTION = 1.1  # a size that costs this many times as much as a larger one contradicts it
 REFRESH_S = 0.05  # of passes observed, between two refreshes of some 25 us: less than a thousandth of the time
 
 _SHORTEST_S = 1e-9
-_LEAST_WEIGHT = 0.01
 _SIZES = np.arange(LARGEST + 1)
 
 
@@ -100,6 +109,8 @@ class StepCost:
         self._weights = [min(float(weight), MAX_WEIGHT) for weight in weights]
         self._scale = 1.0
         self._surprise = 0.0  # by how much the last pass surprised; 0.0 if it did not
+        # Relative errors of the last passes, as long as they surprise in the same way: of one token, and of more.
+        self._runs: list[tuple[float, ...]] = [(), ()]
         self._unread_s = 0.0
         self._padded_to: tuple[int, ...] = ()
         self.measured_at = measured_at
@@ -125,7 +136,7 @@ class StepCost:
         if not sizes or foreign:
             raise ValueError(f"samples of the sizes {foreign or sizes} are not valid: give some, of sizes in {KNOTS}")
         heights = [max(_SHORTEST_S, typical(samples[size])) for size in sizes]
-        last, slope = sizes[-1], _slope_beyond(sizes, heights)
+        last, slope = sizes[-1], slope_beyond(sizes, heights)
         straight = np.interp(KNOTS, sizes, heights).tolist()
         knots = [t + slope * max(0, knot - last) for knot, t in zip(KNOTS, straight, strict=True)]
         unmeasured = [GUESSED_WEIGHT if knot < last else UNKNOWN_WEIGHT for knot in KNOTS]
@@ -186,6 +197,9 @@ class StepCost:
         knots, weights, surprise = self._knots, self._weights, self._surprise
         known = weights[low] + part * (weights[low + 1] - weights[low])
         expected = self._scale * (knots[low] + part * (knots[low + 1] - knots[low]))
+        if run := self._run_with(size, seconds / expected - 1.0):
+            self._jump(size, run)
+            expected *= 1.0 + RUN_GAIN * run
         error = self._move_all(seconds / expected - 1.0, known)
         doubted = self._surprise * surprise <= 0.0 != self._surprise  # the pass before was as expected
         for knot, share in ((low, 1.0 - part), (low + 1, part)):
@@ -195,6 +209,27 @@ class StepCost:
                 weight = weight * (1.0 - DOUBT * share) if doubted else weight + share
                 weights[knot] = weight if weight < MAX_WEIGHT else MAX_WEIGHT
         self._doubt_neighbours(low + (part == 1.0), low + (part > 0.0))
+
+    def _run_with(self, size: int, error: float) -> float:
+        """What all passes of a run that this one continues show at least; 0.0 where it is not long enough."""
+        run = self._runs[size > 1]
+        if run and (run[-1] > 0.0) != (error > 0.0):
+            run = ()
+        self._runs[size > 1] = run = (*run, error)[-RUN:] if abs(error) >= RUN_SURPRISE else ()
+        return min(run, key=abs) if len(run) == RUN else 0.0
+
+    def _jump(self, size: int, error: float) -> None:
+        """Move a size by a relative error that is believed; its neighbours follow, and never contradict it."""
+        knots = self._knots
+        for knot, place in enumerate(KNOTS):
+            octaves = 0.0 if place > size and error < 0.0 else abs(math.log2(size / place))
+            knots[knot] *= 1.0 + RUN_GAIN * error * RUN_REACH**octaves
+            self._weights[knot] *= 1.0 - 0.5 ** (1.0 + octaves)
+        low, part = _PLACES[size]
+        now = knots[low] + part * (knots[low + 1] - knots[low])
+        for knot, place in enumerate(KNOTS):
+            knots[knot] = min(knots[knot], now) if place < size else max(knots[knot], now) if place > size else now
+        self._unread_s += REFRESH_S
 
     def _doubt_neighbours(self, lowest: int, highest: int) -> None:
         """Of knots in the wrong order those that were just observed are right; else old ones would hold them back."""
@@ -225,8 +260,8 @@ class StepCost:
         self._scale, self._unread_s = 1.0, 0.0
         ends = dict.fromkeys((*self._padded_to, LARGEST)) if self._padded_to else KNOTS
         known = [KNOTS.index(end) for end in ends]
-        curve = _ascending([self._knots[i] for i in known], [self._weights[i] for i in known])
-        corners = _hull([*ends], curve)
+        curve = ascending([self._knots[i] for i in known], [self._weights[i] for i in known])
+        corners = hull([*ends], curve)
         sizes, heights = [KNOTS[known[i]] for i in corners], [curve[i] for i in corners]
         slopes = np.maximum.accumulate(np.diff(heights) / np.diff(sizes))  # rounding may turn them
         if self._padded_to:
@@ -269,41 +304,6 @@ class StepCost:
 def typical(samples: Sequence[float]) -> float:
     """Seconds at the end of the fastest fifth: of up to four passes the fastest, of nine the second."""
     return sorted(samples)[len(samples) // 5]
-
-
-def _slope_beyond(sizes: Sequence[int], heights: Sequence[float]) -> float:
-    """Seconds per token to assume after the last size measured."""
-    slopes = [heights[-1] / (4 * sizes[-1])]
-    if len(sizes) > 1:
-        slopes += [(heights[-1] - heights[i]) / (sizes[-1] - sizes[i]) for i in (0, -2)]
-    return max(slopes)
-
-
-def _ascending(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The nearest curve that never decreases: neighbours in the wrong order get their weighted mean."""
-    pools: list[tuple[float, float, int]] = []  # mean, weight, knots
-    for value, weight in zip(values, weights, strict=True):
-        pool = (value, max(weight, _LEAST_WEIGHT), 1)
-        while pools and pools[-1][0] > pool[0]:
-            mean, mass, count = pools.pop()
-            total = mass + pool[1]
-            pool = ((mean * mass + pool[0] * pool[1]) / total, total, count + pool[2])
-        pools.append(pool)
-    return [mean for mean, _, count in pools for _ in range(count)]
-
-
-def _hull(sizes: Sequence[int], curve: Sequence[float]) -> list[int]:
-    """Indices of the sizes on the lower convex hull of the curve."""
-
-    def slope(left: int, right: int) -> float:
-        return (curve[right] - curve[left]) / (sizes[right] - sizes[left])
-
-    corners: list[int] = []
-    for new in range(len(sizes)):
-        while len(corners) > 1 and slope(corners[-2], corners[-1]) >= slope(corners[-1], new):
-            corners.pop()
-        corners.append(new)
-    return corners
 
 
 def _check_size(size: int) -> None:

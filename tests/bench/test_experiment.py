@@ -28,7 +28,10 @@ from lade.testing import toy_model
 TEXTS = [["HELLO"], ["WORLD"], ["HELLO"]]
 NEW = 16
 GREEDY = Settings(NEW)
-ALL = ["hf,hf-prompt-lookup,plain,jacobi,lookahead=3,3,3,adaptive=12,adaptive-warm=12"]
+ALL = [
+    "hf,hf-prompt-lookup,plain,jacobi,lookahead=3,3,3,adaptive=12,adaptive-warm=12",
+    "prompt-lookup=8,suffix=8,token-recycling=8",
+]
 TIMES = ("seconds", "prefill_s", "decode_s", "forward_s")
 
 
@@ -135,7 +138,7 @@ def test_the_record_says_what_ran(results, tmp_path):
     assert {"python", "torch", "transformers", "lookahead-decoding"} <= results.environment.versions.keys()
     assert results.environment.device and results.environment.platform
     assert (results.model.name, results.model.dtype) == ("toy", "float64")
-    assert [method.packed for method in results.methods] == [False] * 7
+    assert [method.packed for method in results.methods] == [False] * 10
     results.save(tmp_path / "results.json")
     assert Results.load(tmp_path / "results.json") == results
 

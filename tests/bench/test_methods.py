@@ -2,7 +2,7 @@
 
 import pytest
 
-from lade.bench.harness.methods import DEFAULT, KINDS, parse, parse_all, reference_of
+from lade.bench.harness.methods import DEFAULT, KINDS, PEERS, parse, parse_all, reference_of
 from lade.bench.results import Method
 from lade.errors import ConfigError
 
@@ -16,6 +16,9 @@ from lade.errors import ConfigError
         ("hf-prompt-lookup", "hf-prompt-lookup", {"prompt_lookup_num_tokens": 10}),
         ("jacobi", "jacobi", {"guesses": 8}),
         ("jacobi=3", "jacobi 3", {"guesses": 3}),
+        ("suffix", "suffix", {"budget": 16}),
+        ("prompt-lookup=4", "prompt-lookup 4", {"budget": 4}),
+        ("token-recycling=64", "token-recycling 64", {"budget": 64}),
         ("lookahead", "lookahead", {"window": 7, "ngram": 5, "guesses": 7}),
         ("lookahead=15,5,15", "lookahead 15,5,15", {"window": 15, "ngram": 5, "guesses": 15}),
         (" lookahead = 0, 2 ,0", "lookahead 0,2,0", {"window": 0, "ngram": 2, "guesses": 0}),
@@ -41,6 +44,7 @@ def test_a_method_by_its_text(text, name, config):
         ("jacobi=0", "guesses=0 is not valid"),
         ("lookahead=3,1,3", "ngram=1 is not valid"),
         ("adaptive=0", "budget=0 is not valid"),
+        ("suffix=0", "budget=0 is not valid"),
     ],
 )
 def test_what_is_no_method(text, remedy):
@@ -53,8 +57,9 @@ def test_commas_between_methods_and_between_sizes():
     assert [method.name for method in found] == ["hf", "lookahead 15,5,15", "adaptive 32", "plain", "jacobi"]
 
 
-def test_the_default_methods_are_all_but_the_one_that_needs_a_draft():
-    assert [method.name for method in parse_all(DEFAULT)] == [kind for kind in KINDS if kind != "hf-assisted"]
+def test_the_default_methods_are_all_but_the_one_that_needs_a_draft_and_those_of_others():
+    known = [kind for kind in KINDS if kind != "hf-assisted" and kind not in PEERS]
+    assert [method.name for method in parse_all(DEFAULT)] == known
 
 
 @pytest.mark.parametrize(

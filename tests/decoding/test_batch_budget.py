@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from lade.decoding.drafting.batch_budget import BatchBudget
-from lade.decoding.drafting.tree_size import Controller
+from lade.decoding.drafting.controller import Controller
 from lade.tuning.step_cost import StepCost
 
 PLAIN_S = 1e-3

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lade.decoding.drafting import tree_size as controller_module
-from lade.decoding.drafting.tree_size import LARGEST, TUITION, Controller, FixedBudget
+from lade.decoding.drafting import controller as controller_module
+from lade.decoding.drafting.controller import LARGEST, TUITION, Controller
+from lade.decoding.drafting.tree_size import FixedBudget
 from lade.tuning.step_cost import KNOTS, StepCost
 
 PLAIN_S = 0.01
@@ -141,14 +142,19 @@ def test_the_faster_decoding_has_been_the_more_a_step_must_yield():
 
 @given(rising, steps, falling_scores)
 def test_the_size_maximises_what_a_step_yields_less_what_its_time_is_worth(increments, history, scores):
-    """E(S) - r t(S), by brute force; apart from what is learned, and with no time of the library's own."""
+    """E(S) - r t(S), by brute force; apart from what is learned, and with no time of the library's own.
+
+    What scores promise beyond the first token counts as far as earlier ones kept their promise.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(controller_module, "TUITION", 0.0)
         patch.setattr(controller_module, "NEWS", 0.0)
         cost = any_cost(increments)
         controller = after(cost, [(seen, accepted, 0.0) for seen, accepted, _ in history])
         rate = controller.rate
-        worth = {size: sum(scores[:size]) - rate * cost.table[size] for size in range(1, len(scores) + 1)}
+        trust = controller._habits.trust
+        sizes = range(1, len(scores) + 1)
+        worth = {size: 1.0 + trust * sum(scores[1:size]) - rate * cost.table[size] for size in sizes}
         assert worth[controller.choose(scores)] == pytest.approx(max(worth.values()), abs=1e-9)
 
 
@@ -157,11 +163,12 @@ def test_the_usual_size_is_fed_where_that_costs_less_than_the_tuition(increments
     """Everything counts: a node's news, the library's own time, and the tuition."""
     cost = any_cost(increments)
     controller = after(cost, history)
-    rate, news, node_s = controller.rate, controller._news, controller._node_s
+    rate, news, habits = controller.rate, controller._news, controller._habits
     worth = {
-        size: sum(scores[:size])
+        size: 1.0
+        + habits.trust * sum(scores[1:size])
         + size * news
-        - rate * (cost.table[size] + (size > 1) * (size + controller_module._LEAST_NODES) * node_s)
+        - rate * (cost.table[size] + (size > 1) * (size + controller_module._LEAST_NODES) * habits.node_s)
         for size in range(1, len(scores) + 1)
     }
     best = max(worth.values())
@@ -234,8 +241,8 @@ def test_growing_in_stages_comes_to_the_tree_that_growing_to_the_end_would_come_
     rate = patient.rate
 
     def worth(size: int) -> float:
-        own = patient._news * size - rate * patient._node_s * size
-        return sum(scores[:size]) + own - rate * patient._cost.table[size]
+        own = patient._news * size - rate * patient._habits.node_s * size
+        return 1.0 + patient._habits.trust * sum(scores[1:size]) + own - rate * patient._cost.table[size]
 
     assert sizes[0] == sizes[1] or worth(sizes[0]) == pytest.approx(worth(sizes[1]), abs=1e-6)
 

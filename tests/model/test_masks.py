@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from lade.decoding.tree import TokenTree
 from lade.model.attention_span import FULL, chunked, sliding
 from lade.model.masks import MaskPlan, StepInputs
+from lade.model.root_inputs import RootInputs
 
 CPU = torch.device("cpu")
 
@@ -87,3 +88,14 @@ def test_smaller_trees_are_filled_up_and_stay_by_themselves(texts, holding, data
         assert inputs.key_positions[row, of_the_tree].tolist() == positions
         assert inputs.key_positions[row, :before].tolist() == list(range(before))
         assert inputs.positions[row].max() == max(positions[own:], default=before), "filling lies where the root does"
+
+
+@pytest.mark.parametrize("span", [FULL, sliding(3), sliding(50), chunked(4)], ids=str)
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_root_alone_sees_what_it_sees_among_others_and_needs_no_mask_to_see_everything(span, additive):
+    plan = MaskPlan({"attention": span}, by_layer_type=False, additive=additive)
+    lone, dense = RootInputs.of(7, 9, CPU), StepInputs.of([TokenTree(7)], [9], CPU)
+    assert torch.equal(lone.ids, dense.ids) and torch.equal(lone.positions, dense.positions)
+    assert torch.equal(lone.key_positions, dense.key_positions)
+    mask, expected = plan.masks(lone, torch.float32), plan.masks(dense, torch.float32)
+    assert mask is None if span is FULL else torch.equal(mask, expected)

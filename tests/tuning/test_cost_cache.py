@@ -50,6 +50,23 @@ def test_a_model_is_measured_once(model, measured, tmp_path):
     assert measured == [1]
 
 
+@pytest.mark.measured_cost
+def test_what_guessing_was_worth_is_known_to_the_next_call_and_to_that_kind_of_text_alone(measured, monkeypatch):
+    """Two calls with one model: the second begins with what the first has learned, and ends with more."""
+    ids, model = torch.tensor([[1, 2, 3]]), toy_model("llama", dtype=torch.float32, seed=3)
+    cost, known = profile.step_cost_for(model, runner_of(model)), []
+    monkeypatch.setattr(profile, "save_refreshed", lambda model: None)
+    for arguments in ({}, {}, {"do_sample": True, "temperature": 0.7}):
+        lade.generate(model, input_ids=ids, max_new_tokens=20, eos_token_id=None, **arguments)
+        kinds = ("greedy", "sampled at 0.7", "sampled at 1.0")
+        known.append([profile.habits_of(model, cost, kind).node_s for kind in kinds])
+    (greedy, drawn, other), (again, _, _), (still, now_drawn, _) = known
+    assert greedy > 0.0 == drawn == other
+    assert again not in (0.0, greedy) and still == again
+    assert now_drawn > 0.0
+    assert profile.habits_of(toy_model("llama"), cost, "greedy").node_s == 0.0, "another model's"
+
+
 def test_measuring_draws_no_random_numbers_that_anyone_could_miss(model, measured, tmp_path):
     before = torch.get_rng_state()
     profile.step_cost_for(model, runner_of(model), folder=tmp_path)

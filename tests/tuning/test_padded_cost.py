@@ -6,7 +6,7 @@ import pytest
 import torch
 from hulls import lower_hull
 
-from lade.decoding.drafting.tree_size import Controller
+from lade.decoding.drafting.controller import Controller
 from lade.model.cuda_graphs.buffers import Buffers
 from lade.model.cuda_graphs.capture import EagerReplay
 from lade.model.cuda_graphs.pool import BufferPool

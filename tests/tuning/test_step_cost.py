@@ -124,6 +124,29 @@ def test_sizes_that_were_measured_flat_do_not_hold_back_one_that_is_not():
     assert cost.seconds(16) == pytest.approx(30e-3, rel=0.1) and cost.seconds(32) >= cost.seconds(16)
 
 
+@pytest.mark.parametrize("factor", [0.4, 5.0])
+def test_three_passes_in_a_row_are_believed_and_two_are_not(factor):
+    """Of a run the least surprising pass; and passes over one token neither break it off nor take part in it."""
+    cost, before = measured(), flat_then_steep(16)
+    for _ in range(2):
+        cost.observe(16, factor * before)
+        cost.observe(1, flat_then_steep(1))
+    cost.refresh()
+    assert cost.seconds(16) == pytest.approx(before, rel=0.08)
+    cost.observe(16, factor * before)
+    cost.refresh()
+    assert (cost.seconds(16) / before - 1.0) / (factor - 1.0) > 0.6, "most of the way"
+
+
+def test_a_pass_as_expected_ends_a_run():
+    cost, before = measured(), flat_then_steep(16)
+    for _ in range(20):
+        for factor in (5.0, 5.0, 1.0):
+            cost.observe(16, factor * before)
+    cost.refresh()
+    assert cost.seconds(16) < 1.6 * before
+
+
 def test_what_was_only_guessed_is_learned_within_a_few_steps():
     cost = measured(lambda size: 1.0, sizes=[1, 8])
     assert cost.seconds(64) == pytest.approx(1 + 56 / 32), "a quarter for every 8 tokens"

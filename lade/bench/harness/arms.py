@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -16,6 +16,9 @@ from lade.bench import results
 from lade.bench.harness.completion import Completion
 from lade.bench.harness.methods import TRANSFORMERS
 from lade.bench.harness.pass_counter import Meter
+from lade.bench.peers.prompt_lookup import PromptLookupDrafter
+from lade.bench.peers.suffix import SuffixDrafter
+from lade.bench.peers.token_recycling import TokenRecyclingDrafter
 from lade.bench.results import Method, Settings
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.drafter import Drafter
@@ -28,6 +31,13 @@ from lade.memory import Memory
 from lade.model.support.supports import supports
 from lade.stats import Stats, Step
 
+_DRAFTERS: dict[str, Callable[..., Drafter]] = {
+    "jacobi": JacobiDrafter,
+    "prompt-lookup": PromptLookupDrafter,
+    "suffix": SuffixDrafter,
+    "token-recycling": TokenRecyclingDrafter,
+}
+"""Methods that no config describes."""
 PLAIN = LookaheadConfig(window=0, ngram=2, guesses=0)
 """Our loop with nothing to draft."""
 
@@ -139,7 +149,8 @@ class OwnArm:
         return PLAIN
 
     def _drafter(self) -> Drafter | None:
-        return JacobiDrafter(**self.method.config) if self.method.kind == "jacobi" else None
+        make = _DRAFTERS.get(self.method.kind)
+        return None if make is None else make(**self.method.config)
 
 
 def arms_for(methods: Sequence[Method], models: Models, settings: Settings) -> list[Arm]:

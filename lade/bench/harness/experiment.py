@@ -32,7 +32,7 @@ from lade.errors import InputError, UnsupportedError
 
 WARM_UP_TOKENS = 24
 
-_WATCHED = ("adaptive-warm", "adaptive", "lookahead", "jacobi", "plain")
+_WATCHED = ("adaptive-warm", "adaptive", "lookahead", "token-recycling", "suffix", "prompt-lookup", "jacobi", "plain")
 """Kinds of methods that can be replayed, the best first."""
 
 

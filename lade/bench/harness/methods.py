@@ -17,6 +17,9 @@ KINDS = {
     "hf-assisted": "model.generate with a draft model",
     "plain": "this library's loop, one token a step",
     "jacobi": "plain Jacobi decoding; jacobi=K: with K guesses",
+    "prompt-lookup": "n-grams of the text as guesses, all places in one tree; prompt-lookup=B: B tokens fed in a step",
+    "suffix": "SuffixDecoding: what followed the ends of the text before; suffix=B: B tokens fed in a step",
+    "token-recycling": "Token Recycling: what was likely after a token last time; token-recycling=B: likewise",
     "lookahead": "the paper's method; lookahead=W,N,G: of these sizes",
     "adaptive": "this library's own method; adaptive=B: with B tokens fed in a step",
     "adaptive-warm": "the same, its memory kept across the prompts of a workload",
@@ -24,12 +27,17 @@ KINDS = {
 """Kinds of methods, and what they are."""
 
 DEFAULT = ("hf", "hf-prompt-lookup", "plain", "jacobi", "lookahead", "adaptive", "adaptive-warm")
+PEERS = frozenset({"prompt-lookup", "suffix", "token-recycling"})
+"""Methods of others, in this library's loop; see `lade.bench.peers`."""
 TRANSFORMERS = frozenset({"hf", "hf-prompt-lookup", "hf-assisted"})
 PROMPT_LOOKUP_TOKENS = 10
+PEER_BUDGET = 16
+"""Tokens that a peer feeds in a step by default."""
 
 _SIZES = {
     "jacobi": {"K": "guesses"},
     "lookahead": {"W": "window", "N": "ngram", "G": "guesses"},
+    **{kind: {"B": "budget"} for kind in PEERS},
     "adaptive": {"B": "budget"},
     "adaptive-warm": {"B": "budget"},
 }
@@ -113,6 +121,8 @@ def _settled(kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
             if not 1 <= guesses <= MOST_BUDGET:
                 raise ConfigError("guesses", guesses, f"give a whole number >= 1 and <= {MOST_BUDGET}")
             return {"guesses": guesses}
+        case "prompt-lookup" | "suffix" | "token-recycling":
+            return {"budget": LookaheadConfig(budget=sizes.get("budget", PEER_BUDGET)).budget}
         case "lookahead":
             config = LookaheadConfig(**sizes, adaptive=False)
             return {"window": config.window, "ngram": config.ngram, "guesses": config.guesses}

@@ -43,6 +43,10 @@ KINDS = {
     "hf-assisted": "model.generate with a draft model: a smaller model guesses, the large one checks.",
     "plain": "This library's loop with one token a step, nothing guessed: what the loop itself costs or saves.",
     "jacobi": "Jacobi decoding: guesses for the next places are put in, and better ones read off, step by step.",
+    "prompt-lookup": "Prompt lookup in this library's loop: what followed the last words wherever they stood before.",
+    "suffix": "SuffixDecoding in this library's loop: what followed the longest ends of the text, by how often it did.",
+    "token-recycling": "Token Recycling in this library's loop: what was likely after a token the last time, in a tree "
+    "of a fixed shape.",
     "lookahead": "The paper's method: a window finds strings of tokens that fit together, and checks them where they "
     "may follow.",
     "adaptive": "This library's own method: a tree of guesses from everything the model has computed so far. What a "

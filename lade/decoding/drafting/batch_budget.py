@@ -13,7 +13,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lade.decoding.drafting.tree_size import Controller, PassCost
+from lade.decoding.drafting.controller import Controller
+from lade.decoding.drafting.habits import Habits
+from lade.decoding.drafting.tree_size import PassCost
 
 
 class BatchBudget:
@@ -24,13 +26,14 @@ class BatchBudget:
 
     Args:
         cost: what a forward pass of the batch costs, by the size of each row's tree.
+        habits: see `Controller`.
     """
 
     most = Controller.most
     """See `Budget`."""
 
-    def __init__(self, cost: PassCost) -> None:
-        self._controller = Controller(cost)
+    def __init__(self, cost: PassCost, habits: Habits | None = None) -> None:
+        self._controller = Controller(cost, habits)
         self._skipping: bool | None = None
         self._size = 1
 

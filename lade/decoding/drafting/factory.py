@@ -6,10 +6,12 @@ from collections.abc import Collection, Sequence
 
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
+from lade.decoding.drafting.controller import Controller
 from lade.decoding.drafting.drafter import Drafter, Source
+from lade.decoding.drafting.habits import Habits
 from lade.decoding.drafting.lookahead import LookaheadDrafter
 from lade.decoding.drafting.memory import ContextMemory
-from lade.decoding.drafting.tree_size import Budget, Controller, FixedBudget, PassCost
+from lade.decoding.drafting.tree_size import Budget, FixedBudget, PassCost
 
 
 def drafter_for(
@@ -19,6 +21,7 @@ def drafter_for(
     vocabulary: int | None = None,
     cost: PassCost | None = None,
     budget: Budget | None = None,
+    habits: Habits | None = None,
     sources: Sequence[Source] = (),
 ) -> Drafter:
     """A drafter for one row.
@@ -29,6 +32,7 @@ def drafter_for(
         vocabulary: ids below it can be fed; None for no limit.
         cost: what a forward pass costs; the adaptive method needs it if it has no budget.
         budget: shared with other rows; None for one of its own.
+        habits: of a budget of its own, learned from earlier texts; None for none.
         sources: guesses beside the method's own.
 
     Raises:
@@ -41,7 +45,7 @@ def drafter_for(
     if budget is None and config.budget is not None:
         budget = FixedBudget(config.budget)
     if budget is None and cost is not None:
-        budget = Controller(cost)
+        budget = Controller(cost, habits)
     if budget is None:
         raise ValueError("the adaptive method needs the cost of a pass, or a budget: give LookaheadConfig(budget=...)")
     return AdaptiveDrafter(

@@ -40,6 +40,10 @@ class DecoderPatches(SlotPatches):
         self._counting = [module for module in modules if _counts_tokens(module)]
         self._biased = [module for module in modules if _has_bias(module)]
 
+    def __bool__(self) -> bool:
+        """See `SlotPatches`."""
+        return bool(self._tables or self._counting or self._biased)
+
     @property
     def positions(self) -> Positions:
         """Where tables end that cannot grow; relative biases end nowhere."""

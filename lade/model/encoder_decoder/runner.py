@@ -77,7 +77,7 @@ class EncoderDecoderRunner(EagerRunner):
         assert isinstance(cache, DecoderCache) and cache.encoded is not None
         arguments = cache.encoded.arguments() | {
             "decoder_input_ids": inputs.ids,
-            "decoder_attention_mask": self.plan.masks(inputs, self.model.dtype),
+            "decoder_attention_mask": self.plan.masks(inputs, self._dtype),
             "past_key_values": cache.pair(),
             "use_cache": True,
             "return_dict": True,

@@ -1,0 +1,164 @@
+"""The size of a tree that pays best, learned from what passes take and what guesses bring.
+
+Let t(S) be the seconds of a step that feeds S tokens, E(S) the tokens it is expected to yield, and r the tokens per
+second of late. In the long run most tokens per second come from the S that maximises E(S) - r t(S): what a step yields,
+less what its time would yield elsewhere (renewal reward theorem). S = 1, plain decoding, is always a candidate.
+
+That counts what a step yields now. What it teaches pays later, most of all while hardly anything is known and E(S)
+stays low. So a step feeds no less than steps were worth feeding lately, unless that costs too much, and what the memory
+cannot fill is left to the lookahead window.
+
+Neither t nor E is taken on trust. Passes over guesses and plain ones are compared with what the step cost expects of
+them, and guesses with what their scores promise (`Habits`). What is not done is not known: where all steps feed guesses
+a plain one now and then shows what plain decoding takes, and where none does, a few guesses show what these would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from lade.decoding.drafting.habits import Habits
+from lade.decoding.drafting.tree_size import PassCost
+
+LARGEST = 128
+"""Tokens fed per step at most."""
+NEWS = 0.006
+"""Tokens that one more node saves later by what its logits tell about the text."""
+TUITION = 0.15
+"""Tokens that feeding the usual size may cost, for what it teaches, where less would yield more now."""
+_GAIN_OF_NEWS = 0.3
+_SPREAD, _LEAP = 2, 8  # a tree has at most _SPREAD times the usual size, and _LEAP nodes more
+_STEPS = 24  # that averages are over
+_LEAST_NODES = 6  # the library's time of a step is that of the nodes fed and of this many more
+
+# Rests from looking for guesses, where nothing comes of it.
+_PATIENCE = 3  # steps
+_KEPT_IDLE = 3  # a new text is looked at after some steps, however long guesses were in vain before
+_LONGEST_SKIP = 64  # steps
+_CHEAP, _CHEAP_GAIN = 0.005, 0.05  # looking that costs less never rests: shares of a step's time, and of what is gained
+
+# Steps that are taken to see what they cost.
+_CHECK_AFTER, _LONGEST_UNCHECKED = 16, 256  # steps with guesses; the first where these gain nothing
+_SURPRISE, _MOST_CHECKS = 0.15, 4  # a plain step that took so much more or less is followed by others, up to so many
+_TRIAL_AFTER, _TRIAL_SIZE = 192, 4  # plain steps, and tokens fed then
+
+
+class Controller:
+    """Decides about the trees of one row; see `Budget`.
+
+    Args:
+        cost: what a forward pass costs; it learns from every step.
+        habits: what earlier texts have taught; they learn from every step, too. None for none.
+    """
+
+    most = LARGEST
+    """See `Budget`."""
+
+    def __init__(self, cost: PassCost, habits: Habits | None = None) -> None:
+        self._cost = cost
+        self._habits = Habits() if habits is None else habits
+        self._tokens, self._seconds = _STEPS * 1.0, _STEPS * cost.table[1]
+        self._idle = min(self._habits.idle, _PATIENCE + _KEPT_IDLE)  # times in a row that plain decoding was chosen
+        self._skip = 0  # steps to go
+        self._checks = 0  # plain steps in a row that were taken to see what they cost
+        self._since_plain = self._since_guesses = 0  # steps
+        self._promised = 0.0  # tokens that the guesses being fed are expected to bring
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of late, at least those of plain decoding."""
+        return max(self._tokens / self._seconds, 1.0 / self._cost.table[1])
+
+    @property
+    def _news(self) -> float:
+        """What a node is worth beside its score; nothing, if what is learned never helps."""
+        return NEWS * min(1.0, self._habits.gain / _GAIN_OF_NEWS)
+
+    def _prices(self, sizes: Sequence[int]) -> list[float]:
+        """What the last token of a tree of each of these sizes costs, in tokens, less what its news is worth."""
+        rate, news, toll, node_s = self.rate, self._news, self._habits.toll, self._habits.node_s
+        return [rate * (toll * self._cost.marginals[size - 1] + node_s) - news for size in sizes]
+
+    def thresholds(self) -> list[tuple[int, float]]:
+        """See `Budget`: the usual size, then the corners of the cost's hull, between which all nodes cost the same."""
+        least, trust = int(self._habits.usual), self._habits.trust
+        most = min(LARGEST, _SPREAD * least + _LEAP)
+        corners = [size for size in self._cost.corners if least < size < most] + [most]
+        prices = (max(0.0, price) / trust for price in self._prices(corners))
+        return [(least, 0.0), *zip(corners, prices, strict=True)]
+
+    def choose(self, scores: Sequence[float]) -> int:
+        """See `Budget`."""
+        worth, habits = self._worth(scores), self._habits
+        best = worth.index(max(worth)) + 1
+        self._idle = habits.idle = self._idle + 1 if best == 1 else 0
+        habits.usual += (best - habits.usual) / _STEPS
+        usual = min(int(habits.usual), len(scores))
+        if usual > best and worth[usual - 1] > worth[best - 1] - TUITION:
+            best = usual
+        elif best == 1 and self._since_guesses >= _TRIAL_AFTER:
+            best = min(_TRIAL_SIZE, len(scores))
+        self._promised = sum(scores[1:best])
+        return best
+
+    def _worth(self, scores: Sequence[float]) -> list[float]:
+        """By size, from 1 on: what a step is expected to yield, less what its time would yield elsewhere."""
+        rate, news, table, habits = self.rate, self._news, self._cost.table, self._habits
+        toll, trust, node_s = habits.toll, habits.trust, habits.node_s
+        worth = [
+            1.0 + trust * (yielded - 1.0) + news * size - rate * (toll * table[size] + node_s * (size + _LEAST_NODES))
+            for size, yielded in enumerate(accumulate(scores), start=1)
+        ]
+        worth[0] = 1.0 + news - rate * table[1]  # plain decoding soon skips the search, which costs time, too
+        return worth
+
+    def fill_to(self, size: int) -> int:
+        """See `Budget`: to the usual size, and as far as a node costs less than its news is worth."""
+        ends = [min(corner, LARGEST) for corner in self._cost.corners]  # the hull may go straight on beyond the largest
+        affordable = [end for end, price in zip(ends, self._prices(ends), strict=True) if price <= 0.0]
+        return max([size, int(self._habits.usual), *affordable])
+
+    def skip_drafting(self) -> bool:
+        """See `Budget`: for longer and longer, if the search costs time and has found nothing worth feeding.
+
+        And now and then, to see what a plain step takes: the more often, the less guesses gain.
+        """
+        habits, plain_s = self._habits, self._cost.table[1]
+        dear = habits.node_s * _LEAST_NODES > max(_CHEAP, _CHEAP_GAIN * habits.gain) * plain_s
+        if self._skip == 0 and self._idle > _PATIENCE and dear:
+            self._skip = 1 + min(_LONGEST_SKIP, 2 ** (self._idle - _PATIENCE - 1))
+        self._skip = max(0, self._skip - 1)
+        if not self._checks and self._since_plain >= min(_LONGEST_UNCHECKED, _CHECK_AFTER * (self.rate * plain_s) ** 2):
+            self._checks = 1
+        return self._skip > 0 or self._checks > 0
+
+    def observe(self, fed: int, emitted: float, seconds: float, forward_s: float) -> None:
+        """See `Budget`."""
+        habits, table = self._habits, self._cost.table
+        expected, own_s = table[min(fed, len(table) - 1)], seconds - forward_s
+        if not (self._skip or self._checks):
+            habits.node_s += (own_s / (fed + _LEAST_NODES) - habits.node_s) / _STEPS
+        self._tokens += emitted - self._tokens / _STEPS
+        self._seconds += expected * (1.0 if fed == 1 else habits.toll) + own_s - self._seconds / _STEPS
+        habits.gain += (emitted - 1.0 - habits.gain) / _STEPS
+        if fed == 1:
+            self._observe_plain(forward_s / expected)
+        else:
+            self._observe_guesses(forward_s / expected, emitted - 1.0)
+        self._cost.observe(fed, forward_s)
+
+    def _observe_plain(self, ratio: float) -> None:
+        """A pass over one token took so many times what was expected."""
+        self._habits.plain.add(ratio)
+        again = abs(ratio - 1.0) > _SURPRISE and self._checks < _MOST_CHECKS
+        self._checks = self._checks + 1 if self._checks and again else 0
+        self._since_plain, self._since_guesses = 0, self._since_guesses + 1
+
+    def _observe_guesses(self, ratio: float, brought: float) -> None:
+        """A pass over guesses took so many times what was expected, and brought so many tokens."""
+        self._habits.guessing.add(ratio)
+        self._habits.learn_yield(self._promised, brought)
+        self._since_plain += 1
+        if ratio > 1.0 - _SURPRISE:  # else the next trial comes at once
+            self._since_guesses = 0
