@@ -14,6 +14,8 @@ from lade.cli.terminal import terminal
 if TYPE_CHECKING:
     from lade.cli.loading.loaded_model import LoadedModel
 
+MOST_TRIED = 10**9
+"""Parameters of a model that is tried."""
 EXAMPLE = "Example:  [bold]lade info --model gpt2[/bold]"
 
 
@@ -86,10 +88,15 @@ def _packing(model: Any) -> dict[str, Any]:
 
 
 def _invariance(model: Any) -> dict[str, Any]:
-    """Whether `lade generate --invariant` can make it round alike in every pass: it is tried, and undone."""
+    """Whether `lade generate --invariant` can make it round alike in every pass: it is tried, and undone.
+
+    That takes a few dozen passes, so a large model is not tried.
+    """
     from lade.errors import UnsupportedModelError
     from lade.model.invariant.make_invariant import invariant, variant
 
+    if model.num_parameters() > MOST_TRIED:
+        return {"can_be_invariant": None, "not_invariant": "not tried here: lade generate --invariant tries it"}
     try:
         variant(invariant(model))
     except UnsupportedModelError as problem:

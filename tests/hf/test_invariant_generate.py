@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 import lade
 from lade.model.invariant import make_invariant
@@ -131,3 +132,12 @@ def test_every_toy(family, dtype, packed):
         plain = toy.generate(prompt(length), **arguments)
         for config in (PAPER, COLD, lade.LookaheadConfig()):
             assert_equal_bits(lade.generate(toy, input_ids=prompt(length), lookahead=config, **arguments), plain)
+
+
+@pytest.mark.slow
+def test_adapters():
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted = lade.invariant(get_peft_model(toy_model(dtype=HALF), lora).eval())
+    arguments = {"max_new_tokens": 60, "do_sample": False, **SCORES}
+    plain = adapted.generate(input_ids=prompt(30), **arguments)
+    assert_equal_bits(lade.generate(adapted, input_ids=prompt(30), lookahead=PAPER, **arguments), plain)
