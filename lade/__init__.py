@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lade.hf.generate import decode, decoder, generate, stream
     from lade.hf.legacy_api import augment_all, config_lade, log_history, restore_all, save_log
     from lade.memory import Memory
+    from lade.model.invariant.make_invariant import invariant, variant
     from lade.model.kv_cache import TreeCache
     from lade.model.packing.pack import pack, unpack
     from lade.model.select_runner import release
@@ -69,6 +70,7 @@ __all__ = [
     "disable",
     "enable",
     "generate",
+    "invariant",
     "log_history",
     "pack",
     "release",
@@ -77,6 +79,7 @@ __all__ = [
     "stream",
     "supports",
     "unpack",
+    "variant",
 ]
 
 _HOMES = {
@@ -98,6 +101,7 @@ _HOMES = {
     "lade.hf.legacy_api": ("augment_all", "config_lade", "log_history", "restore_all", "save_log"),
     "lade.hf.enable": ("disable", "enable"),
     "lade.hf.generate": ("decode", "decoder", "generate", "stream"),
+    "lade.model.invariant.make_invariant": ("invariant", "variant"),
     "lade.model.kv_cache": ("TreeCache",),
     "lade.model.packing.pack": ("pack", "unpack"),
     "lade.model.support.supports": ("Support", "supports"),

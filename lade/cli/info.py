@@ -14,6 +14,8 @@ from lade.cli.terminal import terminal
 if TYPE_CHECKING:
     from lade.cli.loading.loaded_model import LoadedModel
 
+MOST_TRIED = 10**9
+"""Parameters of a model that is tried."""
 EXAMPLE = "Example:  [bold]lade info --model gpt2[/bold]"
 
 
@@ -65,6 +67,7 @@ def _facts(loaded: LoadedModel) -> dict[str, Any]:
         "device": str(model.device),
         **loaded.variant,
         **_packing(model),
+        **_invariance(model),
         "threads": torch.get_num_threads(),
         "lade": __version__,
         "torch": torch.__version__,
@@ -82,6 +85,23 @@ def _packing(model: Any) -> dict[str, Any]:
         return {"packable_layers": len(packable(model)), "not_packable": None}
     except UnsupportedModelError as problem:
         return {"packable_layers": 0, "not_packable": problem.reason}
+
+
+def _invariance(model: Any) -> dict[str, Any]:
+    """Whether `lade generate --invariant` can make it round alike in every pass: it is tried, and undone.
+
+    That takes a few dozen passes, so a large model is not tried.
+    """
+    from lade.errors import UnsupportedModelError
+    from lade.model.invariant.make_invariant import invariant, variant
+
+    if model.num_parameters() > MOST_TRIED:
+        return {"can_be_invariant": None, "not_invariant": "not tried here: lade generate --invariant tries it"}
+    try:
+        variant(invariant(model))
+    except UnsupportedModelError as problem:
+        return {"can_be_invariant": False, "not_invariant": problem.reason}
+    return {"can_be_invariant": True, "not_invariant": None}
 
 
 def _shown(value: Any) -> str:

@@ -15,6 +15,7 @@ import torch
 from lade.decoding.tree import TokenTree
 from lade.model.attention_span import FULL, AttentionSpan
 from lade.model.host_to_device import filled, upload
+from lade.model.invariant_attention.placed_mask import PlacedMask
 from lade.model.root_inputs import RootInputs
 from lade.model.tree_attention.inputs import TreeInputs
 
@@ -101,12 +102,14 @@ class MaskPlan:
         by_layer_type: whether the model takes a dict of masks with these types as keys; otherwise it has one type only.
         additive: whether masks are added to the scores (eager attention) or boolean (SDPA).
         compact: whether its attention knows `TreeMask`.
+        placed: whether its attention wants a `PlacedMask`.
     """
 
     spans: Mapping[str, AttentionSpan | None]
     by_layer_type: bool
     additive: bool
     compact: bool = False
+    placed: bool = False
 
     @property
     def attends(self) -> bool:
@@ -132,12 +135,17 @@ class MaskPlan:
     def masks(self, inputs: Inputs, dtype: torch.dtype) -> Mask:
         """Masks `[B, 1, S, K]` for one step; additive ones in `dtype`, the model's."""
         masks = {
-            kind: None if span is None else self._shape(inputs.mask(span), dtype) for kind, span in self.spans.items()
+            kind: None if span is None else self._shape(inputs.mask(span), inputs.key_positions, dtype)
+            for kind, span in self.spans.items()
         }
         return masks if self.by_layer_type else next(iter(masks.values()))
 
-    def _shape(self, allowed: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-        if allowed is None or not self.additive:
+    def _shape(self, allowed: torch.Tensor | None, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        if allowed is None:
+            return None
+        if self.placed:
+            return PlacedMask.of(allowed, positions)
+        if not self.additive:
             return allowed
         mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
         return mask.masked_fill_(~allowed, torch.finfo(dtype).min)

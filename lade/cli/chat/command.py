@@ -74,7 +74,7 @@ def chat(
         from lade.cli.loading.load import load, remembering
         from lade.cli.run import check_served
 
-        loaded = load(loading, term=term, pack=speed.pack, images=None)
+        loaded = load(loading, term=term, pack=speed.pack, images=None, invariant=speed.invariant)
         lookahead = remembering(loaded, lookahead, speed.memory)
         settled = chat_choices.chosen(choices, loaded, greedy=greedy)
         check_served(loaded, lookahead, settled)
@@ -124,7 +124,7 @@ class Chat:
         if system is not None:
             self._conversation.instruct(system)
         loaded = self._loaded
-        packed = ", packed" if loaded.packed else ""
+        packed = (", packed" if loaded.packed else "") + (", invariant" if loaded.invariant else "")
         self._term.say(
             f"{loaded.name} · {type(loaded.model).__name__} · {loaded.dtype}{packed} · /help lists the commands",
             "dim",

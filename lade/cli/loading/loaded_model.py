@@ -8,8 +8,10 @@ from typing import Any
 
 from lade.errors import InputError
 from lade.hf.ids import placeholder_ids
+from lade.model.invariance import invariance_of
 from lade.model.packing import pack as packing
 from lade.model.position_limits import LEARNED_POSITIONS
+from lade.model.support.supports import unwrap
 
 
 def _no_processor() -> Any:
@@ -45,6 +47,11 @@ class LoadedModel:
     def packed(self) -> bool:
         """Whether any of its layers are prepacked for the CPU."""
         return packing.packed_layers(self.model) > 0
+
+    @property
+    def invariant(self) -> bool:
+        """Whether it rounds alike in every pass."""
+        return invariance_of(unwrap(self.model)) is not None
 
     @property
     def context(self) -> int | None:

@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lade.errors import UnsupportedModelError
 from lade.locks import ForkSafeLock
+from lade.model.invariance import refuse_invariant
 from lade.model.packing.linear import Guard, PackedLinear, same_bits, short, weight_of
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,11 @@ def unpack(model: _Model) -> _Model:
 
     Returns:
         The model itself.
+
+    Raises:
+        UnsupportedModelError: the model was made invariant, packed as it is.
     """
+    refuse_invariant(model)
     with _packing:
         places_of = _places(model)
         while places_of:  # taken out one by one, so that what is unpacked is freed before the next one
@@ -141,6 +146,7 @@ def packable(model: nn.Module, *, min_weights: int = MIN_WEIGHTS) -> list[nn.Mod
 
 def _check_model(model: nn.Module) -> None:
     """Raise `UnsupportedModelError` for a model that is not to be touched at all."""
+    refuse_invariant(model)
     name = type(model).__name__
     if isinstance(model, (*UNDERSTOOD, PackedLinear)):
         raise UnsupportedModelError(f"{name} is a layer", "give the model it belongs to")

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lade.model.class_change import own_class
 from lade.model.packing.linear import PackedLinear, short
 from lade.model.runner import input_device
 
@@ -85,7 +86,7 @@ def foreign_layers(module: nn.Module, home: str, name: str = "") -> Iterator[tup
 
 
 def _is_known(module: Any, home: str) -> bool:
-    kind = type(module)
+    kind = own_class(module)
     if kind is PackedLinear or _has(module, "num_embeddings"):  # embeddings only look up
         return True
     part = kind.__module__ == home or kind.__module__.startswith("transformers.models.")

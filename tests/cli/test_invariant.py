@@ -1,0 +1,46 @@
+"""`--invariant`: in bfloat16, too, the text is plain decoding's."""
+
+import json
+
+import pytest
+
+from lade.bench.results import Results
+
+PROMPT = "say it again, say it"
+HALF = ["--dtype", "bfloat16"]
+
+
+def test_generate_writes_what_plain_decoding_writes(lade, folder):
+    arguments = ["generate", "-m", folder, *HALF, "-p", PROMPT, "-n", 24, "--json", "--invariant"]
+    texts = [json.loads(lade(*arguments, *more).stdout)["token_ids"] for more in ([], ["--method", "plain"])]
+    assert texts[0] == texts[1] and len(texts[0]) == 24
+
+
+def test_info_says_whether_it_can_be(lade, folder):
+    facts = json.loads(lade("info", "-m", folder, *HALF, "--json").stdout)
+    assert (facts["can_be_invariant"], facts["not_invariant"]) == (True, None)
+    facts = json.loads(lade("info", "-m", folder, "--dtype", "float64", "--json").stdout)
+    assert facts["can_be_invariant"] is False and "it is in float64" in facts["not_invariant"]
+
+
+def test_what_cannot_be_is_an_error(lade, folder):
+    result = lade("generate", "-m", folder, "--dtype", "float64", "-p", PROMPT, "--invariant")
+    assert result.exit_code == 2 and "cannot be made invariant" in result.stderr
+
+
+def test_a_benchmark_of_an_invariant_model_allows_no_near_ties(lade, folder, tmp_path):
+    result = lade("bench", "-m", folder, "--invariant", "--allow-near-ties", "--out", tmp_path / "out")
+    assert result.exit_code != 0 and "an invariant model has none" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pack", ["--pack", "--no-pack"])
+def test_a_benchmark_in_16_bits_finds_no_difference(lade, folder, tmp_path, pack):
+    prompts = tmp_path / "texts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": f"{PROMPT} {number}"}) for number in range(3)))
+    methods = "hf,hf-prompt-lookup,plain,lookahead=3,4,5,adaptive=8"
+    options = ["-w", prompts, "--methods", methods, "--out", tmp_path / "out", "-n", 40, "--invariant", pack]
+    result = lade("bench", "-m", folder, *HALF, *options)
+    assert result.exit_code == 0, result.output
+    assert Results.load(tmp_path / "out" / "results.json").mismatches == []
