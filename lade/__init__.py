@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lade.hf.legacy_api import augment_all, config_lade, log_history, restore_all, save_log
     from lade.memory import Memory
     from lade.model.kv_cache import TreeCache
+    from lade.model.packing.folder import load_packed, save_packed
     from lade.model.packing.pack import pack, unpack
     from lade.model.select_runner import release
     from lade.model.support.supports import Support, supports
@@ -69,11 +70,13 @@ __all__ = [
     "disable",
     "enable",
     "generate",
+    "load_packed",
     "log_history",
     "pack",
     "release",
     "restore_all",
     "save_log",
+    "save_packed",
     "stream",
     "supports",
     "unpack",
@@ -99,6 +102,7 @@ _HOMES = {
     "lade.hf.enable": ("disable", "enable"),
     "lade.hf.generate": ("decode", "decoder", "generate", "stream"),
     "lade.model.kv_cache": ("TreeCache",),
+    "lade.model.packing.folder": ("load_packed", "save_packed"),
     "lade.model.packing.pack": ("pack", "unpack"),
     "lade.model.support.supports": ("Support", "supports"),
     "lade.model.select_runner": ("release",),

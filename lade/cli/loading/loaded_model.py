@@ -47,6 +47,11 @@ class LoadedModel:
         return packing.packed_layers(self.model) > 0
 
     @property
+    def layout(self) -> str:
+        """How its layers lie, to be put behind its dtype: ", int8", ", packed" or nothing."""
+        return ", int8" if packing.int8_layers(self.model) else ", packed" if self.packed else ""
+
+    @property
     def context(self) -> int | None:
         """Tokens the model was made for; None where it does not say."""
         config = self.model.config.get_text_config(decoder=True)
