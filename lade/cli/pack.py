@@ -111,7 +111,8 @@ def _pack(
     from lade.model.packing.folder import save_packed
     from lade.model.packing.quality import perplexity, watched
 
-    model, errors = loaded.model, list[LayerError]()
+    model = loaded.model
+    errors: list[LayerError] = []
     facts: dict[str, Any] = {"model": loaded.name, "dtype": loaded.dtype, "weights": weights}
     before, ids = _bytes(model), _encoded(loaded, text, wanted) if wanted.check is not None else []
     window = min(LONGEST_WINDOW, loaded.context or LONGEST_WINDOW)
