@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lade.hf.generate import decode, decoder, generate, stream
     from lade.hf.legacy_api import augment_all, config_lade, log_history, restore_all, save_log
     from lade.memory import Memory
+    from lade.model.invariant.make_invariant import invariant, variant
     from lade.model.kv_cache import TreeCache
     from lade.model.packing.folder import load_packed, save_packed
     from lade.model.packing.pack import pack, unpack
@@ -70,6 +71,7 @@ __all__ = [
     "disable",
     "enable",
     "generate",
+    "invariant",
     "load_packed",
     "log_history",
     "pack",
@@ -80,6 +82,7 @@ __all__ = [
     "stream",
     "supports",
     "unpack",
+    "variant",
 ]
 
 _HOMES = {
@@ -101,6 +104,7 @@ _HOMES = {
     "lade.hf.legacy_api": ("augment_all", "config_lade", "log_history", "restore_all", "save_log"),
     "lade.hf.enable": ("disable", "enable"),
     "lade.hf.generate": ("decode", "decoder", "generate", "stream"),
+    "lade.model.invariant.make_invariant": ("invariant", "variant"),
     "lade.model.kv_cache": ("TreeCache",),
     "lade.model.packing.folder": ("load_packed", "save_packed"),
     "lade.model.packing.pack": ("pack", "unpack"),

@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 
 from lade.model.attention_span import FULL, AttentionSpan, chunked, sliding
 from lade.model.config_fields import field, per_layer
+from lade.model.invariant_attention.attention import NAME as INVARIANT_ATTENTION
 from lade.model.masks import MaskPlan
 from lade.model.tree_attention.backend import NAME as TREE_ATTENTION
 
@@ -44,7 +45,11 @@ def plan_for(config: PretrainedConfig, *, by_layer_type: bool) -> MaskPlan:
         spans["attention"] = FULL if window is None else sliding(window)
     backend = config._attn_implementation
     return MaskPlan(
-        spans, by_layer_type, additive=backend not in ("sdpa", TREE_ATTENTION), compact=backend == TREE_ATTENTION
+        spans,
+        by_layer_type,
+        additive=backend not in ("sdpa", TREE_ATTENTION, INVARIANT_ATTENTION),
+        compact=backend == TREE_ATTENTION,
+        placed=backend == INVARIANT_ATTENTION,
     )
 
 
@@ -58,6 +63,11 @@ def window_too_short(config: PretrainedConfig) -> str:
         if window is not None and window < 2:
             return f"{_FIELDS[kind]}={window}"
     return ""
+
+
+def windows_of(config: PretrainedConfig) -> set[int]:
+    """Lengths of the sliding windows and chunks of the layers."""
+    return {window for _, window in _layers(config) if window is not None}
 
 
 def _layers(config: PretrainedConfig) -> list[tuple[str, int | None]]:

@@ -15,6 +15,7 @@ import torch
 from lade.decoding.tree import TokenTree
 from lade.model.attention_span import FULL, AttentionSpan
 from lade.model.host_to_device import filled, upload
+from lade.model.invariant_attention.placed_mask import PlacedMask
 from lade.model.tree_attention.inputs import TreeInputs
 
 Mask = torch.Tensor | None | dict[str, torch.Tensor | None]
@@ -100,12 +101,14 @@ class MaskPlan:
         by_layer_type: whether the model takes a dict of masks with these types as keys; otherwise it has one type only.
         additive: whether masks are added to the scores (eager attention) or boolean (SDPA).
         compact: whether its attention knows `TreeMask`.
+        placed: whether its attention wants a `PlacedMask`.
     """
 
     spans: Mapping[str, AttentionSpan | None]
     by_layer_type: bool
     additive: bool
     compact: bool = False
+    placed: bool = False
 
     def inputs(
         self,
@@ -126,11 +129,14 @@ class MaskPlan:
     def masks(self, inputs: Inputs, dtype: torch.dtype) -> Mask:
         """Masks `[B, 1, S, K]` for one step; additive ones in `dtype`, the model's."""
         masks = {
-            kind: None if span is None else self._shape(inputs.mask(span), dtype) for kind, span in self.spans.items()
+            kind: None if span is None else self._shape(inputs.mask(span), inputs.key_positions, dtype)
+            for kind, span in self.spans.items()
         }
         return masks if self.by_layer_type else next(iter(masks.values()))
 
-    def _shape(self, allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _shape(self, allowed: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if self.placed:
+            return PlacedMask.of(allowed, positions)
         if not self.additive:
             return allowed
         mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)

@@ -16,7 +16,7 @@ from torch import nn
 
 from lade.errors import UnsupportedModelError
 from lade.model.packing.codes import ZERO_POINT, Codes, quantised
-from lade.model.packing.linear import PackedLinear, repeated
+from lade.model.packing.linear import PackedLinear
 
 ROWS_PACKED_FOR = 4
 """The rows that oneDNN is told of when it chooses a layout; without any it has none for some shapes."""
@@ -76,7 +76,7 @@ class Int8Linear(PackedLinear):
     @property
     def nbytes(self) -> int:
         """Bytes of the integers and their scales."""
-        return self.in_features * self.out_features + self._scale.nbytes
+        return self.weights + self._scale.nbytes
 
     def _dense_parameter(self) -> nn.Parameter:
         if not self.keeps_original:
@@ -85,9 +85,7 @@ class Int8Linear(PackedLinear):
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         codes, scale = quantised(x)  # [..., in] uint8, [..., 1]
-        lone = self._is_lone(x)
-        y = multiplied(repeated(codes).contiguous() if lone else codes, self._packed, self._scale, self._zeros)
-        y = (y[0].view(*x.shape[:-1], -1) if lone else y).mul_(scale)  # [..., out] float32
+        y = multiplied(codes, self._packed, self._scale, self._zeros).mul_(scale)  # [..., out] float32
         if self.bias is not None:
             y.add_(self.bias)
         return y.to(x.dtype)

@@ -15,8 +15,8 @@ UNPACK_REMEDY = "call lade.unpack(model) first"
 GUARD = "packing_guard"
 
 LONE_ROWS, LONE_FROM = 4, 2**19
-"""oneDNN reads a large weight faster for four rows than for one, so a lone row is fed four times. From this number of
-weights on that pays: scripts/step_parts.py, and the lab log."""
+"""In float32 oneDNN reads a large weight faster for four rows than for one, so a lone row is fed four times; the number
+of weights from which on that pays."""
 
 
 class PackedLinear(nn.Module):
@@ -104,15 +104,16 @@ class PackedLinear(nn.Module):
         return self._product(x)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        # In 16 bits a lone row keeps its kernel: it gives bit for bit what the layer gave before it was packed.
-        lone = self.dtype == torch.float32 and self._is_lone(x)
-        rows = repeated(x) if lone else x
+        # In 16 bits it gains little, and a lone row's kernel gives bit for bit what the layer gave unpacked.
+        lone = x.numel() == self.in_features and self.dtype == torch.float32 and self.weights >= LONE_FROM
+        rows = x.reshape(1, -1).expand(LONE_ROWS, -1) if lone else x
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
         return y[0].view(*x.shape[:-1], -1) if lone else y
 
-    def _is_lone(self, x: torch.Tensor) -> bool:
-        """Whether `x` is a single row that is better fed several times."""
-        return x.numel() == self.in_features and self.in_features * self.out_features >= LONE_FROM
+    @property
+    def weights(self) -> int:
+        """How many there are."""
+        return self.in_features * self.out_features
 
     def extra_repr(self) -> str:
         """As of the layer."""
@@ -207,11 +208,6 @@ def _check_move(fn: Any, dtype: torch.dtype) -> None:
             f"layers packed in {short(dtype)} for the CPU cannot become {short(after.dtype)} on {after.device}",
             f"{UNPACK_REMEDY}, and pack it again afterwards",
         )
-
-
-def repeated(row: torch.Tensor) -> torch.Tensor:
-    """A single row `[..., in]` as `LONE_ROWS` equal ones, `[rows, in]`."""
-    return row.reshape(1, -1).expand(LONE_ROWS, -1)
 
 
 def refuse_autocast(model: Any) -> None:

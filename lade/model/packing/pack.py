@@ -172,9 +172,14 @@ def int8_layers(model: nn.Module) -> int:
     return sum(isinstance(module, Int8Linear) for module in model.modules())
 
 
+def in_own_dtype(module: nn.Module) -> bool:
+    """Whether a module is packed in the dtype that it had."""
+    return isinstance(module, PackedLinear) and not isinstance(module, Int8Linear)
+
+
 def kept_layers(model: nn.Module) -> list[str]:
     """Names of the layers that are packed in their dtype."""
-    return [name for name, module in model.named_modules() if type(module) is PackedLinear]
+    return [name for name, module in model.named_modules() if in_own_dtype(module)]
 
 
 def packable(
@@ -201,7 +206,7 @@ def packable(
         if isinstance(module, UNDERSTOOD) and weight_of(module).numel() >= min_weights:
             check_layer(name, module)
             kinds[module] = Int8Linear if in_int8 else PackedLinear
-        if in_int8 and (module in kinds or type(module) is PackedLinear):
+        if in_int8 and (module in kinds or in_own_dtype(module)):
             check_int8_layer(name, module)
     _try_kernels(kinds)
     return kinds

@@ -23,6 +23,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lade.model.class_change import own_class
+from lade.model.invariance import invariance_of
 from lade.model.packing.int8 import Int8Linear
 from lade.model.packing.linear import PackedLinear, short
 from lade.model.runner import input_device
@@ -42,8 +44,6 @@ are 32 of them, and by more where there are more."""
 WEIGHTS_ONLY = frozenset({"Mxfp4GptOssExperts", "ParametrizationList"})
 """Holders of quantised weights that are no layers of their own, and multiply what they are fed as it is."""
 REMEDY = "quantise the weights only"
-ROUNDS_ALIKE = "lade_invariant"
-"""The attention that gives a token in a tree, bit for bit, what it gives it alone; our int8 layers do so anyhow."""
 INT8_REMEDY = "which magnifies what attention rounds otherwise beside other tokens: call lade.invariant(model)"
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
@@ -56,12 +56,11 @@ def why_inexact(model: PreTrainedModel) -> str:
 
     A layer is tried again when its weight has become another one.
     """
-    alike = model.config.get_text_config(decoder=True)._attn_implementation == ROUNDS_ALIKE
     for name, layer in foreign_layers(model, type(model).__module__):
         if isinstance(layer, Int8Linear):
-            if alike:
-                continue
-            return f"its layer {name!r} is packed in int8 and rounds what it is fed, {INT8_REMEDY}"
+            if invariance_of(model) is None:
+                return f"its layer {name!r} is packed in int8 and rounds what it is fed, {INT8_REMEDY}"
+            continue  # fed the same bits, it gives the same bits
         weight = getattr(layer, "weight", None)
         state = (id(weight), type(weight), model.dtype)
         known, reason = _tried.get(layer, (None, ""))
@@ -94,7 +93,7 @@ def foreign_layers(module: nn.Module, home: str, name: str = "") -> Iterator[tup
 
 
 def _is_known(module: Any, home: str) -> bool:
-    kind = type(module)
+    kind = own_class(module)
     if kind is PackedLinear or _has(module, "num_embeddings"):  # embeddings only look up
         return True
     part = kind.__module__ == home or kind.__module__.startswith("transformers.models.")

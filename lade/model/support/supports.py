@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 
 from lade.errors import UnsupportedModelError
 from lade.model.config_fields import field
+from lade.model.invariance import invariance_of
+from lade.model.invariant_attention.attention import NAME as INVARIANT_ATTENTION
 from lade.model.mask_plan import INDEXED, LAYER_TYPES, RECURRENT_TYPES, plan_for, window_too_short
 from lade.model.masks import MaskPlan
 from lade.model.recurrent.cores import is_recurrent
@@ -204,11 +207,18 @@ def _refusal_as_it_is_set_up(model: PreTrainedModel, config: PretrainedConfig) -
             "it is split into pipeline stages (pp_size), and each process has but one of them: load it with device_map"
         )
     backend = config._attn_implementation or "eager"
-    if backend not in ("sdpa", "eager", TREE_ATTENTION) or (backend == TREE_ATTENTION and _has_encoder(model)):
+    ours = backend in (TREE_ATTENTION, INVARIANT_ATTENTION)
+    if not (ours or backend in ("sdpa", "eager")) or (ours and _has_encoder(model)):
         return f'its attention kernel {backend!r} takes no tree mask: load it with attn_implementation="sdpa"'
-    if backend == TREE_ATTENTION and not model._can_set_attn_implementation():
+    if ours and not model._can_set_attn_implementation():
         remedy = 'load it with attn_implementation="eager"'
         return f"its attention does not go through transformers' interface, so it does not know {backend!r}: {remedy}"
+    note = invariance_of(model)
+    if note is not None and note.threads != torch.get_num_threads():
+        return (
+            f"it was made invariant for {note.threads} threads, and torch has {torch.get_num_threads()} now: "
+            "call lade.invariant(model) again"
+        )
     if field(config, "use_bidirectional_attention") not in (None, False, "vision"):  # of images, which are no text
         return "its attention is bidirectional"
     if window := window_too_short(config):

@@ -1,0 +1,76 @@
+"""Activation functions that give a number the same bits wherever in a tensor it stands.
+
+PyTorch's own compute whole vectors of numbers by one formula and what is left over by another, which differ in their
+last places; how a tensor is divided depends on its size and on the number of threads. `exp`, `tanh` and `erf` are the
+exceptions: they mask what is left over. So these functions are composed of them, in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import activations
+
+from lade.model.class_change import Changed, change
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+_OF_TANH = (
+    nn.GELU,
+    activations.PytorchGELUTanh,  # the name that all versions have
+    activations.NewGELUActivation,
+    activations.FastGELUActivation,
+    activations.AccurateGELUActivation,
+)
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """The argument times its logistic function."""
+    return x / (1 + torch.exp(-x))
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """GELU by way of the logistic function."""
+    return x / (1 + torch.exp(-1.702 * x))
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """The argument times the normal distribution function."""
+    return 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5)))
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU by way of the hyperbolic tangent."""
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))))
+
+
+class Composed(Changed):
+    """Mixed into the class of an activation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As the activation, rounded once at the end."""
+        function = _function_of(self.original, self)
+        assert function is not None
+        return function(x.float()).to(x.dtype)
+
+
+def compose_activations(model: nn.Module) -> None:
+    """Replace the activations of a model, in place."""
+    for layer in model.modules():
+        if _function_of(type(layer), layer) is not None:
+            change(layer, Composed)
+
+
+def _function_of(kind: Any, layer: Any) -> Function | None:
+    """What computes an activation otherwise; None of what does not need it."""
+    if kind in (nn.SiLU, activations.SiLUActivation):
+        return silu
+    if kind is activations.QuickGELUActivation:
+        return quick_gelu
+    if kind is activations.GELUActivation or (kind is nn.GELU and layer.approximate == "none"):
+        return gelu
+    return gelu_tanh if kind in _OF_TANH else None

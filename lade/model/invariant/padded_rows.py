@@ -1,0 +1,78 @@
+"""Layers that are fed rows of zeros beside a lone row, since matrix products take other kernels for a few rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lade.model.class_change import Changed, change
+
+_PADDING = "row_padding"
+
+
+@dataclass(frozen=True)
+class RowPadding:
+    """How many rows a layer is fed.
+
+    Attributes:
+        least: at least so many.
+        multiple: a multiple of this.
+    """
+
+    least: int = 1
+    multiple: int = 1
+
+    def __call__(self, rows: int) -> int:
+        """How many rows to add to as many."""
+        return max(self.least, -(-rows // self.multiple) * self.multiple) - rows
+
+
+NO_PADDING = RowPadding()
+
+
+class PaddedRows(Changed):
+    """Mixed into the class of a layer that maps `[..., in]` to `[..., out]`, or to several tensors `[rows, ...]`."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the layer without padding."""
+        layer = super().forward
+        return call_padded(lambda rows: layer(rows, *args, **kwargs), x, padding_of(self))
+
+
+def call_padded(layer: Callable[[torch.Tensor], Any], x: torch.Tensor, padding: RowPadding) -> Any:
+    """Call a layer with rows of zeros behind those of `x`, `[..., in]`, and return what it makes of the latter."""
+    rows = x.numel() // x.shape[-1]
+    more = padding(rows)
+    if not more:
+        return layer(x)
+    found = layer(torch.nn.functional.pad(x.reshape(rows, -1), (0, 0, 0, more)))
+    if isinstance(found, tuple):
+        return tuple(each[:rows] for each in found)
+    return found[:rows].view(*x.shape[:-1], found.shape[-1])
+
+
+def pad_rows(layer: nn.Module, padding: RowPadding) -> None:
+    """Pad the rows of a layer from now on."""
+    change(layer, PaddedRows)
+    note_padding(layer, padding)
+
+
+def note_padding(layer: nn.Module, padding: RowPadding) -> None:
+    """Let a layer know the padding that what it is made of needs."""
+    layer.__dict__[_PADDING] = padding
+
+
+def forget_padding(model: nn.Module) -> None:
+    """Take the notes off all layers of a model."""
+    for layer in model.modules():
+        layer.__dict__.pop(_PADDING, None)
+
+
+def padding_of(layer: nn.Module) -> RowPadding:
+    """The padding of a layer; none of one that is not padded."""
+    padding: RowPadding = layer.__dict__.get(_PADDING, NO_PADDING)
+    return padding

@@ -1,0 +1,74 @@
+"""How many rows a layer has to be fed for each of them to round as it does among others: tried, not believed.
+
+Sums in another order differ in float32's last places, which 16 bits round away but once in ten thousand times. So what
+is tried are weights and inputs whose products cancel out: all that is left of a sum is what was rounded in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lade.model.invariant.padded_rows import RowPadding, call_padded
+
+ROWS = (*range(1, 65), 200)
+"""Numbers of rows that are compared."""
+_SHIFTS = 64
+PADDINGS = (*(RowPadding(least) for least in (1, 2, 4)), *(RowPadding(each, each) for each in (2, 4, 8, 16, 32)))
+"""What is tried, the cheapest first."""
+_SIZE = 16.0
+"""Of weights and inputs: what is left of a sum is then not too small for float16."""
+
+Layer = Callable[[torch.Tensor], Any]
+
+
+@torch.no_grad()
+def padding_for(layer: Layer, features: int, dtype: torch.dtype) -> RowPadding | None:
+    """The cheapest padding with which a layer gives a row the same bits in every pass; None if there is none.
+
+    Args:
+        layer: maps `[rows, in]` to `[rows, out]`, or to several such tensors; its weights are `cancelling` ones.
+        features: size of its input.
+        dtype: of its input.
+    """
+    generator = torch.Generator().manual_seed(1)
+    half = torch.randn(max(ROWS) + _SHIFTS, features // 2, generator=generator)
+    x = _SIZE * torch.cat([half, -half, torch.zeros(len(half), features % 2)], 1)[:, _order(features)]
+    return next((padding for padding in PADDINGS if _rounds_alike(layer, x.to(dtype), padding)), None)
+
+
+def cancelling(weight: torch.Tensor, *, features_first: bool = False) -> torch.Tensor:
+    """Weights of the shape and dtype of others, `[..., out, in]`, whose products with the trial's rows cancel out.
+
+    Args:
+        weight: the others.
+        features_first: whether they are `[..., in, out]`.
+    """
+    *shape, out, features = weight.mT.shape if features_first else weight.shape
+    half = torch.randn(*shape, out, features // 2, generator=torch.Generator().manual_seed(0))
+    drawn = _SIZE * torch.cat([half, half, torch.ones(*shape, out, features % 2)], -1)[..., _order(features)]
+    drawn = drawn.to(weight.dtype)
+    return drawn.mT.contiguous() if features_first else drawn
+
+
+def _order(features: int) -> torch.Tensor:
+    return torch.randperm(features, generator=torch.Generator().manual_seed(2))
+
+
+def _rounds_alike(layer: Layer, x: torch.Tensor, padding: RowPadding) -> bool:
+    """Whether rows `[N, in]` have the same bits in every pass over some of them, wherever in it they stand."""
+    expected = _outputs(layer, x, padding)
+    for rows in ROWS:
+        first = rows * 7 % _SHIFTS
+        part = slice(first, first + rows)
+        found = _outputs(layer, x[part], padding)
+        if not all(torch.equal(each, whole[part]) for each, whole in zip(found, expected, strict=True)):
+            return False
+    return True
+
+
+def _outputs(layer: Layer, x: torch.Tensor, padding: RowPadding) -> tuple[torch.Tensor, ...]:
+    found = call_padded(layer, x, padding)
+    return found if isinstance(found, tuple) else (found,)

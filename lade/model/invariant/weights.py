@@ -1,0 +1,158 @@
+"""The parts of a model that multiply rows by weights, and how many rows each of them has to be fed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from lade.errors import UnsupportedModelError
+from lade.model.invariant.experts import expert_product
+from lade.model.invariant.padded_rows import NO_PADDING, RowPadding, note_padding, pad_rows
+from lade.model.invariant.row_trial import cancelling, padding_for
+from lade.model.packing.int8 import Int8Linear
+from lade.model.packing.linear import short
+
+VECTORS = RowPadding(multiple=32)
+"""For modules that compute more than products: PyTorch computes what is left over of a vector by another formula, and
+32 rows leave nothing over."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """Rows by weights.
+
+    Attributes:
+        layer: maps `[rows, in]` to `[rows, out]`, or to several such tensors.
+        features: size of its input.
+        dtype: of its input.
+        kind: the same for products that the same kernels compute.
+    """
+
+    layer: Callable[[torch.Tensor], Any]
+    features: int
+    dtype: torch.dtype
+    kind: Hashable
+
+    def padding(self) -> RowPadding | None:
+        """What its rows need; see `padding_for`."""
+        return padding_for(self.layer, self.features, self.dtype)
+
+
+def pad_all(model: nn.Module, dtype: torch.dtype) -> None:
+    """Pad the rows of every layer that needs it, after a trial of each distinct shape and dtype.
+
+    Args:
+        model: its layers are changed one by one.
+        dtype: of the model, for layers whose weights do not tell.
+
+    Raises:
+        UnsupportedModelError: a layer rounds otherwise whatever the number of its rows; the message names it.
+    """
+    tried: dict[Hashable, RowPadding | None] = {}
+    for name, layer in list(model.named_modules()):
+        products = list(_products(layer, dtype))
+        for product in products:
+            if product.kind not in tried:
+                with _weights_of_trial(layer):
+                    tried[product.kind] = product.padding()
+        paddings = [tried[product.kind] for product in products]
+        if not paddings:
+            continue
+        padding = _joined([*paddings, VECTORS] if _is_router(layer) else paddings)
+        if padding is None:
+            what = f"layer {name!r} ({type(layer).__name__} in {short(products[0].dtype)})"
+            raise UnsupportedModelError(
+                f"{what} rounds a token otherwise beside other tokens, however many there are",
+                "use the model as it is, or in another dtype",
+            )
+        if _is_mixture(layer):
+            note_padding(layer, padding)
+        elif padding != NO_PADDING:
+            pad_rows(layer, padding)
+
+
+def has_mixtures(model: nn.Module) -> bool:
+    """Whether some layers are mixtures of experts that transformers' interface serves."""
+    return any(map(_is_mixture, model.modules()))
+
+
+def _joined(paddings: list[RowPadding | None]) -> RowPadding | None:
+    """A padding that does for all; None if there is none."""
+    known = [padding for padding in paddings if padding is not None]
+    if len(known) < len(paddings):
+        return None
+    return RowPadding(max(each.least for each in known), max(each.multiple for each in known))
+
+
+def _is_mixture(layer: Any) -> bool:
+    """By the names that transformers' decorator of experts gives."""
+    return hasattr(layer, "_apply_gate") and hasattr(layer, "has_gate") and hasattr(layer, "is_transposed")
+
+
+def _first_expert(experts: Any, name: str, rows: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = expert_product(experts, name, 0)(rows)
+    return found
+
+
+@contextmanager
+def _weights_of_trial(layer: Any) -> Iterator[None]:
+    """Give a module weights whose products with the trial's rows cancel out, while the context lasts.
+
+    Weights that are no plain tensors, such as quantised ones, stay.
+    """
+    own, packed = dict(layer._parameters), vars(layer).get("_packed")
+    first = isinstance(layer, Conv1D) or (_is_mixture(layer) and layer.is_transposed)
+    try:
+        if packed is not None:
+            drawn = cancelling(torch.empty(packed.shape, dtype=packed.dtype))
+            vars(layer)["_packed"] = torch.ops.mkldnn._reorder_linear_weight(drawn)
+        for name, weight in own.items():
+            if weight is None or type(weight.data) is not torch.Tensor or not weight.dtype.is_floating_point:
+                continue
+            if weight.layout != torch.strided:
+                continue  # packed, see above
+            drawn = torch.zeros_like(weight) if "bias" in name else cancelling(weight, features_first=first)
+            layer._parameters[name] = nn.Parameter(drawn, requires_grad=False)
+        yield
+    finally:
+        layer._parameters.update(own)
+        if packed is not None:
+            vars(layer)["_packed"] = packed
+
+
+def _is_router(layer: Any) -> bool:
+    """Whether a module with a matrix is neither a linear layer nor an embedding nor a mixture."""
+    weight = layer._parameters.get("weight")
+    known = isinstance(layer, Conv1D) or hasattr(layer, "in_features") or hasattr(layer, "num_embeddings")
+    return weight is not None and weight.ndim == 2 and not known and not _is_mixture(layer)
+
+
+def _products(layer: Any, dtype: torch.dtype) -> Iterator[Product]:
+    """What a module itself multiplies, its children left out."""
+    if _is_mixture(layer):
+        for name in ("gate_up_proj" if layer.has_gate else "up_proj", "down_proj"):
+            weight = getattr(layer, name)
+            features = weight.shape[1 if layer.is_transposed else 2]
+            kind = (name, type(layer), weight.shape, weight.dtype)
+            yield Product(partial(_first_expert, layer, name), features, weight.dtype, kind)
+        return
+    if isinstance(layer, Int8Linear):  # integer sums are exact, and a row's scale is its own
+        return
+    weight = layer._parameters.get("weight")
+    features = getattr(layer, "in_features", None)
+    if isinstance(layer, Conv1D) and weight is not None:
+        features = weight.shape[0]
+    elif _is_router(layer):
+        features = weight.shape[1]
+    if isinstance(features, int) and "base_layer" not in layer._modules:
+        own = weight is not None and weight.is_floating_point() and weight.dtype.itemsize > 1
+        shape = (None, layer) if weight is None else (weight.shape, type(weight.data))
+        given = weight.dtype if own else dtype
+        yield Product(layer, features, given, (type(layer), *shape, given, getattr(layer, "bias", None) is not None))

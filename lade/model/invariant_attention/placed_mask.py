@@ -1,0 +1,73 @@
+"""A boolean mask that knows the position of every key: what `lade_invariant` has to know to sum in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers.masking_utils import sdpa_mask
+
+from lade.model.invariant_attention.tiles import Piece, cut
+
+
+class PlacedMask(torch.Tensor):
+    """`[B, 1, S, K]` bool, true where a query may see a key. Any operation of torch makes an ordinary tensor of it.
+
+    Attributes:
+        positions: `[B, K]` int64, of the keys; those that no query sees have an arbitrary one.
+    """
+
+    positions: torch.Tensor
+
+    @classmethod
+    def of(cls, allowed: torch.Tensor, positions: torch.Tensor) -> PlacedMask:
+        """A mask of these entries."""
+        mask = allowed.as_subclass(cls)
+        mask.positions = positions
+        return mask
+
+    @cached_property
+    def pieces(self) -> Sequence[Piece]:
+        """The queries in pieces, with the tiles of their keys: the same in all layers that share the mask."""
+        return cut(self.as_subclass(torch.Tensor)[:, 0], self.positions)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def placed_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    attention_mask: torch.Tensor | None = None,
+    device: torch.device | str = "cpu",
+    allow_is_causal_skip: bool = False,
+    allow_is_bidirectional_skip: bool = False,
+    **kwargs: Any,
+) -> PlacedMask:
+    """The mask of an ordinary pass, as transformers' interface for masks wants it.
+
+    Positions count the tokens of a row: padding on the left has none.
+    """
+    make: Callable[..., Any] = sdpa_mask
+    allowed: torch.Tensor = make(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        attention_mask=attention_mask,
+        device=device,
+        allow_is_causal_skip=False,
+        **kwargs,
+    )
+    slots = torch.arange(kv_length, device=device) + kv_offset
+    positions = slots.expand(batch_size, -1)  # [B, K]
+    if attention_mask is not None:
+        places = attention_mask.to(device).cumsum(-1) - 1  # [B, all tokens so far]
+        within = slots.clamp(max=places.shape[1] - 1)
+        positions = places[:, within].expand(batch_size, -1)
+    return PlacedMask.of(allowed.expand(batch_size, -1, -1, -1), positions)
