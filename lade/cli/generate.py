@@ -68,7 +68,7 @@ def generate(
         from lade.cli.generation_plan import GenerationPlan
         from lade.cli.loading.load import load, remembering
 
-        loaded = load(loading, term=term, pack=speed.pack, images=bool(image))
+        loaded = load(loading, term=term, pack=speed.pack, images=bool(image), invariant=speed.invariant)
         lookahead = remembering(loaded, lookahead, speed.memory)
         plan = GenerationPlan(loaded, Encoder(loaded, template), lookahead, choices, max_new_tokens)
         if batch:

@@ -65,6 +65,7 @@ def _facts(loaded: LoadedModel) -> dict[str, Any]:
         "device": str(model.device),
         **loaded.variant,
         **_packing(model),
+        **_invariance(model),
         "threads": torch.get_num_threads(),
         "lade": __version__,
         "torch": torch.__version__,
@@ -82,6 +83,18 @@ def _packing(model: Any) -> dict[str, Any]:
         return {"int8_layers": int8_layers(model), "packable_layers": len(packable(model)), "not_packable": None}
     except UnsupportedModelError as problem:
         return {"int8_layers": 0, "packable_layers": 0, "not_packable": problem.reason}
+
+
+def _invariance(model: Any) -> dict[str, Any]:
+    """Whether `lade generate --invariant` can make it round alike in every pass: it is tried, and undone."""
+    from lade.errors import UnsupportedModelError
+    from lade.model.invariant.make_invariant import invariant, variant
+
+    try:
+        variant(invariant(model))
+    except UnsupportedModelError as problem:
+        return {"can_be_invariant": False, "not_invariant": problem.reason}
+    return {"can_be_invariant": True, "not_invariant": None}
 
 
 def _shown(value: Any) -> str:

@@ -13,6 +13,8 @@ Apart from that:
     support/           whether a model can be decoded exactly
     packing/           prepacked linear layers for the CPU
     tree_attention/    the attention implementation `lade_tree`
+    invariant/         models whose rows round alike in every pass
+    invariant_attention/ the attention implementation `lade_invariant`
     recurrent/         trees through recurrent layers: cores, states, cache layers
     cuda_graphs/       GraphRunner: the same interface, by captured passes on static caches
 """

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lade.errors import UnsupportedModelError
+
 _NOTE = "batch_invariance"
 
 
@@ -36,3 +38,12 @@ def note_invariance(model: nn.Module, invariance: Invariance | None) -> None:
         vars(model).pop(_NOTE, None)
     else:
         vars(model)[_NOTE] = invariance
+
+
+def refuse_invariant(model: nn.Module) -> None:
+    """Raise `UnsupportedModelError` for an invariant model, whose layers were tried as they are."""
+    if any(map(invariance_of, model.modules())):
+        raise UnsupportedModelError(
+            f"the layers of {type(model).__name__} were made invariant as they are",
+            "call lade.variant(model) first, and lade.invariant(model) again afterwards",
+        )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from lade.cli.options import decoding as options
 from lade.cli.options.grouping import in_panel
 from lade.cli.options.output import check_drawing
+from lade.errors import ConfigError
 
 if TYPE_CHECKING:
     from lade.bench.results import Method, Settings
@@ -134,6 +135,7 @@ class Weights:
         inflate: number of parameters to grow the model to.
         threads: of the CPU.
         pack: whether this library's methods run on prepacked weights; None: where it pays.
+        invariant: whether the model is made to round alike in every pass; then all methods run on the same weights.
     """
 
     inflate: Annotated[
@@ -148,6 +150,13 @@ class Weights:
             help="Prepacked weights for this library's methods; hf runs on a plain copy. Default: on the CPU.",
         ),
     ] = None
+    invariant: Annotated[
+        bool,
+        _model(
+            "--invariant",
+            help="Make it round alike in every pass: any text that differs is a fault. All methods share the weights.",
+        ),
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -181,6 +190,8 @@ class Plan:
         """
         from lade.bench.harness.benchmark import check_folder
 
+        if weights.invariant and files.allow_near_ties:
+            raise ConfigError("allow-near-ties", True, "an invariant model has none: leave it out, or --invariant")
         settings = answers.settings()
         size = "" if weights.inflate is None else f"-{weights.inflate / 1e6:.0f}M"
         out = files.out or FOLDER / (loading.name.split("/")[-1] + size)

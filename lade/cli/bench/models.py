@@ -17,6 +17,7 @@ from lade.cli.loading import load as loading
 from lade.cli.terminal import Terminal
 from lade.errors import InputError, UnsupportedModelError
 from lade.memory_file import fingerprint_of
+from lade.model.invariant.make_invariant import invariant
 from lade.model.packing import pack as packing
 
 
@@ -45,7 +46,11 @@ def load_models(plan: Plan, term: Terminal) -> tuple[Models, Any]:
         inflated_from=None if plan.weights.inflate is None else own_parameters,
         draft=None if plan.draft is None else plan.loading.of(plan.draft).label,
     )
-    return Models(record, model, _packed(model, plan, term), None if draft is None else draft.model), loaded.tokenizer
+    packed = _packed(model, plan, term)
+    if plan.weights.invariant:
+        term.working("trying whether it rounds alike in every pass")
+        model, packed = invariant(model if packed is None else packed), None
+    return Models(record, model, packed, None if draft is None else draft.model), loaded.tokenizer
 
 
 def _packed(model: Any, plan: Plan, term: Terminal) -> Any:

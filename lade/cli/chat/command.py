@@ -75,7 +75,7 @@ def chat(
         from lade.cli.loading.load import load, remembering
         from lade.cli.run import check_served
 
-        loaded = load(loading, term=term, pack=speed.pack, images=None)
+        loaded = load(loading, term=term, pack=speed.pack, images=None, invariant=speed.invariant)
         lookahead = remembering(loaded, lookahead, speed.memory)
         settled = chat_choices.chosen(choices, loaded, greedy=greedy)
         check_served(loaded, lookahead, settled)

@@ -26,6 +26,7 @@ from lade.cli.terminal import Terminal, one_line
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError, InputError, UnsupportedModelError
 from lade.memory import Memory
+from lade.model.invariant import make_invariant
 from lade.model.packing import folder as packed_folder
 from lade.model.packing import pack as packing
 
@@ -63,7 +64,14 @@ _DECIDED_BY_THE_SHELL = frozenset(
 """Fields of a checkpoint's generation_config that would make it anything else than greedy decoding of one text."""
 
 
-def load(loading: Loading, *, term: Terminal, pack: bool | None = False, images: bool | None = False) -> LoadedModel:
+def load(
+    loading: Loading,
+    *,
+    term: Terminal,
+    pack: bool | None = False,
+    images: bool | None = False,
+    invariant: bool = False,
+) -> LoadedModel:
     """Load a model for the shell; the embedded one runs on one CPU thread.
 
     Args:
@@ -71,6 +79,7 @@ def load(loading: Loading, *, term: Terminal, pack: bool | None = False, images:
         term: says whether transformers may talk.
         pack: prepack the linear layers for the CPU; None: if that can be done, the embedded model excepted.
         images: whether the model is to take images; None: if it can.
+        invariant: make it round alike in every pass.
 
     Raises:
         ConfigError, InputError, UnsupportedModelError: the one line that the user is to read.
@@ -98,6 +107,9 @@ def load(loading: Loading, *, term: Terminal, pack: bool | None = False, images:
         _pack(model, term, wanted=bool(pack))
     if loading.model is None:
         torch.set_num_threads(1)  # so small a model gains nothing from two, which on a busy machine wait for each other
+    if invariant:  # for the number of threads that it is to have
+        term.working("trying whether it rounds alike in every pass")
+        make_invariant.invariant(model)
     fields = ("do_sample", *SAMPLING_FIELDS, *BEAM_FIELDS)
     checkpoint_defaults = {name: getattr(model.generation_config, name, None) for name in fields}
     model.generation_config = _greedy(model.generation_config)

@@ -8,8 +8,10 @@ from typing import Any
 
 from lade.errors import InputError
 from lade.hf.ids import placeholder_ids
+from lade.model.invariance import invariance_of
 from lade.model.packing import pack as packing
 from lade.model.position_limits import LEARNED_POSITIONS
+from lade.model.support.supports import unwrap
 
 
 def _no_processor() -> Any:
@@ -48,8 +50,14 @@ class LoadedModel:
 
     @property
     def layout(self) -> str:
-        """How its layers lie, to be put behind its dtype: ", int8", ", packed" or nothing."""
-        return ", int8" if packing.int8_layers(self.model) else ", packed" if self.packed else ""
+        """How its layers lie and round, to be put behind its dtype, such as ", int8, invariant"."""
+        packed = ", int8" if packing.int8_layers(self.model) else ", packed" if self.packed else ""
+        return packed + (", invariant" if self.invariant else "")
+
+    @property
+    def invariant(self) -> bool:
+        """Whether it rounds alike in every pass."""
+        return invariance_of(unwrap(self.model)) is not None
 
     @property
     def context(self) -> int | None:

@@ -53,6 +53,14 @@ Pack = Annotated[
         help="Prepack the linear layers for the CPU, mostly faster. Default: where it can be done.",
     ),
 ]
+Invariant = Annotated[
+    bool,
+    typer.Option(
+        "--invariant",
+        rich_help_panel="Speed",
+        help="Make the model round alike in every pass: in 16 bits, too, the text is plain decoding's bit for bit.",
+    ),
+]
 _speed = grouping.in_panel("Speed")
 Method = Annotated[
     str | None,
@@ -77,6 +85,7 @@ class Speed:
         budget: tokens fed in a step of the adaptive method.
         memory: file of a memory for the adaptive method.
         pack: whether linear layers are prepacked for the CPU.
+        invariant: whether the model is made to round alike in every pass.
     """
 
     method: Method = None
@@ -86,6 +95,7 @@ class Speed:
     budget: Annotated[int | None, _speed(metavar="B", help="Tokens fed in a step. Implies adaptive.")] = None
     memory: Annotated[Path | None, _speed(metavar="FILE", help="What lade warm has learned. Implies adaptive.")] = None
     pack: Pack = None
+    invariant: Invariant = False
 
     def lookahead(self) -> Lookahead:
         """The same as the library's `lookahead=`.

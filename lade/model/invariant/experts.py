@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import linear
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from lade.model.invariant.padded_rows import call_padded, padding_of
 
@@ -39,13 +39,22 @@ def invariant_experts(
         tokens, places = torch.where(top_k_index == number)
         inner = expert_product(self, "gate_up_proj" if self.has_gate else "up_proj", number)
         outer = expert_product(self, "down_proj", number)
-        states = call_padded(inner, hidden_states[tokens], padding)
-        states = self._apply_gate(states) if self.has_gate else self.act_fn(states)
-        states = call_padded(outer, states, padding)
+        states = call_padded(partial(_one_expert, self, inner, outer), hidden_states[tokens], padding)
         if getattr(self, "has_post_expert_norm", False):
             states = self.post_expert_norm(states)
         found.index_add_(0, tokens, (states * top_k_weights[tokens, places, None]).to(found.dtype))
     return found
+
+
+def _one_expert(experts: Any, inner: Any, outer: Any, rows: torch.Tensor) -> torch.Tensor:
+    states = inner(rows)
+    found: torch.Tensor = outer(experts._apply_gate(states) if experts.has_gate else experts.act_fn(states))
+    return found
+
+
+def has_own_gate(experts: Any) -> bool:
+    """Whether experts have activations of their own, and not just those of their activation module."""
+    return type(experts)._apply_gate is not _default_apply_gate
 
 
 def expert_product(experts: Any, name: str, number: int) -> Any:

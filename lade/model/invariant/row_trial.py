@@ -6,7 +6,7 @@ is tried are weights and inputs whose products cancel out: all that is left of a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,15 @@ from lade.model.invariant.padded_rows import RowPadding, call_padded
 ROWS = (*range(1, 65), 200)
 """Numbers of rows that are compared."""
 _SHIFTS = 64
-PADDINGS = (*(RowPadding(least) for least in (1, 2, 4)), *(RowPadding(each, each) for each in (2, 4, 8, 16, 32)))
+PADDINGS = (
+    *(RowPadding(least, multiple) for least in (1, 2, 4) for multiple in sorted({1, least})),
+    *(RowPadding(each, each) for each in (8, 16, 32)),
+    *(RowPadding(least) for least in (64, 128)),  # of tiny layers, which have kernels of their own
+)
 """What is tried, the cheapest first."""
-_SIZE = 16.0
-"""Of weights and inputs: what is left of a sum is then not too small for float16."""
+_SIZE, _SPREAD = 16.0, 4
+"""Of weights and inputs: what is left of a sum is then not too small for float16. They are up to so many powers of
+two larger or smaller."""
 
 Layer = Callable[[torch.Tensor], Any]
 
@@ -34,8 +39,8 @@ def padding_for(layer: Layer, features: int, dtype: torch.dtype) -> RowPadding |
         dtype: of its input.
     """
     generator = torch.Generator().manual_seed(1)
-    half = torch.randn(max(ROWS) + _SHIFTS, features // 2, generator=generator)
-    x = _SIZE * torch.cat([half, -half, torch.zeros(len(half), features % 2)], 1)[:, _order(features)]
+    half = _drawn((max(ROWS) + _SHIFTS, features // 2), generator)
+    x = torch.cat([half, -half, torch.zeros(len(half), features % 2)], 1)[:, _order(features)]
     return next((padding for padding in PADDINGS if _rounds_alike(layer, x.to(dtype), padding)), None)
 
 
@@ -47,10 +52,15 @@ def cancelling(weight: torch.Tensor, *, features_first: bool = False) -> torch.T
         features_first: whether they are `[..., in, out]`.
     """
     *shape, out, features = weight.mT.shape if features_first else weight.shape
-    half = torch.randn(*shape, out, features // 2, generator=torch.Generator().manual_seed(0))
-    drawn = _SIZE * torch.cat([half, half, torch.ones(*shape, out, features % 2)], -1)[..., _order(features)]
-    drawn = drawn.to(weight.dtype)
+    half = _drawn((*shape, out, features // 2), torch.Generator().manual_seed(0))
+    drawn = torch.cat([half, half, torch.ones(*shape, out, features % 2)], -1)[..., _order(features)].to(weight.dtype)
     return drawn.mT.contiguous() if features_first else drawn
+
+
+def _drawn(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    """Numbers of very different sizes: sums of numbers of eight bits that are all alike would not be rounded."""
+    sizes = torch.randint(-_SPREAD, _SPREAD + 1, tuple(shape), generator=generator)
+    return torch.ldexp(_SIZE * torch.randn(tuple(shape), generator=generator), sizes)
 
 
 def _order(features: int) -> torch.Tensor:
@@ -60,13 +70,19 @@ def _order(features: int) -> torch.Tensor:
 def _rounds_alike(layer: Layer, x: torch.Tensor, padding: RowPadding) -> bool:
     """Whether rows `[N, in]` have the same bits in every pass over some of them, wherever in it they stand."""
     expected = _outputs(layer, x, padding)
-    for rows in ROWS:
-        first = rows * 7 % _SHIFTS
-        part = slice(first, first + rows)
-        found = _outputs(layer, x[part], padding)
-        if not all(torch.equal(each, whole[part]) for each, whole in zip(found, expected, strict=True)):
-            return False
-    return True
+    parts = (slice(first, first + rows) for rows in ROWS for first in _firsts(rows))
+    return all(
+        all(
+            torch.equal(each, whole[part])
+            for each, whole in zip(_outputs(layer, x[part], padding), expected, strict=True)
+        )
+        for part in parts
+    )
+
+
+def _firsts(rows: int) -> range:
+    """Where passes of so many rows begin: a few rows are tried at several places."""
+    return range(rows * 7 % 8, _SHIFTS, max(8, min(_SHIFTS, 4 * rows)))
 
 
 def _outputs(layer: Layer, x: torch.Tensor, padding: RowPadding) -> tuple[torch.Tensor, ...]:

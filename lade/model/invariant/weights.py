@@ -13,7 +13,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lade.errors import UnsupportedModelError
-from lade.model.invariant.experts import expert_product
+from lade.model.invariant.experts import expert_product, has_own_gate
 from lade.model.invariant.padded_rows import NO_PADDING, RowPadding, note_padding, pad_rows
 from lade.model.invariant.row_trial import cancelling, padding_for
 from lade.model.packing.int8 import Int8Linear
@@ -65,7 +65,8 @@ def pad_all(model: nn.Module, dtype: torch.dtype) -> None:
         paddings = [tried[product.kind] for product in products]
         if not paddings:
             continue
-        padding = _joined([*paddings, VECTORS] if _is_router(layer) else paddings)
+        more = _is_router(layer) or (_is_mixture(layer) and has_own_gate(layer))
+        padding = _joined([*paddings, VECTORS] if more else paddings)
         if padding is None:
             what = f"layer {name!r} ({type(layer).__name__} in {short(products[0].dtype)})"
             raise UnsupportedModelError(

@@ -33,6 +33,12 @@ class PlacedMask(torch.Tensor):
         """The queries in pieces, with the tiles of their keys: the same in all layers that share the mask."""
         return cut(self.as_subclass(torch.Tensor)[:, 0], self.positions)
 
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Some of the queries are a mask as well, since some models compute the last token alone in some layers."""
+        found: torch.Tensor = super().__getitem__(index)
+        whole = found.ndim == 4 and found.shape[::3] == self.shape[::3]  # all rows, all keys
+        return PlacedMask.of(found, self.positions) if whole else found
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 

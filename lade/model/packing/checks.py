@@ -9,6 +9,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lade.errors import UnsupportedModelError
+from lade.model.invariance import refuse_invariant
 from lade.model.packing.codes import LARGEST, ZERO_POINT, scale_of
 from lade.model.packing.int8 import MOST_INPUTS, multiplied, prepacked
 from lade.model.packing.linear import UNPACK_REMEDY, PackedLinear, same_bits, short
@@ -24,6 +25,7 @@ _TRIED_ROWS, _TRIED_OUTPUTS = (1, 4, 17), 256
 
 def check_model(model: nn.Module) -> None:
     """Raise `UnsupportedModelError` for a model that is not to be touched at all."""
+    refuse_invariant(model)
     name = type(model).__name__
     if isinstance(model, (*UNDERSTOOD, PackedLinear)):
         raise UnsupportedModelError(f"{name} is a layer", "give the model it belongs to")

@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lade.errors import ConfigError, UnsupportedModelError
 from lade.locks import ForkSafeLock
+from lade.model.invariance import refuse_invariant
 from lade.model.packing.checks import (
     UNDERSTOOD,
     check_int8_layer,
@@ -146,9 +147,10 @@ def unpack(model: _Model) -> _Model:
         The model itself.
 
     Raises:
-        UnsupportedModelError: layers are packed in int8, and what they were packed from was not kept. The model is
-            then as it was.
+        UnsupportedModelError: the model was made invariant, packed as it is; or layers are packed in int8, and what
+            they were packed from was not kept. The model is then as it was.
     """
+    refuse_invariant(model)
     with _packing:
         _check_restorable(model)
         places_of = _places(model)

@@ -1,0 +1,133 @@
+"""An invariant model in 16 bits: every token and every score is bit for bit that of plain `model.generate`."""
+
+import pytest
+import torch
+
+import lade
+from lade.model.invariant import make_invariant
+from lade.testing import toy_model
+
+PAPER, COLD = lade.LookaheadConfig(7, 5, 7), lade.LookaheadConfig(budget=24)
+HALF = torch.bfloat16
+SCORES = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Made once: no test here changes it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(make_invariant, "TEXTS", (61,))
+        yield lade.invariant(toy_model(dtype=HALF))
+
+
+def prompt(length, seed=0):
+    return torch.randint(1, 48, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_equal_bits(ours, plain):
+    assert torch.equal(ours.sequences, plain.sequences)
+    for one, other in ((ours.logits, plain.logits), (ours.scores, plain.scores)):
+        assert len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("length", [5, 130])
+def test_greedy(model, length):
+    arguments = {"max_new_tokens": 70, "do_sample": False, **SCORES}
+    plain, stats = model.generate(prompt(length), **arguments), lade.Stats()
+    for config in (PAPER, COLD):
+        ours = lade.generate(model, input_ids=prompt(length), lookahead=config, stats=stats, **arguments)
+        assert_equal_bits(ours, plain)
+    assert stats.tokens_per_step > 1.2
+
+
+def test_the_same_texts_part_without_it():
+    """So that equality says something: the very model, before and after."""
+    parted = [0, 0]
+    model = toy_model(dtype=HALF, seed=3)
+    for number in range(2):
+        for seed in range(2):
+            arguments = {"max_new_tokens": 60, "do_sample": False, **SCORES}
+            plain = model.generate(prompt(9, seed), **arguments)
+            ours = lade.generate(model, input_ids=prompt(9, seed), lookahead=PAPER, **arguments)
+            parted[number] += not all(map(torch.equal, ours.logits, plain.logits))
+        lade.invariant(model)
+    assert parted == [2, 0]
+
+
+def test_samples(model):
+    arguments = {"max_new_tokens": 50, "do_sample": True, "temperature": 0.8, **SCORES}
+    torch.manual_seed(5)
+    plain = model.generate(prompt(20), **arguments)
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    assert_equal_bits(lade.generate(model, input_ids=prompt(20), lookahead=PAPER, **arguments), plain)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_beams(model, rows):
+    ids = torch.cat([prompt(50, seed) for seed in range(rows)])
+    arguments = {"max_new_tokens": 20, "num_beams": 3, "do_sample": False, "return_dict_in_generate": True}
+    plain = model.generate(ids, output_scores=True, **arguments)
+    ours = lade.generate(model, input_ids=ids, lookahead=PAPER, output_scores=True, **arguments)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert torch.equal(ours.sequences_scores, plain.sequences_scores)
+
+
+def padded(*lengths):
+    """Prompts with padding on the left, and their mask."""
+    width = max(lengths)
+    rows = [torch.nn.functional.pad(prompt(length, length), (width - length, 0)) for length in lengths]
+    places = torch.arange(width)
+    mask = torch.stack([(places >= width - length).long() for length in lengths])
+    return {"input_ids": torch.cat(rows), "attention_mask": mask}
+
+
+def test_a_batch_is_its_rows_and_each_row_is_its_prompt_alone(model):
+    lengths, arguments = (61, 7, 90), {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(**padded(*lengths), **arguments, **SCORES)
+    ours = lade.generate(model, **padded(*lengths), lookahead=PAPER, **arguments, **SCORES)
+    assert_equal_bits(ours, plain)
+    for row, length in enumerate(lengths):
+        alone = model.generate(prompt(length, length), **arguments, **SCORES)
+        assert torch.equal(alone.sequences[0, length:], plain.sequences[row, max(lengths) :])
+        assert all(torch.equal(one[0], batch[row]) for one, batch in zip(alone.logits, plain.logits, strict=True))
+
+
+def test_prompts_in_pieces_and_a_cache_to_go_on_with(model):
+    arguments = {"max_new_tokens": 20, "do_sample": False}
+    plain = model.generate(prompt(90), **arguments, **SCORES)
+    for size in (1, 50, 64):
+        cut = model.generate(prompt(90), prefill_chunk_size=size, **arguments, **SCORES)
+        assert_equal_bits(cut, plain)
+    cache = lade.TreeCache()
+    first = lade.generate(model, input_ids=prompt(90), past_key_values=cache, lookahead=PAPER, **arguments)
+    second = lade.generate(model, input_ids=first, past_key_values=cache, lookahead=PAPER, **arguments)
+    assert torch.equal(second, model.generate(prompt(90), max_new_tokens=40, do_sample=False))
+
+
+def test_an_engine_and_a_stream(model):
+    arguments = {"max_new_tokens": 30, "do_sample": False}
+    with lade.Engine(model, max_rows=3) as engine:
+        prompts = [prompt(length) for length in (3, 62, 100, 20)]
+        handles = [engine.add(ids, lookahead=PAPER, **arguments) for ids in prompts]
+        for ids, handle in zip(prompts, handles, strict=True):
+            assert torch.equal(handle.result(), model.generate(ids, **arguments))
+    streamed = [token for step in lade.stream(model, prompt(20), lookahead=PAPER, **arguments) for token in step.tokens]
+    assert streamed == model.generate(prompt(20), **arguments)[0, 20:].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [HALF, torch.float16, torch.float32])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_toy(family, dtype, packed):
+    toy = toy_model(family, dtype=dtype, seed=1)
+    if packed and dtype != torch.float16:  # which few processors pack
+        lade.pack(toy, min_weights=1)
+    lade.invariant(toy)
+    arguments = {"max_new_tokens": 100, "do_sample": False, **SCORES}
+    for length in (1, 58, 200):
+        plain = toy.generate(prompt(length), **arguments)
+        for config in (PAPER, COLD, lade.LookaheadConfig()):
+            assert_equal_bits(lade.generate(toy, input_ids=prompt(length), lookahead=config, **arguments), plain)

@@ -1,0 +1,218 @@
+"""`lade.invariant`: what it changes, tries, refuses and undoes."""
+
+import copy
+import pickle
+from functools import reduce
+
+import pytest
+import torch
+from torch import nn
+from transformers import BartConfig, BartForConditionalGeneration, BloomConfig, BloomForCausalLM
+
+import lade
+from lade.model.invariance import invariance_of
+from lade.model.invariant import activations, make_invariant, model_trial
+from lade.model.invariant.padded_rows import NO_PADDING, PaddedRows, RowPadding, call_padded, padding_of
+from lade.model.invariant.row_trial import cancelling, padding_for
+from lade.model.invariant_attention import attention
+from lade.testing import toy_model
+
+HALF = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def short_trials(monkeypatch):
+    """One text, behind which the tree crosses the border of a tile."""
+    monkeypatch.setattr(make_invariant, "TEXTS", (61,))
+    monkeypatch.setattr("lade.model.invariant.attention_trial.TEXTS", (60,))
+
+
+def state_of(model: nn.Module) -> list[object]:
+    kinds = [(name, type(module), set(vars(module))) for name, module in model.named_modules()]
+    return [*kinds, set(vars(model)), model.config._attn_implementation]
+
+
+def test_it_is_undone_without_a_trace():
+    model = toy_model(dtype=HALF)
+    before, weights = state_of(model), {name: id(weight) for name, weight in model.named_parameters()}
+    assert lade.invariant(model) is model
+    assert model.config._attn_implementation == attention.NAME and state_of(model) != before
+    assert {name: id(weight) for name, weight in model.named_parameters()} == weights
+    assert lade.invariant(model) is model  # once more
+    assert lade.variant(model) is model
+    assert state_of(model) == before
+    assert lade.variant(model) is model and state_of(model) == before
+
+
+def test_copies_are_invariant_too():
+    model = lade.invariant(toy_model(dtype=torch.float32))
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert invariance_of(copied) == invariance_of(model)
+            assert torch.equal(copied(ids).logits, expected)
+            assert isinstance(copied.lm_head, PaddedRows) and padding_of(copied.lm_head) == padding_of(model.lm_head)
+            lade.variant(copied)
+            assert type(copied.lm_head) is nn.Linear
+
+
+def summed(x: torch.Tensor) -> torch.Tensor:
+    """Sums of rows, from the first number to the last, in float32."""
+    return reduce(torch.add, x.float().unbind(-1))[:, None]
+
+
+def lone_rows_differ(x: torch.Tensor) -> torch.Tensor:
+    """A kernel that sums otherwise for a row by itself."""
+    return summed(x.flip(-1) if len(x) == 1 else x)
+
+
+def odd_rows_differ(x: torch.Tensor) -> torch.Tensor:
+    return summed(x.flip(-1) if len(x) % 2 else x)
+
+
+def rows_see_each_other(x: torch.Tensor) -> torch.Tensor:
+    return x / x.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("layer", "padding"),
+    [
+        (summed, NO_PADDING),
+        (lone_rows_differ, RowPadding(least=2)),
+        (odd_rows_differ, RowPadding(2, 2)),
+        (rows_see_each_other, None),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF, torch.float16])
+def test_the_trial_of_rows_finds_the_least_padding(layer, padding, dtype):
+    def weighted(x: torch.Tensor) -> torch.Tensor:
+        return layer(x.float() * weight.float()).to(dtype)
+
+    weight = cancelling(torch.empty(1, 48, dtype=dtype))[0]
+    assert padding_for(weighted, 48, dtype) == padding
+
+
+def test_padding_adds_rows_of_zeros_and_takes_them_off():
+    fed = []
+
+    def layer(x):
+        fed.append(x.clone())
+        return 2 * x, x.sum(-1)
+
+    x = torch.randn(1, 3, 4)
+    doubled, sums = call_padded(layer, x, RowPadding(4, 4))
+    assert fed[0].shape == (4, 4) and not fed[0][3:].any()
+    assert torch.equal(doubled, 2 * x[0]) and sums.shape == (3,)
+
+
+@pytest.mark.parametrize("function", ["silu", "gelu", "gelu_tanh", "quick_gelu"])
+def test_activations_are_what_they_are_wherever_a_number_stands(function):
+    known = {
+        "silu": nn.functional.silu,
+        "gelu": nn.functional.gelu,
+        "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
+        "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    }
+    ours, x = getattr(activations, function), 3 * torch.randn(4001)
+    torch.testing.assert_close(ours(x.double()), known[function](x.double()))
+    whole = ours(x)
+    for size in (1, 7, 31, 48, 1000):
+        parts = torch.cat([ours(part) for part in x.split(size)])
+        assert torch.equal(parts, whole)
+
+
+def test_a_layer_that_is_never_alike_is_refused_by_name(monkeypatch):
+    model = toy_model(dtype=torch.float32)
+    before = state_of(model)
+    monkeypatch.setattr("lade.model.invariant.weights.padding_for", lambda *args: None)
+    with pytest.raises(
+        lade.UnsupportedModelError, match=r"layer 'model.layers.0.self_attn.q_proj' \(Linear in float32\)"
+    ):
+        lade.invariant(model)
+    assert state_of(model) == before
+
+
+def test_lone_rows_without_padding_are_caught_and_the_layer_is_named(monkeypatch):
+    model = toy_model(dtype=torch.float32)
+    before = state_of(model)
+    monkeypatch.setattr("lade.model.invariant.weights.padding_for", lambda *args: NO_PADDING)
+    with pytest.raises(lade.UnsupportedModelError, match=r"'model.layers.0.self_attn.\w_proj' is the first part"):
+        lade.invariant(model)
+    assert state_of(model) == before
+
+
+def test_an_activation_that_is_left_as_it_is_is_caught_and_named(monkeypatch):
+    monkeypatch.setattr(make_invariant, "compose_activations", lambda model: None)
+    with pytest.raises(lade.UnsupportedModelError, match=r"'model.layers.\d.mlp.act_fn' is the first part"):
+        lade.invariant(toy_model(dtype=torch.float32))
+
+
+def test_attention_that_keeps_no_order_is_caught(monkeypatch):
+    monkeypatch.setattr(attention, "ROWS", 1)
+    with pytest.raises(lade.UnsupportedModelError, match="always sums in one order"):
+        lade.invariant(toy_model(dtype=torch.float32))
+
+
+def test_the_first_difference_is_that_of_the_innermost_module():
+    x, y = torch.zeros(1, 1, 4), torch.zeros(1, 3, 4)
+    other = y.clone()
+    other[0, 2, 1] = 1
+    alone = [("a", x), ("b.inner", x), ("b", x)]
+    tree = [("a", y), ("b.inner", other), ("b", other)]
+    assert model_trial.first_difference(alone, tree, 3, 2) == "b.inner"
+    assert model_trial.first_difference(alone, tree, 3, 1) == "no module by itself"
+
+
+def encoder_decoder():
+    sizes = {"d_model": 16, "vocab_size": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    return BartForConditionalGeneration(BartConfig(**sizes, **layers, dtype=torch.float32)).eval()
+
+
+def bloom():
+    return BloomForCausalLM(BloomConfig(n_layer=1, n_head=2, hidden_size=16, vocab_size=32)).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: toy_model(dtype=torch.float64), "it is in float64"),
+        (lambda: toy_model(dtype=HALF).train(), "training mode"),
+        (lambda: toy_model(dtype=HALF).to("meta"), "it lies on meta"),
+        (lambda: nn.Linear(4, 4), "no transformers model that generates"),
+        (encoder_decoder, "it has an encoder"),
+        (bloom, "does not go through transformers' interface"),
+    ],
+)
+def test_what_cannot_be_made_invariant_is_refused(make, reason):
+    with pytest.raises(lade.UnsupportedModelError, match=reason):
+        lade.invariant(make())
+
+
+def test_another_number_of_threads_is_decoded_plainly():
+    model = lade.invariant(toy_model(dtype=HALF))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        support = lade.supports(model)
+        assert not support and f"invariant for {threads} threads, and torch has {threads + 1} now" in support.reason
+        ids = torch.arange(1, 9)[None]
+        with pytest.warns(lade.FallbackWarning, match="call lade.invariant"):
+            ours = lade.generate(model, input_ids=ids, max_new_tokens=5)
+        assert torch.equal(ours, model.generate(ids, max_new_tokens=5))
+    finally:
+        torch.set_num_threads(threads)
+    assert lade.supports(model)
+
+
+def test_packed_layers_are_padded():
+    model = lade.pack(toy_model(dtype=HALF), min_weights=1)
+    lade.invariant(model)
+    with pytest.raises(lade.UnsupportedModelError, match=r"lade.variant"):
+        lade.unpack(model)
+    lade.unpack(lade.variant(model))
+    assert type(model.lm_head) is nn.Linear
+    lade.invariant(model)
+    with pytest.raises(lade.UnsupportedModelError, match=r"lade.variant"):
+        lade.pack(model, min_weights=1)

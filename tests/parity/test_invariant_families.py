@@ -1,0 +1,57 @@
+"""Every architecture made invariant: each token and each logit is plain decoding's bit for bit, or it is refused."""
+
+import pytest
+import torch
+from comparing import PAPER, batch, in_turn, prompt
+from families import FAMILIES, RECURRENT_FAMILIES
+
+import lade
+from lade.model.invariant import make_invariant
+
+REFUSED = {
+    "bloom": "does not go through",
+    "codegen": "does not go through",
+    "falcon": "does not go through",
+    "falcon-new": "does not go through",
+    "gptj": "does not go through",
+    "llama4_text": r"feed_forward' is the first part",
+}
+SCORES = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False, "max_new_tokens": 30}
+DTYPES = [torch.bfloat16, torch.float32, torch.float16]  # what 16 bits round away, float32 shows
+
+
+def assert_equal_bits(model, ids, **arguments):
+    plain = model.generate(ids, **SCORES, **arguments)
+    ours = lade.generate(model, input_ids=ids, lookahead=PAPER, **SCORES, **arguments)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert all(map(torch.equal, ours.logits, plain.logits))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAMILIES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_architecture_is_bit_equal_or_refused(case, dtype):
+    model = case.build(dtype=dtype)
+    if str(case) in REFUSED:
+        with pytest.raises(lade.UnsupportedModelError, match=REFUSED[str(case)]):
+            lade.invariant(model)
+        return
+    lade.invariant(model)
+    for length in in_turn((5, 20, 50, 63, 120), case, dtype, count=2):
+        assert_equal_bits(model, prompt(length))
+    padded = batch(9, 20, 3)
+    assert_equal_bits(model, padded.pop("ids"), pad_token_id=0, **padded)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_moe"])
+def test_windows_and_experts(name, monkeypatch):
+    monkeypatch.setattr(make_invariant, "TEXTS", (61,))
+    monkeypatch.setattr("lade.model.invariant.attention_trial.TEXTS", (60,))
+    case = next(case for case in FAMILIES if str(case) == name)
+    model = lade.invariant(case.build(dtype=torch.float32, num_hidden_layers=4))
+    assert_equal_bits(model, prompt(50))
+
+
+def test_recurrent_layers_are_refused():
+    with pytest.raises(lade.UnsupportedModelError, match="its recurrent layers"):
+        lade.invariant(RECURRENT_FAMILIES[0].build(dtype=torch.float32))
