@@ -19,7 +19,7 @@ PANELS = {
         "--do-sample", "--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--repetition-penalty",
         "--num-beams", "--stop",
     ],
-    "Speed": ["--method", "--window", "--ngram", "--guesses", "--budget", "--memory", "--pack"],
+    "Speed": ["--method", "--window", "--ngram", "--guesses", "--budget", "--memory", "--pack", "--invariant"],
     "Model": [
         "--model", "--revision", "--adapter", "--dtype", "--device", "--device-map", "--quantization",
         "--weights", "--attn-implementation", "--trust-remote-code", "--token", "--cache-dir", "--local-files-only",

@@ -182,8 +182,9 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 def _skeleton(architecture: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]), _EmptyOnMeta():
-        model: PreTrainedModel = architecture(config)
-        return model.eval()
+        model = architecture(config)
+    model.eval()
+    return model
 
 
 @torch.no_grad()

@@ -44,7 +44,10 @@ are 32 of them, and by more where there are more."""
 WEIGHTS_ONLY = frozenset({"Mxfp4GptOssExperts", "ParametrizationList"})
 """Holders of quantised weights that are no layers of their own, and multiply what they are fed as it is."""
 REMEDY = "quantise the weights only"
-INT8_REMEDY = "which magnifies what attention rounds otherwise beside other tokens: call lade.invariant(model), or add --invariant"
+INT8_REMEDY = (
+    "which magnifies what attention rounds otherwise beside other tokens: call lade.invariant(model), "
+    "or add --invariant in the shell"
+)
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 
