@@ -145,9 +145,10 @@ def _encoded(loaded: LoadedModel, text: str, wanted: PackOptions) -> list[int]:
 def _bytes(model: Any) -> int:
     """Bytes of the weights; of a layer in int8 those of its integers, also where its original is kept for a while."""
     from lade.model.packing.int8 import Int8Linear
+    from lade.model.packing.pack import shared_weights
 
     in_int8 = [module for module in model.modules() if isinstance(module, Int8Linear)]
-    own = {id(module.weight) for module in in_int8}
+    own = {id(module.weight) for module in in_int8} - shared_weights(model)
     dense: int = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in own)
     return dense + sum(module.nbytes for module in in_int8)
 
@@ -155,15 +156,16 @@ def _bytes(model: Any) -> int:
 def _show(facts: dict[str, Any], errors: list[LayerError], term: Terminal) -> None:
     before, after = facts["bytes_before"] / 1e6, facts["bytes_after"] / 1e6
     kept = f", kept in {facts['dtype']}: {', '.join(facts['kept_layers'])}" if facts["kept_layers"] else ""
-    lines = [f"{facts['model']}: {facts['int8_layers']} layers in int8{kept}", f"{before:,.0f} MB -> {after:,.0f} MB"]
+    lines = [f"{facts['model']}: layers in int8: {facts['int8_layers']}{kept}", f"{before:,.0f} MB -> {after:,.0f} MB"]
     if errors:
         was, now = facts["perplexity_before"], facts["perplexity_after"]
         lines.append(f"perplexity {was:.4g} -> {now:.4g} ({now / was - 1:+.2%}), {facts['tokens']:,} tokens")
     for line in lines:
         term.out.print(Text(line))
     if errors:
+        term.out.print(Text(f"relative errors, the largest of {len(errors)}:"))
         worst = sorted(errors, key=lambda error: -error.outputs)
-        table = Table("layer", "weights", "outputs", title=f"relative errors, the largest of {len(errors)}", box=None)
+        table = Table("layer", "weights", "outputs", box=None)
         for error in worst[:_SHOWN]:
             table.add_row(Text(error.name), f"{error.weights:.2%}", f"{error.outputs:.2%}")
         term.out.print(table)
