@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lade.memory import Memory
     from lade.model.invariant.make_invariant import invariant, variant
     from lade.model.kv_cache import TreeCache
+    from lade.model.packing.folder import load_packed, save_packed
     from lade.model.packing.pack import pack, unpack
     from lade.model.select_runner import release
     from lade.model.support.supports import Support, supports
@@ -71,11 +72,13 @@ __all__ = [
     "enable",
     "generate",
     "invariant",
+    "load_packed",
     "log_history",
     "pack",
     "release",
     "restore_all",
     "save_log",
+    "save_packed",
     "stream",
     "supports",
     "unpack",
@@ -103,6 +106,7 @@ _HOMES = {
     "lade.hf.generate": ("decode", "decoder", "generate", "stream"),
     "lade.model.invariant.make_invariant": ("invariant", "variant"),
     "lade.model.kv_cache": ("TreeCache",),
+    "lade.model.packing.folder": ("load_packed", "save_packed"),
     "lade.model.packing.pack": ("pack", "unpack"),
     "lade.model.support.supports": ("Support", "supports"),
     "lade.model.select_runner": ("release",),

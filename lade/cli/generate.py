@@ -53,6 +53,7 @@ def generate(
     """
     with terminal(output) as term:
         lookahead = speed.lookahead()
+        loading.check_pack(speed.pack)
         options.check_max_new_tokens(max_new_tokens)
         template.check()
         batch = many.batch(source)

@@ -79,12 +79,12 @@ def _facts(loaded: LoadedModel) -> dict[str, Any]:
 def _packing(model: Any) -> dict[str, Any]:
     """How many layers `lade generate --pack` packs, which takes seconds of a large model, so it is not done here."""
     from lade.errors import UnsupportedModelError
-    from lade.model.packing.pack import packable
+    from lade.model.packing.pack import int8_layers, packable
 
     try:
-        return {"packable_layers": len(packable(model)), "not_packable": None}
+        return {"int8_layers": int8_layers(model), "packable_layers": len(packable(model)), "not_packable": None}
     except UnsupportedModelError as problem:
-        return {"packable_layers": 0, "not_packable": problem.reason}
+        return {"int8_layers": 0, "packable_layers": 0, "not_packable": problem.reason}
 
 
 def _invariance(model: Any) -> dict[str, Any]:

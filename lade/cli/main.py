@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lade.cli import export_recipe, generate, info, tune, warm
+from lade.cli import export_recipe, generate, info, pack, tune, warm
 from lade.cli.bench import command as bench
 from lade.cli.bench import plan
 from lade.cli.chat import command as chat
@@ -43,6 +43,7 @@ app.command("chat", epilog=chat.EXAMPLE)(chat.chat)
 app.command("info", epilog=info.EXAMPLE)(info.info)
 app.command("tune", epilog=tune.EXAMPLE)(tune.tune)
 app.command("warm", epilog=warm.EXAMPLE)(warm.warm)
+app.command("pack", epilog=pack.EXAMPLE)(pack.pack)
 app.add_typer(bench.app, name="bench")
 app.command("export-recipe", epilog=export_recipe.EXAMPLE)(export_recipe.export_recipe)
 app.command("plan", epilog=plan.EXAMPLE, hidden=True)(plan.moved)

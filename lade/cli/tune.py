@@ -139,6 +139,7 @@ def tune(
     """
     with terminal(output) as term:
         lengths = measuring.lengths()
+        loading.check_pack(pack)
         from lade.cli.loading.load import load
 
         _run(load(loading, term=term, pack=pack), lengths, measuring, term, json=json)
@@ -170,7 +171,7 @@ def _run(loaded: LoadedModel, lengths: list[int], measuring: TuneOptions, term: 
             term.out.print(Text(f"{sweep.cached} cached tokens: {price}", "bold"))
             term.out.print(_table(sweep))
     if measuring.out is not None:
-        draw(sweeps, f"{loaded.name}, {loaded.dtype}{', packed' if loaded.packed else ''}", measuring.out)
+        draw(sweeps, f"{loaded.name}, {loaded.dtype}{loaded.layout}", measuring.out)
     term.say(f"saved to {saved}" if saved else "not saved", "dim" if saved else "yellow")
     if interrupt.requested:
         term.say("interrupted", "yellow")

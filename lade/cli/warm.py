@@ -160,6 +160,7 @@ def warm(
     """
     with terminal(output) as term:
         job.check()
+        loading.check_pack(pack)
         template.check()
         prompts = job.read()
         from lade.cli.encoder import Encoder

@@ -22,7 +22,7 @@ PANELS = {
     "Speed": ["--method", "--window", "--ngram", "--guesses", "--budget", "--memory", "--pack", "--invariant"],
     "Model": [
         "--model", "--revision", "--adapter", "--dtype", "--device", "--device-map", "--quantization",
-        "--attn-implementation", "--trust-remote-code", "--token", "--cache-dir", "--local-files-only",
+        "--weights", "--attn-implementation", "--trust-remote-code", "--token", "--cache-dir", "--local-files-only",
     ],
     "Output": ["--json", "--quiet", "--no-color", "--debug"],
 }  # fmt: skip

@@ -199,6 +199,7 @@ class Plan:
         if files.figures:
             check_drawing()
         options.check_threads(weights.threads)
+        loading.check_pack(weights.pack)
         check_folder(out, resume=files.resume)
         methods = runs.parsed(sampling=settings.temperature is not None)
         return cls(loading, runs.draft, methods, runs.workloads(), settings, out, files, weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,11 +24,13 @@ from lade.model.packing import pack as packing
 def load_models(plan: Plan, term: Terminal) -> tuple[Models, Any]:
     """The model, packed and unpacked, the draft, and the tokenizer."""
     threads = torch.get_num_threads()
-    loaded = loading.load(plan.loading, term=term)
+    loaded = loading.load(replace(plan.loading, weights=None), term=term)
     model, own_parameters = loaded.model, loaded.model.num_parameters()
     if plan.weights.inflate is not None:
         model = inflate(model, plan.weights.inflate)
         torch.set_num_threads(threads)  # one thread is for the embedded model at its own size
+    if plan.loading.weights is not None:  # all methods run on this model, transformers' own ones too
+        packing.pack(model, weights=plan.loading.weights)
     draft = None
     if plan.draft is not None:
         draft = loading.load(plan.loading.of(plan.draft), term=term)

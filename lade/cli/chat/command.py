@@ -68,6 +68,7 @@ def chat(
     """
     with terminal(output) as term:
         lookahead = speed.lookahead()
+        loading.check_pack(speed.pack)
         chat_choices.check(choices, greedy=greedy)
         options.check_max_new_tokens(max_new_tokens)
         template.check()
@@ -124,9 +125,8 @@ class Chat:
         if system is not None:
             self._conversation.instruct(system)
         loaded = self._loaded
-        packed = (", packed" if loaded.packed else "") + (", invariant" if loaded.invariant else "")
         self._term.say(
-            f"{loaded.name} · {type(loaded.model).__name__} · {loaded.dtype}{packed} · /help lists the commands",
+            f"{loaded.name} · {type(loaded.model).__name__} · {loaded.dtype}{loaded.layout} · /help lists the commands",
             "dim",
         )
         self._term.say(manner, "dim")

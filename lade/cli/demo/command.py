@@ -121,6 +121,7 @@ def demo(wanted: DemoOptions, *, loading: options.Loading, pack: options.Pack = 
     Exit code 1: a text differs.
     """
     with terminal(output) as term:
+        loading.check_pack(pack)
         wanted.choices()  # what is wrong is found before torch is imported
         from lade.cli.loading.load import load
         from lade.cli.run import check_served

@@ -27,6 +27,7 @@ from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError, InputError, UnsupportedModelError
 from lade.memory import Memory
 from lade.model.invariant import make_invariant
+from lade.model.packing import folder as packed_folder
 from lade.model.packing import pack as packing
 
 _UNKNOWN_CLASS = "Unrecognized configuration class"
@@ -86,18 +87,23 @@ def load(
     loading.check()
     if not term.debug:
         term.closing.enter_context(_quiet())
-    target = None if loading.device_map is not None else _device(loading.device)
+    device = "cpu" if loading.weights is not None and loading.device == "auto" else loading.device
+    target = None if loading.device_map is not None else _device(device)
     term.working(f"looking for {loading.name}")
     source = find(loading)
     with _downloading(term) if source.download and term.animated else nullcontext():
         term.working(f"loading {source.shown}")
         tokenizer = _load_tokenizer(source, loading)
-        model = _load_model(source, loading, target, images)
+        is_packed = source.local and packed_folder.is_packed_folder(source.name)
+        model = _load_packed(source, loading) if is_packed else _load_model(source, loading, target, images)
         processor = functools.cache(functools.partial(load_processor, source, loading))
         checkpoint.check(model, source.shown, source.name)
         if loading.adapter is not None:
             _adapt(model, loading, source)
-    if pack or (pack is None and loading.model is not None and model.device.type == "cpu"):
+    if loading.weights is not None and not is_packed:
+        term.working("packing the weights")
+        packing.pack(model, weights=loading.weights)
+    elif pack or (pack is None and loading.model is not None and model.device.type == "cpu"):
         _pack(model, term, wanted=bool(pack))
     if loading.model is None:
         torch.set_num_threads(1)  # so small a model gains nothing from two, which on a busy machine wait for each other
@@ -108,7 +114,8 @@ def load(
     checkpoint_defaults = {name: getattr(model.generation_config, name, None) for name in fields}
     model.generation_config = _greedy(model.generation_config)
     kept = {name: value for name, value in checkpoint_defaults.items() if value is not None}
-    return LoadedModel(source.shown, model, tokenizer, kept, loading.variant, processor)
+    variant = {**loading.variant, **({"weights": packing.INT8} if is_packed else {})}
+    return LoadedModel(source.shown, model, tokenizer, kept, variant, processor)
 
 
 def remembering(loaded: LoadedModel, lookahead: Lookahead, memory: Path | None) -> Lookahead:
@@ -173,6 +180,17 @@ def _load_model(source: Source, loading: Loading, target: torch.device | None, i
         raise InputError(
             f"model {source.shown!r} does not fit on device {loading.device!r}: {one_line(problem)}"
         ) from problem
+
+
+def _load_packed(source: Source, loading: Loading) -> Any:
+    """A model that `lade pack` has saved, which is what it is."""
+    given = {"dtype": loading.dtype != "auto", "quantization": loading.quantization, "device-map": loading.device_map}
+    for name, value in given.items():
+        if value:
+            raise ConfigError(name, getattr(loading, name.replace("-", "_")), "the model is saved packed: leave it out")
+    if loading.device not in ("auto", "cpu"):
+        raise ConfigError("device", loading.device, "the model is packed for the CPU: leave it out")
+    return packed_folder.load_packed(source.name, attn_implementation=loading.attn_implementation)
 
 
 def _classes(images: bool | None) -> list[Any]:

@@ -49,6 +49,12 @@ class LoadedModel:
         return packing.packed_layers(self.model) > 0
 
     @property
+    def layout(self) -> str:
+        """How its layers lie and round, to be put behind its dtype, such as ", int8, invariant"."""
+        packed = ", int8" if packing.int8_layers(self.model) else ", packed" if self.packed else ""
+        return packed + (", invariant" if self.invariant else "")
+
+    @property
     def invariant(self) -> bool:
         """Whether it rounds alike in every pass."""
         return invariance_of(unwrap(self.model)) is not None

@@ -18,6 +18,8 @@ ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "fl
 DEVICES = ("auto", "cpu", "cuda", "mps")
 QUANTIZATIONS = ("bnb-4bit", "bnb-8bit", "quanto-int4", "quanto-int8", "torchao-float8", "torchao-int8")
 """Names of `quantization.SCHEMES`, which cannot be imported without torch."""
+WEIGHTS = ("int8",)
+"""What `lade.pack` rounds weights to."""
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", *ALIASES)
 
 
@@ -39,6 +41,7 @@ class Loading:
         device: "auto", or any name torch knows.
         device_map: as of `from_pretrained`, a word or JSON; None: all of the model goes to `device`.
         quantization: name of a scheme, see `quantization.SCHEMES`; None: as the checkpoint is.
+        weights: one of `WEIGHTS`, for `lade.pack`; None: as the checkpoint is.
         attn_implementation: as of `from_pretrained`; None: transformers' choice.
         trust_remote_code: run the Python code that a checkpoint brings along.
         token: for the hub; None: as `hf auth login` left it, or HF_TOKEN.
@@ -71,6 +74,10 @@ class Loading:
         str | None,
         _option(metavar="NAME", envvar="LADE_QUANTIZATION", words=QUANTIZATIONS, help=f"{', '.join(QUANTIZATIONS)}."),
     ] = None
+    weights: Annotated[
+        str | None,
+        _option(metavar="NAME", words=WEIGHTS, help="int8: packed in it for the CPU. See lade pack for what it costs."),
+    ] = None
     attn_implementation: Annotated[
         str | None,
         _option(metavar="NAME", words=("sdpa", "eager"), help="sdpa, eager, ... Default: the model's."),
@@ -98,6 +105,10 @@ class Loading:
             raise ConfigError("dtype", self.dtype, f"give one of {', '.join(DTYPES)}")
         if self.model is None and self.revision is not None:
             raise ConfigError("revision", self.revision, "the embedded model has none: add --model, or leave it out")
+        if self.weights is not None and self.weights not in WEIGHTS:
+            raise ConfigError("weights", self.weights, f"give {WEIGHTS[0]}, or leave it out")
+        if self.weights is not None and self.quantization is not None:
+            raise ConfigError("weights", self.weights, f"leave it out, or --quantization {self.quantization}")
         if self.device_map is not None and self.device != "auto":
             raise ConfigError("device-map", self.device_map, f"leave it out, or --device {self.device}")
 
@@ -115,7 +126,7 @@ class Loading:
     @property
     def variant(self) -> dict[str, str]:
         """What makes it decode other texts than the model of that name by itself; only what was given."""
-        names = ("revision", "adapter", "quantization", "attn_implementation")
+        names = ("revision", "adapter", "quantization", "weights", "attn_implementation")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     @property
@@ -131,6 +142,11 @@ class Loading:
         """The name for a record, with the variant."""
         variant = ", ".join(f"{name} {value}" for name, value in self.variant.items())
         return f"{self.name} ({variant})" if variant else self.name
+
+    def check_pack(self, pack: bool | None) -> None:
+        """Raise `ConfigError` where --no-pack contradicts what else was given."""
+        if self.weights is not None and pack is False:
+            raise ConfigError("weights", self.weights, "it packs the model: leave it out, or --no-pack")
 
     def of(self, model: str) -> Loading:
         """The same for another model, such as one that drafts: it has neither this revision nor this adapter."""

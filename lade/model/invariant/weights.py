@@ -16,6 +16,7 @@ from lade.errors import UnsupportedModelError
 from lade.model.invariant.experts import expert_product, has_own_gate
 from lade.model.invariant.padded_rows import NO_PADDING, RowPadding, note_padding, pad_rows
 from lade.model.invariant.row_trial import cancelling, padding_for
+from lade.model.packing.int8 import Int8Linear
 from lade.model.packing.linear import short
 
 VECTORS = RowPadding(multiple=32)
@@ -142,6 +143,8 @@ def _products(layer: Any, dtype: torch.dtype) -> Iterator[Product]:
             features = weight.shape[1 if layer.is_transposed else 2]
             kind = (name, type(layer), weight.shape, weight.dtype)
             yield Product(partial(_first_expert, layer, name), features, weight.dtype, kind)
+        return
+    if isinstance(layer, Int8Linear):  # integer sums are exact, and a row's scale is its own
         return
     weight = layer._parameters.get("weight")
     features = getattr(layer, "in_features", None)

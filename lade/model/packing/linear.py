@@ -14,6 +14,10 @@ UNPACK_REMEDY = "call lade.unpack(model) first"
 
 GUARD = "packing_guard"
 
+LONE_ROWS, LONE_FROM = 4, 2**19
+"""In float32 oneDNN reads a large weight faster for four rows than for one, so a lone row is fed four times; the number
+of weights from which on that pays."""
+
 
 class PackedLinear(nn.Module):
     """A linear layer whose weight lies in oneDNN's blocked layout.
@@ -26,11 +30,13 @@ class PackedLinear(nn.Module):
         in_features, out_features: sizes of the layer's input and output.
         bias: the layer's own parameter, `[out]`, or None.
         layer: the layer that this one stands for, without its weight.
+        dtype: of what it is fed and gives.
         weight: the layer's own parameter where it is kept; else a parameter in the packed layout, `[out, in]`.
     """
 
     bias: nn.Parameter | None
     layer: nn.Module
+    dtype: torch.dtype
     _packed: torch.Tensor
 
     def __init__(self, layer: nn.Module, *, keep: bool) -> None:
@@ -41,6 +47,7 @@ class PackedLinear(nn.Module):
         self._parameters["bias"] = layer._parameters["bias"]
         assert weight is not None
         self.in_features, self.out_features = weight.shape if self.transposed else reversed(weight.shape)
+        self.__dict__["dtype"] = weight.dtype
         self._pack_weight()
         self.__dict__["layer"] = layer  # outside `_modules`: it is a part of neither the model's tree nor its state
 
@@ -49,7 +56,7 @@ class PackedLinear(nn.Module):
         """Make the packed tensor of the dense `weight`, and give that up unless it is kept."""
         weight: Any = self._parameters["weight"]
         dense = weight.detach()
-        packed = torch.ops.mkldnn._reorder_linear_weight(dense.t().contiguous() if self.transposed else dense)
+        packed = torch.ops.mkldnn._reorder_linear_weight(self._turned(dense))
         self.__dict__["_packed"] = packed
         if self.keeps_original:
             return
@@ -59,8 +66,16 @@ class PackedLinear(nn.Module):
 
     def dense_weight(self) -> torch.Tensor:
         """A copy of the weight as the layer had it: `[out, in]`, or `[in, out]` of a `Conv1D`."""
-        dense: torch.Tensor = self._packed.to_dense()
-        return dense.t().contiguous() if self.transposed else dense
+        return self._turned(self._packed.to_dense())
+
+    def _turned(self, weight: torch.Tensor) -> torch.Tensor:
+        """From the layer's own layout to `[out, in]`, or back."""
+        return weight.t().contiguous() if self.transposed else weight
+
+    @property
+    def restorable(self) -> bool:
+        """Whether `unpacked` gives back what was packed."""
+        return True
 
     def unpacked(self) -> nn.Module:
         """The layer as it was."""
@@ -76,18 +91,29 @@ class PackedLinear(nn.Module):
         """
         if torch.compiler.is_compiling():
             raise UnsupportedModelError("a packed layer cannot be compiled", UNPACK_REMEDY)
-        bias, packed = self.bias, self._packed
+        bias = self.bias
         if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
             raise UnsupportedModelError(
                 "a packed layer has no gradients", f"run it under torch.no_grad(), or {UNPACK_REMEDY}"
             )
         if torch.is_autocast_enabled("cpu"):
             x = self._autocast(x)
-        if x.dtype != packed.dtype or x.shape[-1:] != packed.shape[1:]:
+        if x.dtype != self.dtype or x.shape[-1:] != (self.in_features,):
             # Raises, in the words of the layer that this one stands for; oneDNN's own say nothing of the reason.
-            return nn.functional.linear(x, packed.to_dense(), bias)
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-        return y
+            return nn.functional.linear(x, torch.empty(self.out_features, self.in_features, dtype=self.dtype), bias)
+        return self._product(x)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        # In 16 bits it gains little, and a lone row's kernel gives bit for bit what the layer gave unpacked.
+        lone = x.numel() == self.in_features and self.dtype == torch.float32 and self.weights >= LONE_FROM
+        rows = x.reshape(1, -1).expand(LONE_ROWS, -1) if lone else x
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
+        return y[0].view(*x.shape[:-1], -1) if lone else y
+
+    @property
+    def weights(self) -> int:
+        """How many there are."""
+        return self.in_features * self.out_features
 
     def extra_repr(self) -> str:
         """As of the layer."""
@@ -100,9 +126,9 @@ class PackedLinear(nn.Module):
             UnsupportedModelError: it is not the packed one.
         """
         dtype = torch.get_autocast_dtype("cpu")
-        if dtype != self._packed.dtype:
+        if dtype != self.dtype:
             raise UnsupportedModelError(
-                f"a layer packed in {short(self._packed.dtype)} cannot run under autocast to {short(dtype)}",
+                f"a layer packed in {short(self.dtype)} cannot run under autocast to {short(dtype)}",
                 f"leave torch.autocast, or {UNPACK_REMEDY}",
             )
         return dtype
@@ -125,7 +151,7 @@ class PackedLinear(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Refuses another dtype or device; what else `fn` does to parameters concerns dense ones only."""
-        _check_move(fn, self._packed.dtype)
+        _check_move(fn, self.dtype)
         if self.keeps_original:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
@@ -161,7 +187,7 @@ class Guard(nn.Module):
     @staticmethod
     def put_into(model: nn.Module) -> None:
         """Put one in front of the children of `model`, in place of an older one."""
-        dtypes = {module._packed.dtype for module in model.modules() if isinstance(module, PackedLinear)}
+        dtypes = {module.dtype for module in model.modules() if isinstance(module, PackedLinear)}
         others = {name: child for name, child in model._modules.items() if name != GUARD}
         model.__dict__["_modules"] = {GUARD: Guard(dtypes).train(model.training), **others}
 

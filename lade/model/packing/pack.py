@@ -13,36 +13,48 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from time import perf_counter
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lade.errors import UnsupportedModelError
+from lade.errors import ConfigError, UnsupportedModelError
 from lade.locks import ForkSafeLock
 from lade.model.invariance import refuse_invariant
-from lade.model.packing.linear import Guard, PackedLinear, same_bits, short, weight_of
+from lade.model.packing.checks import (
+    UNDERSTOOD,
+    check_int8_layer,
+    check_layer,
+    check_model,
+    try_int8_kernel,
+    try_kernel,
+)
+from lade.model.packing.codes import Codes
+from lade.model.packing.int8 import RELOAD_REMEDY, Int8Linear
+from lade.model.packing.linear import Guard, PackedLinear, weight_of
 
 logger = logging.getLogger(__name__)
 
 MIN_WEIGHTS = 2**17
 """Layers with fewer weights are left alone: calling the packed kernel takes longer there than it saves."""
-
-UNDERSTOOD: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D)
-"""What can be packed: these classes themselves, since a subclass may compute something else."""
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CPU_REMEDY = "leave it unpacked, or load it on the CPU with dtype=torch.float32 or torch.bfloat16 and no device_map"
+INT8 = "int8"
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _packing = ForkSafeLock()
 
 
-def pack(model: _Model, keep_original: bool = False, *, min_weights: int = MIN_WEIGHTS) -> _Model:
+def pack(
+    model: _Model,
+    keep_original: bool = False,
+    *,
+    weights: str | None = None,
+    keep: Sequence[str] | str = (),
+    min_weights: int = MIN_WEIGHTS,
+) -> _Model:
     """Replace the linear layers of a model by prepacked ones, in place. For inference on the CPU.
 
     Packed are `nn.Linear` and GPT-2's `Conv1D` in float32, bfloat16 or, where the processor has it, float16. Everything
@@ -53,43 +65,75 @@ def pack(model: _Model, keep_original: bool = False, *, min_weights: int = MIN_W
     a second copy. The packed weights must not be changed; `load_state_dict`, a move to another device or dtype, and a
     pass that needs gradients are refused. While it is packed no thread may call the model.
 
+    With `weights="int8"` weights are rounded to int8, each output by its own scale, and inputs too, token by token: the
+    model becomes another one, a little worse, with half the bytes of 16 bits to read. `unpack` refuses it unless the
+    originals are kept; `state_dict` and `save_pretrained` write what the rounded weights stand for, and
+    `lade.save_packed` the integers.
+
     Args:
         model: a model in evaluation mode, on the CPU.
         keep_original: keep the dense weights as the layers' `weight`, at the price of a second copy. By default they
             are freed, one layer after the other, and `weight` is a parameter in oneDNN's layout with the shape
             `[out, in]`, which has a dtype and a size, and whose values `weight.to_dense()` gives. `state_dict` and
             `save_pretrained` write dense weights either way.
+        weights: "int8", or None for weights in the dtype that they have.
+        keep: with int8: names of layers that keep their dtype, and are packed in it. Patterns such as "lm_head" or
+            "layers.0.*", for the whole name or the end of it.
         min_weights: number of weights from which on a layer is packed.
 
     Returns:
         The model itself.
 
     Raises:
+        ConfigError: `weights` is unknown, or no layer has a name in `keep`.
         UnsupportedModelError: a layer, its device, its dtype or the model is of a kind that cannot be packed exactly,
-            or this PyTorch has no kernel for it. The model is then as it was.
+            or this PyTorch has no kernel for it, or, with int8, not an exact one. The model is then as it was.
     """
     start = perf_counter()
     with _packing:
-        layers = packable(model, min_weights=min_weights)
-        _pack(model, layers, keep_original=keep_original)
-        if layers and isinstance(model, PreTrainedModel):  # a container, such as nn.Sequential, would call a guard
-            Guard.put_into(model)
-    if layers:
-        logger.info("packed %d layers of %s in %.1f s", len(layers), type(model).__name__, perf_counter() - start)
+        kinds = packable(model, weights=weights, keep=keep, min_weights=min_weights)
+        try:
+            pack_layers(model, kinds, keep_original=keep_original)
+        finally:  # int8 layers that cannot be undone stay, whatever has happened
+            guard(model)
+    if kinds:
+        logger.info("packed %d layers of %s in %.1f s", len(kinds), type(model).__name__, perf_counter() - start)
     return model
 
 
-def _pack(model: nn.Module, layers: Sequence[Any], *, keep_original: bool) -> None:
-    places, shared, done = _places(model), _shared_weights(model), []
+def guard(model: nn.Module) -> None:
+    """Protect a model that has packed layers; a container, such as `nn.Sequential`, would call a guard."""
+    if isinstance(model, PreTrainedModel) and packed_layers(model):
+        Guard.put_into(model)
+
+
+def pack_layers(
+    model: nn.Module,
+    kinds: Mapping[Any, type[PackedLinear]],
+    *,
+    keep_original: bool = False,
+    codes: Mapping[Any, Codes] | None = None,
+) -> None:
+    """Pack these layers of a model, each as what stands beside it.
+
+    Args:
+        model: is changed.
+        kinds: of its layers.
+        keep_original: see `pack`.
+        codes: of layers whose int8 weights are known.
+    """
+    places, shared, done = _places(model), shared_weights(model), list[PackedLinear]()
     try:
-        for layer in layers:
-            packed = PackedLinear(layer, keep=keep_original or id(layer.weight) in shared)
+        for layer, kind in kinds.items():
+            known = {"codes": codes[layer]} if codes and layer in codes else {}
+            packed = kind(layer, keep=keep_original or id(layer.weight) in shared, **known)
             done.append(packed)
             _put(packed, places[layer])
             layer._parameters["weight"] = None  # `packed` has it, or can unpack it
-    except BaseException:  # out of memory or Ctrl-C amid the work: no half-packed model remains
+    except BaseException:  # out of memory or Ctrl-C amid the work: no half-packed model remains, if that can be undone
         for packed in done:
-            _put(packed.unpacked(), places[packed.layer])
+            if packed.restorable:
+                _put(packed.unpacked(), places[packed.layer])
         raise
 
 
@@ -103,10 +147,12 @@ def unpack(model: _Model) -> _Model:
         The model itself.
 
     Raises:
-        UnsupportedModelError: the model was made invariant, packed as it is.
+        UnsupportedModelError: the model was made invariant, packed as it is; or layers are packed in int8, and what
+            they were packed from was not kept. The model is then as it was.
     """
     refuse_invariant(model)
     with _packing:
+        _check_restorable(model)
         places_of = _places(model)
         while places_of:  # taken out one by one, so that what is unpacked is freed before the next one
             module, places = places_of.popitem()
@@ -123,100 +169,95 @@ def packed_layers(model: nn.Module) -> int:
     return sum(isinstance(module, PackedLinear) for module in model.modules())
 
 
-def packable(model: nn.Module, *, min_weights: int = MIN_WEIGHTS) -> list[nn.Module]:
-    """The layers that `pack` would pack; it computes only a small trial of the kernel.
+def int8_layers(model: nn.Module) -> int:
+    """How many of them are packed in int8."""
+    return sum(isinstance(module, Int8Linear) for module in model.modules())
+
+
+def in_own_dtype(module: nn.Module) -> bool:
+    """Whether a module is packed in the dtype that it had."""
+    return isinstance(module, PackedLinear) and not isinstance(module, Int8Linear)
+
+
+def kept_layers(model: nn.Module) -> list[str]:
+    """Names of the layers that are packed in their dtype."""
+    return [name for name, module in model.named_modules() if in_own_dtype(module)]
+
+
+def packable(
+    model: nn.Module, *, weights: str | None = None, keep: Sequence[str] | str = (), min_weights: int = MIN_WEIGHTS
+) -> dict[nn.Module, type[PackedLinear]]:
+    """The layers that `pack` would pack, and as what; it computes only small trials of the kernels.
 
     Args:
         model: is left as it is.
-        min_weights: least number of weights of a layer, see `pack`.
+        weights: see `pack`.
+        keep: see `pack`.
+        min_weights: see `pack`.
 
     Raises:
-        UnsupportedModelError: as `pack` does.
+        ConfigError, UnsupportedModelError: as `pack` does.
     """
-    _check_model(model)
-    layers = []
+    patterns = _patterns(weights, keep)
+    check_model(model)
+    kinds: dict[nn.Module, type[PackedLinear]] = {}
+    names = {name for name, module in model.named_modules() if isinstance(module, (*UNDERSTOOD, PackedLinear))}
+    _check_patterns(patterns, names)
     for name, module in model.named_modules():
+        in_int8 = weights is not None and not any(fits(name, pattern) for pattern in patterns)
         if isinstance(module, UNDERSTOOD) and weight_of(module).numel() >= min_weights:
-            _check_layer(name, module)
-            layers.append(module)
-    for dtype in {weight_of(layer).dtype for layer in layers}:
-        _try_kernel(dtype)
-    return layers
+            check_layer(name, module)
+            kinds[module] = Int8Linear if in_int8 else PackedLinear
+        if in_int8 and (module in kinds or in_own_dtype(module)):
+            check_int8_layer(name, module)
+    _try_kernels(kinds)
+    return kinds
 
 
-def _check_model(model: nn.Module) -> None:
-    """Raise `UnsupportedModelError` for a model that is not to be touched at all."""
-    refuse_invariant(model)
-    name = type(model).__name__
-    if isinstance(model, (*UNDERSTOOD, PackedLinear)):
-        raise UnsupportedModelError(f"{name} is a layer", "give the model it belongs to")
-    if hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in model.modules()):
-        raise UnsupportedModelError(
-            f"{name} is compiled",
-            "leave it unpacked: inductor can pack by itself, with torch._inductor.config.freezing = True",
-        )
-    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
-        raise UnsupportedModelError(f"{name} is quantised", "leave it unpacked, or load it without quantisation")
-    adapted = next((name for name, module in model.named_modules() if "base_layer" in module._modules), None)
-    if adapted is not None:
-        raise UnsupportedModelError(f"layer {adapted!r} has an adapter", "merge it first, with merge_and_unload()")
-    if model.training:
-        raise UnsupportedModelError(f"{name} is in training mode, and packed layers only infer", "call model.eval()")
-    known = (*UNDERSTOOD, PackedLinear)
-    if not any(isinstance(module, known) for module in model.modules()):
-        raise UnsupportedModelError(f"{name} has no linear layers", "leave it unpacked")
+def _try_kernels(kinds: Mapping[nn.Module, type[PackedLinear]]) -> None:
+    for dtype in {weight_of(layer).dtype for layer, kind in kinds.items() if kind is PackedLinear}:
+        try_kernel(dtype)
+    for outputs, inputs in {_shape(layer) for layer, kind in kinds.items() if kind is Int8Linear}:
+        try_int8_kernel(inputs, outputs)
 
 
-def _check_layer(name: str, layer: nn.Module) -> None:
-    """Raise `UnsupportedModelError` for a layer that packing would change."""
-    weight: Any = layer.weight
-    if type(layer) not in UNDERSTOOD:
-        raise UnsupportedModelError(
-            f"layer {name!r} is a {type(layer).__name__}, which may be more than a linear layer", "leave it unpacked"
-        )
-    if type(weight) is not nn.Parameter or type(weight.data) is not torch.Tensor:
-        raise UnsupportedModelError(
-            f"the weight of layer {name!r} is a {type(weight.data).__name__}",
-            "leave it unpacked, or load it without quantisation",
-        )
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    if any(hooks) or "forward" in vars(layer) or hasattr(layer, "_hf_hook"):
-        raise UnsupportedModelError(
-            f"layer {name!r} has hooks, of accelerate or of others",
-            "remove them first, or load it without device_map",
-        )
-    if weight.device.type != "cpu" or weight.layout != torch.strided:
-        raise UnsupportedModelError(f"layer {name!r} is on {weight.device}, and packing is for the CPU", CPU_REMEDY)
-    if weight.dtype not in DTYPES:
-        raise UnsupportedModelError(f"layer {name!r} is in {short(weight.dtype)}", CPU_REMEDY)
+def _shape(layer: nn.Module) -> tuple[int, int]:
+    """Outputs and inputs."""
+    first, second = weight_of(layer).shape
+    return (second, first) if isinstance(layer, Conv1D) else (first, second)
 
 
-@torch.no_grad()
-def _try_kernel(dtype: torch.dtype) -> None:
-    """Raise `UnsupportedModelError` unless this build of PyTorch, on this processor, packs rightly.
-
-    The operators are private, and which dtypes they take depends on the processor: trying says more than asking.
-    """
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in ((3, 64), (64, 64)))
-    try:
-        if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
-            raise RuntimeError("torch.backends.mkldnn is not available or not enabled")
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        found = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-        right = same_bits(packed.to_dense(), weight)
-    except (RuntimeError, AttributeError) as problem:
-        reason = str(problem).splitlines()[0]
-        raise UnsupportedModelError(
-            f"PyTorch has no packed {short(dtype)} kernel here ({reason})", CPU_REMEDY
-        ) from problem
-    expected = x.double() @ weight.double().t()
-    error = ((found.double() - expected).abs().max() / expected.abs().max()).item()
-    if not right or error > 4 * torch.finfo(dtype).eps:
-        raise UnsupportedModelError(f"PyTorch's packed {short(dtype)} kernel is wrong here by {error:.1g}", CPU_REMEDY)
+def _patterns(weights: str | None, keep: Sequence[str] | str) -> list[str]:
+    """The patterns of `keep`, checked together with `weights`."""
+    if weights not in (None, INT8):
+        raise ConfigError("weights", weights, f"give {INT8!r}, or None for the model's own dtype")
+    patterns = [keep] if isinstance(keep, str) else list(keep)
+    if patterns and weights is None:
+        raise ConfigError("keep", patterns, f"without weights={INT8!r} all layers keep their dtype: leave it out")
+    return patterns
 
 
-def _shared_weights(model: nn.Module) -> set[int]:
+def _check_patterns(patterns: Sequence[str], names: Collection[str]) -> None:
+    for pattern in patterns:
+        if not any(fits(name, pattern) for name in names):
+            some = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+            raise ConfigError("keep", pattern, f"no linear layer has such a name; their last parts are {some}")
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Whether a pattern of the shell's kind describes the name of a module, or the end of it that follows a dot."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def _check_restorable(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear) and not module.restorable:
+            raise UnsupportedModelError(
+                f"layer {name!r} is packed in int8, and cannot become what it was", RELOAD_REMEDY
+            )
+
+
+def shared_weights(model: nn.Module) -> set[int]:
     """Ids of the parameters that more than one module holds: packing one of them frees nothing."""
     holders = Counter(
         id(weight) for module in model.modules() for weight in module._parameters.values() if weight is not None

@@ -24,6 +24,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lade.model.class_change import own_class
+from lade.model.invariance import invariance_of
+from lade.model.packing.int8 import Int8Linear
 from lade.model.packing.linear import PackedLinear, short
 from lade.model.runner import input_device
 
@@ -42,6 +44,10 @@ are 32 of them, and by more where there are more."""
 WEIGHTS_ONLY = frozenset({"Mxfp4GptOssExperts", "ParametrizationList"})
 """Holders of quantised weights that are no layers of their own, and multiply what they are fed as it is."""
 REMEDY = "quantise the weights only"
+INT8_REMEDY = (
+    "which magnifies what attention rounds otherwise beside other tokens: call lade.invariant(model), "
+    "or add --invariant in the shell"
+)
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 
@@ -54,6 +60,10 @@ def why_inexact(model: PreTrainedModel) -> str:
     A layer is tried again when its weight has become another one.
     """
     for name, layer in foreign_layers(model, type(model).__module__):
+        if isinstance(layer, Int8Linear):
+            if invariance_of(model) is None:
+                return f"its layer {name!r} is packed in int8 and rounds what it is fed, {INT8_REMEDY}"
+            continue  # fed the same bits, it gives the same bits
         weight = getattr(layer, "weight", None)
         state = (id(weight), type(weight), model.dtype)
         known, reason = _tried.get(layer, (None, ""))

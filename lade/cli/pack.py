@@ -1,0 +1,173 @@
+"""`lade pack`: what a model in int8 is worth, and a folder with it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from lade.cli.options import decoding as options
+from lade.cli.options.model import WEIGHTS
+from lade.cli.terminal import Terminal, terminal
+from lade.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from lade.cli.loading.loaded_model import LoadedModel
+    from lade.model.packing.quality import LayerError
+
+EXAMPLE = "Example:  [bold]lade pack gpt2 --check text.txt --keep lm_head --save ./gpt2-int8[/bold]"
+LONGEST_WINDOW = 1024
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class PackOptions:
+    """What to pack, what to compare on, and where to write.
+
+    Attributes:
+        model: as of `Loading`.
+        check: file of a text; None: nothing is compared.
+        tokens: of the text, at most.
+        keep: names of layers that keep their dtype.
+        save: folder; None: nothing is written.
+    """
+
+    model_argument: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Folder or hub id; the same as --model.", show_default=False)
+    ] = None
+    check: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A text: perplexity before and after, and each layer's error.")
+    ] = None
+    tokens: Annotated[int, typer.Option(metavar="N", help="Of the text, so many tokens at most.")] = 4096
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Layers that keep their dtype, such as lm_head or 'layers.0.*'. Repeatable."),
+    ] = None
+    save: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the packed model there, for --model of all commands.")
+    ] = None
+
+    def text(self) -> str:
+        """What to compare on; "" where nothing is to be compared.
+
+        Raises:
+            ConfigError, InputError: an option that would end the work.
+        """
+        if self.check is None and self.save is None:
+            raise ConfigError("check", None, "there is nothing to do: give --check FILE, --save DIR, or both")
+        if self.tokens < 2:
+            raise ConfigError("tokens", self.tokens, "give a whole number >= 2")
+        if self.check is None:
+            return ""
+        try:
+            return self.check.read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as problem:
+            raise InputError(
+                f"the text {str(self.check)!r} cannot be read ({problem}): give a file in UTF-8"
+            ) from problem
+
+
+@options.grouped
+def pack(
+    wanted: PackOptions,
+    *,
+    loading: options.Loading,
+    json: options.Json = False,
+    output: options.Output,
+) -> None:
+    """Round a model's weights to int8 for the CPU, tell what that costs, and save it.
+
+    It is another model then, a little worse; perplexity says by how much. --weights int8 of other commands does the
+    same each time that it loads a model.
+    """
+    with terminal(output) as term:
+        text = wanted.text()
+        if wanted.model_argument is not None:
+            loading = replace(loading, model=wanted.model_argument)
+        loading = replace(loading, weights=loading.weights or WEIGHTS[0])
+        loading.check()
+        from lade.cli.loading.load import load
+
+        plain = replace(loading, weights=None, device="cpu" if loading.device == "auto" else loading.device)
+        loaded = load(plain, term=term)
+        if loaded.variant.get("weights"):
+            raise InputError(f"model {loaded.name!r} is saved packed: give the one that it was packed from")
+        facts, errors = _pack(loaded, wanted, text, loading.weights or "", term)
+        if json:
+            term.write_json({**facts, "errors": [asdict(error) for error in errors]})
+        else:
+            _show(facts, errors, term)
+
+
+def _pack(
+    loaded: LoadedModel, wanted: PackOptions, text: str, weights: str, term: Terminal
+) -> tuple[dict[str, Any], list[LayerError]]:
+    """What there is to say, and the errors by layer where there is a text."""
+    from lade.model.packing import pack as packing
+    from lade.model.packing.folder import save_packed
+    from lade.model.packing.quality import perplexity, watched
+
+    model = loaded.model
+    errors: list[LayerError] = []
+    facts: dict[str, Any] = {"model": loaded.name, "dtype": loaded.dtype, "weights": weights}
+    before, ids = _bytes(model), _encoded(loaded, text, wanted) if wanted.check is not None else []
+    window = min(LONGEST_WINDOW, loaded.context or LONGEST_WINDOW)
+    packing.packable(model, weights=weights, keep=wanted.keep or ())  # what is wrong is said before the work
+    if ids:
+        term.working("reading the text with the model as it is")
+        facts |= {"tokens": len(ids), "window": window, "perplexity_before": perplexity(model, ids, window)}
+    term.working("packing the weights")
+    packing.pack(model, keep_original=bool(ids), weights=weights, keep=wanted.keep or ())
+    if ids:
+        term.working("reading the text in int8")
+        with watched(model) as errors:
+            facts["perplexity_after"] = perplexity(model, ids, window)
+    facts |= {"int8_layers": packing.int8_layers(model), "kept_layers": packing.kept_layers(model)}
+    facts |= {"bytes_before": before, "bytes_after": _bytes(model), "saved": None}
+    if wanted.save is not None:
+        term.working("writing the model")
+        save_packed(model, wanted.save, loaded.tokenizer)
+        facts["saved"] = str(wanted.save)
+    return facts, errors
+
+
+def _encoded(loaded: LoadedModel, text: str, wanted: PackOptions) -> list[int]:
+    ids: list[int] = loaded.tokenizer(text, add_special_tokens=False, truncation=False)["input_ids"][: wanted.tokens]
+    if len(ids) < 2:
+        raise InputError(f"the text {str(wanted.check)!r} has {len(ids)} tokens: give a longer one")
+    return ids
+
+
+def _bytes(model: Any) -> int:
+    """Bytes of the weights; of a layer in int8 those of its integers, also where its original is kept for a while."""
+    from lade.model.packing.int8 import Int8Linear
+    from lade.model.packing.pack import shared_weights
+
+    in_int8 = [module for module in model.modules() if isinstance(module, Int8Linear)]
+    own = {id(module.weight) for module in in_int8} - shared_weights(model)
+    dense: int = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in own)
+    return dense + sum(module.nbytes for module in in_int8)
+
+
+def _show(facts: dict[str, Any], errors: list[LayerError], term: Terminal) -> None:
+    before, after = facts["bytes_before"] / 1e6, facts["bytes_after"] / 1e6
+    kept = f", kept in {facts['dtype']}: {', '.join(facts['kept_layers'])}" if facts["kept_layers"] else ""
+    lines = [f"{facts['model']}: layers in int8: {facts['int8_layers']}{kept}", f"{before:,.0f} MB -> {after:,.0f} MB"]
+    if errors:
+        was, now = facts["perplexity_before"], facts["perplexity_after"]
+        lines.append(f"perplexity {was:.4g} -> {now:.4g} ({now / was - 1:+.2%}), {facts['tokens']:,} tokens")
+    for line in lines:
+        term.out.print(Text(line))
+    if errors:
+        term.out.print(Text(f"relative errors, the largest of {len(errors)}:"))
+        worst = sorted(errors, key=lambda error: -error.outputs)
+        table = Table("layer", "weights", "outputs", box=None)
+        for error in worst[:_SHOWN]:
+            table.add_row(Text(error.name), f"{error.weights:.2%}", f"{error.outputs:.2%}")
+        term.out.print(table)
+    if facts["saved"]:
+        term.say(f"saved to {facts['saved']}; use it:  lade generate --model {facts['saved']}", "dim")

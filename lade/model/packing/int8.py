@@ -1,0 +1,126 @@
+"""A linear layer whose weight lies in int8: half the bytes of 16 bits to read, and sums that have no order.
+
+Inputs are rounded to int8 too, token by token, and oneDNN multiplies integers. An integer sum is exact, whatever the
+kernel and however many rows there are, so a row's result does not depend on the rows beside it, bit for bit.
+
+The scheme, a scale for each output of the weights and one for each token of the inputs, is that of Dettmers et al.,
+"LLM.int8()" (2022), without its outliers, and of Xiao et al., "SmoothQuant" (2022), per-token dynamic.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lade.errors import UnsupportedModelError
+from lade.model.packing.codes import ZERO_POINT, Codes, quantised
+from lade.model.packing.linear import PackedLinear
+
+ROWS_PACKED_FOR = 4
+"""The rows that oneDNN is told of when it chooses a layout; without any it has none for some shapes."""
+MOST_INPUTS = 2**31 // (255 * 127)
+"""Inputs of a layer whose sum of products fits into 32 bits whatever they are."""
+RELOAD_REMEDY = "load the model again, or pack it with keep_original=True to begin with"
+
+
+class Int8Linear(PackedLinear):
+    """A linear layer with weights in int8, by output, and inputs that are rounded to int8, by token.
+
+    Args:
+        layer: an `nn.Linear`, or a `Conv1D`, whose weight is transposed.
+        keep: whether the layer's own weight stays beside the packed one.
+        codes: of its weight, where they are known; else they are made of it.
+
+    Attributes:
+        weight: the layer's own parameter where it is kept; else one in the packed layout, int8, `[in, out]`.
+    """
+
+    _scale: torch.Tensor
+    _zeros: torch.Tensor
+
+    def __init__(self, layer: nn.Module, *, keep: bool, codes: Codes | None = None) -> None:
+        self.__dict__["_given"] = codes
+        super().__init__(layer, keep=keep)
+
+    @torch.no_grad()
+    def _pack_weight(self) -> None:
+        """Make the packed tensor, and give the dense `weight` up unless it is kept."""
+        weight: Any = self._parameters["weight"]
+        codes = self.__dict__.pop("_given", None) or Codes.of(self._turned(weight.detach()))
+        packed = prepacked(codes.values)
+        self.__dict__.update(_packed=packed, _scale=codes.scale, _zeros=torch.zeros(self.out_features, dtype=torch.int))
+        if not self.keeps_original:
+            integers = nn.Parameter(packed, requires_grad=False)  # gradients of integers there are none
+            integers.__dict__.update(weight.__dict__)
+            self._parameters["weight"] = integers
+
+    def codes(self) -> Codes:
+        """A copy of the weight's codes."""
+        return Codes(self._packed.to_dense().t().contiguous(), self._scale)
+
+    def kept_weight(self) -> torch.Tensor:
+        """The weight that it was packed from, `[out, in]`, if `restorable`."""
+        return self._turned(self._dense_parameter())
+
+    def dense_weight(self) -> torch.Tensor:
+        """What the codes stand for, in the layer's dtype: not what the weight was before."""
+        return self._turned(self.codes().dense(self.dtype))
+
+    @property
+    def restorable(self) -> bool:
+        """Whether the weight that it was packed from is still there."""
+        return self.keeps_original
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the integers and their scales."""
+        return self.weights + self._scale.nbytes
+
+    def _dense_parameter(self) -> nn.Parameter:
+        if not self.keeps_original:
+            raise UnsupportedModelError("a layer packed in int8 cannot become what it was", RELOAD_REMEDY)
+        return super()._dense_parameter()
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        codes, scale = quantised(x)  # [..., in] uint8, [..., 1]
+        y = multiplied(codes, self._packed, self._scale, self._zeros).mul_(scale)  # [..., out] float32
+        if self.bias is not None:
+            y.add_(self.bias)
+        return y.to(x.dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With the codes, as the packed layout cannot be copied."""
+        state = self.__dict__.copy()
+        del state["_packed"]
+        state["_given"] = self.codes()
+        if not self.keeps_original:
+            placeholder = nn.Parameter(torch.empty(0), requires_grad=False)
+            placeholder.__dict__.update(self._parameters["weight"].__dict__)
+            state["_parameters"] = {**self._parameters, "weight": placeholder}
+        return state
+
+
+def prepacked(values: torch.Tensor) -> torch.Tensor:
+    """Codes `[out, in]` in oneDNN's layout, as a tensor `[in, out]`."""
+    packed: torch.Tensor = torch.ops.onednn.qlinear_prepack(values.contiguous(), [ROWS_PACKED_FOR, values.shape[1]])
+    return packed
+
+
+def multiplied(codes: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """Exact integer sums times `scale`.
+
+    Args:
+        codes: `[..., in]` uint8, contiguous.
+        packed: of `prepacked`.
+        scale: `[out]` float32, of the weights.
+        zeros: `[out]` int32, where the weights have their zero.
+
+    Returns:
+        `[..., out]` float32.
+    """
+    y: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+        codes, 1.0, ZERO_POINT, packed, scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+    )
+    return y

@@ -1,0 +1,74 @@
+"""`lade pack` and `--weights int8`."""
+
+import json
+
+import pytest
+
+from lade.model.packing import checks
+from lade.model.packing import pack as packing
+
+PROMPT = "say it again, say it"
+
+
+@pytest.fixture
+def small_layers_count(monkeypatch):
+    for name in ("pack", "packable"):
+        monkeypatch.setattr(packing, name, with_small_layers(getattr(packing, name)))
+
+
+def with_small_layers(function):
+    return lambda model, *arguments, **options: function(model, *arguments, **{"min_weights": 1, **options})
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("it was said again and again, " * 5)
+    return file
+
+
+def test_what_int8_costs_is_told_and_the_model_saved_and_loaded(lade, folder, text, tmp_path, small_layers_count):
+    saved = tmp_path / "int8"
+    result = lade("pack", folder, "--check", text, "--keep", "lm_head", "--save", saved, "--json")
+    facts = json.loads(result.stdout)
+    assert facts["int8_layers"] == 14 == len(facts["errors"]) and facts["kept_layers"] == ["lm_head"]
+    assert facts["perplexity_after"] != facts["perplexity_before"] > 1 and facts["tokens"] == len(text.read_text())
+    assert facts["bytes_after"] < facts["bytes_before"]
+    shown = lade("pack", "-m", folder, "--check", text).stdout
+    assert "perplexity" in shown and "layers in int8: " in shown and "down_proj" in shown
+    ask = ["-p", PROMPT, "-n", 8, "--json", "--method", "plain"]
+    texts = [
+        json.loads(lade("generate", *which, *ask).stdout)["token_ids"]
+        for which in (["-m", saved], ["-m", folder, "--weights", "int8", "--dtype", "float32"])
+    ]
+    assert len(texts[0]) == len(texts[1]) == 8
+    facts = json.loads(lade("info", "-m", saved, "--json").stdout)
+    assert (facts["int8_layers"], facts["weights"], facts["supported"]) == (14, "int8", False)
+    assert "model is saved packed" in lade("generate", "-m", saved, "--dtype", "bf16", "-p", PROMPT).stderr
+    assert "is saved packed" in lade("pack", saved, "--check", text).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["pack"], "nothing to do: give --check FILE"),
+        (["pack", "--check", "no-such"], "no-such"),
+        (["pack", "--save", "x", "--keep", "lm_hed"], "no linear layer has such a name"),
+        (["pack", "--save", "x", "--tokens", "1"], "tokens=1"),
+        (["generate", "--weights", "int4", "-p", PROMPT], "weights='int4' is not valid: give int8"),
+        (["generate", "--weights", "int8", "--no-pack", "-p", PROMPT], "leave it out, or --no-pack"),
+        (["generate", "--weights", "int8", "--quantization", "bnb-8bit", "-p", PROMPT], "--quantization bnb-8bit"),
+    ],
+    ids=range(7),
+)
+def test_what_is_wrong_is_said(lade, folder, arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = lade(*arguments, "-m", folder)
+    assert result.exit_code == 2 and words in result.stderr and not (tmp_path / "x").exists()
+
+
+def test_a_processor_without_the_kernel_is_an_error(lade, folder, text, small_layers_count, monkeypatch):
+    monkeypatch.setattr(checks, "multiplied", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(checks, "prepacked", lambda values: (_ for _ in ()).throw(RuntimeError("no kernel")))
+    result = lade("pack", folder, "--check", text)
+    assert result.exit_code == 2 and "no int8 kernel here (no kernel)" in result.stderr

@@ -1,0 +1,285 @@
+"""Linear layers in int8: rows that do not see each other, the text of plain decoding, folders, and what is refused."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+import lade
+from lade.errors import ConfigError, InputError, UnsupportedModelError
+from lade.model.packing import checks, codes, folder
+from lade.model.packing.int8 import Int8Linear
+from lade.model.packing.pack import int8_layers, kept_layers, packed_layers
+from lade.model.packing.quality import perplexity, watched
+from lade.testing import toy_model
+
+VOCABULARY = 48
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def build(family="llama", dtype=torch.float32):
+    return toy_model(family, vocabulary=VOCABULARY, dtype=dtype)
+
+
+def packed(model, **options):
+    return lade.pack(model, weights="int8", min_weights=1, **options)
+
+
+@torch.no_grad()
+def logits(model, ids=IDS):
+    return model(ids).logits
+
+
+def difference(found, expected):
+    return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+# What a layer computes
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(96, 64), (64, 300), (7, 3), (1, 33)], ids=str)
+@torch.no_grad()
+def test_a_row_has_the_same_bits_in_any_number_of_rows(shape, dtype):
+    outputs, inputs = shape
+    layer = Int8Linear(nn.Linear(inputs, outputs).to(dtype), keep=False)
+    x = torch.randn(64, inputs).to(dtype) * 10 ** torch.linspace(-2, 2, 64)[:, None].to(dtype)
+    together = layer(x)
+    for rows in range(1, 65):
+        assert torch.equal(layer(x[:rows]), together[:rows])
+        assert torch.equal(layer(x[rows - 1 : rows]), together[rows - 1 : rows])
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(24, 40), nn.Linear(24, 40, bias=False), Conv1D(40, 24)])
+@torch.no_grad()
+def test_it_is_the_product_of_the_rounded_factors(layer):
+    x = torch.randn(5, 24)
+    weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
+    rounded = codes.Codes.of(weight).dense(torch.float64)
+    values, scale = codes.quantised(x)
+    expected = (values.double() - codes.ZERO_POINT) * scale @ rounded.t()
+    if layer.bias is not None:
+        expected = expected + layer.bias
+    model = packed(nn.Sequential(layer).eval())
+    assert torch.allclose(model(x).double(), expected, rtol=1e-5, atol=1e-5)
+    assert (rounded - weight).abs().max() <= weight.abs().max() / 254 * 1.001, "to the nearest of 255 steps"
+
+
+@torch.no_grad()
+def test_rows_of_zeros_and_inputs_of_any_shape():
+    layer = Int8Linear(nn.Linear(24, 40), keep=False)
+    assert torch.equal(layer(torch.zeros(3, 24)), layer.bias.expand(3, -1))
+    x = torch.randn(2, 3, 4, 24)
+    expected = torch.stack([layer(row) for row in x.view(-1, 24)]).view(2, 3, 4, 40)
+    assert torch.equal(layer(x), expected)
+    assert torch.equal(layer(torch.randn(24, 5).T).shape and layer(x.transpose(0, 1)), expected.transpose(0, 1))
+    assert layer(torch.randn(0, 24)).shape == (0, 40)
+    assert layer(torch.full((1, 24), float("inf"))).isfinite().sum() == 0
+    for unfit in (torch.randn(3, 23), torch.randn(3, 24).double()):
+        with pytest.raises(RuntimeError, match=r"mat1 and mat2|dtype"):
+            layer(unfit)
+
+
+# What a model writes
+
+
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_lookahead_writes_the_tokens_of_plain_decoding(family, dtype):
+    model = lade.invariant(packed(build(family, dtype)))
+    assert int8_layers(model) == packed_layers(model) > 0 and lade.supports(model)
+    left = {"input_ids": torch.tensor([[0, 0, 0, 7, 8, 9], [3, 1, 4, 1, 5, 9]])}
+    left["attention_mask"] = (left["input_ids"] > 0).long()
+    for arguments in ({"input_ids": IDS}, left):
+        for do_sample in (False, True):
+            texts = []
+            given = {**arguments, "max_new_tokens": 30, "do_sample": do_sample}
+            for lookahead in (None, lade.LookaheadConfig(4, 3, 4), lade.LookaheadConfig(budget=16)):
+                torch.manual_seed(7)
+                plain = lookahead is None
+                texts.append(model.generate(**given) if plain else lade.generate(model, lookahead=lookahead, **given))
+            assert torch.equal(texts[1], texts[0]) and torch.equal(texts[2], texts[0])
+
+
+def test_without_an_attention_that_rounds_alike_it_is_decoded_plainly():
+    model = packed(build())
+    support = lade.supports(model)
+    assert not support and "int8" in support.reason and "lade.invariant(model)" in support.reason
+    with pytest.warns(lade.FallbackWarning, match="int8"):
+        found = lade.generate(model, input_ids=IDS, max_new_tokens=5, do_sample=False)
+    assert torch.equal(found, model.generate(IDS, max_new_tokens=5, do_sample=False))
+    lade.variant(lade.invariant(model))
+    assert not lade.supports(model)
+
+
+def test_kept_layers_stay_in_their_dtype():
+    model = packed(build(), keep=["lm_head", "layers.0.*"])
+    assert kept_layers(model) == [name for name in kept_layers(model) if "layers.0." in name or name == "lm_head"]
+    assert len(kept_layers(model)) == 8 and int8_layers(model) == 7
+    dense, whole = logits(build()), logits(packed(build()))
+    assert 0 < difference(logits(model), dense) < difference(whole, dense) < 0.1
+
+
+# Undoing, copying, saving
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_originals_come_back_if_they_were_kept(family):
+    model, before = build(family), build(family)
+    lade.unpack(packed(model, keep_original=True))
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), before.parameters(), strict=True))
+    assert torch.equal(logits(model), logits(before))
+
+
+def test_without_originals_unpacking_is_refused_and_nothing_changes():
+    model = packed(build("gpt2"))
+    assert model.lm_head.weight is model.get_input_embeddings().weight, "tied, so it stays"
+    expected = logits(model)
+    with pytest.raises(UnsupportedModelError, match=r"int8, and cannot become what it was; load the model again"):
+        lade.unpack(model)
+    assert torch.equal(logits(model), expected) and int8_layers(model) == packed_layers(model)
+    with pytest.raises(UnsupportedModelError, match="float32"):
+        model.half()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_copies_compute_the_same_bits(family, copied):
+    model = packed(build(family, torch.bfloat16))
+    assert torch.equal(logits(copied(model)), logits(model))
+
+
+def test_a_state_has_what_the_integers_stand_for(tmp_path):
+    model = packed(build())
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    name = "model.layers.0.mlp.down_proj"
+    assert torch.equal(again.get_submodule(name).weight, model.get_submodule(name).dense_weight())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_a_saved_model_is_loaded_bit_for_bit(family, dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "_SHARD_BYTES", 20_000)
+    model = packed(build(family, dtype), keep=["layers.0.*"] if family == "llama" else ())
+    lade.save_packed(model, tmp_path)
+    assert len(list(tmp_path.glob("packed-*.safetensors"))) > 1
+    found = lade.load_packed(tmp_path)
+    assert torch.equal(logits(found), logits(model)) and not found.training
+    assert (int8_layers(found), kept_layers(found)) == (int8_layers(model), kept_layers(model))
+    tied = [each.get_input_embeddings().weight is each.lm_head.weight for each in (found, model)]
+    assert tied[0] == tied[1]
+    with pytest.raises(OSError, match="no file named"):
+        type(model).from_pretrained(tmp_path)
+
+
+def test_folders_that_are_not_whole_are_refused(tmp_path):
+    model = packed(build())
+    with pytest.raises(InputError, match="holds no packed model"):
+        lade.load_packed(tmp_path)
+    build().save_pretrained(tmp_path / "dense")
+    with pytest.raises(InputError, match="holds another model: give an empty one"):
+        lade.save_packed(model, tmp_path / "dense")
+    with pytest.raises(UnsupportedModelError, match="no layer of this LlamaForCausalLM is in int8"):
+        lade.save_packed(build(), tmp_path)
+    lade.save_packed(model, tmp_path)
+    index = json.loads((tmp_path / folder.INDEX).read_text())
+    (tmp_path / folder.INDEX).write_text(json.dumps({**index, "format": 9}))
+    with pytest.raises(InputError, match="format 9"):
+        lade.load_packed(tmp_path)
+    (tmp_path / folder.INDEX).write_text(json.dumps({**index, "files": []}))
+    with pytest.raises(InputError, match="incomplete or damaged"):
+        lade.load_packed(tmp_path)
+
+
+# Refusals
+
+
+def of(layer):
+    return nn.Sequential(nn.Linear(8, 8), layer).eval()
+
+
+def infinite():
+    layer = nn.Linear(8, 8)
+    layer.weight.data[3, 3] = float("inf")
+    return of(layer)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error", "message"),
+    [
+        (build, {"weights": "int4"}, ConfigError, "give 'int8'"),
+        (build, {"weights": "int8", "keep": "lm_hed"}, ConfigError, "lm_head"),
+        (build, {"keep": ["lm_head"]}, ConfigError, "without weights='int8'"),
+        (lambda: lade.pack(build(), min_weights=1), {"weights": "int8"}, UnsupportedModelError, "lade.unpack"),
+        (infinite, {"weights": "int8"}, UnsupportedModelError, "'1' has weights that are not finite; keep"),
+        (lambda: of(nn.Linear(66_400, 1)), {"weights": "int8"}, UnsupportedModelError, "66400 inputs"),
+        (lambda: build(dtype=torch.float64), {"weights": "int8"}, UnsupportedModelError, "float64"),
+    ],
+    ids=range(7),
+)
+def test_what_cannot_be_is_refused_before_the_work(make, options, error, message):
+    model = make()
+    parts = list(model.modules())
+    with pytest.raises(error, match=message):
+        lade.pack(model, min_weights=1, **options)
+    assert list(model.modules()) == parts
+
+
+def test_a_kernel_that_is_gone_or_not_exact_is_refused(monkeypatch):
+    exact = checks.multiplied
+    monkeypatch.setattr(checks, "multiplied", lambda *arguments: exact(*arguments).clamp(max=2**15))
+    with pytest.raises(UnsupportedModelError, match="not exact on this processor"):
+        packed(build())
+
+    def gone(*arguments):
+        raise RuntimeError("no kernel\nmore")
+
+    monkeypatch.setattr(checks, "multiplied", gone)
+    with pytest.raises(UnsupportedModelError, match=r"no int8 kernel here \(no kernel\)"):
+        packed(build())
+
+
+def test_interrupted_it_leaves_a_model_that_can_be_packed_again(monkeypatch):
+    model, made, original = build(), [], Int8Linear._pack_weight
+
+    def pack_weight(self):
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        made.append(self)
+        original(self)
+
+    monkeypatch.setattr(Int8Linear, "_pack_weight", pack_weight)
+    with pytest.raises(KeyboardInterrupt):
+        packed(model)
+    monkeypatch.setattr(Int8Linear, "_pack_weight", original)
+    assert int8_layers(model) == 3
+    assert torch.equal(logits(packed(model)), logits(packed(build())))
+
+
+# What it costs
+
+
+def test_errors_are_told_by_layer():
+    model = packed(build(), keep_original=True, keep="lm_head")
+    with watched(model) as errors:
+        logits(model)
+    assert [error.name for error in errors] == [
+        name for name, module in model.named_modules() if isinstance(module, Int8Linear)
+    ]
+    assert all(0.001 < error.weights < 0.02 and 0.001 < error.outputs < 0.1 for error in errors)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@torch.no_grad()
+def test_perplexity_is_that_of_the_models_own_loss():
+    model, ids = build(), torch.randint(1, VOCABULARY, (1, 20))
+    assert perplexity(model, ids[0].tolist(), 64) == pytest.approx(model(ids, labels=ids).loss.exp().item())
+    halves = [model(part, labels=part).loss for part in ids.split(10, 1)]
+    assert perplexity(model, ids[0].tolist(), 10) == pytest.approx(torch.stack(halves).mean().exp().item())
