@@ -1,21 +1,20 @@
-"""Transformers' processors and criteria, called once per emitted token with the arguments of plain decoding."""
+"""Transformers' processors, called once per emitted token with the arguments of plain decoding."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch.nn.functional import pad
-from transformers import LogitsProcessorList, StoppingCriteriaList
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers import LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 from lade.decoding.row import StopRule
 from lade.decoding.verify import Choose
 from lade.hf.sampling import Sampler
+from lade.stats import TokenLogprobs
 
 
 class Transcript:
@@ -46,20 +45,32 @@ class Transcript:
         return self._buffer[:, :length]
 
 
+StopReason = Literal["eos", "stop_token", "stop_text", "length", "time", "criterion"]
+"""What ends an answer: an end of sequence, another id that was to end it, a text, the greatest length, the time that it
+may take, or another criterion. Where several do with one token, the first of these counts."""
+
+
 @dataclass
 class Record:
-    """Scores and logits of the emitted tokens, for `output_scores` and `output_logits`.
+    """What is kept of the emitted tokens beside themselves.
 
     Attributes:
         scores: `[1, V]` float32 after the processors, one a token; None if not wanted.
         logits: `[1, V]` float32 before them, one a token; None if not wanted.
+        top: ids whose log-probabilities are kept beside that of the emitted one; None to keep none.
+        logprobs: of tokens that nobody has asked about yet.
+        ended_by: what ended the answer; None before its end.
     """
 
     scores: tuple[torch.Tensor, ...] | None = None
     logits: tuple[torch.Tensor, ...] | None = None
+    top: int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    ended_by: StopReason | None = None
 
     def __bool__(self) -> bool:
-        return self.scores is not None or self.logits is not None
+        """Whether logits have to be looked at one by one."""
+        return self.scores is not None or self.logits is not None or self.top is not None
 
     def add(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
         """Append one token's."""
@@ -67,6 +78,19 @@ class Record:
             self.scores += (scores,)
         if self.logits is not None:
             self.logits += (logits,)
+
+    def add_logprobs(self, token: int, logprobs: torch.Tensor) -> None:
+        """Append an emitted token's, given those of all ids, `[1, V]`."""
+        values, ids = logprobs[0].topk(min(self.top or 0, logprobs.shape[1]))
+        top = list(zip(ids.tolist(), values.tolist(), strict=True))
+        self.logprobs.append(TokenLogprobs(token, float(logprobs[0, token]), top))
+
+    def taken(self, tokens: int) -> list[TokenLogprobs] | None:
+        """Those of so many tokens, the first ones that were not asked about yet; None if not wanted."""
+        if self.top is None:
+            return None
+        taken, self.logprobs = self.logprobs[:tokens], self.logprobs[tokens:]
+        return taken
 
 
 class Processed:
@@ -98,42 +122,18 @@ class Processed:
         def choose(node: int) -> int:
             input_ids = self._transcript.upto(tokens)
             raw = logits[node : node + 1].to(copy=True, dtype=torch.float32, device=input_ids.device)  # [1, V]
+            logprobs = None if self._record.top is None else raw.log_softmax(dim=-1)  # before anyone writes to it
             scores = self._processors(input_ids, raw)
             self._record.add(scores, raw)
             if self._sampler is not None:
-                return self._sampler.draw(scores.softmax(dim=-1))
-            return int(scores.argmax(dim=-1))
+                token = self._sampler.draw(scores.softmax(dim=-1))
+            else:
+                token = int(scores.argmax(dim=-1))
+            if logprobs is not None:
+                self._record.add_logprobs(token, logprobs)
+            return token
 
         return choose
-
-
-class StopRules:
-    """Transformers' stopping criteria for one row.
-
-    Length and end of sequence are decided on plain numbers; with any other criterion among them all are called, once
-    per emitted token, as plain decoding does.
-    """
-
-    def __init__(self, criteria: StoppingCriteriaList, transcript: Transcript, record: Record) -> None:
-        self._criteria, self._transcript, self._record = criteria, transcript, record
-        self._eos: set[int] = set()
-        self._max_length = self._plain_until = sys.maxsize
-        for criterion in criteria:
-            if type(criterion) is EosTokenCriteria:
-                self._eos.update(criterion.eos_token_id.tolist())
-            elif type(criterion) is MaxLengthCriteria:
-                self._max_length = min(self._max_length, criterion.max_length)
-                # Beyond the model's length this criterion warns the user, so from there on it is called for real.
-                self._plain_until = min(self._plain_until, criterion.max_position_embeddings or sys.maxsize)
-            else:
-                self._plain_until = 0
-
-    def __call__(self, tokens: Sequence[int]) -> bool:
-        """Whether the row ends with its last token."""
-        length = len(tokens) + self._transcript.skipped
-        if length <= self._plain_until:
-            return tokens[-1] in self._eos or length >= self._max_length
-        return bool(self._criteria(self._transcript.upto(tokens), self._record.scores).all())
 
 
 class Streamed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -20,35 +20,15 @@ from lade.hf.output import Output
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.select_runner import release, runner_for
+from lade.serving.active import ActiveRequest
 from lade.serving.capacity import Capacity, default_max_tokens
-from lade.serving.handle import Handle
 from lade.serving.request import Request
+from lade.serving.reuse import Reuse
+from lade.serving.seats import HEADROOM, Seats
+from lade.serving.snapshot import Tally
 from lade.stats import Step
 from lade.tuning.batch_cost import BatchCost
 from lade.tuning.cost_cache import habits_of, save_refreshed, step_cost_for
-
-
-@dataclass(eq=False)
-class ActiveRequest:
-    """A request that is being prefilled or decoded.
-
-    Attributes:
-        request: the prompt and its arguments.
-        handle: gets the steps and the result.
-        row: writes the answer; made when prefill begins.
-        cache: keys and values of the prompt, until the row joins the batch.
-        fed: tokens of the prompt that the cache holds.
-        seconds: seconds that prefill has taken.
-        cancelled: whether to evict it before the next step.
-    """
-
-    request: Request
-    handle: Handle
-    row: Row = field(init=False)
-    cache: TreeCache = field(default_factory=TreeCache)
-    fed: int = 0
-    seconds: float = 0.0
-    cancelled: bool = False
 
 
 class Batch:
@@ -63,13 +43,25 @@ class Batch:
         prefill_tokens: prompt tokens fed between two decode steps, at most.
         max_rows: requests decoded at a time.
         max_tokens: slots of the cache; None for as many as this machine has memory for.
+        headroom: see `seats.HEADROOM`.
+        prefix_cache: bytes of texts that are kept for prompts that begin like them.
 
     Attributes:
-        capacity: what fits at a time.
+        seats: who is served at a time.
+        tally: counts what is done.
+        prefix_cache: as given.
     """
 
     def __init__(
-        self, model: PreTrainedModel, plan: MaskPlan, *, prefill_tokens: int, max_rows: int, max_tokens: int | None
+        self,
+        model: PreTrainedModel,
+        plan: MaskPlan,
+        *,
+        prefill_tokens: int,
+        max_rows: int,
+        max_tokens: int | None,
+        headroom: int = HEADROOM,
+        prefix_cache: int = 0,
     ) -> None:
         self._model, self._prefill_tokens = model, prefill_tokens
         self._runner = runner_for(model, plan, GenerationConfig())
@@ -80,12 +72,13 @@ class Batch:
             max_tokens = default_max_tokens(token_bytes, self._runner.device)
         self._cache = self._runner.new_cache(limit=max_tokens)
         state_slots = -(-state_bytes // token_bytes)
-        self.capacity = Capacity(max_rows, max_tokens, token_bytes, self._runner.sizing, state_slots)
+        capacity = Capacity(max_rows, max_tokens, token_bytes, self._runner.sizing, state_slots)
         own_kind: Any = self._cache  # the one that this runner expects
-        self._loop = DecodeLoop([], self._runner, own_kind, isolate=True)
-        self._prefilling: list[ActiveRequest] = []
-        self._decoding: dict[Row, ActiveRequest] = {}  # after prefill
+        self._loop = DecodeLoop([], self._runner, own_kind, isolate=True, leaving=self._shelve)
+        self.seats, self._reuse = Seats(capacity, headroom), Reuse(prefix_cache)
+        self.prefix_cache = prefix_cache
         self._cost: BatchCost | None = None
+        self.tally = Tally()
 
     def _row_bytes(self) -> tuple[int, int]:
         """Bytes of a slot and of a row's states, found by feeding a token: no two families keep the same.
@@ -98,24 +91,36 @@ class Batch:
         return max(1, cache.token_bytes), cache.state_bytes
 
     @property
-    def idle(self) -> bool:
-        """Whether no request is active."""
-        return not self._prefilling and not self._decoding
+    def capacity(self) -> Capacity:
+        """What fits at a time."""
+        return self.seats.capacity
 
     @property
-    def active(self) -> list[ActiveRequest]:
-        """All requests that are being prefilled or decoded."""
-        return [*self._prefilling, *self._decoding.values()]
+    def idle(self) -> bool:
+        """Whether no request is active."""
+        return not self.seats.active
 
-    def has_room(self, request: Request) -> bool:
-        """Whether one more request fits beside the active ones."""
-        return self.capacity.fits([request.need, *(active.request.need for active in self.active)])
+    def _arrange(self) -> None:
+        """Have rows make room until the next step has enough of it; where there is more, have them go on."""
+        while (active := self.seats.next_to_make_room()) is not None:
+            row = active.row
+            if row is not None and row in self._loop.rows:
+                self._shelve(row, self._loop.rows.index(row))
+                self._loop.remove(row)
+                self._reset_if_empty()
+            self.seats.displace(active)
+            active.start_over()
+            self.tally.add_displacement()
+        self.seats.recall()
 
-    def add(self, request: Request, handle: Handle) -> ActiveRequest:
-        """Activate a request; it is prefilled after those before it."""
-        active = ActiveRequest(request, handle)
-        self._prefilling.append(active)
-        return active
+    def _shelve(self, row: Row, place: int) -> None:
+        """Keep the text of a row before it leaves the cache."""
+        tokens = min(self._cache.lengths[place], len(row.tokens))
+        self._reuse.put(self.seats.decoding[row], row, tokens, self._cache.copy_row, place)
+
+    def _reset_if_empty(self) -> None:
+        if not self._loop.rows:
+            self._cache.reset()
 
     def _drafter(self, request: Request) -> Drafter:
         config, weighs = request.config, request.config.adaptive and request.config.budget is None
@@ -123,70 +128,96 @@ class Batch:
             self._cost = BatchCost(lambda rows: step_cost_for(self._model, self._runner, batch=rows), 1)
             self._loop.budget = BatchBudget(self._cost, habits_of(self._model, self._cost.current, "engine"))
         budget = self._loop.budget if weighs else None
-        vocabulary = vocabulary_of(self._model)
-        return drafter_for(config, request.excluded, vocabulary=vocabulary, budget=budget, sources=request.sources)
+        vocabulary, sources = vocabulary_of(self._model), request.sources
+        drafter = drafter_for(config, request.excluded, vocabulary=vocabulary, budget=budget, sources=sources)
+        return self._reuse.drafter(drafter)
 
     def advance(self) -> None:
         """Evict cancelled requests, prefill up to `prefill_tokens`, run one decode step."""
-        for active in self.active:
+        for active in self.seats.active:
             if active.cancelled:
                 self._end(active, None)
+        self._arrange()
         self._prefill()
         if self._loop.rows:
             self._step()
         if self.idle:
             self._cache.reset()
             save_refreshed(self._model)
+        self._report_use()
+
+    def _report_use(self) -> None:
+        rows, slots = self._cache.room
+        shelf = self._reuse.shelf
+        self.tally.set_use(sum(self._cache.lengths), rows * slots, len(shelf), shelf.nbytes)
 
     def close(self, problem: BaseException | None = None) -> None:
         """End all requests, with an error or as cancelled, and release what they took."""
-        everyone, self._prefilling, self._decoding, self._loop.rows = self.active, [], {}, []
-        for active in everyone:
-            active.handle.end(problem)
+        self._loop.rows = []
+        for active in self.seats.clear():
+            self._tell_end(active, problem)
         self._cache.reset()
+        self._reuse.shelf.clear()
+        self._report_use()
         release(self._model)
         save_refreshed(self._model)
 
     def _prefill(self) -> None:
         left = self._prefill_tokens
-        while left > 0 and self._prefilling:
-            active = self._prefilling[0]
-            before = active.fed
+        while left > 0 and self.seats.prefilling:
+            active = self.seats.prefilling[0]
             try:
-                self._prefill_piece(active, left)
+                left -= self._prefill_piece(active, left)
             except Exception as problem:  # noqa: BLE001 - whatever it is, the request's handle gets it
                 self._end(active, problem)
                 if self._loop.rows and self._cache.room == (0, 0):  # the decoding rows have lost their cache
                     self._end_rows(problem)
-            left -= active.fed - before
 
-    def _prefill_piece(self, active: ActiveRequest, most: int) -> None:
-        """Feed at most some `most` tokens of a prompt, one with images whole; after the last one the answer begins."""
+    def _prefill_piece(self, active: ActiveRequest, most: int) -> int:
+        """Feed some `most` tokens of a text at most, a prompt with images whole; after the last one the row joins.
+
+        Returns:
+            How many tokens were fed.
+        """
         start = perf_counter()
-        if active.fed == 0:
-            active.row = active.request.row(self._drafter(active.request))
-        row = active.row
-        images = active.request.images
-        end = len(row.tokens) if images else self._prefill_runner.piece_end(active.fed, most, len(row.tokens))
+        row, before = self._begun(active), active.fed
+        text, images, goes_on = active.text, active.request.images, bool(row.written)
+        end = len(text) if images else self._prefill_runner.piece_end(before, most, len(text))
         runner = self._prefill_runner.for_prompts(images)
-        logits = runner.prefill([row.tokens[:end]], active.cache, prompt_hook([row]))  # [1, V]
-        active.fed = end
-        if end < len(row.tokens):
-            active.seconds += perf_counter() - start
-            return
-        active.request.images = None
-        token = row.choose_first(logits, read(logits, wants_entries=False).argmax_ids)
-        active.seconds += perf_counter() - start
-        self._join(active)
-        self._loop.drop_finished()  # the first token may have been the last
-        self._deliver(active, Step(0, [token], ["prefill"], end, active.seconds))
+        logits = runner.prefill([text[:end]], active.cache, None if goes_on else prompt_hook([row]))  # [1, V]
+        active.fed, whole = end, end == len(text)
+        if begins := whole and not goes_on:
+            active.request.images = None
+            self._reuse.put_prompt(active)
+            row.choose_first(logits, read(logits, wants_entries=False).argmax_ids)
+        seconds = perf_counter() - start
+        self.tally.add_prefill(seconds)
+        if not goes_on:
+            active.seconds += seconds
+        if whole:
+            self._join(active, row)
+        if begins:
+            self._loop.drop_finished()  # the first token may have been the last
+            cached = active.handle.cached_tokens
+            step = Step(0, row.written, ["prefill"], end - cached, active.seconds)
+            self.tally.add_first(step, end, cached)
+            self._deliver(active, step)
+        return end - before
 
-    def _join(self, active: ActiveRequest) -> None:
-        self._prefilling.remove(active)
-        self._decoding[active.row] = active
+    def _begun(self, active: ActiveRequest) -> Row:
+        """The row of a request whose text is going to be fed; it takes what is known of the text."""
+        if active.row is None:
+            active.handle.begin()
+            active.row = active.request.row(self._drafter(active.request))
+        if not active.fed:
+            self._reuse.take(active)
+        return active.row
+
+    def _join(self, active: ActiveRequest, row: Row) -> None:
+        self.seats.join(active, row)
         self._reserve(active.fed)
         self._cache.take(active.cache)
-        self._loop.rows.append(active.row)
+        self._loop.rows.append(row)
 
     def _step(self) -> None:
         rows = list(self._loop.rows)
@@ -198,26 +229,28 @@ class Batch:
         except Exception as problem:  # noqa: BLE001 - likewise; and what the cache holds now is unknown
             self._end_rows(problem)
             return
+        self.tally.add_pass(steps, self._runner.forward_s)
         for row, step in zip(rows, steps, strict=True):
             if step.tokens:  # also of a row that then failed
-                self._deliver(self._decoding[row], step)
+                self._deliver(self.seats.decoding[row], step)
             else:
-                self._end(self._decoding[row], row.problem)
+                self._end(self.seats.decoding[row], row.problem)
 
     def _end_rows(self, problem: BaseException) -> None:
         rows, self._loop.rows = self._loop.rows, []
         for row in rows:
-            self._end(self._decoding[row], problem)
+            self._end(self.seats.decoding[row], problem)
 
     def _reserve(self, joining: int = 0) -> None:
         """Reserve slots before the cache grows by itself, which knows no limits; `joining` tokens are about to join."""
-        cache, needs = self._cache, [active.request.need for active in self._decoding.values()]
-        longest = max(joining, *cache.lengths)
+        cache, longest, needs = self._cache, max(joining, *self._cache.lengths), self.seats.needs()
         capacity = replace(self.capacity, sizing=cache)  # of the buffers that hold the rows now
         if not capacity.suffices(cache.room, needs, longest):
             cache.reserve(*capacity.room(needs, longest))
 
     def _deliver(self, active: ActiveRequest, step: Step) -> None:
+        assert active.row is not None
+        step = active.request.told(step, last=active.row.done)
         try:
             active.handle.tell(step, 0.0 if step.index == 0 else self._runner.forward_s)
         except Exception as problem:  # noqa: BLE001 - on_step is the user's
@@ -228,12 +261,16 @@ class Batch:
 
     def _end(self, active: ActiveRequest, result: Output | BaseException | None) -> None:
         """End a request; see `Handle.end` for the result."""
-        if active in self._prefilling:
-            self._prefilling.remove(active)
-        else:
-            del self._decoding[active.row]
+        if active.row is not None and active.row in self._loop.rows:
             active.row.done = True
             self._loop.drop_finished()
-            if not self._loop.rows:
-                self._cache.reset()
-        active.handle.end(result)
+        self.seats.remove(active)
+        self._reset_if_empty()
+        self._tell_end(active, result)
+
+    def _tell_end(self, active: ActiveRequest, result: Output | BaseException | None) -> None:
+        row, reason = active.row, None
+        if row is not None and result is not None and not isinstance(result, BaseException):
+            reason = active.request.reason(row)
+        if active.handle.end(result, reason):
+            self.tally.add_end(str(active.handle.reason))

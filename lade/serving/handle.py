@@ -8,11 +8,19 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import CancelledError
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Literal
 
 from lade.errors import EngineClosedError
+from lade.hf.answer_text import AnswerText
 from lade.hf.output import Output
+from lade.hf.processors import StopReason
+from lade.serving.wakeups import Wakeups
 from lade.stats import Stats, Step
+
+Reason = Literal[StopReason, "cancelled", "error"]
+"""Why a request has ended, see `Handle.reason`."""
 
 
 class Handle:
@@ -31,6 +39,14 @@ class Handle:
     Attributes:
         seed: the seed that its tokens are drawn with; None where nothing is drawn.
         stats: figures of this request. The seconds of a pass are those of all rows that took part.
+        prompt_tokens: of its prompt, without padding.
+        cached_tokens: those of them that were taken from a text that had been kept, see `Engine`.
+        queue_s: seconds from `Engine.add` until its prompt was begun; None before.
+        prefill_s: seconds from then until its first token, with the passes of other requests between; None before.
+        reason: why it has ended, None before: `eos`, an end of sequence that the model's generation_config names;
+            `stop_token`, another id of the request's `eos_token_id`; `stop_text`; `length`; `time`, the request's
+            `max_time`; `criterion`, another one of its stopping criteria; `cancelled`; or `error`. Where several end it
+            with one token, the first of these.
     """
 
     def __init__(
@@ -40,15 +56,24 @@ class Handle:
         stats: Stats,
         seed: int | None,
         on_step: Callable[[Step], None] | None = None,
+        prompt_tokens: int = 0,
+        text: AnswerText | None = None,
+        wakeups: Wakeups | None = None,
     ) -> None:
-        self.seed, self.stats = seed, stats
-        self._cancel, self._on_step = cancel, on_step
+        self.seed, self.stats, self.prompt_tokens = seed, stats, prompt_tokens
+        self.cached_tokens = 0
+        self.queue_s: float | None = None
+        self.prefill_s: float | None = None
+        self.reason: Reason | None = None
+        self._made = perf_counter()
+        self._cancel, self._on_step, self._text = cancel, on_step, text
+        self._wakeups = Wakeups() if wakeups is None else wakeups
         self._steps: list[Step] = []
         self._result: Output | BaseException | None = None  # None where it was cancelled
         self._ended = False
         self._changed = threading.Condition()
         self._process = os.getpid()
-        self._watchers: set[Callable[[], None]] = set()
+        self._watchers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
     def __repr__(self) -> str:
         tokens = len(self.tokens)
@@ -65,6 +90,16 @@ class Handle:
     def tokens(self) -> list[int]:
         """The new tokens so far."""
         return [token for step in list(self._steps) for token in step.tokens]
+
+    @property
+    def text(self) -> str:
+        """The text so far, where `Engine.add` was given `stop_texts`; it ends before the first one of them."""
+        return "".join(piece for step in list(self._steps) for piece in step.texts or ())
+
+    @property
+    def stop_text(self) -> str | None:
+        """Which of its `stop_texts` the text ends before; None if there is none, or it is not there yet."""
+        return None if self._text is None else self._text.stop
 
     def done(self) -> bool:
         """Whether it has ended, in whatever way."""
@@ -115,12 +150,7 @@ class Handle:
     async def __aiter__(self) -> AsyncIterator[Step]:
         """The same for coroutines; waiting does not block the loop."""
         loop, woken, place = asyncio.get_running_loop(), asyncio.Event(), 0
-
-        def wake() -> None:
-            with suppress(RuntimeError):  # the loop was closed while the reader waited
-                loop.call_soon_threadsafe(woken.set)
-
-        with self._watched(wake):
+        with self._watched(loop, woken):
             while True:
                 woken.clear()
                 ended = self.done()  # read before the steps: none comes after the end
@@ -133,19 +163,19 @@ class Handle:
                 await woken.wait()
 
     @contextmanager
-    def _watched(self, wake: Callable[[], None]) -> Iterator[None]:
-        """Call `wake` at every step and at the end, while the context lasts."""
+    def _watched(self, loop: asyncio.AbstractEventLoop, woken: asyncio.Event) -> Iterator[None]:
+        """Set `woken` at every step and at the end, while the context lasts."""
         if self._ended:
             yield
             return
         check_process(self._process)
         with self._changed:
-            self._watchers.add(wake)
+            self._watchers.add((loop, woken))
         try:
             yield
         finally:
             with self._changed:
-                self._watchers.discard(wake)
+                self._watchers.discard((loop, woken))
 
     def _wait(self, steps: float, timeout: float | None = None) -> None:
         """Until there are more steps than that, or the end; raises `TimeoutError`."""
@@ -164,8 +194,15 @@ class Handle:
         if isinstance(self._result, BaseException):
             raise self._result
 
+    def begin(self) -> None:
+        """For the engine: its prompt is begun, perhaps not for the first time."""
+        if self.queue_s is None:
+            self.queue_s = perf_counter() - self._made
+
     def tell(self, step: Step, forward_s: float) -> None:
         """For the engine: a step, and the seconds it spent in the model. Raises what `on_step` raises."""
+        if self.queue_s is not None and self.prefill_s is None:
+            self.prefill_s = perf_counter() - self._made - self.queue_s
         self.stats.add(step, forward_s=forward_s)
         self._steps.append(step)
         try:
@@ -174,19 +211,29 @@ class Handle:
         finally:
             self._wake()
 
-    def end(self, result: Output | BaseException | None) -> None:
-        """For the engine: the result, the error that ended it, or None where it was cancelled; the first one counts."""
+    def end(self, result: Output | BaseException | None, reason: Reason | None = None) -> bool:
+        """For the engine: the result, the error that ended it, or None where it was cancelled; the first one counts.
+
+        Args:
+            result: what it ended with.
+            reason: why, where that is a result.
+
+        Returns:
+            Whether it was the first one.
+        """
         with self._changed:
             if self._ended:  # cancelled by one thread while another closed the engine
-                return
+                return False
+            self.reason = "cancelled" if result is None else "error" if isinstance(result, BaseException) else reason
             self._result, self._ended = result, True
         self._wake()
+        return True
 
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
-            for wake in self._watchers:
-                wake()
+            for loop, woken in self._watchers:
+                self._wakeups.wake(loop, woken)
 
 
 def check_process(home: int) -> None:

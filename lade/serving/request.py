@@ -9,26 +9,31 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, StoppingCriteriaList
 
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.row import Row
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
+from lade.hf.answer_text import AnswerText
 from lade.hf.arguments import arguments_for_callable, why_no_ids
-from lade.hf.ids import placeholder_ids, special_ids
+from lade.hf.ids import ids_of, placeholder_ids, special_ids
 from lade.hf.one_call import cleaning_up, refuse_hooks_of_one_call, refuse_values_of_one_call
 from lade.hf.output import Output, output_of, record_for
 from lade.hf.predictions import Prediction, prediction_ids, sources_for
 from lade.hf.prepared import Prepared, preparing
+from lade.hf.processors import StopReason
 from lade.hf.refusals import check
 from lade.hf.row import row_for
 from lade.hf.sampling import LoneSampler
+from lade.model.masks import MaskPlan
 from lade.model.position_limits import LEARNED_POSITIONS, Positions
 from lade.model.recurrent.cores import is_recurrent
 from lade.model.runner import input_device
 from lade.model.support.supports import unwrap
 from lade.serving.capacity import Need, largest_tree
+from lade.serving.extras import NO_EXTRAS, Extras
+from lade.stats import Step
 
 REMEDY = "leave it out, or use lade.generate"
 _DRAWN_SEEDS, _SEEDS = 2**32, 2**64
@@ -45,13 +50,18 @@ class Request:
         prepared: what `model.generate` has prepared.
         config: the method and its sizes.
         seed: of its draws; None: one is drawn.
+        text: the criterion among the stopping criteria that reads the answer as text, if there is one.
+        logprobs: see `Extras`.
+        plan: see `prepare`.
+        scope: whose request it is.
 
     Attributes:
-        config: as given.
+        config, text, scope: as given.
         seed: the seed of its draws; None where nothing is drawn.
         excluded: ids after which nothing is drafted.
         sources: what guesses beside its method.
         need: the room that it can come to take.
+        prompt_tokens: of the prompt, without padding.
         images: the prompt where it has more than text in it, until it is prefilled; else None.
 
     Raises:
@@ -60,30 +70,61 @@ class Request:
         UnsupportedModelError, UnsupportedArgumentError: it cannot be served exactly.
     """
 
-    def __init__(self, prepared: Prepared, *, config: LookaheadConfig, seed: int | None) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        *,
+        config: LookaheadConfig,
+        seed: int | None,
+        text: AnswerText | None = None,
+        logprobs: int | None = None,
+        plan: MaskPlan | None = None,
+        scope: str | None = None,
+    ) -> None:
         generation_config = prepared.generation_config
-        _, texts, self.images = check(prepared)
+        _, texts, self.images = check(prepared, plan=plan)
         if len(texts) > 1:
             refuse(f"num_return_sequences={generation_config.num_return_sequences}", "add a request for each of them")
-        self._prepared, self._text = replace(prepared, model_kwargs={}), texts.ids[0]  # images take memory
+        self._prepared, self._ids = replace(prepared, model_kwargs={}), texts.ids[0]  # images take memory
         self.need = Need(generation_config.max_length - texts.hidden[0], largest_tree(config))
+        self.prompt_tokens = len(self._ids)
         _check_positions(prepared.model, self.need.tokens)
         if generation_config.prefill_chunk_size is not None and is_recurrent(prepared.model):
             chunks = f"prefill_chunk_size={generation_config.prefill_chunk_size}"
             refuse(chunks, "it feeds prompts in pieces of its own, and recurrent layers tell where a piece begins")
-        self.config, self.seed = config, None
+        self.config, self.text, self.scope, self.seed = config, text, scope, None
         if generation_config.do_sample:
             self.seed = secrets.randbelow(_DRAWN_SEEDS) if seed is None else seed
         self.sources = sources_for(prepared, config, 1)[0]
         self.excluded = special_ids(generation_config) | placeholder_ids(prepared.model)
-        self._record = record_for(generation_config)
+        self._record = record_for(generation_config, logprobs)
 
     def row(self, drafter: Drafter) -> Row:
         """The row that writes its answer."""
         sampler = None
         if self.seed is not None:
             sampler = LoneSampler(torch.Generator(self._prepared.input_ids.device).manual_seed(self.seed))
-        return row_for(self._prepared, 0, self._text, drafter, sampler=sampler, record=self._record)
+        return row_for(self._prepared, 0, self._ids, drafter, sampler=sampler, record=self._record)
+
+    def reason(self, row: Row) -> StopReason | None:
+        """What ended the row; None if nothing did."""
+        reason = self._record.ended_by
+        own = ids_of(self._prepared.model.generation_config.eos_token_id)
+        return "stop_token" if reason == "eos" and own and row.tokens[-1] not in own else reason
+
+    def told(self, step: Step, *, last: bool) -> Step:
+        """A step with the text and the log-probabilities of its tokens, where they are wanted; to be called in order.
+
+        Args:
+            step: the next one, as the loop has it.
+            last: whether the answer has ended with it.
+        """
+        if self.text is None:
+            return replace(step, logprobs=self._record.taken(len(step.tokens)))
+        if last:
+            self.text.finish()
+        tokens = len(step.tokens)
+        return replace(step, logprobs=self._record.taken(tokens), texts=self.text.taken(tokens))
 
     def output(self, row: Row) -> Output:
         """What `model.generate` returns, given the row that has ended."""
@@ -98,6 +139,8 @@ def prepare(
     config: LookaheadConfig,
     seed: int | None,
     prediction: Prediction | None = None,
+    extras: Extras = NO_EXTRAS,
+    plan: MaskPlan | None = None,
 ) -> Request:
     """Have `model.generate` prepare a request; nothing is fed yet.
 
@@ -108,6 +151,8 @@ def prepare(
         config: the method and its sizes.
         seed: of its draws.
         prediction: a text that the answer is expected to follow.
+        extras: arguments that are not `model.generate`'s.
+        plan: how the model takes its masks, where `supports` has said it: asking walks through all its modules.
 
     Raises:
         ConfigError: the seed is none that torch takes.
@@ -118,13 +163,20 @@ def prepare(
     for name, remedy in _REFUSED.items():
         if arguments.get(name) is not None:
             refuse(name, remedy)
-    arguments = {**arguments, "input_ids": _as_prompt(input_ids, input_device(unwrap(model)))}
-    texts = prediction_ids(prediction, arguments.get("tokenizer"))
-    make = preparing(functools.partial(Request, config=config, seed=seed), model, texts)
+    prompt = _as_prompt(input_ids, input_device(unwrap(model)))
+    arguments, text = {**arguments, "input_ids": prompt}, extras.text(prompt[0].tolist())
+    if text is not None:
+        arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), text])
+    if extras.tokenizer is not None:
+        arguments["tokenizer"] = extras.tokenizer  # which stop_strings needs, too
+    make = functools.partial(
+        Request, config=config, seed=seed, text=text, logprobs=extras.logprobs, plan=plan, scope=extras.scope
+    )
+    use = preparing(make, model, prediction_ids(prediction, extras.tokenizer))
     with cleaning_up(model, arguments.get("generation_config")):
         try:
             _refuse_contexts(unwrap(model), arguments)
-            request: Request = model.generate(custom_generate=make, **arguments_for_callable(model, arguments))
+            request: Request = model.generate(custom_generate=use, **arguments_for_callable(model, arguments))
         except UnsupportedArgumentError as problem:
             raise UnsupportedArgumentError(problem.reason, REMEDY) from None  # no "auto" falls back to anything here
     return request

@@ -1,10 +1,10 @@
 import random
 
 import pytest
+from lade.cli.detokenizer import Detokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from lade.cli.detokenizer import Detokenizer
 from lade.cli.step_colours import RUNS, Palette
 
 TEXTS = [
