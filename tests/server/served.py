@@ -54,10 +54,19 @@ def byte_model(tokenizer: PreTrainedTokenizerFast, seed: int = 3) -> LlamaForCau
         torch.manual_seed(seed)
         model = LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=CONTEXT, bos_token_id=None,
-                eos_token_id=0, pad_token_id=0, tie_word_embeddings=False, initializer_range=0.4,
-            )  # fmt: skip
+                vocab_size=len(tokenizer),
+                hidden_size=32,
+                intermediate_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=CONTEXT,
+                bos_token_id=None,
+                eos_token_id=0,
+                pad_token_id=0,
+                tie_word_embeddings=False,
+                initializer_range=0.4,
+            )
         )
     keep = torch.zeros(len(tokenizer), 1)
     keep[tokenizer("abcdefghijklmnopqrstuvwxyz ,.")["input_ids"]] = 1.0
@@ -112,7 +121,9 @@ class Running:
         assert not self.thread.is_alive()
 
     def chat(self, content: str = "hello", **fields: Any) -> Any:
-        return self.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}], **fields})
+        return self.http.post(
+            "/v1/chat/completions", json={"messages": [{"role": "user", "content": content}], **fields}
+        )
 
     def complete(self, prompt: Any = "abc", **fields: Any) -> Any:
         return self.http.post("/v1/completions", json={"prompt": prompt, **fields})

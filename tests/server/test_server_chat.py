@@ -150,7 +150,9 @@ def test_a_character_is_never_split(server):
 
 
 def test_a_trace_tells_where_tokens_came_from(server):
-    events = server.events("/v1/chat/completions", messages=MESSAGES, temperature=0, max_tokens=30, lade={"trace": True})
+    events = server.events(
+        "/v1/chat/completions", messages=MESSAGES, temperature=0, max_tokens=30, lade={"trace": True}
+    )
     traces = [event["lade"] for event in events[:-1] if "tokens" in event.get("lade", {})]
     assert sum(len(trace["tokens"]) for trace in traces) == 30
     assert all(len(trace["tokens"]) == len(trace["sources"]) for trace in traces)
