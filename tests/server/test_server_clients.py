@@ -27,14 +27,8 @@ def test_openai_answers(client, number):
     tokens = plain(templated(messages), max_new_tokens=20)
     whole = client.chat.completions.create(model="toy", messages=messages, temperature=0, max_completion_tokens=20)
     assert whole.choices[0].message.content == text_of(tokens) and whole.usage.completion_tokens == len(tokens)
-    pieces = client.chat.completions.create(
-        model="toy",
-        messages=messages,
-        temperature=0,
-        max_tokens=20,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
+    body = {"model": "toy", "messages": messages, "temperature": 0, "max_tokens": 20}
+    pieces = client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True})
     chunks = list(pieces)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text_of(tokens)
     assert chunks[-1].usage == whole.usage and not chunks[-1].choices
@@ -68,9 +62,9 @@ def test_openai_retries_when_the_server_is_full():
             streams = [hasty.completions.create(stream=True, **arguments) for _ in range(2)]
             with pytest.raises(openai.InternalServerError):
                 hasty.completions.create(**arguments)
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=6) as patient:
+            patient = hasty.with_options(max_retries=6)
             assert patient.completions.create(**arguments).usage.completion_tokens == 60
-        assert [sum(bool(chunk.choices[0].text) for chunk in stream) > 0 for stream in streams] == [True, True]
+            assert [sum(bool(chunk.choices[0].text) for chunk in stream) > 0 for stream in streams] == [True, True]
 
 
 def test_closing_a_stream_of_openai_frees_the_row():

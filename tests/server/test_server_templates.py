@@ -17,12 +17,16 @@ from lade.server.templates import ChatTemplate
 SIMPLE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 FIRST_ONLY = """\
 {%- for m in messages %}
-{%- if m.role == 'system' and not loop.first %}{{ raise_exception('System message must be at the beginning.') }}{% endif %}
+{%- if m.role == 'system' and not loop.first %}
+{{- raise_exception('System message must be at the beginning.') }}
+{%- endif %}
 {{- '<' + m.role + '>' + m.content }}
 {%- endfor %}"""
 PARTS = """\
 {%- for m in messages %}
-{%- if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}
+{%- if m.content is string %}{{ m.content }}
+{%- else %}{% for part in m.content %}[{{ part.text }}]{% endfor %}
+{%- endif %}
 {%- endfor %}"""
 FIELDS = """\
 {{- tools | tojson if tools else '' }}
