@@ -48,24 +48,33 @@ async def interleaved(
     Raises:
         Exception: what ended an answer.
     """
-    awaited = {_following(each): number for number, each in enumerate(answers)}
+    come = asyncio.Queue[tuple[int, Step | None] | Exception]()
+    pumps = [asyncio.create_task(_pump(number, answer, come)) for number, answer in enumerate(answers)]
+    going = len(pumps)
     try:
-        while awaited:
-            done, _ = await asyncio.wait(awaited, timeout=silence_s, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
+        while going:
+            try:
+                async with asyncio.timeout(silence_s if come.empty() else None):
+                    found = await come.get()
+            except TimeoutError:
                 yield None
-            for task in sorted(done, key=awaited.__getitem__):
-                number, step = awaited.pop(task), task.result()
-                if step is not None:
-                    awaited[_following(answers[number])] = number
-                yield number, step
+                continue
+            if isinstance(found, Exception):
+                raise found
+            going -= found[1] is None
+            yield found
     finally:
-        for task in awaited:
-            task.cancel()
+        for pump in pumps:
+            pump.cancel()
 
 
-def _following(answer: AsyncIterator[Step]) -> asyncio.Task[Step | None]:
-    async def step() -> Step | None:
-        return await anext(answer, None)
-
-    return asyncio.create_task(step())
+async def _pump(
+    number: int, answer: AsyncIterator[Step], come: asyncio.Queue[tuple[int, Step | None] | Exception]
+) -> None:
+    """Hand on the steps of one answer; a task for each step would cost more than the step's event."""
+    try:
+        async for step in answer:
+            come.put_nowait((number, step))
+        come.put_nowait((number, None))
+    except Exception as problem:  # noqa: BLE001 - raised again where it is waited for
+        come.put_nowait(problem)

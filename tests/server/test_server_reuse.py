@@ -1,5 +1,7 @@
 """Turns of a conversation: what was read is not read again, and only for those who may know of it."""
 
+import itertools
+
 import pytest
 from served import plain, running, templated, text_of
 
@@ -33,7 +35,7 @@ def shared():
 def test_turns_reuse_the_turns_before_them(shared):
     turns = talk(shared)
     assert turns[0][1] == 0
-    for (before, _), (_, cached) in zip(turns, turns[1:], strict=False):
+    for (before, _), (_, cached) in itertools.pairwise(turns):
         assert cached > 0.8 * before
     assert talk(shared, "kb")[0][1] == 0, "another key"
     assert talk(shared, cache_salt="s")[0][1] == 0, "another salt"
