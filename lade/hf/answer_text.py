@@ -1,7 +1,7 @@
 """The text of an answer while it is written, and texts that end it.
 
-transformers' own `StopStringCriteria` prepares a table of its vocabulary for every new set of stop strings, which takes
-a second. Looking for them in the text takes microseconds.
+transformers' own `StopStringCriteria` goes through the whole vocabulary for every new set of stop strings. Looking for
+them in the text does not.
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ class AnswerText(StoppingCriteria):
         self._held = ""
         self._pieces: list[str] = []
 
+<<<<<<< HEAD
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override, unused-ignore]
+=======
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+>>>>>>> p12-engine
         """Whether the last of `input_ids` `[1, L]` completes a stop text, `[1]` bool."""
         return torch.tensor([self.add(int(input_ids[0, -1]))], device=input_ids.device)
 

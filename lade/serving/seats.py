@@ -53,7 +53,7 @@ class Seats:
     def has_room(self, request: Request) -> bool:
         """Whether one more request may be seated beside the others."""
         now = request.prompt_tokens + 1
-        need = request.need if request.images else request.need.limited(now + self._headroom)
+        need = request.need if request.images is not None else request.need.limited(now + self._headroom)
         return not self.displaced and self._fits(need)
 
     def _fits(self, need: Need) -> bool:

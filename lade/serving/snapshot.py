@@ -141,5 +141,5 @@ class Tally:
     def snapshot(self, **known: Any) -> Snapshot:
         """A copy, with what only the queue knows."""
         with self._lock:
-            counts: dict[str, Any] = {"requests": dict(self._requests), "sources": dict(self._sources)}
-            return Snapshot(**known, **counts, **asdict(self._sums))
+            known |= {"requests": dict(self._requests), "sources": dict(self._sources), **asdict(self._sums)}
+        return Snapshot(**known)

@@ -7,6 +7,7 @@ import functools
 import warnings
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -32,7 +33,9 @@ from transformers.generation import utils
 
 import lade
 from lade.hf import session
+from lade.model.recurrent.cores import is_recurrent
 from lade.serving import batch as serving_batch
+from lade.serving import shelf
 
 LONG = {"max_new_tokens": 50, "do_sample": False}
 SHORT = {"max_new_tokens": 25, "do_sample": False}
@@ -222,13 +225,19 @@ def _compare_requests(model: Any, case: Multimodal) -> None:
         {"input_ids": text(9)},
         prompt(case, images[:1], seed=4),
         prompt(case, images, seed=7),
+        {**prompt(case, images, seed=4), "input_ids": prompt(case, images)["input_ids"]},  # looks like the first one
     ]
-    lengths = (25, 40, 12, 30)
+    lengths = (25, 40, 12, 30, 25)
     options = [{"max_new_tokens": length, "do_sample": False} for length in lengths]
     expected = [model.generate(**each, **more) for each, more in zip(given, options, strict=True)]
-    with lade.Engine(model, max_rows=3, prefill_tokens=5) as engine:
+    kept = 0 if is_recurrent(model) else 2**20
+    with (
+        patch.object(shelf, "LEAST", 3),
+        lade.Engine(model, max_rows=3, prefill_tokens=5, prefix_cache=kept) as engine,
+    ):
         handles = [engine.add(**each, **more, lookahead=PAPER) for each, more in zip(given, options, strict=True)]
         assert all(torch.equal(handle.result(60.0), it) for handle, it in zip(handles, expected, strict=True))
+        assert not any(handle.cached_tokens for handle in handles)
 
 
 @pytest.mark.one_in(8)

@@ -3,6 +3,7 @@
 import random
 from concurrent.futures import CancelledError
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from effort import examples
@@ -13,6 +14,8 @@ from serving_toys import VOCABULARY, Driven, FailsAt, alone, at_rest, random_ids
 
 from lade import Engine, LookaheadConfig
 from lade.hf.penalties import Penalties
+from lade.serving.capacity import Capacity, Need
+from lade.serving.seats import Seats
 from lade.testing import toy_model
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)
@@ -153,6 +156,27 @@ def test_families_with_states_and_windows(name):
     driven.finish()
     assert driven.most_rows > 1
     check(driven, asked)
+
+
+def test_who_cannot_make_room_is_seated_by_the_most_that_it_may_take():
+    """A prompt with an image: what it was made of is gone when its answer begins."""
+
+    def request(prompt_tokens, most, images=None):
+        return SimpleNamespace(prompt_tokens=prompt_tokens, need=Need(most, 5), images=images)
+
+    seats = Seats(Capacity(max_rows=9, max_tokens=200, token_bytes=1), headroom=10)
+    first = seats.add(request(20, 120), None)
+    image = seats.add(request(20, 60, images=object()), None)
+    assert not seats.has_room(request(20, 90, images=object())), "3 rows of up to 95"
+    last = seats.add(request(20, 60), None)
+    assert seats.next_to_make_room() is None and not seats.has_room(request(20, 90))
+    image.request.images = None  # it has been fed
+    first.row = SimpleNamespace(written=[1] * 50)
+    assert seats.next_to_make_room() is last
+    seats.displace(last)
+    assert seats.next_to_make_room() is None
+    first.row.written += [1] * 30
+    assert seats.next_to_make_room() is first, "though the other one is younger"
 
 
 @given(data=st.data())
