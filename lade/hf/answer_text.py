@@ -41,11 +41,7 @@ class AnswerText(StoppingCriteria):
         self._held = ""
         self._pieces: list[str] = []
 
-<<<<<<< HEAD
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override, unused-ignore]
-=======
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
->>>>>>> p12-engine
         """Whether the last of `input_ids` `[1, L]` completes a stop text, `[1]` bool."""
         return torch.tensor([self.add(int(input_ids[0, -1]))], device=input_ids.device)
 

@@ -28,11 +28,7 @@ class Penalties(LogitsProcessor):
         self._counted = torch.empty(0, 0)  # [B, L], the text whose tokens are in the counts
         self._counts = torch.empty(0, 0)  # [B, V]
 
-<<<<<<< HEAD
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:  # type: ignore[override, unused-ignore]
-=======
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
->>>>>>> p12-engine
         """Scores `[B, V]`, given the text so far, `[B, L]`."""
         new = input_ids[:, self._first_new(input_ids, scores) :]
         self._counts.scatter_add_(1, new, torch.ones_like(new, dtype=scores.dtype))
