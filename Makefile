@@ -9,9 +9,10 @@ QUANTISED_TESTS := tests/parity/test_quantised_libraries.py
 DOCS := .venv-docs
 FRAMEWORKS := .venv-frameworks
 FRAMEWORKS_TESTS := tests/recipe tests/test_snippets.py
+CLIENTS := .venv-clients
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-fast test-slow test-gpu test-oldest test-kernel test-quantised test-frameworks lint figures docs traces wheel clean
+.PHONY: help demo test test-fast test-slow test-gpu test-oldest test-kernel test-quantised test-frameworks test-clients lint figures docs traces wheel clean
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -48,6 +49,11 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt constraints-frameworks.
 		-e '.[dev]' langchain-huggingface lm-eval outlines smolagents 'transformers[serving]'
 	@touch $@
 
+$(CLIENTS)/.installed: constraints-clients.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-clients.txt langchain-openai litellm
+	@touch $@
+
 demo: $(VENV)/.installed ## watch the embedded model write Python: plain, adaptive, and with its memory kept
 	$(BIN)/lade demo
 
@@ -75,6 +81,9 @@ test-quantised: $(QUANTISED)/.installed ## models quantised by torchao and bitsa
 test-frameworks: $(FRAMEWORKS)/.installed ## the recipe in LangChain, smolagents, lm-eval, Outlines and transformers serve (300 MB are fetched)
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest -n 2 $(FRAMEWORKS_TESTS)
 
+test-clients: $(VENV)/.installed $(CLIENTS)/.installed ## LangChain, LiteLLM and an older openai at a server (200 MB are fetched)
+	LITELLM_LOCAL_MODEL_COST_MAP=True $(CLIENTS)/bin/python scripts/try_clients.py $(BIN)/lade
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -94,4 +103,4 @@ wheel: $(VENV)/.installed ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(KERNEL) $(QUANTISED) $(FRAMEWORKS) $(DOCS) build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(KERNEL) $(QUANTISED) $(FRAMEWORKS) $(CLIENTS) $(DOCS) build dist *.egg-info

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server over `lade.Engine`; what `lade serve` runs."""

@@ -1,0 +1,36 @@
+"""One server for most tests, one thread for its tiny model."""
+
+import gc
+
+import pytest
+import torch
+from served import Running, running
+
+from lade.server import service
+from lade.serving import batch
+from lade.testing import nearly_flat_cost
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_warm_up():
+    """Nothing is compiled or measured in these tests, and there are many servers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service, "warm_up", lambda engine, model, settings: None)
+        yield
+
+
+@pytest.fixture(scope="package")
+def server() -> Running:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
+        with running() as made:
+            yield made
+    gc.collect()
