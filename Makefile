@@ -8,10 +8,11 @@ QUANTISED := .venv-quantised
 QUANTISED_TESTS := tests/parity/test_quantised_libraries.py
 DOCS := .venv-docs
 FRAMEWORKS := .venv-frameworks
+PAGE := .venv-page
 FRAMEWORKS_TESTS := tests/recipe tests/test_snippets.py
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-fast test-slow test-gpu test-oldest test-kernel test-quantised test-frameworks lint figures docs traces wheel clean
+.PHONY: help demo test test-fast test-slow test-gpu test-oldest test-kernel test-quantised test-frameworks test-page lint figures docs traces wheel clean
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -48,6 +49,10 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt constraints-frameworks.
 		-e '.[dev]' langchain-huggingface lm-eval outlines smolagents 'transformers[serving]'
 	@touch $@
 
+$(PAGE)/.installed: $(VENV)/.installed constraints-page.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-page.txt --target $(PAGE) playwright
+	@touch $@
+
 demo: $(VENV)/.installed ## watch the embedded model write Python: plain, adaptive, and with its memory kept
 	$(BIN)/lade demo
 
@@ -75,6 +80,9 @@ test-quantised: $(QUANTISED)/.installed ## models quantised by torchao and bitsa
 test-frameworks: $(FRAMEWORKS)/.installed ## the recipe in LangChain, smolagents, lm-eval, Outlines and transformers serve (300 MB are fetched)
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest -n 2 $(FRAMEWORKS_TESTS)
 
+test-page: $(PAGE)/.installed ## the chat page in Chromium (found in PATH, else playwright's own; 150 MB are fetched)
+	PYTHONPATH=$(PAGE) $(BIN)/python -m pytest tests/page
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -94,4 +102,4 @@ wheel: $(VENV)/.installed ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(KERNEL) $(QUANTISED) $(FRAMEWORKS) $(DOCS) build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(KERNEL) $(QUANTISED) $(FRAMEWORKS) $(PAGE) $(DOCS) build dist *.egg-info

@@ -1,0 +1,1 @@
+"""An HTTP server on the engine, which speaks as OpenAI's does, and its chat page."""
