@@ -20,7 +20,7 @@ LAYERS = [
     "tuning",
     "hf testing",
     "serving recipe",
-    "embedded",
+    "embedded server",
     "bench",
     "cli",
     "__init__ __main__",

@@ -12,6 +12,7 @@ from lade.cli.bench import command as bench
 from lade.cli.bench import plan
 from lade.cli.chat import command as chat
 from lade.cli.demo import command as demo
+from lade.cli.serve import command as serve
 from lade.version import __version__
 
 app = typer.Typer(
@@ -40,6 +41,7 @@ def _lade(
 
 app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
 app.command("chat", epilog=chat.EXAMPLE)(chat.chat)
+app.command("serve", epilog=serve.EXAMPLE)(serve.serve)
 app.command("info", epilog=info.EXAMPLE)(info.info)
 app.command("tune", epilog=tune.EXAMPLE)(tune.tune)
 app.command("warm", epilog=warm.EXAMPLE)(warm.warm)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from transformers import StoppingCriteriaList, StopStringCriteria
 
-from lade.cli.detokenizer import Detokenizer
 from lade.cli.interrupt import Interrupt
 from lade.cli.loading import checkpoint
 from lade.cli.loading.load import BEAM_FIELDS, SAMPLING_FIELDS
@@ -18,6 +17,7 @@ from lade.cli.options.decoding import GREEDY, Choices
 from lade.cli.terminal import Terminal
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError
+from lade.hf.detokenizer import Detokenizer
 from lade.hf.generate import generate, stream
 from lade.hf.refusals import resolve
 from lade.model.support.supports import supports

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from rich.text import Text
 
-from lade.cli.detokenizer import Detokenizer
 from lade.cli.loading.loaded_model import LoadedModel
 from lade.cli.terminal import Terminal
+from lade.hf.detokenizer import Detokenizer
 from lade.stats import Step
 
 RUNS = ("bold green", "bold cyan")

@@ -1,15 +1,13 @@
-"""Transformers' processors and criteria, called once per emitted token with the arguments of plain decoding."""
+"""Transformers' processors, called once per emitted token with the arguments of plain decoding."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from transformers import LogitsProcessorList, StoppingCriteriaList
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers import LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 from lade.decoding.row import StopRule
@@ -41,19 +39,27 @@ class Transcript:
         return self._buffer[:, :length]
 
 
+StopReason = Literal["eos", "stop_token", "stop_text", "length", "time", "criterion"]
+"""What ends an answer: an end of sequence, another id that was to end it, a text, the greatest length, the time that it
+may take, or another criterion. Where several do with one token, the first of these counts."""
+
+
 @dataclass
 class Record:
-    """Scores and logits of the emitted tokens, for `output_scores` and `output_logits`.
+    """What is kept of the emitted tokens beside themselves.
 
     Attributes:
         scores: `[1, V]` float32 after the processors, one a token; None if not wanted.
         logits: `[1, V]` float32 before them, one a token; None if not wanted.
+        ended_by: what ended the answer; None before its end.
     """
 
     scores: tuple[torch.Tensor, ...] | None = None
     logits: tuple[torch.Tensor, ...] | None = None
+    ended_by: StopReason | None = None
 
     def __bool__(self) -> bool:
+        """Whether logits have to be looked at one by one."""
         return self.scores is not None or self.logits is not None
 
     def add(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
@@ -100,35 +106,6 @@ class Processed:
             return int(scores.argmax(dim=-1))
 
         return choose
-
-
-class StopRules:
-    """Transformers' stopping criteria for one row.
-
-    Length and end of sequence are decided on plain numbers; with any other criterion among them all are called, once
-    per emitted token, as plain decoding does.
-    """
-
-    def __init__(self, criteria: StoppingCriteriaList, transcript: Transcript, record: Record) -> None:
-        self._criteria, self._transcript, self._record = criteria, transcript, record
-        self._eos: set[int] = set()
-        self._max_length = self._plain_until = sys.maxsize
-        for criterion in criteria:
-            if type(criterion) is EosTokenCriteria:
-                self._eos.update(criterion.eos_token_id.tolist())
-            elif type(criterion) is MaxLengthCriteria:
-                self._max_length = min(self._max_length, criterion.max_length)
-                # Beyond the model's length this criterion warns the user, so from there on it is called for real.
-                self._plain_until = min(self._plain_until, criterion.max_position_embeddings or sys.maxsize)
-            else:
-                self._plain_until = 0
-
-    def __call__(self, tokens: Sequence[int]) -> bool:
-        """Whether the row ends with its last token."""
-        length = len(tokens) + self._transcript.skipped
-        if length <= self._plain_until:
-            return tokens[-1] in self._eos or length >= self._max_length
-        return bool(self._criteria(self._transcript.upto(tokens), self._record.scores).all())
 
 
 class Streamed:

@@ -10,8 +10,9 @@ from lade.decoding.verify import Chooser, Greedy
 from lade.hf.batch_rules import processors_of_row
 from lade.hf.encoder_decoder import source_of
 from lade.hf.prepared import Prepared
-from lade.hf.processors import Processed, Record, StopRules, Streamed, Transcript
+from lade.hf.processors import Processed, Record, Streamed, Transcript
 from lade.hf.sampling import Sampler
+from lade.hf.stop_rules import StopRules
 from lade.hf.tree_processors import AtOnce, can_be_asked_at_once, pays_at_once
 
 

@@ -1,1 +1,1 @@
-"""An HTTP server on the engine, which speaks as OpenAI's does, and its chat page."""
+"""An OpenAI-compatible server over `lade.Engine`; what `lade serve` runs."""

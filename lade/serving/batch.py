@@ -23,6 +23,7 @@ from lade.model.select_runner import release, runner_for
 from lade.serving.capacity import Capacity, default_max_tokens
 from lade.serving.handle import Handle
 from lade.serving.request import Request
+from lade.serving.snapshot import Tally
 from lade.stats import Step
 from lade.tuning.batch_cost import BatchCost
 from lade.tuning.cost_cache import save_refreshed, step_cost_for
@@ -66,6 +67,7 @@ class Batch:
 
     Attributes:
         capacity: what fits at a time.
+        tally: counts what is done.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Batch:
         self._prefilling: list[ActiveRequest] = []
         self._decoding: dict[Row, ActiveRequest] = {}  # after prefill
         self._cost: BatchCost | None = None
+        self.tally = Tally()
 
     def _row_bytes(self) -> tuple[int, int]:
         """Bytes of a cached token and of a row's states, found by feeding one: no two families keep the same."""
@@ -133,13 +136,16 @@ class Batch:
         if self.idle:
             self._cache.reset()
             save_refreshed(self._model)
+        rows, slots = self._cache.room
+        self.tally.set_slots(sum(self._cache.lengths), rows * slots)
 
     def close(self, problem: BaseException | None = None) -> None:
         """End all requests, with an error or as cancelled, and release what they took."""
         everyone, self._prefilling, self._decoding, self._loop.rows = self.active, [], {}, []
         for active in everyone:
-            active.handle.end(problem)
+            self._tell_end(active, problem)
         self._cache.reset()
+        self.tally.set_slots(0, 0)
         release(self._model)
         save_refreshed(self._model)
 
@@ -160,22 +166,26 @@ class Batch:
         """Feed at most some `most` tokens of a prompt, one with images whole; after the last one the answer begins."""
         start = perf_counter()
         if active.fed == 0:
+            active.handle.begin()
             active.row = active.request.row(self._drafter(active.request))
         row = active.row
         images = active.request.images
         end = len(row.tokens) if images else self._prefill_runner.piece_end(active.fed, most, len(row.tokens))
         runner = self._prefill_runner.for_prompts(images)
         logits = runner.prefill([row.tokens[:end]], active.cache, prompt_hook([row]))  # [1, V]
-        active.fed = end
-        if end < len(row.tokens):
-            active.seconds += perf_counter() - start
-            return
-        active.request.images = None
-        token = row.choose_first(logits, read(logits, wants_entries=False).argmax_ids)
-        active.seconds += perf_counter() - start
-        self._join(active)
-        self._loop.drop_finished()  # the first token may have been the last
-        self._deliver(active, Step(0, [token], ["prefill"], end, active.seconds))
+        active.fed, token = end, None
+        if end == len(row.tokens):
+            active.request.images = None
+            token = row.choose_first(logits, read(logits, wants_entries=False).argmax_ids)
+        seconds = perf_counter() - start
+        active.seconds += seconds
+        self.tally.add_prefill(seconds)
+        if token is not None:
+            step = Step(0, [token], ["prefill"], end, active.seconds)
+            self._join(active)
+            self._loop.drop_finished()  # the first token may have been the last
+            self.tally.add_first(step, end)
+            self._deliver(active, step)
 
     def _join(self, active: ActiveRequest) -> None:
         self._prefilling.remove(active)
@@ -194,6 +204,7 @@ class Batch:
         except Exception as problem:  # noqa: BLE001 - likewise; and what the cache holds now is unknown
             self._end_rows(problem)
             return
+        self.tally.add_pass(steps, self._runner.forward_s)
         for row, step in zip(rows, steps, strict=True):
             if step.tokens:  # also of a row that then failed
                 self._deliver(self._decoding[row], step)
@@ -232,4 +243,9 @@ class Batch:
             self._loop.drop_finished()
             if not self._loop.rows:
                 self._cache.reset()
-        active.handle.end(result)
+        self._tell_end(active, result)
+
+    def _tell_end(self, active: ActiveRequest, result: Output | BaseException | None) -> None:
+        ended = result is not None and not isinstance(result, BaseException)
+        if active.handle.end(result, active.request.reason(active.row) if ended else None):
+            self.tally.add_end(str(active.handle.reason))

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import functools
-import os
-import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from lade.config import Lookahead, LookaheadConfig
-from lade.errors import ConfigError, EngineClosedError, EngineFullError, UnsupportedModelError
+from lade.errors import ConfigError, UnsupportedModelError
 from lade.hf.refusals import resolve
 from lade.model.support.supports import supports, unwrap
-from lade.serving.batch import ActiveRequest, Batch
-from lade.serving.capacity import Capacity
-from lade.serving.handle import Handle, check_process
-from lade.serving.request import Request, prepare
+from lade.serving.batch import Batch
+from lade.serving.handle import Handle
+from lade.serving.place import Place
+from lade.serving.request import prepare
+from lade.serving.scheduler import Scheduler
+from lade.serving.snapshot import Snapshot
 from lade.stats import Stats, Step
 
 PLAIN = LookaheadConfig(window=0, ngram=2, guesses=0)
@@ -47,7 +47,7 @@ class Engine:
         max_tokens: slots of the KV cache, which are rows times tokens of the longest one, tree included; more wait.
             With captured passes, on a CUDA device, rows and tokens are rounded up to the sizes of these. None: as many
             as fit in a quarter of the host's memory, or in 29 % of what is free on a CUDA device.
-        max_waiting: requests that may wait.
+        max_waiting: requests that may wait, beside those that there are free rows for.
         prefill_tokens: of new prompts, fed between two steps at most, so that a long one does not hold up the others.
             Models with recurrent layers are fed two at least, and those of Mamba 1 whole prompts.
             A prompt with images is fed at once.
@@ -93,9 +93,10 @@ class Engine:
         on_step: Callable[[Step], None] | None = None,
         seed: int | None = None,
         stats: Stats | None = None,
+        place: Place | None = None,
         **generate_arguments: Any,
     ) -> Handle:
-        """Add a prompt to be continued; returns at once.
+        """Add a prompt to be continued; returns as soon as it is prepared. Several threads may do so at a time.
 
         Args:
             input_ids: `[L]` or `[1, L]` ids of one prompt.
@@ -104,20 +105,50 @@ class Engine:
             seed: of this request's draws, where it samples: the tokens are those that `torch.manual_seed(seed)` and
                 `model.generate` give. None: one is drawn; the handle has it.
             stats: is added to; None for new ones, which the handle has.
+            place: in the queue, from `reserve`; None: one is taken now.
             generate_arguments: anything that `model.generate` takes for one prompt, but beams, streamers and caches.
                 The clock of `max_time` starts now.
 
         Raises:
             InputError: the prompt cannot be decoded, or is with its answer too long for the engine or the model.
             UnsupportedArgumentError: the arguments cannot be served exactly.
+            ConfigError: `lookahead`, `seed` or `place` is none.
             EngineFullError: as many requests wait as may.
             EngineClosedError: the engine was closed, or this process was forked from the engine's.
+            concurrent.futures.CancelledError: its place was released before it was prepared.
         """
-        self._scheduler.check_process()
-        config = resolve(lookahead)[0] or PLAIN
-        request = prepare(self._model, input_ids, generate_arguments, config=config, seed=seed)
-        make = functools.partial(Handle, stats=Stats() if stats is None else stats, seed=request.seed, on_step=on_step)
-        return self._scheduler.take(request, make)
+        with ExitStack() as stack:
+            if place is None:
+                place = stack.enter_context(self.reserve())
+            self._scheduler.check_place(place)
+            config = resolve(lookahead)[0] or PLAIN
+            request = prepare(self._model, input_ids, generate_arguments, config=config, seed=seed)
+            make = functools.partial(
+                Handle,
+                stats=Stats() if stats is None else stats,
+                seed=request.seed,
+                on_step=on_step,
+                prompt_tokens=request.prompt_tokens,
+            )
+            return self._scheduler.take(request, place, make)
+
+    def reserve(self) -> Place:
+        """Take a place in the queue before a request is prepared, so that one for which there is none costs nothing.
+
+        Raises:
+            EngineFullError: as many requests wait as may.
+            EngineClosedError: see `add`.
+        """
+        return self._scheduler.reserve()
+
+    def snapshot(self) -> Snapshot:
+        """How it stands, and what it has done so far. Never waits for the thread that decodes."""
+        return self._scheduler.snapshot()
+
+    @property
+    def problem(self) -> BaseException | None:
+        """The error that ended the thread that decodes; None unless one did. Its requests have ended with it, too."""
+        return self._scheduler.problem
 
     def close(self) -> None:
         """End all requests as cancelled and free what they took; returns when that is done. May be called again.
@@ -144,115 +175,3 @@ def _refuse_encoders(model: PreTrainedModel) -> None:
             f"{type(model).__name__}: the rows of an engine share one cache, which has no place for encoders' states",
             "use lade.generate, which decodes batches of encoder-decoder models, too",
         )
-
-
-class Scheduler:
-    """The queue of requests, and the thread that serves them.
-
-    It knows nothing of the `Engine`, so that a forgotten engine can be collected, which closes its scheduler.
-
-    Args:
-        batch: decodes; only the thread touches it.
-        max_waiting: requests that may wait.
-    """
-
-    def __init__(self, batch: Batch, max_waiting: int) -> None:
-        self._batch, self._max_waiting = batch, max_waiting
-        self._capacity: Capacity = batch.capacity
-        self._waiting: deque[tuple[Request, Handle]] = deque()
-        self._seats: dict[Handle, ActiveRequest] = {}
-        self._changed = threading.Condition()
-        self._closed, self._end = False, "was closed"
-        self._process = os.getpid()
-        self._thread = threading.Thread(target=self._serve, name="lade.Engine", daemon=True)
-        self._thread.start()
-
-    @property
-    def state(self) -> str:
-        """How many requests are decoded and wait, or that it is closed. Never blocks."""
-        if self._closed:
-            return "closed"
-        return f"{len(self._seats)} of {self._capacity.max_rows} rows, {len(self._waiting)} waiting"
-
-    def take(self, request: Request, make: Callable[[Callable[[Handle], bool]], Handle]) -> Handle:
-        """Let a request wait; `make` gets what cancels a handle, and returns the handle."""
-        self._capacity.check(request.need)
-        handle = make(self.cancel)
-        with self._changed:
-            if self._closed:
-                raise EngineClosedError(f"this engine {self._end}: make a new one")
-            if len(self._waiting) >= self._max_waiting:
-                raise EngineFullError(
-                    f"{len(self._waiting)} requests wait already: add this one later, or give the engine a greater "
-                    "max_waiting"
-                )
-            self._waiting.append((request, handle))
-            self._changed.notify_all()
-        return handle
-
-    def check_process(self) -> None:
-        """Raise `EngineClosedError` in a forked process, before a lock is taken that no thread there releases."""
-        check_process(self._process)
-
-    def cancel(self, handle: Handle) -> bool:
-        """See `Handle.cancel`."""
-        if handle.done():
-            return False
-        self.check_process()
-        with self._changed:
-            if handle.done():
-                return False
-            if handle in self._seats:
-                self._seats[handle].cancelled = True
-                return True
-            self._waiting = deque(entry for entry in self._waiting if entry[1] is not handle)
-        handle.end(None)
-        return True
-
-    def close(self) -> None:
-        """See `Engine.close`."""
-        if os.getpid() != self._process:
-            return
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
-    def _serve(self) -> None:
-        problem: BaseException | None = None
-        try:
-            with torch.no_grad():
-                while self._admit():
-                    self._batch.advance()
-                    self._forget_ended()
-        except BaseException as unforeseen:
-            problem = unforeseen
-            raise
-        finally:
-            self._end_all(problem)
-
-    def _admit(self) -> bool:
-        """Admit requests that fit, waiting for one if there is nothing to do; false to end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._waiting or not self._batch.idle)
-            while self._waiting and not self._closed and self._batch.has_room(self._waiting[0][0]):
-                request, handle = self._waiting.popleft()
-                self._seats[handle] = self._batch.add(request, handle)
-            return not self._closed
-
-    def _forget_ended(self) -> None:
-        with self._changed:
-            for handle in [handle for handle in self._seats if handle.done()]:
-                del self._seats[handle]
-
-    def _end_all(self, problem: BaseException | None) -> None:
-        with self._changed:
-            self._closed = True
-            if problem is not None:
-                self._end = f"broke down ({type(problem).__name__}: {problem})"
-            waiting, self._waiting = self._waiting, deque()
-        for _, handle in waiting:
-            handle.end(problem)
-        self._batch.close(problem)
-        self._forget_ended()

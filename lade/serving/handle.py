@@ -9,10 +9,16 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
+from time import perf_counter
+from typing import Literal
 
 from lade.errors import EngineClosedError
 from lade.hf.output import Output
+from lade.hf.processors import StopReason
 from lade.stats import Stats, Step
+
+Reason = Literal[StopReason, "cancelled", "error"]
+"""Why a request has ended, see `Handle.reason`."""
 
 
 class Handle:
@@ -31,6 +37,13 @@ class Handle:
     Attributes:
         seed: the seed that its tokens are drawn with; None where nothing is drawn.
         stats: figures of this request. The seconds of a pass are those of all rows that took part.
+        prompt_tokens: of its prompt, without padding.
+        queue_s: seconds from `Engine.add` until its prompt was begun; None before.
+        prefill_s: seconds from then until its first token, with the passes of other requests between; None before.
+        reason: why it has ended, None before: `eos`, an end of sequence that the model's generation_config names;
+            `stop_token`, another id of the request's `eos_token_id`; `stop_text`; `length`; `time`, the request's
+            `max_time`; `criterion`, another one of its stopping criteria; `cancelled`; or `error`. Where several end it
+            with one token, the first of these.
     """
 
     def __init__(
@@ -40,8 +53,13 @@ class Handle:
         stats: Stats,
         seed: int | None,
         on_step: Callable[[Step], None] | None = None,
+        prompt_tokens: int = 0,
     ) -> None:
-        self.seed, self.stats = seed, stats
+        self.seed, self.stats, self.prompt_tokens = seed, stats, prompt_tokens
+        self.queue_s: float | None = None
+        self.prefill_s: float | None = None
+        self.reason: Reason | None = None
+        self._made = perf_counter()
         self._cancel, self._on_step = cancel, on_step
         self._steps: list[Step] = []
         self._result: Output | BaseException | None = None  # None where it was cancelled
@@ -164,8 +182,14 @@ class Handle:
         if isinstance(self._result, BaseException):
             raise self._result
 
+    def begin(self) -> None:
+        """For the engine: its prompt is begun."""
+        self.queue_s = perf_counter() - self._made
+
     def tell(self, step: Step, forward_s: float) -> None:
         """For the engine: a step, and the seconds it spent in the model. Raises what `on_step` raises."""
+        if self.queue_s is not None and self.prefill_s is None:
+            self.prefill_s = perf_counter() - self._made - self.queue_s
         self.stats.add(step, forward_s=forward_s)
         self._steps.append(step)
         try:
@@ -174,13 +198,23 @@ class Handle:
         finally:
             self._wake()
 
-    def end(self, result: Output | BaseException | None) -> None:
-        """For the engine: the result, the error that ended it, or None where it was cancelled; the first one counts."""
+    def end(self, result: Output | BaseException | None, reason: Reason | None = None) -> bool:
+        """For the engine: the result, the error that ended it, or None where it was cancelled; the first one counts.
+
+        Args:
+            result: what it ended with.
+            reason: why, where that is a result.
+
+        Returns:
+            Whether it was the first one.
+        """
         with self._changed:
             if self._ended:  # cancelled by one thread while another closed the engine
-                return
+                return False
+            self.reason = "cancelled" if result is None else "error" if isinstance(result, BaseException) else reason
             self._result, self._ended = result, True
         self._wake()
+        return True
 
     def _wake(self) -> None:
         with self._changed:

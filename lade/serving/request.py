@@ -16,10 +16,11 @@ from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.row import Row
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
 from lade.hf.arguments import arguments_for_callable, why_no_ids
-from lade.hf.ids import placeholder_ids, special_ids
+from lade.hf.ids import ids_of, placeholder_ids, special_ids
 from lade.hf.one_call import cleaning_up, refuse_hooks_of_one_call, refuse_values_of_one_call
 from lade.hf.output import Output, output_of, record_for
 from lade.hf.prepared import Prepared, preparing
+from lade.hf.processors import StopReason
 from lade.hf.refusals import check
 from lade.hf.row import row_for
 from lade.hf.sampling import LoneSampler
@@ -50,6 +51,7 @@ class Request:
         seed: the seed of its draws; None where nothing is drawn.
         excluded: ids after which nothing is drafted.
         need: the room that it can come to take.
+        prompt_tokens: of the prompt, without padding.
         images: the prompt where it has more than text in it, until it is prefilled; else None.
 
     Raises:
@@ -65,6 +67,7 @@ class Request:
             refuse(f"num_return_sequences={generation_config.num_return_sequences}", "add a request for each of them")
         self._prepared, self._padding = replace(prepared, model_kwargs={}), paddings[0]  # images take memory
         self.need = Need(generation_config.max_length - self._padding, largest_tree(config))
+        self.prompt_tokens = prepared.input_ids.shape[1] - self._padding
         _check_positions(prepared.model, self.need.tokens)
         if generation_config.prefill_chunk_size is not None and is_recurrent(prepared.model):
             chunks = f"prefill_chunk_size={generation_config.prefill_chunk_size}"
@@ -81,6 +84,12 @@ class Request:
         if self.seed is not None:
             sampler = LoneSampler(torch.Generator(self._prepared.input_ids.device).manual_seed(self.seed))
         return row_for(self._prepared, 0, self._padding, drafter, sampler=sampler, record=self._record)
+
+    def reason(self, row: Row) -> StopReason | None:
+        """What ended the row; None if nothing did."""
+        reason = self._record.ended_by
+        own = ids_of(self._prepared.model.generation_config.eos_token_id)
+        return "stop_token" if reason == "eos" and own and row.tokens[-1] not in own else reason
 
     def output(self, row: Row) -> Output:
         """What `model.generate` returns, given the row that has ended."""

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from typer.testing import CliRunner
 
 from lade import Memory
-from lade.cli.detokenizer import Detokenizer
+from lade.hf.detokenizer import Detokenizer
 from lade.cli.main import app
 from lade.decoding.kernels import ORDERS
 

@@ -28,7 +28,7 @@ from lade import (
 )
 from lade.embedded.files import model_path
 from lade.model.runner import EagerRunner
-from lade.serving.engine import Scheduler
+from lade.serving.scheduler import Scheduler
 from lade.testing import toy_model
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from lade.cli.detokenizer import Detokenizer
 from lade.cli.loading.loaded_model import LoadedModel
 from lade.cli.options.decoding import GREEDY, Choices
 from lade.cli.rng_state import Noise
 from lade.cli.run import generate_arguments
 from lade.cli.step_colours import Palette
 from lade.config import LookaheadConfig
+from lade.hf.detokenizer import Detokenizer
 from lade.hf.generate import generate, stream
 from lade.stats import Stats, Step, distinct_ngrams
 

@@ -20,10 +20,11 @@ class Detokenizer:
         tokenizer: a transformers tokenizer.
         context: ids that stand before the first one pushed: after them, a word may have a space before it that it would
             not have at the beginning of a text.
+        skip_special_tokens: whether special tokens have no text.
     """
 
-    def __init__(self, tokenizer: Any, context: Iterable[int] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, context: Iterable[int] = (), *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skips = tokenizer, skip_special_tokens
         before, size = list(context), _TAIL_TOKENS
         self._ids = before[-size:]
         while not self._decode() and size < len(before):  # special tokens only, which have no text to continue from
@@ -68,5 +69,5 @@ class Detokenizer:
             self._ids, self._shown = [], ""
 
     def _decode(self, ids: list[int] | None = None) -> str:
-        text: str = self._tokenizer.decode(self._ids if ids is None else ids, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(self._ids if ids is None else ids, skip_special_tokens=self._skips)
         return text

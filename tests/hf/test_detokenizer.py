@@ -4,8 +4,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from lade.cli.detokenizer import Detokenizer
 from lade.cli.step_colours import RUNS, Palette
+from lade.hf.detokenizer import Detokenizer
 
 TEXTS = [
     "plain words, and more of them, so many that the window has to move on several times while they come",

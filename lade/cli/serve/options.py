@@ -1,0 +1,160 @@
+"""Options of `lade serve`, checked as far as that can be done without a model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from lade.cli.options.grouping import in_panel
+from lade.cli.options.model import Loading
+from lade.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lade.server.keys import Keys
+
+SHARES = ("key", "all", "none")
+LOG_FORMATS = ("text", "json")
+_SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_MOST_BODY = 2**30
+
+_server = in_panel("Server")
+_access = in_panel("Access")
+_limits = in_panel("Limits")
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Where the server listens, and what it calls itself.
+
+    Attributes:
+        host, port: of the socket; port 0 is any free one.
+        name: that the model is served by.
+        log_format: of the lines on standard error.
+        metrics: whether `/metrics` is served.
+        strict: whether unknown fields are refused.
+    """
+
+    host: Annotated[str, _server(metavar="ADDR", help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1"
+    port: Annotated[int, _server(metavar="PORT", help="Port; 0 is any free one.")] = 8000
+    name: Annotated[
+        list[str] | None,
+        _server("--name", metavar="NAME", help="What clients call the model; more than once for several names."),
+    ] = None
+    log_format: Annotated[
+        str, _server(metavar="KIND", autocompletion=lambda: list(LOG_FORMATS), help="Of the log: text or json.")
+    ] = "text"
+    metrics: Annotated[bool, _server("--metrics/--no-metrics", metavar="", help="Serve /metrics to Prometheus.")] = True
+    strict: Annotated[
+        bool, _server("--strict", metavar="", help="Refuse requests with unknown fields, which else are ignored.")
+    ] = False
+
+    def check(self) -> None:
+        """Raise `ConfigError` for what no server could do."""
+        if not 0 <= self.port < 2**16:
+            raise ConfigError("port", self.port, "give a whole number from 0 to 65535")
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError("log-format", self.log_format, f"give one of {', '.join(LOG_FORMATS)}")
+        for name in self.name or ():
+            if not name.isprintable() or not 0 < len(name) <= 200:
+                raise ConfigError("name", name[:60], "give 1 to 200 characters that can be printed")
+
+    def names(self, loading: Loading) -> tuple[str, ...]:
+        """What the model is served by: never a path."""
+        return tuple(self.name or [loading.name.rstrip("/").rpartition("/")[2]])
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may ask.
+
+    Attributes:
+        api_key_file: keys, one a line; None: anyone.
+        allowed_host: names of this machine that are served besides its numbers.
+        cors_origin: web pages that may ask.
+    """
+
+    api_key_file: Annotated[
+        Path | None, _access(metavar="FILE", help="Keys, one a line (or name:key). Default: none is needed.")
+    ] = None
+    allowed_host: Annotated[
+        list[str] | None, _access(metavar="NAME", help="Name of this machine in requests; * for any.")
+    ] = None
+    cors_origin: Annotated[
+        list[str] | None, _access(metavar="URL", help="Web page that may ask, such as https://example.org; * for any.")
+    ] = None
+
+    def keys(self) -> Keys:
+        """The keys; raises `InputError` where the file has none."""
+        from lade.server.keys import NO_KEYS, Keys
+
+        return NO_KEYS if self.api_key_file is None else Keys.read(self.api_key_file)
+
+    def check(self) -> None:
+        """Raise `ConfigError` for an origin that no browser would send."""
+        for origin in self.cors_origin or ():
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+                raise ConfigError("cors-origin", origin, "give scheme and host, such as https://example.org, or *")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the server may take.
+
+    Attributes:
+        max_rows, max_waiting, max_tokens: see `lade.Engine`.
+        context: tokens of prompt and answer.
+        answer_tokens: of an answer, where a request names no limit.
+        max_body: of a request, as a size.
+        queue_timeout: seconds that a request may wait for a row.
+        shutdown_timeout: seconds that answers have after SIGTERM.
+    """
+
+    max_rows: Annotated[int, _limits(metavar="N", help="Requests decoded at a time.")] = 16
+    max_waiting: Annotated[int, _limits(metavar="N", help="Requests that may wait; more get 503.")] = 64
+    max_tokens: Annotated[
+        int | None, _limits(metavar="N", help="Slots of the KV cache: rows times the longest. Default: what fits.")
+    ] = None
+    context: Annotated[int | None, _limits(metavar="N", help="Tokens of prompt and answer. Default: the model's.")] = (
+        None
+    )
+    answer_tokens: Annotated[int, _limits(metavar="N", help="Tokens of an answer, if a request names no limit.")] = 1024
+    max_body: Annotated[str, _limits(metavar="SIZE", help="Of a request.")] = "4MiB"
+    queue_timeout: Annotated[
+        float | None, _limits(metavar="S", help="Seconds to wait for a row. Default: as long as the client does.")
+    ] = None
+    shutdown_timeout: Annotated[float, _limits(metavar="S", help="Seconds that answers have to end after SIGTERM.")] = (
+        30.0
+    )
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a limit that is none."""
+        for name in ("max_rows", "max_waiting", "max_tokens", "context", "answer_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(name.replace("_", "-"), value, "give a whole number >= 1")
+        for name in ("queue_timeout", "shutdown_timeout"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1e6:
+                raise ConfigError(name.replace("_", "-"), value, "give seconds >= 0")
+        if not 1 <= self.body_bytes <= _MOST_BODY:
+            raise ConfigError("max-body", self.max_body, "give at most 1GiB")
+
+    @property
+    def body_bytes(self) -> int:
+        """Of a request."""
+        return size_in_bytes("max-body", self.max_body)
+
+
+def size_in_bytes(name: str, text: str) -> int:
+    """Of a size such as `4MiB`; `k`, `m`, `g` are powers of 1024.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(name, text[:40], "give bytes, or a size such as 4MiB or 2GiB")
+    return int(float(found[1]) * 1024 ** _UNITS[found[2].lower()])

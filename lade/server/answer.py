@@ -1,0 +1,303 @@
+"""The answer to one request, from its place in the queue to its last byte, whatever form it is sent in."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import aclosing
+from typing import Any, ClassVar, TypeVar
+
+from fastapi import Request
+from starlette.responses import Response
+
+from lade.server import refusals, sse
+from lade.server.choice import Choice, Piece, new_text
+from lade.server.choosing import first_seed, generate_arguments, lookahead_of, seed_of
+from lade.server.errors import NOT_FOUND, ApiError, error_for, invalid
+from lade.server.exchange import GONE, Exchange
+from lade.server.message_parts import MarkupParser, PlainParser
+from lade.server.prompt import Prompt
+from lade.server.replies import Json
+from lade.server.schemas import Decoding
+from lade.server.service import Service
+from lade.serving.place import Place
+
+T = TypeVar("T")
+
+
+class ClientLeftError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Answer(ABC):
+    """The answer to one request.
+
+    Args:
+        service: what decodes it.
+        exchange: the request.
+        body: what it asks for.
+
+    Attributes:
+        choices: the answers, once they are under way.
+    """
+
+    endpoint: ClassVar[str]
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    id_prefix: ClassVar[str]
+
+    def __init__(self, service: Service, exchange: Exchange, body: Decoding) -> None:
+        self.service, self.body = service, body
+        self._flight = service.fly(exchange, self.endpoint)
+        self._request_id, self._key = exchange.id, exchange.key
+        self._headers: dict[str, str] = {}
+        self._id = f"{self.id_prefix}-{secrets.token_hex(16)}"
+        self._created = int(time.time())
+        self.seed = first_seed(body)
+        self.choices: list[Choice] = []
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """How many choices there will be."""
+
+    @abstractmethod
+    def prompts(self) -> list[Prompt]:
+        """What is to be continued; in a worker thread."""
+
+    @abstractmethod
+    def parser(self, prompt: Prompt) -> PlainParser | MarkupParser:
+        """What takes an answer to a prompt apart."""
+
+    @abstractmethod
+    def whole_choice(self, choice: Choice) -> dict[str, Any]:
+        """A choice that has ended."""
+
+    @abstractmethod
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        """What a stream says of a choice before its first token, if anything."""
+
+    @abstractmethod
+    def delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        """What a stream says of a step."""
+
+    @property
+    def top_logprobs(self) -> int | None:
+        """How many alternatives of each token are wanted; None: no logprobs at all."""
+        return None
+
+    async def reply(self, request: Request) -> Response:
+        """Whole or as a stream, or what went wrong."""
+        try:
+            await _unless_gone(request, self._begin())
+            if self.body.stream:
+                return sse.EventStream(self._events(), self._headers)
+            return Json(await _unless_gone(request, self._whole()), headers=self._headers)
+        except ClientLeftError:
+            return Response(status_code=GONE)
+        except Exception as problem:  # noqa: BLE001 - whatever it is, the client is told
+            return self._failed(problem).response()
+
+    def _failed(self, problem: Exception) -> ApiError:
+        error = error_for(self._flight.aborted or problem, self._request_id)
+        self._flight.outcome = "error" if error.status == 500 else "rejected"
+        return error
+
+    async def _begin(self) -> None:
+        """Take places before anything that costs time, so that who is refused is refused at once."""
+        self.model, self._engine = self.service.model, self.service.engine
+        self._check()
+        for _ in range(self.count):
+            self._flight.places.append(self._engine.reserve())
+        loop = asyncio.get_running_loop()
+        self.choices = await loop.run_in_executor(self.service.preparing, self._prepare)
+
+    def _check(self) -> None:
+        body, settings = self.body, self.service.settings
+        if body.model is not None and body.model not in settings.names:
+            why = f"model {body.model[:100]!r} is not served: there is {', '.join(settings.names)}"
+            raise ApiError(404, NOT_FOUND, why, param="model", code="model_not_found")
+        ignored = refusals.check(body, settings)
+        if ignored:
+            self._headers["x-lade-ignored"] = ", ".join(ignored)
+
+    def _prepare(self) -> list[Choice]:
+        """In a worker thread: templating, tokenising, and all that `model.generate` prepares."""
+        choices: list[Choice] = []
+        places = iter(list(self._flight.places))
+        for prompt in self.prompts():
+            arguments = self._arguments(prompt)
+            for _ in range(self.body.n):
+                choices.append(self._choice(len(choices), prompt, next(places), arguments))
+        return choices
+
+    def _choice(self, index: int, prompt: Prompt, place: Place, arguments: dict[str, Any]) -> Choice:
+        seed = seed_of(self.seed, index % self.body.n)
+        handle = self._engine.add(prompt.ids, place=place, seed=seed, **arguments, **prompt.media)
+        body, markup = self.body, self.service.markup
+        skips = body.skip_special_tokens and not markup.has_special_tokens
+        stop_ids = frozenset(body.stop_token_ids or ())
+        return Choice(
+            index=index,
+            prompt=prompt,
+            handle=handle,
+            text=new_text(self.model.tokenizer, prompt, body.stop, skip_special_tokens=skips),
+            parser=self.parser(prompt),
+            ends=frozenset() if body.ignore_eos or not body.skip_special_tokens else frozenset(self.model.ends),
+            stop_token_ids=stop_ids,
+        )
+
+    def _arguments(self, prompt: Prompt) -> dict[str, Any]:
+        """Of `Engine.add`."""
+        body, settings = self.body, self.service.settings
+        self._check_length(prompt)
+        wanted = body.most_tokens or settings.answer_tokens
+        context = self.service.context
+        room = wanted if context is None else min(wanted, context - len(prompt.ids))
+        stops = {"stop_texts": body.stop, "tokenizer": self.model.tokenizer} if body.stop else {}
+        logprobs = {} if self.top_logprobs is None else {"logprobs": self.top_logprobs}
+        least = min(body.min_tokens, room)
+        return {
+            **generate_arguments(body, self.model),
+            **stops,
+            **logprobs,
+            **({"min_new_tokens": least} if least else {}),
+            "max_new_tokens": room,
+            "lookahead": lookahead_of(body.lookahead, settings.lookahead),
+        }
+
+    def _check_length(self, prompt: Prompt) -> None:
+        context, length = self.service.context, len(prompt.ids)
+        if length == 0:
+            raise invalid(None, "the prompt has no tokens: send a longer one")
+        if max(prompt.ids) >= self.model.vocabulary and not prompt.media:
+            why = f"the prompt has the id {max(prompt.ids)}: give ids below {self.model.vocabulary}"
+            raise invalid("prompt", why)
+        if context is not None and length >= context:
+            why = f"the prompt has {length} tokens, and the context is {context} with the answer: shorten it"
+            raise invalid(None, why, "context_length_exceeded")
+
+    async def _steps(self, silence_s: float | None) -> AsyncGenerator[tuple[Choice, Piece] | None]:
+        """What comes of the choices, as it comes; None after so much silence."""
+        answers = [aiter(choice.handle) for choice in self.choices]
+        async with aclosing(sse.interleaved(answers, silence_s)) as steps:
+            async for found in steps:
+                if found is None:
+                    yield None
+                    continue
+                number, step = found
+                choice = self.choices[number]
+                if step is not None:
+                    self._flight.saw_token()
+                yield choice, choice.finish() if step is None else choice.take(step)
+
+    async def _whole(self) -> dict[str, Any]:
+        async for _ in self._steps(None):
+            pass
+        self._flight.outcome = self.choices[0].finish_reason
+        return {
+            **self._head(self.kind),
+            "choices": [self.whole_choice(choice) for choice in self.choices],
+            "usage": self.usage(),
+            "lade": self._figures(),
+        }
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        begun = False
+        try:
+            async with aclosing(self._steps(self.service.settings.ping_s)) as pieces:
+                async for found in pieces:
+                    if found is None:
+                        yield sse.PING
+                        continue
+                    if not begun:
+                        begun = True
+                        for opening in filter(None, map(self.opening, self.choices)):
+                            yield self._event(opening)
+                    for chunk in self._chunks(*found):
+                        yield chunk
+            if self.body.include_usage:
+                yield sse.event({**self._head(self.chunk_kind), "choices": [], "usage": self.usage()})
+            self._flight.outcome = self.choices[0].finish_reason
+            yield sse.DONE
+        except Exception as problem:  # noqa: BLE001 - the status was sent: only an event can tell
+            yield sse.event(self._failed(problem).body)
+
+    def _chunks(self, choice: Choice, piece: Piece) -> Iterator[bytes]:
+        """The events of a step, or of an end: text that was held back, then the reason."""
+        if piece.step is not None:
+            yield self._event(self.delta(choice, piece), self._trace(piece))
+            return
+        if piece.parts:
+            yield self._event(self.delta(choice, piece))
+        end = {**self.delta(choice, Piece(parts=type(piece.parts)())), "finish_reason": choice.finish_reason}
+        if choice.stop_reason is not None:
+            end["stop_reason"] = choice.stop_reason
+        yield self._event(end, {"lade": choice.figures})
+
+    def _event(self, choice: dict[str, Any], others: dict[str, Any] | None = None) -> bytes:
+        usage: dict[str, Any] = {}
+        options = self.body.stream_options
+        if options is not None and options.include_usage:
+            usage = {"usage": self.usage() if options.continuous_usage_stats else None}
+        return sse.event({**self._head(self.chunk_kind), "choices": [choice], **usage, **(others or {})})
+
+    def _trace(self, piece: Piece) -> dict[str, Any]:
+        step = piece.step
+        if step is None or not self.body.lade.trace:
+            return {}
+        return {"lade": {"tokens": step.tokens, "sources": step.sources, "fed": step.fed}}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self.service.settings.name,
+            "system_fingerprint": self.service.fingerprint,
+        }
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far; those of a prompt count once, however many answers it has."""
+        firsts = self.choices[:: self.body.n]
+        prompt = sum(len(choice.prompt.ids) for choice in firsts)
+        answer = sum(len(choice.tokens) for choice in self.choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": answer,
+            "total_tokens": prompt + answer,
+            "prompt_tokens_details": {"cached_tokens": sum(choice.handle.cached_tokens for choice in firsts)},
+            "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices)},
+        }
+
+    def _figures(self) -> dict[str, Any]:
+        """Of all choices together."""
+        if len(self.choices) == 1:
+            return self.choices[0].figures
+        stats = [choice.handle.stats for choice in self.choices]
+        steps, fed = sum(each.steps for each in stats), sum(each.fed_tokens for each in stats)
+        accepted = sum(each.accepted_tokens for each in stats)
+        seed = self.choices[0].handle.seed
+        return {"seed": seed, "steps": steps, "tokens_per_step": round(accepted / max(1, steps), 3), "fed": fed}
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What comes of some work, unless the client leaves before; nobody else notices that it does."""
+    tasks: Sequence[asyncio.Task[Any]] = (asyncio.create_task(work), asyncio.create_task(_gone(request)))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            result: T = tasks[0].result()
+            return result
+        raise ClientLeftError
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

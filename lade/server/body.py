@@ -1,0 +1,78 @@
+"""Bodies: JSON, of a bounded size, in a bounded time."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lade.server.errors import INVALID, ApiError
+
+_SECONDS = 30.0
+"""That a client has to send all of a body."""
+
+
+class Body:
+    """ASGI middleware that reads the body of a request before any route sees it.
+
+    A browser sends forms and plain text to other sites without asking; JSON it does not. So a type is required.
+
+    Args:
+        app: what comes after.
+        most_bytes: of a body.
+    """
+
+    def __init__(self, app: ASGIApp, most_bytes: int) -> None:
+        self._app, self._most_bytes = app, most_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand it on with its body whole, or refuse it."""
+        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            await self._app(scope, receive, send)
+            return
+        try:
+            whole = await asyncio.wait_for(self._whole(Headers(scope=scope), receive), _SECONDS)
+        except TimeoutError:
+            whole = ApiError(408, INVALID, "the body did not come in time: send it at once", code="request_timeout")
+        if isinstance(whole, ApiError):
+            await whole.response()(scope, receive, send)
+        elif whole is not None:
+            await self._app(scope, _replayed(whole, receive), send)
+
+    async def _whole(self, headers: Headers, receive: Receive) -> bytes | ApiError | None:
+        """The body; None if the client left."""
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            why = f"the body is {kind or 'of no type'}: send JSON with the header  content-type: application/json"
+            return ApiError(415, INVALID, why, code="unsupported_media_type")
+        length = headers.get("content-length", "0")
+        if not length.isdigit() or len(length) > 18 or int(length) > self._most_bytes:
+            return self._too_large()
+        parts, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._most_bytes:
+                return self._too_large()
+            if not message.get("more_body"):
+                return b"".join(parts)
+
+    def _too_large(self) -> ApiError:
+        why = (
+            f"the body has more than {self._most_bytes} bytes: send less, or start the server with a greater --max-body"
+        )
+        return ApiError(413, INVALID, why, code="request_too_large", headers={"Connection": "close"})
+
+
+def _replayed(whole: bytes, receive: Receive) -> Receive:
+    """What a route receives: the body, then what else comes, which is the client's leaving."""
+    first = [{"type": "http.request", "body": whole, "more_body": False}]
+
+    async def replay() -> Message:
+        return first.pop() if first else await receive()
+
+    return replay

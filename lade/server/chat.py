@@ -1,0 +1,100 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lade.server.answer import Answer
+from lade.server.choice import Choice, Piece
+from lade.server.choosing import with_generation_config
+from lade.server.exchange import Exchange
+from lade.server.logprobs import chat_entry, tokens_of
+from lade.server.message_parts import MarkupParser, Parts, PlainParser
+from lade.server.prompt import Prompt
+from lade.server.schemas import ChatRequest
+from lade.server.service import Service
+from lade.stats import Step
+
+
+class ChatAnswer(Answer):
+    """The answer to a conversation."""
+
+    endpoint = "chat"
+    kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    body: ChatRequest
+
+    def __init__(self, service: Service, exchange: Exchange, body: ChatRequest) -> None:
+        super().__init__(service, exchange, with_generation_config(body))
+
+    @property
+    def count(self) -> int:
+        """See `Answer.count`."""
+        return self.body.n
+
+    @property
+    def top_logprobs(self) -> int | None:
+        """See `Answer.top_logprobs`."""
+        return (self.body.top_logprobs or 0) if self.body.logprobs else None
+
+    def prompts(self) -> list[Prompt]:
+        """See `Answer.prompts`."""
+        with self.service.encoding:
+            ids, media = self.service.template.encode(self.body)
+        return [Prompt(ids, media, self.model.tokenizer.decode(ids))]
+
+    def parser(self, prompt: Prompt) -> PlainParser | MarkupParser:
+        """See `Answer.parser`."""
+        return self.service.markup.parser(prompt.text, self.body.tools if self.body.tool_choice != "none" else None)
+
+    def whole_choice(self, choice: Choice) -> dict[str, Any]:
+        """See `Answer.whole_choice`."""
+        message = {"role": "assistant", "refusal": None, **_members(choice.parts)}
+        if not choice.parts.content:
+            message["content"] = None if choice.parts.tool_calls else ""
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": self._logprobs(choice.steps),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            **({"token_ids": choice.tokens} if self.body.return_token_ids else {}),
+        }
+
+    def opening(self, choice: Choice) -> dict[str, Any]:
+        """See `Answer.opening`."""
+        ids = {"prompt_token_ids": choice.prompt.ids} if self.body.return_token_ids else {}
+        delta = {"role": "assistant", "content": ""}
+        return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None, **ids}
+
+    def delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        """See `Answer.delta`."""
+        members = _members(piece.parts)
+        if "tool_calls" in members:
+            before = len(choice.parts.tool_calls) - len(piece.parts.tool_calls)
+            members["tool_calls"] = [{"index": before + k, **call} for k, call in enumerate(members["tool_calls"])]
+        return {
+            "index": choice.index,
+            "delta": members,
+            "logprobs": self._logprobs([] if piece.step is None else [piece.step]),
+            "finish_reason": None,
+            **({"token_ids": piece.tokens} if self.body.return_token_ids else {}),
+        }
+
+    def _logprobs(self, steps: Sequence[Step]) -> dict[str, Any] | None:
+        if not self.body.logprobs or not steps:
+            return None
+        spelling = self.service.token_text
+        return {"content": [chat_entry(spelling, token) for token in tokens_of(steps)], "refusal": None}
+
+
+def _members(parts: Parts) -> dict[str, Any]:
+    """Of a message, or of what is new of it: thoughts under both names that clients know."""
+    made: dict[str, Any] = {}
+    if parts.reasoning:
+        made |= {"reasoning_content": parts.reasoning, "reasoning": parts.reasoning}
+    if parts.content:
+        made["content"] = parts.content
+    if parts.tool_calls:
+        made["tool_calls"] = list(parts.tool_calls)
+    return made

@@ -1,0 +1,130 @@
+"""One answer to one prompt, while it is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lade.hf.detokenizer import Detokenizer
+from lade.server.answer_text import AnswerText
+from lade.server.errors import overloaded
+from lade.server.message_parts import MarkupParser, Parts, PlainParser
+from lade.server.prompt import Prompt
+from lade.serving.handle import Handle
+from lade.stats import Step
+
+_REASONS = {"length": "length", "time": "length"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a step adds to an answer.
+
+    Attributes:
+        parts: text that can be shown.
+        step: the step; None for what comes at the end.
+    """
+
+    parts: Parts
+    step: Step | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Emitted ones."""
+        return [] if self.step is None else self.step.tokens
+
+
+@dataclass
+class Choice:
+    """One answer.
+
+    Attributes:
+        index: its number among the answers of a request.
+        prompt: what it answers.
+        handle: of the engine.
+        text: makes text of its tokens.
+        parser: takes the text apart.
+        ends: ids that end an answer, and are not shown.
+        stop_token_ids: likewise, those that the request has named.
+        parts: all of it so far.
+        steps: likewise.
+        reasoning_tokens: those that were emitted within thoughts.
+        finish_reason: "stop", "length" or "tool_calls"; None before the end.
+        stop_reason: the text or the id that ended it, if one of the request did.
+    """
+
+    index: int
+    prompt: Prompt
+    handle: Handle
+    text: AnswerText
+    parser: PlainParser | MarkupParser
+    ends: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
+    parts: Parts = field(default_factory=Parts)
+    steps: list[Step] = field(default_factory=list)
+    reasoning_tokens: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """All that were emitted."""
+        return [token for step in self.steps for token in step.tokens]
+
+    def take(self, step: Step) -> Piece:
+        """A step has come."""
+        self.steps.append(step)
+        parts = Parts()
+        for token in step.tokens:
+            if token not in self.ends:
+                parts.add(self.parser.push(self.text.push([token])))
+            self.reasoning_tokens += self.parser.thinks
+        self.parts.add(parts)
+        return Piece(parts, step)
+
+    def finish(self) -> Piece:
+        """The last step has come.
+
+        Raises:
+            ApiError: it was ended from this side.
+        """
+        reason = self.handle.reason
+        if reason == "cancelled":
+            raise overloaded("the engine ended this request: send it again", "engine_closed")
+        parts = self.parser.push(self.text.finish())
+        parts.add(self.parser.finish())
+        self.parts.add(parts)
+        self._conclude(reason)
+        return Piece(parts)
+
+    def _conclude(self, reason: str | None) -> None:
+        last = self.steps[-1].tokens[-1]
+        self.stop_reason = self.text.stopped_by
+        if self.stop_reason is None and last in self.stop_token_ids and reason in ("eos", "stop_token"):
+            self.stop_reason = last
+        self.finish_reason = "stop" if self.text.stopped_by is not None else _REASONS.get(reason or "", "stop")
+        if self.finish_reason == "stop" and self.parts.tool_calls:
+            self.finish_reason = "tool_calls"
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What decoding it took."""
+        stats = self.handle.stats
+        return {
+            "seed": self.handle.seed,
+            "steps": stats.steps,
+            "tokens_per_step": round(stats.tokens_per_step, 3),
+            "fed": stats.fed_tokens,
+            "queue_ms": _ms(self.handle.queue_s),
+            "prefill_ms": _ms(self.handle.prefill_s),
+            "decode_ms": _ms(stats.decode_s),
+        }
+
+
+def new_text(tokenizer: Any, prompt: Prompt, stops: list[str], *, skip_special_tokens: bool) -> AnswerText:
+    """What makes text of the tokens behind a prompt."""
+    return AnswerText(Detokenizer(tokenizer, prompt.ids, skip_special_tokens=skip_special_tokens), stops)
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1e3 * seconds, 2)

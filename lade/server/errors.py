@@ -1,0 +1,160 @@
+"""Errors as clients of OpenAI's API expect them: a status, and an object that says what to do about it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from lade.errors import ConfigError, EngineClosedError, EngineFullError, InputError, UnsupportedError
+from lade.server.replies import Json
+
+logger = logging.getLogger(__name__)
+
+INVALID, AUTHENTICATION, PERMISSION = "invalid_request_error", "authentication_error", "permission_error"
+NOT_FOUND, OVERLOADED, SERVER = "not_found_error", "overloaded_error", "server_error"
+_LONGEST_VALUE = 60
+
+
+class ApiError(Exception):
+    """An answer that is none.
+
+    Args:
+        status: of HTTP.
+        kind: one of the types above.
+        message: what is wrong, and the remedy.
+        param: path of the field that it is about, such as `messages[2].content`.
+        code: names the case for programs.
+        headers: of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        kind: str,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.message = status, kind, message
+        self.param, self.code, self.headers = param, code, dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The object that is sent."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """It as an answer."""
+        return Json(self.body, self.status, headers=self.headers)
+
+
+def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
+    """A field that has a wrong value."""
+    return ApiError(400, INVALID, message, param=param, code=code)
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    """A field that asks for something that this server does not do."""
+    return invalid(param, message, "unsupported_parameter")
+
+
+def overloaded(message: str, code: str, retry_after: int = 1, *, close: bool = False) -> ApiError:
+    """The request may be sent again later, or elsewhere."""
+    headers = {"Retry-After": str(retry_after), **({"Connection": "close"} if close else {})}
+    return ApiError(503, OVERLOADED, message, code=code, headers=headers)
+
+
+def internal(request_id: str) -> ApiError:
+    """What the client cannot help."""
+    return ApiError(500, SERVER, f"internal error: the server's log has it under {request_id}", code="internal_error")
+
+
+def error_for(problem: BaseException, request_id: str) -> ApiError:
+    """What a client is told of a problem; one that it cannot help is logged."""
+    match problem:
+        case ApiError():
+            return problem
+        case EngineFullError():
+            return overloaded("as many requests wait as may: send this one again later", "engine_overloaded")
+        case EngineClosedError():
+            return overloaded("the engine takes no more requests", "engine_closed", close=True)
+        case ConfigError():
+            return invalid(problem.field, str(problem))
+        case UnsupportedError():
+            return invalid(None, problem.reason, "unsupported_parameter")
+        case InputError():
+            return invalid(None, str(problem), "too_large_for_server")
+    logger.error("%s failed", request_id, exc_info=problem)
+    return internal(request_id)
+
+
+def install(app: FastAPI) -> None:
+    """Have an app answer in this form whatever goes wrong before a route is reached."""
+    app.add_exception_handler(RequestValidationError, _invalid_body)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(ApiError, _api)
+
+
+async def _api(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, ApiError)
+    return problem.response()
+
+
+async def _http(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, HTTPException)
+    path = request.url.path
+    match problem.status_code:
+        case 404:
+            error = ApiError(404, NOT_FOUND, f"there is nothing at {path}: /openapi.json lists all", code="unknown_url")
+        case 405:
+            why = f"{path} does not take {request.method}: /openapi.json lists what it takes"
+            error = ApiError(405, INVALID, why, code="unknown_url", headers=problem.headers)
+        case _:
+            error = _NOT_JSON
+    return error.response()
+
+
+_NOT_JSON = ApiError(400, INVALID, "the body is not valid JSON: send an object", code="invalid_json")
+
+
+async def _invalid_body(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, RequestValidationError)
+    first = problem.errors()[0]
+    if first["type"] == "json_invalid":
+        return _NOT_JSON.response()
+    return validation_error(first, problem.body).response()
+
+
+def validation_error(found: Mapping[str, Any], body: Any) -> ApiError:
+    """One error of pydantic; its location also names the branches of unions, which are no part of a body."""
+    place, names = body, list[str | int]()
+    for part in (part for part in found["loc"] if part != "body"):
+        if _has(place, part):
+            place = place[part]
+        elif found["type"] != "missing":
+            continue
+        names.append(part)
+    param = _path(names)
+    number = isinstance(place, bool | int | float) and len(str(place)) < _LONGEST_VALUE
+    shown = f" (it is {place!r})" if number else ""
+    message = str(found["msg"]).removeprefix("Value error, ")
+    return invalid(param or None, f"{param or 'the body'}: {message}{shown}")
+
+
+def _has(place: Any, part: str | int) -> bool:
+    if isinstance(place, list):
+        return isinstance(part, int) and 0 <= part < len(place)
+    return isinstance(place, dict) and part in place
+
+
+def _path(names: Sequence[str | int]) -> str:
+    return "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names).removeprefix(".")

@@ -1,0 +1,124 @@
+"""Runs the app: a port that is open before the model is loaded, signals, and an end that loses no answer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from time import perf_counter
+from types import FrameType
+
+import uvicorn
+
+from lade.errors import InputError
+from lade.server.app import build_app
+from lade.server.service import Service
+
+EXIT_DEAD = 1
+_SWITCH_S = 1e-3
+"""Between the threads of Python: at its default of 5 ms the thread that decodes would wait that long for each answer
+that is written meanwhile."""
+_LAST_WORDS_S = 2.0
+"""For answers to say that they were cut."""
+_CONNECTIONS = 1024
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that listens; port 0 is any free one.
+
+    Raises:
+        InputError: the address is taken, or none of this machine's.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        made = socket.socket(family, socket.SOCK_STREAM)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((host, port))
+        made.listen(2048)
+    except OSError as problem:
+        reason = problem.strerror or str(problem)
+        raise InputError(f"cannot listen on {host}:{port}: {reason}; give another --host or --port") from problem
+    return made
+
+
+def url_of(host: str, listening: socket.socket) -> str:
+    """Where a browser on this machine finds it."""
+    port = listening.getsockname()[1]
+    name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{name}:{port}"
+
+
+def run(service: Service, listening: socket.socket) -> int:
+    """Serve until a signal comes, the model cannot be loaded, or the engine breaks down; returns the exit code.
+
+    Raises:
+        Exception: what kept the model from being loaded.
+    """
+    config = uvicorn.Config(
+        build_app(service),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="on",
+        limit_concurrency=_CONNECTIONS,
+        timeout_graceful_shutdown=int(_LAST_WORDS_S),
+        proxy_headers=False,
+    )
+    server = Server(config, service)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    try:
+        server.run(sockets=[listening])
+    finally:
+        sys.setswitchinterval(before)
+    if service.problem is not None:
+        raise service.problem
+    return EXIT_DEAD if service.phase == "dead" else 0
+
+
+class Server(uvicorn.Server):
+    """Uvicorn, that goes on while answers are written.
+
+    On the first signal new requests are refused and `/ready` says so, over connections that are open still; uvicorn
+    itself would close them. When the last answer has ended, or its time is up, uvicorn ends as it always does.
+
+    Args:
+        config: of uvicorn.
+        service: what is served.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._ends_at: float | None = None
+        self._aborted = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal lets answers end, the second one does not."""
+        if self._ends_at is not None:
+            os._exit(128 + sig)
+        self._service.drain()
+        self._ends_at = perf_counter() + self._service.settings.shutdown_timeout
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: whether it is time to end."""
+        service = self._service
+        await asyncio.to_thread(service.watch)
+        if service.problem is not None:
+            return True
+        if service.phase == "dead" and self._ends_at is None:  # its answers have failed, and say so
+            self._ends_at = perf_counter() + _LAST_WORDS_S
+        if self._ends_at is not None:
+            return self._is_over(self._ends_at)
+        return await super().on_tick(counter)
+
+    def _is_over(self, ends_at: float) -> bool:
+        if not self._service.flights and not (self._service.phase == "dead" and perf_counter() < ends_at):
+            return True
+        if perf_counter() < ends_at:
+            return False
+        if not self._aborted:
+            self._aborted = True
+            self._service.abort()
+        return perf_counter() > ends_at + _LAST_WORDS_S

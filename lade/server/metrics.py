@@ -1,0 +1,142 @@
+"""What Prometheus reads at `/metrics`. Decoding touches none of it: sums come from one snapshot of the engine."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import transformers
+from prometheus_client import CollectorRegistry, Counter, Histogram, PlatformCollector, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+
+from lade.server.exchange import Exchange
+from lade.server.flight import Flight
+from lade.serving.snapshot import Snapshot
+from lade.version import __version__
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.2, 0.5, 1)
+_TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+_PER_STEP = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8, 12, 16, 32)
+
+_GAUGES: dict[str, tuple[str, Callable[[Snapshot], float]]] = {
+    "requests_running": ("Requests that are prefilled or decoded.", lambda now: now.rows),
+    "requests_waiting": ("Requests that wait for a row.", lambda now: now.waiting),
+    "rows_limit": ("Requests decoded at a time, at most.", lambda now: now.max_rows),
+    "waiting_limit": ("Requests that may wait.", lambda now: now.max_waiting),
+    "kv_slots_used": ("Slots of the KV cache that hold a token.", lambda now: now.slots),
+    "kv_slots_reserved": ("Slots that there are buffers for.", lambda now: now.room),
+    "kv_slots_limit": ("Slots that there may be.", lambda now: now.max_slots),
+}
+_COUNTERS: dict[str, tuple[str, Callable[[Snapshot], float]]] = {
+    "prompt_tokens": ("Tokens of prompts.", lambda now: now.prompt_tokens),
+    "generation_tokens": ("Tokens emitted.", lambda now: now.new_tokens),
+    "passes": ("Forward passes after prefill.", lambda now: now.passes),
+    "row_steps": ("The same, counted for every row that took part.", lambda now: now.steps),
+    "fed_tokens": ("Tokens fed in these steps.", lambda now: now.fed_tokens),
+    "forward_seconds": ("Seconds inside the model.", lambda now: now.forward_s),
+    "host_seconds": ("Seconds of steps outside the model.", lambda now: now.decode_s - now.forward_s),
+    "prefill_seconds": ("Seconds spent on prompts.", lambda now: now.prefill_s),
+}
+
+
+class Metrics:
+    """All series of one server, in a registry of its own.
+
+    Args:
+        model: the label of all.
+        info: the labels of `lade_info`, besides versions.
+        snapshot: how the engine stands; None before there is one.
+        ready: whether the server takes requests.
+    """
+
+    def __init__(self, model: str, snapshot: Callable[[], Snapshot | None], ready: Callable[[], bool]) -> None:
+        self.info: dict[str, str] = {}
+        self._model, self._snapshot, self._ready = model, snapshot, ready
+        self._registry = CollectorRegistry()
+        self._registry.register(_Collected(self._collect))
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        self._requests = self._counter("requests", "Requests, by what came of them.", "endpoint", "outcome")
+        self._responses = self._counter("http_responses", "Answers.", "path", "status")
+        self._first = self._histogram("time_to_first_token_seconds", "Until the first token.", _SECONDS)
+        self._each = self._histogram("time_per_output_token_seconds", "For each token after it.", _TOKEN_SECONDS)
+        self._queued = self._histogram("queue_seconds", "Waiting for a row.", _SECONDS)
+        self._whole = self._histogram("request_seconds", "Until the last token.", _SECONDS)
+        self._prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self._answer = self._histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
+        self._per_step = self._histogram("request_tokens_per_step", "Tokens a step of an answer.", _PER_STEP)
+
+    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(f"lade_{name}", what, ("model", *labels), registry=self._registry)
+
+    def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Any:
+        made = Histogram(f"lade_{name}", what, ("model",), registry=self._registry, buckets=buckets)
+        return made.labels(self._model)
+
+    def add(self, exchange: Exchange, known_path: str) -> None:
+        """An answer has ended; `known_path` is one of few, whatever the client asked for."""
+        self._responses.labels(self._model, known_path, str(exchange.status)).inc()
+        if exchange.flight is not None:
+            self._add_flight(exchange.flight, exchange.seconds)
+
+    def _add_flight(self, flight: Flight, seconds: float) -> None:
+        self._requests.labels(self._model, flight.endpoint, flight.outcome).inc()
+        if flight.first_s is not None:
+            self._first.observe(flight.first_s)
+            self._whole.observe(seconds)
+        for handle in flight.handles:
+            if handle.queue_s is not None:
+                self._queued.observe(handle.queue_s)
+            if handle.stats.new_tokens == 0:
+                continue
+            self._prompt.observe(handle.prompt_tokens)
+            self._answer.observe(handle.stats.new_tokens)
+            if handle.stats.steps:
+                self._each.observe(handle.stats.decode_s / max(1, handle.stats.accepted_tokens))
+                self._per_step.observe(handle.stats.tokens_per_step)
+
+    def text(self) -> bytes:
+        """All of them, as Prometheus reads them."""
+        return generate_latest(self._registry)
+
+    def _collect(self) -> Iterator[Metric]:
+        yield self._gauge("ready", "Whether it takes requests.", float(self._ready()))
+        versions = {"version": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+        labels = {"model": self._model, **versions, "python": platform.python_version(), **self.info}
+        info = GaugeMetricFamily("lade_info", "What runs.", labels=list(labels))
+        info.add_metric(list(labels.values()), 1.0)
+        yield info
+        now = self._snapshot()
+        if now is None:
+            return
+        for name, (what, read) in _GAUGES.items():
+            yield self._gauge(name, what, read(now))
+        for name, (what, read) in _COUNTERS.items():
+            counted = CounterMetricFamily(f"lade_{name}", what, labels=["model"])
+            counted.add_metric([self._model], read(now))
+            yield counted
+        accepted = CounterMetricFamily("lade_accepted_tokens", "Tokens emitted, by source.", labels=["model", "source"])
+        for source, tokens in now.sources.items():
+            accepted.add_metric([self._model, source], tokens)
+        yield accepted
+
+    def _gauge(self, name: str, what: str, value: float) -> Metric:
+        made = GaugeMetricFamily(f"lade_{name}", what, labels=["model"])
+        made.add_metric([self._model], value)
+        return made
+
+
+class _Collected:
+    """A collector made of a function; registering it reads nothing."""
+
+    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        self.collect = collect
+
+    def describe(self) -> list[Metric]:
+        """Nothing, so that it is not asked before there is an engine."""
+        return []

@@ -1,0 +1,161 @@
+"""All paths, but the files of the page."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+import transformers
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from lade.server.chat import ChatAnswer
+from lade.server.completions import CompletionAnswer
+from lade.server.errors import NOT_FOUND, ApiError
+from lade.server.exchange import Exchange
+from lade.server.metrics import CONTENT_TYPE
+from lade.server.replies import Json
+from lade.server.schemas import ChatRequest, CompletionRequest, Model
+from lade.server.service import Service
+from lade.server.sse import EventStream, event
+from lade.serving.handle import Handle
+from lade.version import __version__
+
+router = APIRouter()
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(request: Request, body: ChatRequest) -> Response:
+    """Answer a conversation."""
+    return await ChatAnswer(_service(request), Exchange.of(request.scope), body).reply(request)
+
+
+@router.post("/v1/completions")
+async def completions(request: Request, body: CompletionRequest) -> Response:
+    """Continue texts."""
+    return await CompletionAnswer(_service(request), Exchange.of(request.scope), body).reply(request)
+
+
+@router.get("/live")
+async def live(request: Request) -> Response:
+    """Whether this process should be left running."""
+    service = _service(request)
+    return _health(service) if service.phase == "dead" else Json({"status": "ok"})
+
+
+@router.get("/ready")
+@router.get("/health")
+@router.get("/v1/health")
+async def ready(request: Request) -> Response:
+    """Whether requests are taken."""
+    return _health(_service(request))
+
+
+def _health(service: Service) -> Response:
+    if service.phase == "ready":
+        return Json({"status": "ok"})
+    reason = {"reason": service.reason} if service.phase == "dead" else {}
+    return Json({"status": service.phase, **reason}, 503)
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    """What is served."""
+    service = _service(request)
+    return Json({"object": "list", "data": [_described(service, name) for name in service.settings.names]})
+
+
+@router.get("/v1/models/{name:path}")
+async def model(request: Request, name: str) -> Response:
+    """One of them."""
+    service = _service(request)
+    if name not in service.settings.names:
+        why = f"model {name[:100]!r} is not served: there is {', '.join(service.settings.names)}"
+        raise ApiError(404, NOT_FOUND, why, param="model", code="model_not_found")
+    return Json(_described(service, name))
+
+
+def _described(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "lade",
+        "root": service.settings.name,
+        "max_model_len": service.context,
+        "lade": {"chat": bool(service.model.chat_template), "context": service.context},
+    }
+
+
+@router.get("/version")
+async def version(request: Request) -> Response:
+    """What runs."""
+    return Json(
+        {
+            "version": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        }
+    )
+
+
+@router.get("/v1/lade/status")
+async def status(request: Request) -> Response:
+    """The rows and what they are at, without their texts."""
+    service = _service(request)
+    now = service.engine.snapshot()
+    return Json(
+        {
+            "state": "ok",
+            "rows_limit": now.max_rows,
+            "waiting_limit": now.max_waiting,
+            "kv_slots": {"used": now.slots, "reserved": now.room, "limit": now.max_slots},
+            "rows": [_row(name, age_s, handle) for name, age_s, handle in service.rows()],
+        }
+    )
+
+
+def _row(name: str, age_s: float, handle: Handle) -> dict[str, Any]:
+    state = "queued" if handle.queue_s is None else "prefill" if handle.prefill_s is None else "decoding"
+    return {
+        "id": name,
+        "state": state,
+        "age_s": round(age_s, 3),
+        "prompt_tokens": handle.prompt_tokens,
+        "answer_tokens": handle.stats.new_tokens,
+        "tokens_per_step": round(handle.stats.tokens_per_step, 3),
+    }
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """For Prometheus."""
+    service = _service(request)
+    if not service.settings.metrics:
+        raise ApiError(404, NOT_FOUND, "there are no metrics: the server was started with --no-metrics")
+    return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+
+
+class LoadRequest(Model):
+    """Of `/load_model`."""
+
+    model: str | None = None
+
+
+@router.post("/load_model")
+async def load_model(request: Request, body: LoadRequest) -> Response:
+    """`transformers chat` asks for this before it talks; what is served is loaded already."""
+    service = _service(request)
+    ready_now = {"status": "ready", "cached": service.model is not None, "model": service.settings.name}
+
+    async def once() -> Any:
+        yield event(ready_now)
+
+    return EventStream(once())

@@ -1,0 +1,220 @@
+"""The state of a server: a model that is being loaded, an engine that decodes, and whether requests are taken."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from time import perf_counter
+from typing import Literal
+
+from lade.config import LookaheadConfig
+from lade.server.access_log import AccessLog
+from lade.server.errors import ApiError, overloaded
+from lade.server.exchange import Exchange
+from lade.server.flight import Flight
+from lade.server.message_parts import Markup
+from lade.server.metrics import Metrics
+from lade.server.served_model import ServedModel
+from lade.server.settings import Settings
+from lade.server.templates import ChatTemplate
+from lade.server.token_text import TokenText
+from lade.server.warm_up import warm_up
+from lade.serving.engine import Engine
+from lade.serving.handle import Handle
+from lade.serving.snapshot import Snapshot
+from lade.version import __version__
+
+logger = logging.getLogger(__name__)
+
+Phase = Literal["loading", "ready", "draining", "dead"]
+PREPARING = 4
+"""Requests that are templated and tokenised at a time: more would only fight for the interpreter."""
+
+
+class Service:
+    """What the routes of one server share.
+
+    Args:
+        settings: what it may take and give.
+        load: loads the model; called once, in a thread of its own.
+        announce: is called when it is ready.
+        log: takes a line for every answer; None for none.
+
+    Attributes:
+        settings: as given.
+        phase: "loading", "ready", "draining" or "dead".
+        reason: why it is dead.
+        problem: what kept the model from being loaded.
+        created: seconds since the epoch when the model was loaded.
+        metrics: its series.
+        flights: what is being decoded, with the ids of the requests.
+        encoding: held while a tokenizer encodes.
+        template, markup, token_text: of the model; there once it is loaded.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        load: Callable[[], ServedModel],
+        announce: Callable[[ServedModel], None] = lambda model: None,
+        log: AccessLog | None = None,
+    ) -> None:
+        self.settings = settings
+        self._load, self._announce, self._log = load, announce, log
+        self.phase: Phase = "loading"
+        self.reason = ""
+        self.problem: BaseException | None = None
+        self.created = int(time.time())
+        self.flights: dict[Flight, str] = {}
+        self.metrics = Metrics(settings.name, self.snapshot, lambda: self.phase == "ready")
+        self.fingerprint = f"lade-{__version__}"
+        self.preparing = ThreadPoolExecutor(PREPARING, thread_name_prefix="lade.serve")
+        self.encoding = threading.Lock()  # tokenizers keep settings of a call between their parts
+        self._model: ServedModel | None = None
+        self._engine: Engine | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to load; returns at once."""
+        self._thread = threading.Thread(target=self._begin, name="lade.serve loading", daemon=True)
+        self._thread.start()
+
+    def _begin(self) -> None:
+        settings = self.settings
+        try:
+            model = self._load()
+            self._take(model)
+            self._engine = Engine(
+                model.model,
+                max_rows=settings.max_rows,
+                max_waiting=settings.max_waiting,
+                max_tokens=settings.max_tokens,
+            )
+            warm_up(self._engine, model, settings)
+        except BaseException as problem:  # noqa: BLE001 - whatever it is, the thread that waits tells the user
+            self.problem = problem
+            return
+        self.fingerprint = f"lade-{__version__}-{_digest(settings, model)}"
+        config = settings.lookahead
+        method = "adaptive" if config == "auto" else _method(config)
+        device, dtype = str(model.model.device), str(model.model.dtype).removeprefix("torch.")
+        self.metrics.info = {"device": device, "dtype": dtype, "method": method}
+        if self.phase == "loading":
+            self.phase = "ready"
+            self._announce(model)
+
+    def _take(self, model: ServedModel) -> None:
+        self._model = model
+        self.template = ChatTemplate(model, self.settings.template_arguments)
+        self.markup = Markup(model)
+        self.token_text = TokenText(model.tokenizer)
+
+    @property
+    def model(self) -> ServedModel:
+        """What is served.
+
+        Raises:
+            ApiError: requests are not taken now.
+        """
+        self._require()
+        assert self._model is not None
+        return self._model
+
+    @property
+    def engine(self) -> Engine:
+        """What decodes it; raises like `model`."""
+        self._require()
+        assert self._engine is not None
+        return self._engine
+
+    def _require(self) -> None:
+        match self.phase:
+            case "loading":
+                raise overloaded("the model is being loaded: send this again in a while", "model_loading", 5)
+            case "draining":
+                raise overloaded("this server is shutting down", "server_shutting_down", close=True)
+            case "dead":
+                raise ApiError(500, "server_error", f"the engine broke down: {self.reason}", code="engine_dead")
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of prompt and answer together; None for no limit."""
+        made_for = None if self._model is None else self._model.context
+        limits = [limit for limit in (self.settings.context, made_for) if limit is not None]
+        return min(limits, default=None)
+
+    def snapshot(self) -> Snapshot | None:
+        """How the engine stands; None before there is one."""
+        return None if self._engine is None else self._engine.snapshot()
+
+    def rows(self) -> list[tuple[str, float, Handle]]:
+        """What is being decoded: the id of the request, its age in seconds, and the handle."""
+        now = perf_counter()
+        return [(name, now - flight.began, each) for flight, name in self.flights.items() for each in flight.handles]
+
+    def watch(self) -> None:
+        """Notice an engine that has broken down, and let time pass for the log; to be called now and then."""
+        if self._engine is not None and self._engine.problem is not None and self.phase != "dead":
+            problem = self._engine.problem
+            self.phase, self.reason = "dead", f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
+            logger.error("the engine broke down", exc_info=problem)
+        if self._log is not None:
+            self._log.tick(self.snapshot())
+
+    def fly(self, exchange: Exchange, endpoint: str) -> Flight:
+        """Something to be decoded for a request; it ends by itself where it waits longer than it may."""
+        flight = exchange.flight = Flight(endpoint)
+        self.flights[flight] = exchange.id
+        limit = self.settings.queue_timeout
+        if limit is not None:
+            asyncio.get_running_loop().call_later(limit, _expire, flight, limit)
+        return flight
+
+    def ended(self, exchange: Exchange, known_path: str) -> None:
+        """An answer has ended, in whatever way."""
+        if exchange.flight is not None:
+            self.flights.pop(exchange.flight, None)
+        self.metrics.add(exchange, known_path)
+        if self._log is not None:
+            self._log.add(exchange)
+
+    def drain(self) -> None:
+        """Take no more requests; those that are decoded go on."""
+        if self.phase in ("loading", "ready"):
+            self.phase = "draining"
+
+    def abort(self) -> None:
+        """End what is still decoded."""
+        for flight in list(self.flights):
+            flight.abort(overloaded("this server is shutting down", "server_shutting_down", close=True))
+
+    def close(self) -> None:
+        """End everything."""
+        self.preparing.shutdown(wait=False, cancel_futures=True)
+        if self._engine is not None:
+            with suppress(RuntimeError):
+                self._engine.close()
+
+
+def _expire(flight: Flight, seconds: float) -> None:
+    if flight.outcome is None and flight.waiting:
+        why = f"no row became free within {seconds:g} s: send this again later"
+        flight.abort(overloaded(why, "queue_timeout"))
+
+
+def _method(config: LookaheadConfig | None) -> str:
+    if config is None:
+        return "plain"
+    return "adaptive" if config.adaptive else "lookahead"
+
+
+def _digest(settings: Settings, model: ServedModel) -> str:
+    """Of what answers depend on: the model, its dtype and template."""
+    facts = (settings.name, repr(model.model.config), str(model.model.dtype), model.chat_template)
+    return hashlib.sha256("\n".join(facts).encode(errors="replace")).hexdigest()[:12]

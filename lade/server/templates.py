@@ -1,0 +1,163 @@
+"""Conversations through the model's chat template, as clients send them and templates take them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from lade.server.errors import ApiError, invalid
+from lade.server.images import read_image
+from lade.server.schemas import ChatRequest, Message
+from lade.server.served_model import ServedModel
+
+OURS = frozenset(
+    """
+    add_generation_prompt chat_template continue_final_message conversation max_length messages padding
+    return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs tools truncation
+    """.split()  # noqa: SIM905 - a table of words reads better without the quotes
+)
+"""Arguments of `apply_chat_template` that are not the template's, or that a request has a field of its own for."""
+_LOOPS_OVER_PARTS = re.compile(r"for\s+\w+\s+in\s+\w+(?:\.content|\[['\"]content['\"]\])")
+_LONGEST_REASON = 240
+_INSTRUCTIONS = ("system", "developer")
+
+
+class ChatTemplate:
+    """The chat template of a model.
+
+    Args:
+        model: has the tokenizer, and the processor if it takes images.
+        defaults: for the template, unless a request says otherwise.
+    """
+
+    def __init__(self, model: ServedModel, defaults: Mapping[str, Any]) -> None:
+        self._model, self._defaults = model, defaults
+        self._text = model.chat_template
+        self._takes_parts = bool(_LOOPS_OVER_PARTS.search(self._text))
+        self._knows_developer = "developer" in self._text
+
+    def encode(self, body: ChatRequest) -> tuple[list[int], Mapping[str, Any]]:
+        """Ids of a conversation, and the arguments of `generate` that its images make.
+
+        Raises:
+            ApiError: there is no template, it raises, or it cannot show what the conversation has in it.
+        """
+        if not self._text:
+            why = "this model has no chat template: ask /v1/completions, or start the server with --chat-template"
+            raise invalid("messages", why, "no_chat_template")
+        messages = [self._message(each, f"messages[{number}]") for number, each in enumerate(body.messages)]
+        arguments = self._arguments(body)
+        if any(_has_images(each) for each in messages):
+            return self._with_images(messages, arguments)
+        try:
+            return self._apply(messages, arguments), {}
+        except Exception as problem:
+            merged = _merged(messages)
+            if len(merged) == len(messages):
+                raise _refused(problem) from problem
+        try:  # templates that take one system message, and only at the beginning
+            return self._apply(merged, arguments), {}
+        except Exception as problem:
+            raise _refused(problem) from problem
+
+    def _apply(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
+        ids: list[int] = self._model.tokenizer.apply_chat_template(
+            messages, **arguments, tokenize=True, return_dict=False
+        )
+        return ids
+
+    def _with_images(
+        self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]
+    ) -> tuple[list[int], Mapping[str, Any]]:
+        encode = self._model.encode_images
+        if encode is None:
+            raise invalid("messages", "this model takes no images: leave them out", "unsupported_parameter")
+        try:
+            return encode(messages, arguments)
+        except Exception as problem:
+            raise _refused(problem) from problem
+
+    def _arguments(self, body: ChatRequest) -> dict[str, Any]:
+        given = body.chat_template_kwargs or {}
+        for name in sorted(OURS & set(given)):
+            raise invalid(f"chat_template_kwargs.{name}", f"{name} is not the template's: leave it out")
+        goes_on = body.continue_final_message
+        if goes_on and body.messages[-1].role != "assistant":
+            why = "only a last message of the assistant can be continued: leave out continue_final_message"
+            raise invalid("continue_final_message", why)
+        effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+        return {
+            **self._defaults,
+            **effort,
+            **given,
+            "tools": None if body.tool_choice == "none" else body.tools or None,
+            "add_generation_prompt": body.add_generation_prompt and not goes_on,
+            "continue_final_message": goes_on,
+        }
+
+    def _message(self, message: Message, place: str) -> dict[str, Any]:
+        """As templates take it."""
+        role = "system" if message.role == "developer" and not self._knows_developer else message.role
+        made = {**(message.model_extra or {}), "role": role, "content": self._content(message, f"{place}.content")}
+        thought = made.get("reasoning_content") or made.get("reasoning")
+        if thought is not None:
+            made |= {"reasoning_content": thought, "reasoning": thought}
+        if isinstance(made.get("tool_calls"), list):
+            made["tool_calls"] = [_with_parsed_arguments(call) for call in made["tool_calls"]]
+        return made
+
+    def _content(self, message: Message, place: str) -> str | list[dict[str, Any]]:
+        if not isinstance(message.content, list):
+            return message.content or ""
+        parts: list[dict[str, Any]] = []
+        for number, part in enumerate(message.content):
+            where = f"{place}[{number}]"
+            if part.type == "text" and part.text is not None:
+                parts.append({"type": "text", "text": part.text})
+            elif part.type == "image_url" and part.image_url is not None:
+                if self._model.encode_images is None:
+                    raise invalid(where, "this model takes no images: leave them out", "unsupported_parameter")
+                parts.append({"type": "image", "image": read_image(part.image_url.url, f"{where}.image_url.url")})
+            else:
+                why = f"a part of type {part.type[:40]!r} is not served: send parts of type text, or image_url"
+                raise invalid(where, why, "unsupported_parameter")
+        if self._takes_parts or any(part["type"] == "image" for part in parts):
+            return parts
+        return "".join(part["text"] for part in parts)
+
+
+def _has_images(message: Mapping[str, Any]) -> bool:
+    return isinstance(message["content"], list) and any(part["type"] == "image" for part in message["content"])
+
+
+def _merged(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The instructions at the beginning as one message, with a blank line between them."""
+    count = next((at for at, each in enumerate(messages) if each["role"] not in _INSTRUCTIONS), len(messages))
+    if count < 2 or not all(isinstance(each["content"], str) for each in messages[:count]):
+        return list(messages)
+    text = "\n\n".join(each["content"] for each in messages[:count])
+    return [{"role": "system", "content": text}, *messages[count:]]
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    """Clients send the arguments of a function as text, templates want what it means."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _refused(problem: Exception) -> ApiError:
+    if isinstance(problem, ApiError):
+        return problem
+    words = " ".join(str(problem).split())[:_LONGEST_REASON] or type(problem).__name__
+    kind = "" if isinstance(problem, jinja2.TemplateError) else f"{type(problem).__name__}: "
+    return invalid("messages", f"the chat template refuses this conversation: {kind}{words}", "chat_template_error")

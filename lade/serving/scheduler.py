@@ -1,0 +1,186 @@
+"""The queue of an engine's requests, and the thread that serves them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+
+import torch
+
+from lade.errors import ConfigError, EngineClosedError, EngineFullError
+from lade.serving.batch import ActiveRequest, Batch
+from lade.serving.capacity import Capacity
+from lade.serving.handle import Handle, check_process
+from lade.serving.place import Place
+from lade.serving.request import Request
+from lade.serving.snapshot import Snapshot
+
+
+class Scheduler:
+    """The queue of requests, and the thread that serves them.
+
+    It knows nothing of the `Engine`, so that a forgotten engine can be collected, which closes its scheduler.
+
+    Args:
+        batch: decodes; only the thread touches it.
+        max_waiting: requests that may wait, beside those that there are free rows for.
+
+    Attributes:
+        problem: the error that ended the thread, if one did.
+    """
+
+    def __init__(self, batch: Batch, max_waiting: int) -> None:
+        self._batch, self._max_waiting = batch, max_waiting
+        self._capacity: Capacity = batch.capacity
+        self._waiting: deque[tuple[Request, Handle]] = deque()
+        self._places: set[Place] = set()  # held for requests that are being prepared
+        self._seats: dict[Handle, ActiveRequest] = {}
+        self._blocked = False  # whether the first one that waits had no room
+        self._changed = threading.Condition()
+        self._closed = False
+        self.problem: BaseException | None = None
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=self._serve, name="lade.Engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def state(self) -> str:
+        """How many requests are decoded and wait, or that it is closed. Never blocks."""
+        if self._closed:
+            return "closed"
+        return f"{len(self._seats)} of {self._capacity.max_rows} rows, {len(self._waiting)} waiting"
+
+    def snapshot(self) -> Snapshot:
+        """See `Engine.snapshot`."""
+        return self._batch.tally.snapshot(
+            rows=len(self._seats),
+            max_rows=self._capacity.max_rows,
+            waiting=len(self._waiting) + len(self._places),
+            max_waiting=self._max_waiting,
+            max_slots=self._capacity.max_tokens,
+            closed=self._closed,
+        )
+
+    def reserve(self) -> Place:
+        """See `Engine.reserve`."""
+        self.check_process()
+        with self._changed:
+            self._check_open()
+            held = len(self._waiting) + len(self._places)
+            blocked = self._blocked and self._waiting
+            if held >= self._max_waiting + (0 if blocked else self._capacity.max_rows - len(self._seats)):
+                raise EngineFullError(
+                    f"{held} requests wait already: add this one later, or give the engine a greater max_waiting"
+                )
+            place = Place(self)
+            self._places.add(place)
+        return place
+
+    def give_up(self, place: Place) -> Handle | None:
+        """See `Place.release`; returns the handle of the request that has taken the place, if one has."""
+        if place.handle is None:
+            self.check_process()
+            with self._changed:
+                place.released = place.handle is None
+                self._places.discard(place)
+        return place.handle
+
+    def check_place(self, place: Place) -> None:
+        """Raise what `take` raises for a place, before a request is prepared in vain."""
+        if place.handle is not None or place.engine is not self:
+            raise ConfigError("place", place, "give one of this engine's own reserve() that no request has taken")
+        if place.released:
+            raise CancelledError("its place was released")
+
+    def take(self, request: Request, place: Place, make: Callable[[Callable[[Handle], bool]], Handle]) -> Handle:
+        """Let a request wait; `make` gets what cancels a handle, and returns the handle."""
+        self._capacity.check(request.need)
+        handle = make(self.cancel)
+        with self._changed:
+            self._check_open()
+            self.check_place(place)
+            self._places.remove(place)
+            place.handle = handle
+            self._waiting.append((request, handle))
+            self._changed.notify_all()
+        return handle
+
+    def _check_open(self) -> None:
+        if self._closed:
+            problem = self.problem
+            end = "was closed" if problem is None else f"broke down ({type(problem).__name__}: {problem})"
+            raise EngineClosedError(f"this engine {end}: make a new one")
+
+    def check_process(self) -> None:
+        """Raise `EngineClosedError` in a forked process, before a lock is taken that no thread there releases."""
+        check_process(self._process)
+
+    def cancel(self, handle: Handle) -> bool:
+        """See `Handle.cancel`."""
+        if handle.done():
+            return False
+        self.check_process()
+        with self._changed:
+            if handle.done():
+                return False
+            if handle in self._seats:
+                self._seats[handle].cancelled = True
+                return True
+            self._waiting = deque(entry for entry in self._waiting if entry[1] is not handle)
+        self._end(handle, None)
+        return True
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        if os.getpid() != self._process:
+            return
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _serve(self) -> None:
+        problem: BaseException | None = None
+        try:
+            with torch.no_grad():
+                while self._admit():
+                    self._batch.advance()
+                    self._forget_ended()
+        except BaseException as unforeseen:
+            problem = unforeseen
+            raise
+        finally:
+            self._end_all(problem)
+
+    def _admit(self) -> bool:
+        """Admit requests that fit, waiting for one if there is nothing to do; false to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._waiting or not self._batch.idle)
+            while self._waiting and not self._closed and self._batch.has_room(self._waiting[0][0]):
+                request, handle = self._waiting.popleft()
+                self._seats[handle] = self._batch.add(request, handle)
+            self._blocked = bool(self._waiting)
+            return not self._closed
+
+    def _forget_ended(self) -> None:
+        with self._changed:
+            for handle in [handle for handle in self._seats if handle.done()]:
+                del self._seats[handle]
+
+    def _end_all(self, problem: BaseException | None) -> None:
+        with self._changed:
+            self._closed, self.problem = True, problem
+            waiting, self._waiting = self._waiting, deque()
+        for _, handle in waiting:
+            self._end(handle, problem)
+        self._batch.close(problem)
+        self._forget_ended()
+
+    def _end(self, handle: Handle, problem: BaseException | None) -> None:
+        """End a request that waits, as cancelled or with an error."""
+        if handle.end(problem):
+            self._batch.tally.add_end(str(handle.reason))
