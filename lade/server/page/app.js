@@ -2,6 +2,7 @@
 
 import { hasKey, models, readiness, setKey } from "./api.js";
 import { ask, request } from "./asking.js";
+import { prepareComposer, prepareKeys, preparePaint } from "./controls.js";
 import { byId } from "./dom.js";
 import { askForKey, banner, Drawers, prepareDialogs, prepareTheme, tell, toast } from "./furniture.js";
 import { Rows } from "./rows.js";
@@ -111,14 +112,14 @@ class App {
     const { conversation } = this;
     const place = conversation.messages.indexOf(message);
     const removed = conversation.messages.splice(place);
-    if (removed.length < 3) return; // the last answer, with its question at most
+    if (!removed.some(({ role, content }) => role === "assistant" && content)) return;
     const undo = () => {
       this.stop();
       conversation.messages.splice(place, Infinity, ...removed);
       this.save(conversation);
       this.open(conversation.id);
     };
-    toast("What came after it was taken away.", { label: "Undo", action: undo });
+    toast("The old answer is gone.", { label: "Undo", action: undo });
   }
 
   stop() {
@@ -156,7 +157,7 @@ class App {
         return await ask(request(conversation, this.settings.fields, this.plain), message, { signal, session: conversation.id, changed });
       } catch (problem) {
         if (problem.kind === undefined) throw problem;
-        if (problem.kind === "key" && (await this.unlock())) continue;
+        if (problem.kind === "key" && (await this.unlock())) { this.learn(); continue; }
         if (problem.code === "no_chat_template" && !this.plain) { this.continuesText(); continue; }
         message.problem = problem.message;
         if (problem.kind === "gone") this.connect();
@@ -242,53 +243,6 @@ class App {
   saveSoon(conversation) {
     this.saving ??= setTimeout(() => this.save(conversation), SAVE_MS);
   }
-}
-
-function prepareComposer(app) {
-  const [form, field] = [byId("composer"), byId("say")];
-  const grow = () => { field.style.height = "auto"; field.style.height = `${field.scrollHeight}px`; };
-  field.addEventListener("input", grow);
-  field.addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-    event.preventDefault();
-    form.requestSubmit();
-  });
-  form.addEventListener("submit", (event) => {
-    event.preventDefault();
-    if (!app.send(field.value)) return;
-    field.value = "";
-    grow();
-  });
-  byId("stop").addEventListener("click", () => { app.stop(); field.focus(); });
-  byId("new").addEventListener("click", () => { app.open(null); field.focus(); });
-  byId("system").addEventListener("change", ({ target }) => {
-    app.conversation.system = target.value;
-    if (app.conversation.messages.length) app.save(app.conversation);
-  });
-  addEventListener("pagehide", () => app.running.forEach(({ conversation }) => app.save(conversation)));
-}
-
-function prepareKeys(app) {
-  document.addEventListener("keydown", (event) => {
-    if (document.querySelector("dialog[open]")) return;
-    const typing = /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName);
-    if (event.key === "Escape") { if (!app.drawers.closeTop()) app.stop(); }
-    else if (event.ctrlKey && event.shiftKey && event.key.toLowerCase() === "o") byId("new").click();
-    else if (!typing && event.key === "/") byId("say").focus();
-    else if (!typing && event.key === "?") byId("help").click();
-    else return;
-    event.preventDefault();
-  });
-}
-
-function preparePaint() {
-  const button = byId("paint");
-  const apply = (on) => { document.body.classList.toggle("unpainted", !on); button.setAttribute("aria-pressed", on); };
-  button.addEventListener("click", () => {
-    keep("paint", !setting("paint", true));
-    apply(setting("paint", true));
-  });
-  apply(setting("paint", true));
 }
 
 prepareTheme();

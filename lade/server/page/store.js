@@ -49,7 +49,7 @@ export function newConversation() {
 
 /** As kept: without what only counts while an answer comes. */
 function packed(conversation) {
-  const messages = conversation.messages.map(({ running, note, trace, ...rest }) => ({ ...rest, ...(trace && { trace: trace.steps }) }));
+  const messages = conversation.messages.map(({ running, note, trace, ...rest }) => ({ ...rest, ...(trace && { trace: trace.steps ?? trace }) }));
   return { ...conversation, messages };
 }
 
