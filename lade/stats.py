@@ -10,6 +10,22 @@ KEPT_STEPS = 65_536
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """How likely the model found an emitted token, and others in its place: the log-softmax of its own logits, before
+    processors.
+
+    Attributes:
+        token: the id that was emitted.
+        logprob: its natural logarithm of probability.
+        top: the likeliest ids and theirs, the likeliest first.
+    """
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
 class Step:
     """What one forward pass yielded, in a batch for one of its rows.
 
@@ -21,6 +37,9 @@ class Step:
             steps that are added to `Stats`.
         fed: tokens fed to the model, the root included (for prefill: the prompt tokens not yet cached).
         seconds: wall-clock time of the step, in a batch of all rows together, without the time its consumer took.
+        logprobs: one a token, where `Engine.add` was asked for them; else None.
+        texts: what of the text could be shown with each token, where `Engine.add` was given `stop_texts`; else None.
+            All of them joined are the text of the answer.
     """
 
     index: int
@@ -28,6 +47,8 @@ class Step:
     sources: list[str]
     fed: int
     seconds: float
+    logprobs: list[TokenLogprobs] | None = None
+    texts: list[str] | None = None
 
 
 @dataclass

@@ -24,7 +24,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Any, context: Iterable[int] = (), *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer, self._skips = tokenizer, skip_special_tokens
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
         before, size = list(context), _TAIL_TOKENS
         self._ids = before[-size:]
         while not self._decode() and size < len(before):  # special tokens only, which have no text to continue from
@@ -69,5 +69,5 @@ class Detokenizer:
             self._ids, self._shown = [], ""
 
     def _decode(self, ids: list[int] | None = None) -> str:
-        text: str = self._tokenizer.decode(self._ids if ids is None else ids, skip_special_tokens=self._skips)
+        text: str = self._tokenizer.decode(self._ids if ids is None else ids, skip_special_tokens=self._skip)
         return text

@@ -42,10 +42,11 @@ def output_of(prepared: Prepared, written: list[list[int]], record: Record, cach
     return GenerateDecoderOnlyOutput(**fields, past_key_values=cache)
 
 
-def record_for(generation_config: GenerationConfig) -> Record:
-    """An empty record of what the output object is to have."""
+def record_for(generation_config: GenerationConfig, top: int | None = None) -> Record:
+    """An empty record of what the output object is to have; see `Record` for `top`."""
     wanted = generation_config.return_dict_in_generate
     return Record(
         scores=() if wanted and generation_config.output_scores else None,
         logits=() if wanted and generation_config.output_logits else None,
+        top=top,
     )

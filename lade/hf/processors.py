@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from lade.decoding.row import StopRule
 from lade.decoding.verify import Choose
 from lade.hf.sampling import Sampler
+from lade.stats import TokenLogprobs
 
 
 class Transcript:
@@ -51,16 +52,20 @@ class Record:
     Attributes:
         scores: `[1, V]` float32 after the processors, one a token; None if not wanted.
         logits: `[1, V]` float32 before them, one a token; None if not wanted.
+        top: ids whose log-probabilities are kept beside that of the emitted one; None to keep none.
+        logprobs: of tokens that nobody has asked about yet.
         ended_by: what ended the answer; None before its end.
     """
 
     scores: tuple[torch.Tensor, ...] | None = None
     logits: tuple[torch.Tensor, ...] | None = None
+    top: int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     ended_by: StopReason | None = None
 
     def __bool__(self) -> bool:
         """Whether logits have to be looked at one by one."""
-        return self.scores is not None or self.logits is not None
+        return self.scores is not None or self.logits is not None or self.top is not None
 
     def add(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
         """Append one token's."""
@@ -68,6 +73,19 @@ class Record:
             self.scores += (scores,)
         if self.logits is not None:
             self.logits += (logits,)
+
+    def add_logprobs(self, token: int, logprobs: torch.Tensor) -> None:
+        """Append an emitted token's, given those of all ids, `[1, V]`."""
+        values, ids = logprobs[0].topk(min(self.top or 0, logprobs.shape[1]))
+        top = list(zip(ids.tolist(), values.tolist(), strict=True))
+        self.logprobs.append(TokenLogprobs(token, float(logprobs[0, token]), top))
+
+    def taken(self, tokens: int) -> list[TokenLogprobs] | None:
+        """Those of so many tokens, the first ones that were not asked about yet; None if not wanted."""
+        if self.top is None:
+            return None
+        taken, self.logprobs = self.logprobs[:tokens], self.logprobs[tokens:]
+        return taken
 
 
 class Processed:
@@ -99,11 +117,16 @@ class Processed:
         def choose(node: int) -> int:
             input_ids = self._transcript.upto(tokens)
             raw = logits[node : node + 1].to(copy=True, dtype=torch.float32, device=input_ids.device)  # [1, V]
+            logprobs = None if self._record.top is None else raw.log_softmax(dim=-1)  # before anyone writes to it
             scores = self._processors(input_ids, raw)
             self._record.add(scores, raw)
             if self._sampler is not None:
-                return self._sampler.draw(scores.softmax(dim=-1))
-            return int(scores.argmax(dim=-1))
+                token = self._sampler.draw(scores.softmax(dim=-1))
+            else:
+                token = int(scores.argmax(dim=-1))
+            if logprobs is not None:
+                self._record.add_logprobs(token, logprobs)
+            return token
 
         return choose
 

@@ -14,10 +14,12 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
+from lade.hf.answer_text import AnswerText
 from lade.hf.processors import Record, StopReason, Transcript
 
 _REASONS: dict[type, StopReason] = {
     EosTokenCriteria: "eos",
+    AnswerText: "stop_text",
     StopStringCriteria: "stop_text",
     MaxLengthCriteria: "length",
     MaxTimeCriteria: "time",
@@ -28,8 +30,8 @@ _RANK: tuple[StopReason, ...] = ("eos", "stop_text", "criterion", "length", "tim
 class StopRules:
     """Transformers' stopping criteria for one row.
 
-    Length and end of sequence are decided on plain numbers; with any other criterion among them all are called, once
-    per emitted token, as plain decoding does.
+    Length, end of sequence and `AnswerText` are decided on plain numbers; with any other criterion among them all are
+    called, once per emitted token, as plain decoding does.
 
     Args:
         criteria: those of the row.
@@ -41,6 +43,7 @@ class StopRules:
         self._criteria: Any = criteria  # annotated with LongTensor, which no torch function returns
         self._transcript, self._record = transcript, record
         self._eos: set[int] = set()
+        self._text: AnswerText | None = None
         self._max_length = self._plain_until = sys.maxsize
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
@@ -49,6 +52,8 @@ class StopRules:
                 self._max_length = min(self._max_length, criterion.max_length)
                 # Beyond the model's length this criterion warns the user, so from there on it is called for real.
                 self._plain_until = min(self._plain_until, criterion.max_position_embeddings or sys.maxsize)
+            elif type(criterion) is AnswerText and self._text is None:
+                self._text = criterion
             else:
                 self._plain_until = 0
 
@@ -57,8 +62,11 @@ class StopRules:
         length = len(tokens) + self._transcript.skipped
         if length > self._plain_until:
             return self._ask(tokens)
+        stopped = self._text is not None and self._text.add(tokens[-1])
         if tokens[-1] in self._eos:
             self._record.ended_by = "eos"
+        elif stopped:
+            self._record.ended_by = "stop_text"
         elif length >= self._max_length:
             self._record.ended_by = "length"
         else:

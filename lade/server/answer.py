@@ -14,7 +14,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from lade.server import refusals, sse
-from lade.server.choice import Choice, Piece, new_text
+from lade.server.choice import Choice, Piece
 from lade.server.choosing import first_seed, generate_arguments, lookahead_of, seed_of
 from lade.server.errors import NOT_FOUND, ApiError, error_for, invalid
 from lade.server.exchange import GONE, Exchange
@@ -85,6 +85,11 @@ class Answer(ABC):
         """What a stream says of a step."""
 
     @property
+    def has_special_marks(self) -> bool:
+        """Whether the parser has to see special tokens."""
+        return False
+
+    @property
     def top_logprobs(self) -> int | None:
         """How many alternatives of each token are wanted; None: no logprobs at all."""
         return None
@@ -129,44 +134,40 @@ class Answer(ABC):
         choices: list[Choice] = []
         places = iter(list(self._flight.places))
         for prompt in self.prompts():
-            arguments = self._arguments(prompt)
+            self._check_length(prompt)
             for _ in range(self.body.n):
-                choices.append(self._choice(len(choices), prompt, next(places), arguments))
+                choices.append(self._choice(len(choices), prompt, next(places)))
         return choices
 
-    def _choice(self, index: int, prompt: Prompt, place: Place, arguments: dict[str, Any]) -> Choice:
+    def _choice(self, index: int, prompt: Prompt, place: Place) -> Choice:
         seed = seed_of(self.seed, index % self.body.n)
-        handle = self._engine.add(prompt.ids, place=place, seed=seed, **arguments, **prompt.media)
-        body, markup = self.body, self.service.markup
-        skips = body.skip_special_tokens and not markup.has_special_tokens
-        stop_ids = frozenset(body.stop_token_ids or ())
+        handle = self._engine.add(prompt.ids, place=place, seed=seed, **self._arguments(prompt), **prompt.media)
         return Choice(
             index=index,
             prompt=prompt,
             handle=handle,
-            text=new_text(self.model.tokenizer, prompt, body.stop, skip_special_tokens=skips),
             parser=self.parser(prompt),
-            ends=frozenset() if body.ignore_eos or not body.skip_special_tokens else frozenset(self.model.ends),
-            stop_token_ids=stop_ids,
+            stop_token_ids=frozenset(self.body.stop_token_ids or ()),
         )
 
     def _arguments(self, prompt: Prompt) -> dict[str, Any]:
         """Of `Engine.add`."""
         body, settings = self.body, self.service.settings
-        self._check_length(prompt)
+        memories = self.service.memories
+        scope = memories.scope(self._key, body.cache_salt)
         wanted = body.most_tokens or settings.answer_tokens
         context = self.service.context
         room = wanted if context is None else min(wanted, context - len(prompt.ids))
-        stops = {"stop_texts": body.stop, "tokenizer": self.model.tokenizer} if body.stop else {}
-        logprobs = {} if self.top_logprobs is None else {"logprobs": self.top_logprobs}
         least = min(body.min_tokens, room)
         return {
-            **generate_arguments(body, self.model),
-            **stops,
-            **logprobs,
+            **generate_arguments(body, self.model, len(prompt.ids)),
+            "stop_texts": body.stop,
+            "tokenizer": self.model.tokenizer,
+            "skip_special_tokens": body.skip_special_tokens and not self.has_special_marks,
+            "logprobs": self.top_logprobs,
             **({"min_new_tokens": least} if least else {}),
             "max_new_tokens": room,
-            "lookahead": lookahead_of(body.lookahead, settings.lookahead),
+            "lookahead": memories.lookahead(lookahead_of(body.lookahead), scope),
         }
 
     def _check_length(self, prompt: Prompt) -> None:

@@ -37,6 +37,11 @@ class ChatAnswer(Answer):
         """See `Answer.top_logprobs`."""
         return (self.body.top_logprobs or 0) if self.body.logprobs else None
 
+    @property
+    def has_special_marks(self) -> bool:
+        """See `Answer.has_special_marks`."""
+        return self.service.markup.has_special_tokens
+
     def prompts(self) -> list[Prompt]:
         """See `Answer.prompts`."""
         with self.service.encoding:

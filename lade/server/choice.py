@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from lade.hf.detokenizer import Detokenizer
-from lade.server.answer_text import AnswerText
 from lade.server.errors import overloaded
 from lade.server.message_parts import MarkupParser, Parts, PlainParser
 from lade.server.prompt import Prompt
@@ -42,10 +40,8 @@ class Choice:
         index: its number among the answers of a request.
         prompt: what it answers.
         handle: of the engine.
-        text: makes text of its tokens.
-        parser: takes the text apart.
-        ends: ids that end an answer, and are not shown.
-        stop_token_ids: likewise, those that the request has named.
+        parser: takes its text apart.
+        stop_token_ids: ids that end it because the request says so.
         parts: all of it so far.
         steps: likewise.
         reasoning_tokens: those that were emitted within thoughts.
@@ -56,9 +52,7 @@ class Choice:
     index: int
     prompt: Prompt
     handle: Handle
-    text: AnswerText
     parser: PlainParser | MarkupParser
-    ends: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
     parts: Parts = field(default_factory=Parts)
     steps: list[Step] = field(default_factory=list)
@@ -75,9 +69,8 @@ class Choice:
         """A step has come."""
         self.steps.append(step)
         parts = Parts()
-        for token in step.tokens:
-            if token not in self.ends:
-                parts.add(self.parser.push(self.text.push([token])))
+        for text in step.texts or ():
+            parts.add(self.parser.push(text))
             self.reasoning_tokens += self.parser.thinks
         self.parts.add(parts)
         return Piece(parts, step)
@@ -91,18 +84,17 @@ class Choice:
         reason = self.handle.reason
         if reason == "cancelled":
             raise overloaded("the engine ended this request: send it again", "engine_closed")
-        parts = self.parser.push(self.text.finish())
-        parts.add(self.parser.finish())
+        parts = self.parser.finish()
         self.parts.add(parts)
         self._conclude(reason)
         return Piece(parts)
 
     def _conclude(self, reason: str | None) -> None:
         last = self.steps[-1].tokens[-1]
-        self.stop_reason = self.text.stopped_by
-        if self.stop_reason is None and last in self.stop_token_ids and reason in ("eos", "stop_token"):
+        self.stop_reason = self.handle.stop_text
+        if reason in ("eos", "stop_token") and last in self.stop_token_ids:
             self.stop_reason = last
-        self.finish_reason = "stop" if self.text.stopped_by is not None else _REASONS.get(reason or "", "stop")
+        self.finish_reason = _REASONS.get(reason or "", "stop")
         if self.finish_reason == "stop" and self.parts.tool_calls:
             self.finish_reason = "tool_calls"
 
@@ -119,11 +111,6 @@ class Choice:
             "prefill_ms": _ms(self.handle.prefill_s),
             "decode_ms": _ms(stats.decode_s),
         }
-
-
-def new_text(tokenizer: Any, prompt: Prompt, stops: list[str], *, skip_special_tokens: bool) -> AnswerText:
-    """What makes text of the tokens behind a prompt."""
-    return AnswerText(Detokenizer(tokenizer, prompt.ids, skip_special_tokens=skip_special_tokens), stops)
 
 
 def _ms(seconds: float | None) -> float | None:

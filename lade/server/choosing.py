@@ -10,8 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lade.config import Lookahead, LookaheadConfig
+from lade.config import LookaheadConfig
 from lade.errors import ConfigError
+from lade.hf.penalties import Penalties
 from lade.server.errors import invalid
 from lade.server.schemas import ChatRequest, Decoding
 from lade.server.served_model import ServedModel
@@ -71,12 +72,13 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
     return {name: getattr(checked, name) for name in values}
 
 
-def generate_arguments(body: Decoding, model: ServedModel) -> dict[str, Any]:
+def generate_arguments(body: Decoding, model: ServedModel, prompt_tokens: int) -> dict[str, Any]:
     """Arguments of `model.generate`, but for the length of the answer.
 
     Args:
         body: the request.
         model: whose checkpoint decides what the request does not.
+        prompt_tokens: of the prompt, images included.
 
     Raises:
         ApiError: an id is out of the vocabulary.
@@ -84,6 +86,9 @@ def generate_arguments(body: Decoding, model: ServedModel) -> dict[str, Any]:
     arguments = _drawing(body, model)
     if body.repetition_penalty is not None:
         arguments["repetition_penalty"] = body.repetition_penalty
+    if body.presence_penalty or body.frequency_penalty:
+        presence, frequency = body.presence_penalty or 0.0, body.frequency_penalty or 0.0
+        arguments["logits_processor"] = [Penalties(presence, frequency, prompt_length=prompt_tokens)]
     if body.logit_bias:
         _check_ids("logit_bias", body.logit_bias, model)
         arguments["sequence_bias"] = [[[token], float(bias)] for token, bias in body.logit_bias.items()]
@@ -110,16 +115,14 @@ def _check_ids(name: str, ids: Any, model: ServedModel) -> None:
         raise invalid(name, why)
 
 
-def lookahead_of(asked: str | Mapping[str, Any] | None, default: Lookahead) -> Lookahead:
-    """How a request is drafted: as it says, or as the server does.
+def lookahead_of(asked: str | Mapping[str, Any] | None) -> LookaheadConfig | str | None:
+    """How a request wants to be drafted; "auto" for what the server does.
 
     Raises:
         ApiError: a size that is none.
     """
-    if asked is None:
-        return None
-    if isinstance(asked, str):
-        return default
+    if asked is None or isinstance(asked, str):
+        return asked
     for name in sorted(set(asked) - _OURS):
         raise invalid(f"lookahead.{name}", f"lookahead.{name}: there is no such field: give {', '.join(sorted(_OURS))}")
     try:

@@ -69,7 +69,7 @@ class CompletionAnswer(Answer):
         return {
             "index": choice.index,
             "text": echo + choice.parts.content,
-            "logprobs": self._logprobs(choice.steps, 0),
+            "logprobs": self._logprobs(choice.steps, choice),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             **ids,
@@ -86,24 +86,22 @@ class CompletionAnswer(Answer):
     def delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """See `Answer.delta`."""
         steps = [] if piece.step is None else [piece.step]
-        before = len(choice.tokens) - len(piece.tokens)
         return {
             "index": choice.index,
             "text": piece.parts.content,
-            "logprobs": self._logprobs(steps, before, choice.tokens[:before]) if steps else None,
+            "logprobs": self._logprobs(steps, choice) if steps else None,
             "finish_reason": None,
             **({"token_ids": piece.tokens} if self.body.return_token_ids else {}),
         }
 
-    def _logprobs(self, steps: Sequence[Step], before: int, earlier: Sequence[int] = ()) -> dict[str, Any] | None:
-        """In the form of the old API; `earlier` tokens stand before these in the text."""
+    def _logprobs(self, steps: Sequence[Step], choice: Choice) -> dict[str, Any] | None:
+        """Of some steps, all or the last one, in the form of the old API."""
         if self.body.logprobs is None:
             return None
         spelling, found = self.service.token_text, list(tokens_of(steps))
-        tokens = [each.token for each in found]
         return {
-            "tokens": [spelling.text(token) for token in tokens],
+            "tokens": [spelling.text(each.token) for each in found],
             "token_logprobs": [finite(each.logprob) for each in found],
             "top_logprobs": [{spelling.text(token): finite(value) for token, value in each.top} for each in found],
-            "text_offset": spelling.offsets([*earlier, *tokens], 0)[before:],
+            "text_offset": spelling.offsets(choice.tokens)[-len(found) :],
         }

@@ -11,7 +11,6 @@ from types import FrameType
 
 import uvicorn
 
-from lade.errors import InputError
 from lade.server.app import build_app
 from lade.server.service import Service
 
@@ -22,31 +21,6 @@ that is written meanwhile."""
 _LAST_WORDS_S = 2.0
 """For answers to say that they were cut."""
 _CONNECTIONS = 1024
-
-
-def bound(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 is any free one.
-
-    Raises:
-        InputError: the address is taken, or none of this machine's.
-    """
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        made = socket.socket(family, socket.SOCK_STREAM)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((host, port))
-        made.listen(2048)
-    except OSError as problem:
-        reason = problem.strerror or str(problem)
-        raise InputError(f"cannot listen on {host}:{port}: {reason}; give another --host or --port") from problem
-    return made
-
-
-def url_of(host: str, listening: socket.socket) -> str:
-    """Where a browser on this machine finds it."""
-    port = listening.getsockname()[1]
-    name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{name}:{port}"
 
 
 def run(service: Service, listening: socket.socket) -> int:

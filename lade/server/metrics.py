@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,6 +43,11 @@ _COUNTERS: dict[str, tuple[str, Callable[[Snapshot], float]]] = {
     "host_seconds": ("Seconds of steps outside the model.", lambda now: now.decode_s - now.forward_s),
     "prefill_seconds": ("Seconds spent on prompts.", lambda now: now.prefill_s),
 }
+
+_SUMS = (
+    "requests", "prompt_tokens", "new_tokens", "passes", "steps", "fed_tokens", "sources", "prefill_s", "decode_s",
+    "forward_s",
+)  # fmt: skip
 
 
 class Metrics:
@@ -129,6 +135,15 @@ class Metrics:
         made = GaugeMetricFamily(f"lade_{name}", what, labels=["model"])
         made.add_metric([self._model], value)
         return made
+
+
+def since(before: Snapshot, now: Snapshot) -> Snapshot:
+    """The same moment, with the sums since an earlier one."""
+    values = {}
+    for name in _SUMS:
+        old, new = getattr(before, name), getattr(now, name)
+        values[name] = {key: new[key] - old.get(key, 0) for key in new} if isinstance(new, Mapping) else new - old
+    return replace(now, **values)
 
 
 class _Collected:

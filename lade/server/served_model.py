@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lade.config import Lookahead
 from lade.hf.ids import ids_of, vocabulary_of
 from lade.model.support.supports import unwrap
 
@@ -19,15 +20,19 @@ class ServedModel:
         tokenizer: its tokenizer, with the chat template that is to be used, if any.
         sampling: what its checkpoint says about drawing tokens, by the names of `model.generate`.
         context: tokens it was made for; None where it does not say.
+        lookahead: how requests are drafted that do not say.
         encode_images: makes ids, and the other arguments of `generate`, of messages with images; None where it takes
             none.
+        close: is called when the server has ended.
     """
 
     model: Any
     tokenizer: Any
     sampling: Mapping[str, Any] = field(default_factory=dict)
     context: int | None = None
+    lookahead: Lookahead = "auto"
     encode_images: Callable[..., tuple[list[int], Mapping[str, Any]]] | None = None
+    close: Callable[[], None] = lambda: None
 
     @property
     def chat_template(self) -> str:

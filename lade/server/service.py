@@ -9,17 +9,17 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from time import perf_counter
 from typing import Literal
 
-from lade.config import LookaheadConfig
+from lade.config import Lookahead
 from lade.server.access_log import AccessLog
 from lade.server.errors import ApiError, overloaded
 from lade.server.exchange import Exchange
 from lade.server.flight import Flight
+from lade.server.memories import Memories
 from lade.server.message_parts import Markup
-from lade.server.metrics import Metrics
+from lade.server.metrics import Metrics, since
 from lade.server.served_model import ServedModel
 from lade.server.settings import Settings
 from lade.server.templates import ChatTemplate
@@ -55,7 +55,7 @@ class Service:
         metrics: its series.
         flights: what is being decoded, with the ids of the requests.
         encoding: held while a tokenizer encodes.
-        template, markup, token_text: of the model; there once it is loaded.
+        template, markup, memories, token_text: of the model; there once it is loaded.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class Service:
         self.encoding = threading.Lock()  # tokenizers keep settings of a call between their parts
         self._model: ServedModel | None = None
         self._engine: Engine | None = None
+        self._warm: Snapshot | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -97,12 +98,12 @@ class Service:
                 max_tokens=settings.max_tokens,
             )
             warm_up(self._engine, model, settings)
+            self._warm = self._engine.snapshot()
         except BaseException as problem:  # noqa: BLE001 - whatever it is, the thread that waits tells the user
             self.problem = problem
             return
         self.fingerprint = f"lade-{__version__}-{_digest(settings, model)}"
-        config = settings.lookahead
-        method = "adaptive" if config == "auto" else _method(config)
+        method = _method(model.lookahead)
         device, dtype = str(model.model.device), str(model.model.dtype).removeprefix("torch.")
         self.metrics.info = {"device": device, "dtype": dtype, "method": method}
         if self.phase == "loading":
@@ -113,6 +114,7 @@ class Service:
         self._model = model
         self.template = ChatTemplate(model, self.settings.template_arguments)
         self.markup = Markup(model)
+        self.memories = Memories(model.lookahead, self.settings.share)
         self.token_text = TokenText(model.tokenizer)
 
     @property
@@ -150,8 +152,10 @@ class Service:
         return min(limits, default=None)
 
     def snapshot(self) -> Snapshot | None:
-        """How the engine stands; None before there is one."""
-        return None if self._engine is None else self._engine.snapshot()
+        """How the engine stands, and what it has done for others than the warm-up; None before that is over."""
+        if self._engine is None or self._warm is None:
+            return None
+        return since(self._warm, self._engine.snapshot())
 
     def rows(self) -> list[tuple[str, float, Handle]]:
         """What is being decoded: the id of the request, its age in seconds, and the handle."""
@@ -198,8 +202,9 @@ class Service:
         """End everything."""
         self.preparing.shutdown(wait=False, cancel_futures=True)
         if self._engine is not None:
-            with suppress(RuntimeError):
-                self._engine.close()
+            self._engine.close()
+        if self._model is not None:
+            self._model.close()
 
 
 def _expire(flight: Flight, seconds: float) -> None:
@@ -208,10 +213,10 @@ def _expire(flight: Flight, seconds: float) -> None:
         flight.abort(overloaded(why, "queue_timeout"))
 
 
-def _method(config: LookaheadConfig | None) -> str:
-    if config is None:
+def _method(lookahead: Lookahead) -> str:
+    if lookahead is None:
         return "plain"
-    return "adaptive" if config.adaptive else "lookahead"
+    return "adaptive" if isinstance(lookahead, str) or lookahead.adaptive else "lookahead"
 
 
 def _digest(settings: Settings, model: ServedModel) -> str:

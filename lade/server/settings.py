@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lade.config import Lookahead
 from lade.server.keys import NO_KEYS, Keys
 
 MOST_CHOICES, MOST_PROMPTS, MOST_MESSAGES, MOST_TOOLS = 16, 64, 4096, 128
@@ -19,7 +18,7 @@ class Settings:
     """What a server may take and give.
 
     Attributes:
-        host, port: where it listens.
+        host: where it listens.
         names: that the model is served by; the first one is told to clients.
         keys: who may ask; none: anyone.
         allowed_hosts: names in `Host` besides this machine's own; "*" for any.
@@ -27,21 +26,17 @@ class Settings:
         max_rows, max_waiting, max_tokens: see `lade.Engine`.
         context: tokens of prompt and answer at most; None: what the model was made for.
         answer_tokens: of an answer, where a request names no limit.
-        prefix_cache: bytes of ended texts whose keys and values are kept for prompts that begin like them; 0: none.
         share: who may profit from what whose request left behind: "key", "all" or "none".
-        lookahead: how requests are decoded that do not say.
         template_arguments: for the chat template, unless a request says otherwise.
         max_body: bytes.
         queue_timeout: seconds that a request may wait for a row; None: as long as its client does.
         shutdown_timeout: seconds that running answers have after SIGTERM.
         ping_s: seconds of silence in a stream after which a comment is sent.
         metrics: whether `/metrics` is served.
-        page: whether the files of the chat page are served.
         strict: whether unknown fields are refused.
     """
 
     host: str = "127.0.0.1"
-    port: int = 8000
     names: tuple[str, ...] = ("model",)
     keys: Keys = NO_KEYS
     allowed_hosts: tuple[str, ...] = ()
@@ -51,16 +46,13 @@ class Settings:
     max_tokens: int | None = None
     context: int | None = None
     answer_tokens: int = 1024
-    prefix_cache: int = 0
     share: str = "key"
-    lookahead: Lookahead = "auto"
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     max_body: int = 4 * 2**20
     queue_timeout: float | None = None
     shutdown_timeout: float = 30.0
     ping_s: float = 15.0
     metrics: bool = True
-    page: bool = True
     strict: bool = False
 
     @property

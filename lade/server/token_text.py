@@ -47,11 +47,11 @@ class TokenText:
         """A token as OpenAI's API lists it."""
         return {"token": self.text(token), "logprob": finite(logprob), "bytes": list(self.bytes(token))}
 
-    def offsets(self, tokens: Sequence[int], start: int) -> list[int]:
+    def offsets(self, tokens: Sequence[int]) -> list[int]:
         """Where each token begins in the text, in characters."""
         raw, found = b"", []
         for token in tokens:
-            found.append(start + len(raw.decode(errors="ignore")))
+            found.append(len(raw.decode(errors="ignore")))
             raw += self.bytes(token)
         return found
 

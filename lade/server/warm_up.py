@@ -28,7 +28,7 @@ def warm_up(engine: Engine, model: ServedModel, settings: Settings) -> None:
         logger.info("warming up with %d of %d rows", rows, settings.max_rows)
         # one after the other, so that the batch has had every size before
         handles = [
-            engine.add(ids, lookahead=settings.lookahead, max_new_tokens=_TOKENS, min_new_tokens=_TOKENS)
+            engine.add(ids, lookahead=model.lookahead, max_new_tokens=_TOKENS, min_new_tokens=_TOKENS)
             for _ in range(min(rows, settings.max_rows))
         ]
         for handle in handles:

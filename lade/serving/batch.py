@@ -225,6 +225,7 @@ class Batch:
             cache.reserve(*capacity.room(needs, longest))
 
     def _deliver(self, active: ActiveRequest, step: Step) -> None:
+        step = active.request.told(step, last=active.row.done)
         try:
             active.handle.tell(step, 0.0 if step.index == 0 else self._runner.forward_s)
         except Exception as problem:  # noqa: BLE001 - on_step is the user's

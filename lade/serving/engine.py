@@ -16,6 +16,7 @@ from lade.errors import ConfigError, UnsupportedModelError
 from lade.hf.refusals import resolve
 from lade.model.support.supports import supports, unwrap
 from lade.serving.batch import Batch
+from lade.serving.extras import Extras
 from lade.serving.handle import Handle
 from lade.serving.place import Place
 from lade.serving.request import prepare
@@ -94,6 +95,10 @@ class Engine:
         seed: int | None = None,
         stats: Stats | None = None,
         place: Place | None = None,
+        logprobs: int | None = None,
+        stop_texts: Sequence[str] | None = None,
+        tokenizer: Any = None,
+        skip_special_tokens: bool = True,
         **generate_arguments: Any,
     ) -> Handle:
         """Add a prompt to be continued; returns as soon as it is prepared. Several threads may do so at a time.
@@ -106,13 +111,19 @@ class Engine:
                 `model.generate` give. None: one is drawn; the handle has it.
             stats: is added to; None for new ones, which the handle has.
             place: in the queue, from `reserve`; None: one is taken now.
+            logprobs: so many of the likeliest ids come with each token, with the log-probabilities of these and of the
+                token itself, in `Step.logprobs`; they are those of the model's own logits, before processors.
+            stop_texts: texts that end the answer, whose text is then in `Step.texts` and `Handle.text`, up to the first
+                one of them. The ids end with the token that completes it. [] to be told the text alone.
+            tokenizer: the model's, for `stop_texts`, and for `stop_strings` of `model.generate`.
+            skip_special_tokens: whether special tokens have no text there.
             generate_arguments: anything that `model.generate` takes for one prompt, but beams, streamers and caches.
                 The clock of `max_time` starts now.
 
         Raises:
             InputError: the prompt cannot be decoded, or is with its answer too long for the engine or the model.
             UnsupportedArgumentError: the arguments cannot be served exactly.
-            ConfigError: `lookahead`, `seed` or `place` is none.
+            ConfigError: `lookahead`, `seed`, `place`, `logprobs`, `stop_texts` or `tokenizer` is none.
             EngineFullError: as many requests wait as may.
             EngineClosedError: the engine was closed, or this process was forked from the engine's.
             concurrent.futures.CancelledError: its place was released before it was prepared.
@@ -122,13 +133,16 @@ class Engine:
                 place = stack.enter_context(self.reserve())
             self._scheduler.check_place(place)
             config = resolve(lookahead)[0] or PLAIN
-            request = prepare(self._model, input_ids, generate_arguments, config=config, seed=seed)
+            extras = Extras(logprobs, stop_texts, tokenizer, skip_special_tokens)
+            request = prepare(self._model, input_ids, generate_arguments, config=config, seed=seed, extras=extras)
             make = functools.partial(
                 Handle,
                 stats=Stats() if stats is None else stats,
                 seed=request.seed,
                 on_step=on_step,
                 prompt_tokens=request.prompt_tokens,
+                text=request.text,
+                wakeups=self._scheduler.wakeups,
             )
             return self._scheduler.take(request, place, make)
 

@@ -8,13 +8,15 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import CancelledError
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Literal
 
 from lade.errors import EngineClosedError
+from lade.hf.answer_text import AnswerText
 from lade.hf.output import Output
 from lade.hf.processors import StopReason
+from lade.serving.wakeups import Wakeups
 from lade.stats import Stats, Step
 
 Reason = Literal[StopReason, "cancelled", "error"]
@@ -54,19 +56,22 @@ class Handle:
         seed: int | None,
         on_step: Callable[[Step], None] | None = None,
         prompt_tokens: int = 0,
+        text: AnswerText | None = None,
+        wakeups: Wakeups | None = None,
     ) -> None:
         self.seed, self.stats, self.prompt_tokens = seed, stats, prompt_tokens
         self.queue_s: float | None = None
         self.prefill_s: float | None = None
         self.reason: Reason | None = None
         self._made = perf_counter()
-        self._cancel, self._on_step = cancel, on_step
+        self._cancel, self._on_step, self._text = cancel, on_step, text
+        self._wakeups = Wakeups() if wakeups is None else wakeups
         self._steps: list[Step] = []
         self._result: Output | BaseException | None = None  # None where it was cancelled
         self._ended = False
         self._changed = threading.Condition()
         self._process = os.getpid()
-        self._watchers: set[Callable[[], None]] = set()
+        self._watchers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
     def __repr__(self) -> str:
         tokens = len(self.tokens)
@@ -83,6 +88,16 @@ class Handle:
     def tokens(self) -> list[int]:
         """The new tokens so far."""
         return [token for step in list(self._steps) for token in step.tokens]
+
+    @property
+    def text(self) -> str:
+        """The text so far, where `Engine.add` was given `stop_texts`; it ends before the first one of them."""
+        return "".join(piece for step in list(self._steps) for piece in step.texts or ())
+
+    @property
+    def stop_text(self) -> str | None:
+        """Which of its `stop_texts` the text ends before; None if there is none, or it is not there yet."""
+        return None if self._text is None else self._text.stop
 
     def done(self) -> bool:
         """Whether it has ended, in whatever way."""
@@ -133,12 +148,7 @@ class Handle:
     async def __aiter__(self) -> AsyncIterator[Step]:
         """The same for coroutines; waiting does not block the loop."""
         loop, woken, place = asyncio.get_running_loop(), asyncio.Event(), 0
-
-        def wake() -> None:
-            with suppress(RuntimeError):  # the loop was closed while the reader waited
-                loop.call_soon_threadsafe(woken.set)
-
-        with self._watched(wake):
+        with self._watched(loop, woken):
             while True:
                 woken.clear()
                 ended = self.done()  # read before the steps: none comes after the end
@@ -151,19 +161,19 @@ class Handle:
                 await woken.wait()
 
     @contextmanager
-    def _watched(self, wake: Callable[[], None]) -> Iterator[None]:
-        """Call `wake` at every step and at the end, while the context lasts."""
+    def _watched(self, loop: asyncio.AbstractEventLoop, woken: asyncio.Event) -> Iterator[None]:
+        """Set `woken` at every step and at the end, while the context lasts."""
         if self._ended:
             yield
             return
         check_process(self._process)
         with self._changed:
-            self._watchers.add(wake)
+            self._watchers.add((loop, woken))
         try:
             yield
         finally:
             with self._changed:
-                self._watchers.discard(wake)
+                self._watchers.discard((loop, woken))
 
     def _wait(self, steps: float, timeout: float | None = None) -> None:
         """Until there are more steps than that, or the end; raises `TimeoutError`."""
@@ -219,8 +229,8 @@ class Handle:
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
-            for wake in self._watchers:
-                wake()
+            for loop, woken in self._watchers:
+                self._wakeups.wake(loop, woken)
 
 
 def check_process(home: int) -> None:

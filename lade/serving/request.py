@@ -9,12 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, StoppingCriteriaList
 
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.row import Row
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
+from lade.hf.answer_text import AnswerText
 from lade.hf.arguments import arguments_for_callable, why_no_ids
 from lade.hf.ids import ids_of, placeholder_ids, special_ids
 from lade.hf.one_call import cleaning_up, refuse_hooks_of_one_call, refuse_values_of_one_call
@@ -29,6 +30,8 @@ from lade.model.recurrent.cores import is_recurrent
 from lade.model.runner import input_device
 from lade.model.support.supports import unwrap
 from lade.serving.capacity import Need, largest_tree
+from lade.serving.extras import NO_EXTRAS, Extras
+from lade.stats import Step
 
 REMEDY = "leave it out, or use lade.generate"
 _DRAWN_SEEDS, _SEEDS = 2**32, 2**64
@@ -45,9 +48,11 @@ class Request:
         prepared: what `model.generate` has prepared.
         config: the method and its sizes.
         seed: of its draws; None: one is drawn.
+        text: the criterion among the stopping criteria that reads the answer as text, if there is one.
+        logprobs: see `Extras`.
 
     Attributes:
-        config: as given.
+        config, text: as given.
         seed: the seed of its draws; None where nothing is drawn.
         excluded: ids after which nothing is drafted.
         need: the room that it can come to take.
@@ -60,7 +65,15 @@ class Request:
         UnsupportedModelError, UnsupportedArgumentError: it cannot be served exactly.
     """
 
-    def __init__(self, prepared: Prepared, *, config: LookaheadConfig, seed: int | None) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        *,
+        config: LookaheadConfig,
+        seed: int | None,
+        text: AnswerText | None = None,
+        logprobs: int | None = None,
+    ) -> None:
         generation_config = prepared.generation_config
         _, paddings, self.images = check(prepared)
         if len(paddings) > 1:
@@ -72,11 +85,11 @@ class Request:
         if generation_config.prefill_chunk_size is not None and is_recurrent(prepared.model):
             chunks = f"prefill_chunk_size={generation_config.prefill_chunk_size}"
             refuse(chunks, "it feeds prompts in pieces of its own, and recurrent layers tell where a piece begins")
-        self.config, self.seed = config, None
+        self.config, self.text, self.seed = config, text, None
         if generation_config.do_sample:
             self.seed = secrets.randbelow(_DRAWN_SEEDS) if seed is None else seed
         self.excluded = special_ids(generation_config) | placeholder_ids(prepared.model)
-        self._record = record_for(generation_config)
+        self._record = record_for(generation_config, logprobs)
 
     def row(self, drafter: Drafter) -> Row:
         """The row that writes its answer."""
@@ -91,6 +104,20 @@ class Request:
         own = ids_of(self._prepared.model.generation_config.eos_token_id)
         return "stop_token" if reason == "eos" and own and row.tokens[-1] not in own else reason
 
+    def told(self, step: Step, *, last: bool) -> Step:
+        """A step with the text and the log-probabilities of its tokens, where they are wanted; to be called in order.
+
+        Args:
+            step: the next one, as the loop has it.
+            last: whether the answer has ended with it.
+        """
+        if self.text is None:
+            return replace(step, logprobs=self._record.taken(len(step.tokens)))
+        if last:
+            self.text.finish()
+        tokens = len(step.tokens)
+        return replace(step, logprobs=self._record.taken(tokens), texts=self.text.taken(tokens))
+
     def output(self, row: Row) -> Output:
         """What `model.generate` returns, given the row that has ended."""
         return output_of(self._prepared, [row.written], self._record)
@@ -103,6 +130,7 @@ def prepare(
     *,
     config: LookaheadConfig,
     seed: int | None,
+    extras: Extras = NO_EXTRAS,
 ) -> Request:
     """Have `model.generate` prepare a request; nothing is fed yet.
 
@@ -112,6 +140,7 @@ def prepare(
         arguments: anything that `model.generate` takes.
         config: the method and its sizes.
         seed: of its draws.
+        extras: arguments that are not `model.generate`'s.
 
     Raises:
         ConfigError: the seed is none that torch takes.
@@ -122,12 +151,19 @@ def prepare(
     for name, remedy in _REFUSED.items():
         if arguments.get(name) is not None:
             refuse(name, remedy)
-    arguments = {**arguments, "input_ids": _as_prompt(input_ids, input_device(unwrap(model)))}
-    make = preparing(functools.partial(Request, config=config, seed=seed), model)
+    prompt = _as_prompt(input_ids, input_device(unwrap(model)))
+    arguments, text = {**arguments, "input_ids": prompt}, extras.text(prompt[0].tolist())
+    if text is not None:
+        arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), text])
+    if extras.tokenizer is not None:
+        arguments["tokenizer"] = extras.tokenizer  # which stop_strings needs, too
+    make = functools.partial(Request, config=config, seed=seed, text=text, logprobs=extras.logprobs)
     with cleaning_up(model, arguments.get("generation_config")):
         try:
             _refuse_contexts(unwrap(model), arguments)
-            request: Request = model.generate(custom_generate=make, **arguments_for_callable(model, arguments))
+            request: Request = model.generate(
+                custom_generate=preparing(make, model), **arguments_for_callable(model, arguments)
+            )
         except UnsupportedArgumentError as problem:
             raise UnsupportedArgumentError(problem.reason, REMEDY) from None  # no "auto" falls back to anything here
     return request

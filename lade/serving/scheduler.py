@@ -17,6 +17,7 @@ from lade.serving.handle import Handle, check_process
 from lade.serving.place import Place
 from lade.serving.request import Request
 from lade.serving.snapshot import Snapshot
+from lade.serving.wakeups import Wakeups
 
 
 class Scheduler:
@@ -30,6 +31,7 @@ class Scheduler:
 
     Attributes:
         problem: the error that ended the thread, if one did.
+        wakeups: wakes those who wait for requests in coroutines.
     """
 
     def __init__(self, batch: Batch, max_waiting: int) -> None:
@@ -39,7 +41,7 @@ class Scheduler:
         self._places: set[Place] = set()  # held for requests that are being prepared
         self._seats: dict[Handle, ActiveRequest] = {}
         self._blocked = False  # whether the first one that waits had no room
-        self._changed = threading.Condition()
+        self._changed, self.wakeups = threading.Condition(), Wakeups()
         self._closed = False
         self.problem: BaseException | None = None
         self._process = os.getpid()
@@ -148,7 +150,8 @@ class Scheduler:
         try:
             with torch.no_grad():
                 while self._admit():
-                    self._batch.advance()
+                    with self.wakeups.gathered():
+                        self._batch.advance()
                     self._forget_ended()
         except BaseException as unforeseen:
             problem = unforeseen

@@ -12,9 +12,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from typer.testing import CliRunner
 
 from lade import Memory
-from lade.hf.detokenizer import Detokenizer
 from lade.cli.main import app
 from lade.decoding.kernels import ORDERS
+from lade.hf.detokenizer import Detokenizer
 
 PROMPT = "say it again, say it"
 NEW = 16

@@ -231,3 +231,23 @@ def test_its_repr_says_how_it_ended(handle, end, state):
     handle.tell(step(0, 5), 0.0)
     handle.end(end)
     assert repr(handle) == f"Handle({state}, 1 token)"
+
+
+@pytest.mark.parametrize("rows", [8])
+def test_a_loop_is_woken_once_a_pass_for_all_requests_of_it(monkeypatch, rows):
+    async def main(engine):
+        loop, calls, told = asyncio.get_running_loop(), [], []
+        wake = loop.call_soon_threadsafe
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *given: (calls.append(1), wake(*given)))
+        handles = [engine.add(random_ids(4, seed), lookahead=None, max_new_tokens=30) for seed in range(rows)]
+        for text in await asyncio.gather(*map(collected, handles)):
+            told += text
+        monkeypatch.undo()
+        return len(calls), len(told)
+
+    with Engine(LLAMA, max_rows=rows) as engine:
+        engine.add(random_ids(4), max_new_tokens=3).result(SOON)
+        before = engine.snapshot().passes
+        calls, told = asyncio.run(main(engine))
+        passes = engine.snapshot().passes - before
+    assert told == 30 * rows and calls <= passes + 2, (calls, passes)

@@ -74,6 +74,7 @@ class Access:
         api_key_file: keys, one a line; None: anyone.
         allowed_host: names of this machine that are served besides its numbers.
         cors_origin: web pages that may ask.
+        share: who may profit from what requests leave behind.
     """
 
     api_key_file: Annotated[
@@ -86,6 +87,15 @@ class Access:
         list[str] | None, _access(metavar="URL", help="Web page that may ask, such as https://example.org; * for any.")
     ] = None
 
+    share: Annotated[
+        str,
+        _access(
+            metavar="WHO",
+            autocompletion=lambda: list(SHARES),
+            help="Requests that learn from each other: of one key (the default), all, or none.",
+        ),
+    ] = "key"
+
     def keys(self) -> Keys:
         """The keys; raises `InputError` where the file has none."""
         from lade.server.keys import NO_KEYS, Keys
@@ -93,7 +103,9 @@ class Access:
         return NO_KEYS if self.api_key_file is None else Keys.read(self.api_key_file)
 
     def check(self) -> None:
-        """Raise `ConfigError` for an origin that no browser would send."""
+        """Raise `ConfigError` for an origin that no browser would send, or nobody to share with."""
+        if self.share not in SHARES:
+            raise ConfigError("share", self.share, f"give one of {', '.join(SHARES)}")
         for origin in self.cors_origin or ():
             if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
                 raise ConfigError("cors-origin", origin, "give scheme and host, such as https://example.org, or *")

@@ -1,0 +1,77 @@
+"""The model of `lade serve`: loaded as the shell loads them, with what a server needs besides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from lade import Memory
+from lade.cli.images import encode
+from lade.cli.loading.load import SAMPLING_FIELDS, remembering
+from lade.cli.loading.load import load as load_model
+from lade.cli.loading.loaded_model import LoadedModel
+from lade.cli.options.decoding import Speed
+from lade.cli.options.model import Loading
+from lade.cli.terminal import Terminal
+from lade.config import Lookahead, LookaheadConfig
+from lade.errors import LadeError
+from lade.server.served_model import ServedModel
+
+
+def load(loading: Loading, speed: Speed, chat_template: str | None, term: Terminal) -> ServedModel:
+    """Load it, in the thread of a server that listens already.
+
+    Args:
+        loading: which model, and how.
+        speed: how its tokens are drafted; a memory's file need not be there yet, and is written at the end.
+        chat_template: instead of its own; None for that.
+        term: learns how far it is.
+
+    Raises:
+        ConfigError, InputError, UnsupportedModelError: the one line that the user is to read.
+    """
+    loaded = load_model(loading, term=term, pack=speed.pack, images=None)
+    if chat_template is not None:
+        loaded.tokenizer.chat_template = chat_template
+    lookahead = _lookahead(loaded, speed)
+    return ServedModel(
+        model=loaded.model,
+        tokenizer=loaded.tokenizer,
+        sampling={name: value for name, value in loaded.checkpoint_defaults.items() if name in SAMPLING_FIELDS},
+        context=loaded.context,
+        lookahead=lookahead,
+        encode_images=_image_encoder(loaded),
+        close=partial(_save, lookahead, speed, loaded, term),
+    )
+
+
+def _lookahead(loaded: LoadedModel, speed: Speed) -> Lookahead:
+    if speed.memory is None or speed.memory.exists():
+        return remembering(loaded, speed.lookahead(), speed.memory)
+    config = replace(speed, memory=None).lookahead()
+    return replace(config if isinstance(config, LookaheadConfig) else LookaheadConfig(), memory=Memory())
+
+
+def _save(lookahead: Lookahead, speed: Speed, loaded: LoadedModel, term: Terminal) -> None:
+    """Keep what was learned."""
+    memory = lookahead.memory if isinstance(lookahead, LookaheadConfig) else None
+    if speed.memory is None or not isinstance(memory, Memory):
+        return
+    try:
+        memory.save(speed.memory, loaded.tokenizer)
+    except LadeError as problem:
+        term.fail(problem)
+
+
+def _image_encoder(loaded: LoadedModel) -> Callable[..., tuple[list[int], Mapping[str, Any]]] | None:
+    """None for a model that takes no images."""
+    if getattr(loaded.model.config, "vision_config", None) is None:
+        return None
+
+    def encoded(messages: Any, arguments: Mapping[str, Any]) -> tuple[list[int], Mapping[str, Any]]:
+        made = encode(loaded, messages, arguments)
+        return made.ids, made.media
+
+    return encoded

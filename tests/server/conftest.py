@@ -1,0 +1,27 @@
+"""One server for most tests, one thread for its tiny model."""
+
+import gc
+
+import pytest
+import torch
+from served import Running, running
+
+from lade.serving import batch
+from lade.testing import nearly_flat_cost
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="package")
+def server() -> Running:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
+        with running() as made:
+            yield made
+    gc.collect()

@@ -1,0 +1,164 @@
+"""A toy model behind a real server, in this process, on a port of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import httpx2 as httpx
+import torch
+import uvicorn
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from lade.server.app import build_app
+from lade.server.listen import Server
+from lade.server.served_model import ServedModel
+from lade.server.service import Service
+from lade.server.settings import Settings
+
+CONTEXT = 512
+SOON = 60.0
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m['role'] == 'system' and not loop.first %}{{ raise_exception('System message must be at the beginning.') }}"
+    "{% endif %}<{{ m['role'] }}>{{ m['content'] }}|{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SETTINGS = Settings(names=("toy", "other-name"), max_rows=8, max_waiting=32, answer_tokens=40, ping_s=0.2)
+HEADERS = {"content-type": "application/json"}
+
+
+def byte_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """Each byte is a token; the first one ends a text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate(["</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", clean_up_tokenization_spaces=False)
+    made.chat_template = template
+    return made
+
+
+def byte_model(tokenizer: PreTrainedTokenizerFast, seed: int = 3) -> LlamaForCausalLM:
+    """Random weights, in float64. It says letters: the logits of other bytes are zero, and never the greatest."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=len(tokenizer),
+                hidden_size=32,
+                intermediate_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=CONTEXT,
+                bos_token_id=None,
+                eos_token_id=0,
+                pad_token_id=0,
+                tie_word_embeddings=False,
+                initializer_range=0.4,
+            )
+        )
+    keep = torch.zeros(len(tokenizer), 1)
+    keep[tokenizer("abcdefghijklmnopqrstuvwxyz ,.")["input_ids"]] = 1.0
+    model.lm_head.weight.data *= keep
+    torch.nn.Module.to(model, torch.float64)
+    model.requires_grad_(False)
+    return model.eval()
+
+
+TOKENIZER = byte_tokenizer()
+MODEL = byte_model(TOKENIZER)
+SERVED = ServedModel(MODEL, TOKENIZER, context=CONTEXT)
+
+
+def plain(ids: list[int], *, seed: int | None = None, **arguments: Any) -> list[int]:
+    """The new tokens of `model.generate` alone."""
+    if seed is not None:
+        torch.manual_seed(seed)
+    output = MODEL.generate(torch.tensor([ids]), **{"do_sample": False, **arguments})
+    return output[0, len(ids) :].tolist()
+
+
+def templated(messages: list[dict[str, Any]]) -> list[int]:
+    return TOKENIZER.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def text_of(tokens: list[int]) -> str:
+    return TOKENIZER.decode(tokens, skip_special_tokens=True)
+
+
+class Running:
+    """A server in a thread; its address, its state, and a client for it."""
+
+    def __init__(self, settings: Settings, served: Callable[[], ServedModel] | ServedModel, log: Any = None) -> None:
+        load = served if callable(served) else lambda: served
+        self.lines: list[str] = []
+        self.service = Service(settings, load, log=log(self.lines.append) if log else None)
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.port = listening.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        config = uvicorn.Config(build_app(self.service), log_config=None, lifespan="on", timeout_graceful_shutdown=2)
+        self.server = Server(config, self.service)
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([listening])), daemon=True)
+        self.http = httpx.Client(base_url=self.url, timeout=SOON)
+
+    def stop(self) -> None:
+        self.http.close()
+        if self.thread.is_alive() and self.server._ends_at is None:
+            self.service.abort()
+            self.server.handle_exit(15, None)
+        self.thread.join(SOON)
+        assert not self.thread.is_alive()
+
+    def chat(self, content: str = "hello", **fields: Any) -> Any:
+        return self.http.post(
+            "/v1/chat/completions", json={"messages": [{"role": "user", "content": content}], **fields}
+        )
+
+    def complete(self, prompt: Any = "abc", **fields: Any) -> Any:
+        return self.http.post("/v1/completions", json={"prompt": prompt, **fields})
+
+    def events(self, path: str, **body: Any) -> list[Any]:
+        """What a stream has to say, its end included; pings are left out."""
+        with self.http.stream("POST", path, json={**body, "stream": True}) as response:
+            assert response.status_code == 200, response.read()
+            raw = b"".join(response.iter_bytes())
+        frames = [frame for frame in raw.decode().split("\n\n") if frame and not frame.startswith(":")]
+        assert all(frame.startswith("data: ") for frame in frames)
+        return [frame[6:] if frame == "data: [DONE]" else json.loads(frame[6:]) for frame in frames]
+
+    def at_rest(self) -> bool:
+        """Whether nothing is decoded, and nothing waits."""
+        now = self.service.snapshot()
+        return now is not None and now.rows == now.waiting == 0 and not self.service.flights
+
+
+@contextmanager
+def running(served: Any = SERVED, log: Any = None, ready: bool = True, **changes: Any) -> Iterator[Running]:
+    """A server with other settings than usual."""
+    made = Running(replace(SETTINGS, **changes), served, log)
+    made.thread.start()
+    try:
+        if ready:
+            until(lambda: made.service.phase == "ready" or made.service.problem)
+            assert made.service.problem is None, made.service.problem
+        yield made
+    finally:
+        made.stop()
+
+
+def until(true: Callable[[], Any], seconds: float = SOON) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never comes true"
+        time.sleep(0.005)
