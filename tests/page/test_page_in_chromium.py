@@ -363,7 +363,7 @@ def test_settings_go_into_the_request_and_stay(seen):
     assert expected.items() <= body.items() and body["chat_template_kwargs"] == {"enable_thinking": False}
     seen.page.get_by_label("Lookahead").select_option("budget")
     seen.page.get_by_label("Tokens fed in each pass").fill("24")
-    seen.page.get_by_label("Temperature").fill("9")  # too high: the browser says so, and it is not sent
+    seen.page.get_by_label("Temperature").fill("9")  # too high: it is marked, and not sent
     seen.say("again")
     seen.until(lambda: len(seen.script.asked) == 2)
     seen.answered()

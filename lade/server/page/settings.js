@@ -4,13 +4,13 @@ import { byId, element } from "./dom.js";
 import { keep, setting } from "./store.js";
 
 const SAMPLING = [
-  { name: "temperature", label: "Temperature", min: 0, max: 2, step: 0.05, hint: "0: greedy" },
-  { name: "top_p", label: "Top-p", min: 0, max: 1, step: 0.01 },
+  { name: "temperature", label: "Temperature", min: 0, max: 2, step: "any", hint: "0: greedy" },
+  { name: "top_p", label: "Top-p", min: 0, max: 1, step: "any" },
   { name: "top_k", label: "Top-k", min: 0, step: 1 },
-  { name: "min_p", label: "Min-p", min: 0, max: 1, step: 0.01 },
-  { name: "repetition_penalty", label: "Repetition penalty", min: 0.1, max: 3, step: 0.05 },
-  { name: "presence_penalty", label: "Presence penalty", min: -2, max: 2, step: 0.1 },
-  { name: "frequency_penalty", label: "Frequency penalty", min: -2, max: 2, step: 0.1 },
+  { name: "min_p", label: "Min-p", min: 0, max: 1, step: "any" },
+  { name: "repetition_penalty", label: "Repetition penalty", min: 0.1, max: 3, step: "any" },
+  { name: "presence_penalty", label: "Presence penalty", min: -2, max: 2, step: "any" },
+  { name: "frequency_penalty", label: "Frequency penalty", min: -2, max: 2, step: "any" },
   { name: "seed", label: "Seed", min: 0, step: 1, hint: "empty: a new one" },
 ];
 const LENGTH = { name: "max_tokens", label: "Longest answer", min: 1, step: 1, hint: "in tokens" };
@@ -48,8 +48,9 @@ export class Settings {
     const input = element("input", { type: "number", id: `set-${name}`, inputmode: "decimal", ...bounds });
     input.value = this.values[name] ?? "";
     input.addEventListener("change", () => {
-      const value = input.value === "" || !input.reportValidity() ? undefined : Number(input.value);
-      this.#set(name, value);
+      const right = input.checkValidity();
+      input.setAttribute("aria-invalid", !right);
+      this.#set(name, input.value === "" || !right ? undefined : Number(input.value));
     });
     return this.#field(name, label, hint, input);
   }
