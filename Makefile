@@ -81,7 +81,7 @@ test-frameworks: $(FRAMEWORKS)/.installed ## the recipe in LangChain, smolagents
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest -n 2 $(FRAMEWORKS_TESTS)
 
 test-page: $(PAGE)/.installed ## the chat page in Chromium (found in PATH, else playwright's own; 150 MB are fetched)
-	PYTHONPATH=$(PAGE) $(BIN)/python -m pytest tests/page
+	PYTHONPATH=$(PAGE) $(BIN)/python -m pytest tests/server/page
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -1,7 +1,6 @@
 import random
 
 import pytest
-from lade.cli.detokenizer import Detokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 

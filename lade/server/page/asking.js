@@ -64,7 +64,7 @@ function take({ choices, usage, lade }, message) {
     message.content += delta.content ?? text ?? "";
     if (finish) message.finish = finish;
   }
-  if (lade?.sources) message.trace.add(lade);
+  if (lade?.sources?.length) message.trace.add(lade);
   if (lade?.steps !== undefined) message.told = lade;
 }
 

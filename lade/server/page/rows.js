@@ -50,9 +50,8 @@ function gauge(label, value, limit) {
 
 function rowItem({ id, state, age_s: age, prompt_tokens: prompt, answer_tokens: tokens, tokens_per_step: rate }) {
   const line = `${prompt} tokens read, ${tokens} written`;
-  return element("li", { class: state },
+  return element("li", { class: state, title: id },
     element("span", { class: "row-state" }, element("i"), STATES[state] ?? state, element("small", {}, ` ${Math.round(age)} s`)),
     element("span", { class: "row-rate" }, rate ? rate.toFixed(2) : "–", element("small", {}, " per pass")),
-    element("span", { class: "faint" }, line),
-    element("code", { class: "faint", title: id }, String(id).slice(-6)));
+    element("span", { class: "faint row-line" }, line));
 }

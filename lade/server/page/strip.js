@@ -17,6 +17,7 @@ export class Strip {
     for (; this.shown < this.trace.steps.length; this.shown += 1) this.node.append(this.#column(this.shown));
     const { decoding, tokensPerStep } = this.trace;
     const rate = tokensPerStep.toFixed(2);
+    this.node.scrollTop = this.node.scrollHeight;
     this.node.setAttribute("aria-label", `${decoding.length} forward passes, ${rate} tokens in each on average`);
   }
 

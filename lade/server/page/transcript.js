@@ -58,6 +58,7 @@ export class Transcript {
   #draw() {
     const begun = performance.now();
     for (const message of this.due) this.views.get(message)?.update?.();
+    if (this.pointed && !this.pointed.isConnected) this.#unpoint();
     this.due.clear();
     this.#legend();
     if (this.follows) this.scroller.scrollTop = this.scroller.scrollHeight;
@@ -91,18 +92,23 @@ export class Transcript {
       element("p", { class: "faint" }, words), element("div", { class: "suggestions" }, ...suggestions));
   }
 
+  #unpoint() {
+    for (const lit of this.list.querySelectorAll(".lit")) lit.classList.remove("lit");
+    byId("tip").hidden = true;
+    this.pointed = null;
+  }
+
   /** A token and its column belong together: pointing at one shows the other, and what it is. */
   #point({ type, target }) {
     const step = target.closest?.("[data-step]")?.dataset.step;
     const article = target.closest?.(".answer");
-    const tip = byId("tip");
-    for (const lit of this.list.querySelectorAll(".lit")) lit.classList.remove("lit");
-    tip.hidden = true;
+    this.#unpoint();
     if (type === "mouseout" || step === undefined || !article) return;
     for (const part of article.querySelectorAll(`[data-step="${step}"]`)) part.classList.add("lit");
     const view = [...this.views.values()].find(({ node }) => node === article);
-    const { number } = { number: target.dataset.token };
-    tip.textContent = words(view.trace, Number(step), number);
+    this.pointed = target;
+    const tip = byId("tip");
+    tip.textContent = words(view.trace, Number(step), target.dataset.token);
     tip.hidden = false;
     const { left, top } = target.getBoundingClientRect();
     tip.style.left = `${Math.max(8, Math.min(left, innerWidth - tip.offsetWidth - 8))}px`;

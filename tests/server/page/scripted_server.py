@@ -22,6 +22,7 @@ from lade.server.static import mount_page
 
 ROW = {"age_s": 2.4, "prompt_tokens": 21, "answer_tokens": 93, "tokens_per_step": 2.537}
 SOURCES = ("memory", "pool", "window", "prompt", "text")
+POEM_WORDS = "Here is how two sorted lists are merged, with one pass over both:"
 POEM = """Here is how two sorted lists are *merged*, with **one pass** over both:
 
 ```python
