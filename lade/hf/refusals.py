@@ -57,12 +57,14 @@ def resolve(lookahead: Lookahead) -> tuple[LookaheadConfig | None, bool]:
 def check(
     prepared: Prepared,
     modes: Collection[GenerationMode] = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
+    plan: MaskPlan | None = None,
 ) -> tuple[MaskPlan, list[int], PreparedPrompts | None]:
     """All checks that any way of decoding needs.
 
     Args:
         prepared: what `generate` has prepared.
         modes: generation modes that are served.
+        plan: how the model takes its masks, where that is known; None to find out whether it can be served.
 
     Returns:
         How the model takes its masks; `[P]`, how many padding columns stand left of each prompt; and the prompts where
@@ -72,7 +74,7 @@ def check(
         InputError: no decoding could continue the prompt.
         UnsupportedModelError, UnsupportedArgumentError: lookahead decoding cannot.
     """
-    plan = supports(prepared.wrapper).require()
+    plan = supports(prepared.wrapper).require() if plan is None else plan
     _refuse_arguments(prepared, modes)
     model, prompts, kwargs = prepared.model, prepared.prompts, prepared.model_kwargs
     if has_encoder(prepared):

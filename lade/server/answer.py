@@ -26,6 +26,8 @@ from lade.server.service import Service
 from lade.serving.place import Place
 
 T = TypeVar("T")
+_UNNAMED = "dummy"
+"""What huggingface_hub sends where its user names no model."""
 
 
 class ClientLeftError(Exception):
@@ -122,8 +124,8 @@ class Answer(ABC):
 
     def _check(self) -> None:
         body, settings = self.body, self.service.settings
-        if body.model is not None and body.model not in settings.names:
-            why = f"model {body.model[:100]!r} is not served: there is {', '.join(settings.names)}"
+        if body.model not in (None, _UNNAMED, *settings.names):
+            why = f"model {str(body.model)[:100]!r} is not served: there is {', '.join(settings.names)}"
             raise ApiError(404, NOT_FOUND, why, param="model", code="model_not_found")
         ignored = refusals.check(body, settings)
         if ignored:
@@ -270,7 +272,6 @@ class Answer(ABC):
             "prompt_tokens": prompt,
             "completion_tokens": answer,
             "total_tokens": prompt + answer,
-            "prompt_tokens_details": {"cached_tokens": sum(choice.handle.cached_tokens for choice in firsts)},
             "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices)},
         }
 

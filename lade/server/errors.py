@@ -128,33 +128,36 @@ _NOT_JSON = ApiError(400, INVALID, "the body is not valid JSON: send an object",
 
 async def _invalid_body(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, RequestValidationError)
-    first = problem.errors()[0]
-    if first["type"] == "json_invalid":
+    found = problem.errors()
+    if found[0]["type"] == "json_invalid":
         return _NOT_JSON.response()
-    return validation_error(first, problem.body).response()
+    return validation_error(found, problem.body).response()
 
 
-def validation_error(found: Mapping[str, Any], body: Any) -> ApiError:
-    """One error of pydantic; its location also names the branches of unions, which are no part of a body."""
-    place, names = body, list[str | int]()
-    for part in (part for part in found["loc"] if part != "body"):
-        if _has(place, part):
-            place = place[part]
-        elif found["type"] != "missing":
+def validation_error(found: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
+    """The one of pydantic's errors that says most: where there are several forms of a value, the one that fits best."""
+    places = [_place(each, body) for each in found]
+    deepest = max(range(len(found)), key=lambda number: len(places[number][0]))
+    (names, value), what = places[deepest], str(found[deepest]["msg"]).removeprefix("Value error, ")
+    param = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names).removeprefix(".")
+    number = isinstance(value, bool | int | float) and len(str(value)) < _LONGEST_VALUE
+    return invalid(param or None, f"{param or 'the body'}: {what}{f' (it is {value!r})' if number else ''}")
+
+
+def _place(found: Mapping[str, Any], body: Any) -> tuple[list[str | int], Any]:
+    """Path and value that an error is about; its location also names the branches of unions, which no body has."""
+    value, names = body, list[str | int]()
+    location = [part for part in found["loc"] if part != "body"]
+    for number, part in enumerate(location, start=1):
+        if _has(value, part):
+            value = value[part]
+        elif found["type"] != "missing" or number < len(location):
             continue
         names.append(part)
-    param = _path(names)
-    number = isinstance(place, bool | int | float) and len(str(place)) < _LONGEST_VALUE
-    shown = f" (it is {place!r})" if number else ""
-    message = str(found["msg"]).removeprefix("Value error, ")
-    return invalid(param or None, f"{param or 'the body'}: {message}{shown}")
+    return names, value
 
 
 def _has(place: Any, part: str | int) -> bool:
     if isinstance(place, list):
         return isinstance(part, int) and 0 <= part < len(place)
     return isinstance(place, dict) and part in place
-
-
-def _path(names: Sequence[str | int]) -> str:
-    return "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names).removeprefix(".")

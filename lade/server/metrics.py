@@ -139,7 +139,7 @@ class Metrics:
 
 def since(before: Snapshot, now: Snapshot) -> Snapshot:
     """The same moment, with the sums since an earlier one."""
-    values = {}
+    values: dict[str, Any] = {}
     for name in _SUMS:
         old, new = getattr(before, name), getattr(now, name)
         values[name] = {key: new[key] - old.get(key, 0) for key in new} if isinstance(new, Mapping) else new - old

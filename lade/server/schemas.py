@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from lade.server.settings import (
     LONGEST_STOP,
@@ -18,8 +18,17 @@ from lade.server.settings import (
 )
 
 _ID_BITS = 2**31
+
+
+def _whole(text: str) -> str:
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValueError("half a character, which JSON can spell, is no text")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_whole)]
 TokenId = Annotated[int, Field(ge=0, lt=_ID_BITS)]
-Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Stop = Annotated[Text, Field(min_length=1, max_length=LONGEST_STOP)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
@@ -100,7 +109,7 @@ class Part(Model):
     """A part of a message."""
 
     type: str
-    text: str | None = None
+    text: Text | None = None
     image_url: ImageUrl | None = None
 
 
@@ -108,7 +117,7 @@ class Message(Model):
     """A message; what is not known here is for the chat template."""
 
     role: str = Field(min_length=1, max_length=64)
-    content: str | list[Part] | None = None
+    content: Text | list[Part] | None = None
 
 
 class ChatRequest(Decoding):
@@ -139,8 +148,8 @@ class CompletionRequest(Decoding):
     """Of `/v1/completions`."""
 
     prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
         | Annotated[list[TokenId], Field(min_length=1)]
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MOST_PROMPTS)]
     )

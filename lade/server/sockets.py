@@ -17,14 +17,10 @@ def bound(host: str, port: int) -> socket.socket:
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        made = socket.socket(family, socket.SOCK_STREAM)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((host, port))
-        made.listen(_BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as problem:
         reason = problem.strerror or str(problem)
         raise InputError(f"cannot listen on {host}:{port}: {reason}; give another --host or --port") from problem
-    return made
 
 
 def url_of(host: str, listening: socket.socket) -> str:

@@ -77,9 +77,11 @@ class Engine:
             if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
                 raise ConfigError(name, limit, "give a whole number >= 1")
         self._model = model
-        plan = supports(model).require()
+        self._plan = supports(model).require()
         _refuse_encoders(unwrap(model))
-        batch = Batch(unwrap(model), plan, prefill_tokens=prefill_tokens, max_rows=max_rows, max_tokens=max_tokens)
+        batch = Batch(
+            unwrap(model), self._plan, prefill_tokens=prefill_tokens, max_rows=max_rows, max_tokens=max_tokens
+        )
         self.token_bytes, self.max_tokens = batch.capacity.token_bytes, batch.capacity.max_tokens
         self._scheduler = Scheduler(batch, max_waiting)
         self._finalizer = weakref.finalize(
@@ -134,7 +136,10 @@ class Engine:
             self._scheduler.check_place(place)
             config = resolve(lookahead)[0] or PLAIN
             extras = Extras(logprobs, stop_texts, tokenizer, skip_special_tokens)
-            request = prepare(self._model, input_ids, generate_arguments, config=config, seed=seed, extras=extras)
+            known = None if unwrap(self._model).training else self._plan  # what training mode does is tried each time
+            request = prepare(
+                self._model, input_ids, generate_arguments, config=config, seed=seed, extras=extras, plan=known
+            )
             make = functools.partial(
                 Handle,
                 stats=Stats() if stats is None else stats,

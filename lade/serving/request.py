@@ -25,6 +25,7 @@ from lade.hf.processors import StopReason
 from lade.hf.refusals import check
 from lade.hf.row import row_for
 from lade.hf.sampling import LoneSampler
+from lade.model.masks import MaskPlan
 from lade.model.position_limits import LEARNED_POSITIONS, Positions
 from lade.model.recurrent.cores import is_recurrent
 from lade.model.runner import input_device
@@ -50,6 +51,7 @@ class Request:
         seed: of its draws; None: one is drawn.
         text: the criterion among the stopping criteria that reads the answer as text, if there is one.
         logprobs: see `Extras`.
+        plan: see `prepare`.
 
     Attributes:
         config, text: as given.
@@ -73,9 +75,10 @@ class Request:
         seed: int | None,
         text: AnswerText | None = None,
         logprobs: int | None = None,
+        plan: MaskPlan | None = None,
     ) -> None:
         generation_config = prepared.generation_config
-        _, paddings, self.images = check(prepared)
+        _, paddings, self.images = check(prepared, plan=plan)
         if len(paddings) > 1:
             refuse(f"num_return_sequences={generation_config.num_return_sequences}", "add a request for each of them")
         self._prepared, self._padding = replace(prepared, model_kwargs={}), paddings[0]  # images take memory
@@ -131,6 +134,7 @@ def prepare(
     config: LookaheadConfig,
     seed: int | None,
     extras: Extras = NO_EXTRAS,
+    plan: MaskPlan | None = None,
 ) -> Request:
     """Have `model.generate` prepare a request; nothing is fed yet.
 
@@ -141,6 +145,7 @@ def prepare(
         config: the method and its sizes.
         seed: of its draws.
         extras: arguments that are not `model.generate`'s.
+        plan: how the model takes its masks, where `supports` has said it: asking walks through all its modules.
 
     Raises:
         ConfigError: the seed is none that torch takes.
@@ -157,7 +162,7 @@ def prepare(
         arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), text])
     if extras.tokenizer is not None:
         arguments["tokenizer"] = extras.tokenizer  # which stop_strings needs, too
-    make = functools.partial(Request, config=config, seed=seed, text=text, logprobs=extras.logprobs)
+    make = functools.partial(Request, config=config, seed=seed, text=text, logprobs=extras.logprobs, plan=plan)
     with cleaning_up(model, arguments.get("generation_config")):
         try:
             _refuse_contexts(unwrap(model), arguments)

@@ -152,6 +152,8 @@ def running(served: Any = SERVED, log: Any = None, ready: bool = True, **changes
         if ready:
             until(lambda: made.service.phase == "ready" or made.service.problem)
             assert made.service.problem is None, made.service.problem
+            if isinstance(served, ServedModel) and hasattr(served.model, "paused"):
+                served.model.paused.set()
         yield made
     finally:
         made.stop()
@@ -162,3 +164,17 @@ def until(true: Callable[[], Any], seconds: float = SOON) -> None:
     while not true():
         assert time.monotonic() < end, "it never comes true"
         time.sleep(0.005)
+
+
+def slow_served(pass_s: float = 0.01, failing: Callable[[], bool] = lambda: False) -> ServedModel:
+    """A model of its own, whose passes take their time once the server is ready, and fail when told to."""
+    model = byte_model(TOKENIZER)
+    model.paused = threading.Event()
+
+    def hook(module: Any, arguments: Any) -> None:
+        time.sleep(pass_s if model.paused.is_set() else 0.0)
+        if failing():
+            raise RuntimeError("the device is gone")
+
+    model.register_forward_pre_hook(hook)
+    return ServedModel(model, TOKENIZER, context=CONTEXT)

@@ -7,7 +7,8 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 import pytest
 from serving_toys import PAD, VOCABULARY, FailsAt, alone, new_tokens, random_ids
 
-from lade import ConfigError, Engine, EngineClosedError, EngineFullError, UnsupportedArgumentError
+from lade import ConfigError, Engine, EngineClosedError, EngineFullError, UnsupportedArgumentError, supports
+from lade.hf import refusals
 from lade.serving import engine as engine_module
 from lade.serving.scheduler import Scheduler
 from lade.testing import toy_model
@@ -223,3 +224,18 @@ def test_the_error_that_ended_the_engine_is_told(gate, monkeypatch):
         assert str(engine.problem) == "a bug"
         told = engine.snapshot()
         assert told.closed and told.requests == {"error": 2} and told.waiting == 0
+
+
+# --- preparing -------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_looked_through_once(monkeypatch):
+    asked = []
+    model = toy_model("llama", vocabulary=VOCABULARY)
+    with Engine(model) as engine:
+        monkeypatch.setattr(refusals, "supports", lambda model: asked.append(model) or supports(model))
+        engine.add(random_ids(4), max_new_tokens=2).result(SOON)
+        assert not asked
+        model.train()
+        engine.add(random_ids(4), max_new_tokens=2).result(SOON)
+        assert asked == [model], "what training mode does to it is another question each time"

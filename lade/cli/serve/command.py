@@ -60,12 +60,12 @@ def serve(
         template = options.Template(chat_template_kwargs=chat_template_kwargs)
         template.check()
         settings = _settings(listening, access, limits, listening.names(loading), template.arguments)
-        if settings.host not in _LOOPBACK and not settings.keys.all:
-            term.say(f"warning: anyone who reaches {settings.host} may ask: give --api-key-file", "yellow")
         own = None if chat_template is None else _read(chat_template)
         from lade.server.sockets import bound, url_of
 
         socket = bound(listening.host, listening.port)
+        if settings.host not in _LOOPBACK and not settings.keys.all:
+            term.say(f"warning: anyone who reaches {settings.host} may ask: give --api-key-file", "yellow")
         from lade.cli.serve.model import load
         from lade.server.listen import run
         from lade.server.service import Service

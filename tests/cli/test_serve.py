@@ -1,0 +1,156 @@
+"""`lade serve` as users start it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+import torch
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]
+
+
+def ask(url, body=None):
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return json.load(response)
+
+
+def ready(url, seconds=60.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            return ask(f"{url}/ready")
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.05)
+    raise AssertionError("it is never ready")
+
+
+@pytest.fixture
+def served(lade):
+    """Run the command in this process; what it is asked is asked by a thread, which then sends SIGTERM."""
+
+    def run(questions, *arguments):
+        port, answers = free_port(), []
+
+        def client():
+            try:
+                url = f"http://127.0.0.1:{port}"
+                ready(url)
+                answers.append(questions(url))
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        thread = threading.Thread(target=client)
+        thread.start()
+        result = lade("serve", "--port", port, "--max-rows", 2, *arguments)
+        thread.join()
+        return result, answers[0], port
+
+    return run
+
+
+def test_it_serves_a_model_until_it_is_told_to_end(served, templated, model, tokenizer):
+    def questions(url):
+        messages = [{"role": "user", "content": "hi"}]
+        body = {"messages": messages, "temperature": 0, "max_tokens": 12, "return_token_ids": True}
+        return ask(f"{url}/v1/models"), ask(f"{url}/v1/chat/completions", body)
+
+    result, (models, answer), port = served(questions, "--model", templated, "--json")
+    assert result.exit_code == 0, result.output
+    (line,) = result.stdout.splitlines()
+    assert json.loads(line) == {"url": f"http://127.0.0.1:{port}", "pid": os.getpid(), "model": "chatty"}
+    assert [each["id"] for each in models["data"]] == ["chatty"]
+    ids = tokenizer("<user>hi|<assistant>")["input_ids"]
+    expected = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :].tolist()
+    assert answer["choices"][0]["token_ids"] == expected
+    assert "path=/v1/chat/completions status=200" in result.stderr
+    with socket.create_server(("127.0.0.1", port)):
+        pass  # the port is free again
+
+
+def test_a_memory_is_kept_in_its_file(served, folder, tmp_path):
+    file, template = tmp_path / "texts.memory", tmp_path / "template"
+    template.write_text("{{ messages[0].content }}")
+
+    def questions(url):
+        body = {"messages": [{"role": "user", "content": "ab"}], "temperature": 0, "max_tokens": 30}
+        return ask(f"{url}/v1/chat/completions", body)["usage"]["prompt_tokens"]
+
+    options = ["--model", folder, "--memory", file, "--chat-template", template, "--name", "mine", "--quiet"]
+    result, tokens, port = served(questions, *options)
+    assert result.exit_code == 0 and tokens == 2 and file.stat().st_size > 0
+    assert result.stdout == f"lade serve · mine · http://127.0.0.1:{port} · API /v1\n" and result.stderr == ""
+    first = file.read_bytes()
+    assert served(questions, *options)[0].exit_code == 0
+    assert file.read_bytes() != first, "it goes on with what it has"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--port", "70000"], "port=70000 is not valid"),
+        (["--max-rows", "0"], "max-rows=0 is not valid"),
+        (["--max-body", "4 apples"], "max-body='4 apples' is not valid"),
+        (["--shutdown-timeout", "-1"], "shutdown-timeout=-1.0 is not valid"),
+        (["--log-format", "xml"], "give one of text, json"),
+        (["--share", "some"], "give one of key, all, none"),
+        (["--cors-origin", "example.org"], "cors-origin='example.org' is not valid"),
+        (["--api-key-file", "nowhere"], "key file 'nowhere' cannot be read"),
+        (["--chat-template", "nowhere"], "chat template 'nowhere' cannot be read"),
+        (["--chat-template-kwargs", "{"], "chat-template-kwargs"),
+        (["--host", "203.0.113.9"], "cannot listen on 203.0.113.9:8000"),
+        (["--method", "magic"], "method='magic' is not valid"),
+        (["--name", ""], "name='' is not valid"),
+    ],
+)
+def test_what_cannot_be_is_one_line(lade, arguments, words):
+    result = lade("serve", *arguments)
+    assert result.exit_code == 2 and words in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_model_that_is_not_there_is_one_line(lade, tmp_path):
+    result = lade("serve", "--port", 0, "--model", tmp_path)
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1 and str(tmp_path.name) in result.stderr
+
+
+def test_a_missing_package_is_one_line(lade, monkeypatch):
+    from lade.cli.serve import command
+
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "uvicorn" else name)
+    result = lade("serve")
+    assert result.exit_code == 2 and 'pip install "lookahead-decoding[serve]"' in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signals", [1, 2])
+def test_signals_end_a_process(signals, templated):
+    port = free_port()
+    command = [sys.executable, "-m", "lade", "serve", "--model", str(templated), "--port", str(port), "--json"]
+    with subprocess.Popen([*command, "--max-rows", "1"], stdout=subprocess.PIPE, text=True) as process:
+        ready(f"http://127.0.0.1:{port}")
+        assert json.loads(process.stdout.readline())["pid"] == process.pid
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 400, "stream": True, "ignore_eos": True}
+        data, header = json.dumps(body).encode(), {"content-type": "application/json"}
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/chat/completions", data, header)
+        with urllib.request.urlopen(request, timeout=30) as stream:
+            stream.readline()
+            process.send_signal(signal.SIGTERM)
+            if signals == 2:
+                time.sleep(0.1)
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(5) == 143
+                return
+            assert stream.read().endswith(b"data: [DONE]\n\n")
+        assert process.wait(20) == 0

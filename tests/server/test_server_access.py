@@ -1,0 +1,109 @@
+"""Keys, hosts, origins; nothing of keys and texts in the log."""
+
+import functools
+
+import pytest
+from served import running
+
+from lade.errors import InputError
+from lade.server.access_log import AccessLog
+from lade.server.keys import Keys
+
+SECRET = "sk-very-secret"
+ROUTES = [
+    ("GET", "/version"), ("GET", "/v1/models"), ("GET", "/v1/models/toy"), ("GET", "/metrics"),
+    ("GET", "/v1/lade/status"), ("GET", "/openapi.json"), ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"), ("POST", "/load_model"), ("GET", "/no/such/path"), ("GET", "/docs"), ("GET", "/redoc"),
+]  # fmt: skip
+OPEN = ["/live", "/ready", "/health", "/v1/health"]
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    file.write_text(f"# of the team\n\nalice:{SECRET}\nsk-another\n")
+    with running(keys=Keys.read(file), log=functools.partial(AccessLog, as_json=False)) as server:
+        yield server
+
+
+def test_every_route_wants_a_key(guarded):
+    described = guarded.http.get("/openapi.json", headers={"x-api-key": SECRET}).json()["paths"]
+    routes = {(method.upper(), path) for path, methods in described.items() for method in methods}
+    known = {(method, path.replace("/toy", "/{name}")) for method, path in ROUTES}
+    assert routes - known == {("GET", path) for path in OPEN}, "a route that this test does not know"
+    for method, path in ROUTES:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": SECRET[:-1]}, {"authorization": SECRET}):
+            response = guarded.http.request(method, path, headers=headers, json={} if method == "POST" else None)
+            assert response.status_code == 401, path
+            assert response.headers["www-authenticate"] == "Bearer"
+            error = response.json()["error"]
+            assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+    assert all(guarded.http.get(path).status_code == 200 for path in OPEN)
+
+
+@pytest.mark.parametrize("headers", [{"authorization": f"Bearer {SECRET}"}, {"x-api-key": "sk-another"}])
+def test_a_key_opens_them(guarded, headers):
+    body = {"messages": [{"role": "user", "content": "my secret text"}], "max_tokens": 3}
+    response = guarded.http.post("/v1/chat/completions", json=body, headers=headers)
+    assert response.status_code == 200
+    line = next(line for line in guarded.lines if response.headers["x-request-id"] in line)
+    assert f"key={'alice' if 'authorization' in headers else 'key-2'}" in line
+    assert "status=200" in line and "answer=3" in line and "end=length" in line
+
+
+def test_neither_keys_nor_texts_are_logged(guarded):
+    guarded.http.get(f"/v1/models?key={SECRET}", headers={"authorization": f"Bearer {SECRET}"})
+    guarded.http.get("/a%0Afake=line", headers={"x-api-key": SECRET})
+    log = "\n".join(guarded.lines)
+    assert SECRET not in log and "secret text" not in log and "\nfake=line" not in log
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "two words\n", "gr\u00fc\u00df\n"])
+def test_a_file_without_keys_is_refused(tmp_path, text):
+    (tmp_path / "keys").write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match="key"):
+        Keys.read(tmp_path / "keys")
+    with pytest.raises(InputError, match="cannot be read"):
+        Keys.read(tmp_path / "none")
+
+
+def test_a_repr_shows_no_secret(tmp_path):
+    (tmp_path / "keys").write_text(SECRET)
+    assert SECRET not in repr(Keys.read(tmp_path / "keys"))
+
+
+def test_only_known_hosts_are_served(server):
+    for host, status in {
+        "127.0.0.1:1": 200, "localhost": 200, "LOCALHOST:80": 200, "[::1]:8000": 200, "10.1.2.3": 200,
+        "evil.example": 403, "localhost.evil.example": 403, "127.0.0.1.evil.example": 403, "": 403, "[": 403,
+    }.items():  # fmt: skip
+        response = server.http.get("/version", headers={"host": host})
+        assert response.status_code == status, host
+        if status == 403:
+            error = response.json()["error"]
+            assert (error["type"], error["code"]) == ("permission_error", "forbidden_host")
+
+
+def test_pages_of_others_may_not_ask(server):
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    for origin, status in {server.url: 200, "https://evil.example": 403, "null": 403, "http://localhost": 403}.items():
+        response = server.http.post("/v1/chat/completions", json=body, headers={"origin": origin})
+        assert response.status_code == status, origin
+        assert "access-control-allow-origin" not in response.headers
+    preflight = {"origin": "https://evil.example", "access-control-request-method": "POST"}
+    answer = server.http.options("/v1/chat/completions", headers=preflight)
+    assert answer.status_code == 405 and "access-control-allow-origin" not in answer.headers
+
+
+def test_pages_that_are_allowed_may():
+    friend = "https://friend.example"
+    with running(cors_origins=(friend,), allowed_hosts=("box.lan",)) as server:
+        preflight = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        answer = server.http.options("/v1/chat/completions", headers={"origin": friend, **preflight})
+        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == friend
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+        answer = server.http.post("/v1/chat/completions", json=body, headers={"origin": friend, "host": "box.lan:1"})
+        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == friend
+        assert "access-control-allow-credentials" not in answer.headers
+        denied = server.http.options("/v1/models", headers={"origin": "https://evil.example", **preflight})
+        assert "access-control-allow-origin" not in denied.headers

@@ -1,0 +1,162 @@
+"""What clients are told that ask for what cannot be done."""
+
+import json
+
+import pytest
+from served import CONTEXT, running
+
+HI = [{"role": "user", "content": "hi"}]
+INVALID = "invalid_request_error"
+
+
+def check(response, status, kind, code, param=None):
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    assert (response.status_code, error["type"], error["code"], error["param"]) == (status, kind, code, param)
+    assert response.headers["x-request-id"]
+    return error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "word"),
+    [
+        ({"messages": None}, "messages", "list"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "string"),
+        ({"messages": [*HI, {"content": "x"}]}, "messages[1].role", "required"),
+        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type", "required"),
+        ({"temperature": -0.5}, "temperature", "(it is -0.5)"),
+        ({"temperature": "warm"}, "temperature", "number"),
+        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"n": 17}, "n", "16"),
+        ({"max_tokens": 0}, "max_tokens", "1"),
+        ({"stop": [""]}, "stop[0]", "at least 1"),
+        ({"stop": ["x" * 257]}, "stop[0]", "256"),
+        ({"stop": ["x"] * 17}, "stop", "16"),
+        ({"seed": 2**64}, "seed", ""),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1", "100"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias", "vocabulary"),
+        ({"stop_token_ids": [99999]}, "stop_token_ids", "vocabulary"),
+        ({"presence_penalty": 3}, "presence_penalty", "2"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+        ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
+        ({"lookahead": {"budget": 0}}, "lookahead.budget", "budget=0"),
+        ({"lookahead": {"width": 3}}, "lookahead.width", "no such field"),
+        ({"continue_final_message": True}, "continue_final_message", "assistant"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs.tokenize", "template"),
+        ({"generation_config": "{"}, "generation_config", "JSON"),
+        ({"generation_config": '{"temperature": -1}'}, "generation_config", "temperature"),
+    ],
+)
+def test_a_wrong_value_is_named(server, fields, param, word):
+    response = server.http.post("/v1/chat/completions", json={"messages": HI, **fields})
+    assert word in check(response, 400, INVALID, "invalid_value", param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required", "tools": [{}]}, "tool_choice"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"functions": [{}]}, "functions"),
+        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0]"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}
+                ]
+            },
+            "messages[0].content[0]",
+        ),
+    ],
+)
+def test_what_is_not_served_is_refused(server, fields, param):
+    response = server.http.post("/v1/chat/completions", json={"messages": HI, **fields})
+    check(response, 400, INVALID, "unsupported_parameter", param)
+
+
+def test_prompts_of_completions_are_checked(server):
+    check(server.complete(5), 400, INVALID, "invalid_value", "prompt")
+    check(server.complete([]), 400, INVALID, "invalid_value", "prompt")
+    assert "257" in check(server.complete([[5], [9999]]), 400, INVALID, "invalid_value", "prompt")
+    check(server.complete("", max_tokens=3), 400, INVALID, "invalid_value")
+    check(server.complete("x", suffix="y"), 400, INVALID, "unsupported_parameter", "suffix")
+    check(server.complete("x", best_of=2), 400, INVALID, "unsupported_parameter", "best_of")
+    check(server.complete("x", echo=True, logprobs=1), 400, INVALID, "unsupported_parameter", "echo")
+
+
+def test_a_prompt_as_long_as_the_context_is_refused_with_both_numbers(server):
+    message = check(server.complete([65] * CONTEXT), 400, INVALID, "context_length_exceeded")
+    assert f"{CONTEXT} tokens" in message and f"context is {CONTEXT}" in message
+    assert server.complete([65] * (CONTEXT - 1), temperature=0).json()["usage"]["completion_tokens"] == 1
+
+
+def test_a_text_for_which_there_is_never_room_is_refused():
+    with running(max_tokens=200, max_rows=1) as server:
+        check(server.complete([65] * 300, max_tokens=5), 400, INVALID, "too_large_for_server")
+        assert server.complete([65] * 30, max_tokens=5).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body", [b"{", b"", b"[1", b"\xff\xfe", b'{"a":' * 5000, b'{"messages": ' + b"1" * 10**6 + b"}", b'"\x00"']
+)
+def test_what_is_no_json_is_refused(server, body):
+    response = server.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400 and response.json()["error"]["type"] == INVALID
+
+
+@pytest.mark.parametrize("body", [b"[]", b"3", b"null", b'"text"'])
+def test_what_is_no_object_is_refused(server, body):
+    response = server.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    check(response, 400, INVALID, "invalid_value")
+
+
+def test_a_form_is_told_which_header_is_missing(server):
+    response = server.http.post("/v1/chat/completions", content='{"messages": []}')
+    assert "content-type: application/json" in check(response, 415, INVALID, "unsupported_media_type")
+
+
+def test_a_large_body_is_refused_however_it_comes(server):
+    body = json.dumps({"messages": [{"role": "user", "content": "x" * 5 * 2**20}]}).encode()
+    headers = {"content-type": "application/json"}
+    check(server.http.post("/v1/chat/completions", content=body, headers=headers), 413, INVALID, "request_too_large")
+    parts = (body[at : at + 2**20] for at in range(0, len(body), 2**20))  # of no length that is known before
+    check(server.http.post("/v1/chat/completions", content=parts, headers=headers), 413, INVALID, "request_too_large")
+
+
+def test_names_that_are_not_served(server):
+    message = check(server.chat(model="gpt-5"), 404, "not_found_error", "model_not_found", "model")
+    assert "toy, other-name" in message
+    assert server.chat(model="other-name", max_tokens=2).json()["model"] == "toy"
+    check(server.http.get("/v1/models/gpt-5"), 404, "not_found_error", "model_not_found", "model")
+    check(server.http.get("/v1/nothing"), 404, "not_found_error", "unknown_url")
+    check(server.http.get("/v1/completions"), 405, INVALID, "unknown_url")
+
+
+def test_unknown_fields_are_ignored_and_named(server):
+    response = server.chat(max_tokens=2, banana=1, **{"ev\nil": 2})
+    assert response.status_code == 200 and response.headers["x-lade-ignored"] == "?, banana"
+    assert "x-lade-ignored" not in server.chat(max_tokens=2, user="me", store=True, metadata={"a": "b"}).headers
+
+
+def test_strictly_unknown_fields_are_refused():
+    with running(strict=True) as server:
+        check(server.chat(banana=1), 400, INVALID, "invalid_value", "banana")
+        assert server.chat(max_tokens=2).status_code == 200
+
+
+def test_half_a_character_is_no_text(server):
+    body = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
+    response = server.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    check(response, 400, INVALID, "invalid_value", "messages[0].content")
+    body = b'{"messages": [{"role": "user", "content": "x", "name": "\\ud800"}], "max_tokens": 2}'
+    response = server.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 200
+
+
+def test_request_ids_go_in_and_out(server):
+    assert server.http.get("/version", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    assert server.http.get("/version", headers={"x-request-id": "a b"}).headers["x-request-id"].startswith("req-")

@@ -1,0 +1,155 @@
+"""From a port that is open to one that is free again."""
+
+import functools
+import json
+import re
+import threading
+import time
+
+import pytest
+from served import SERVED, SETTINGS, Running, running, slow_served, until
+
+from lade.errors import InputError
+from lade.server.access_log import AccessLog
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def stream(server, results, **body):
+    """Read a stream to its end, in a thread."""
+
+    def read():
+        body_ = {"messages": HI, "stream": True, "ignore_eos": True, **body}
+        with server.http.stream("POST", "/v1/chat/completions", json=body_) as response:
+            results.append(b"".join(response.iter_bytes()))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    return thread
+
+
+def test_the_port_answers_while_the_model_is_loaded():
+    gate = threading.Event()
+
+    def load():
+        gate.wait()
+        return SERVED
+
+    with running(load, ready=False) as server:
+        assert server.http.get("/live").json() == {"status": "ok"}
+        for path in ("/ready", "/health", "/v1/health"):
+            response = server.http.get(path)
+            assert (response.status_code, response.json()) == (503, {"status": "loading"})
+        for response in (server.chat(), server.complete(), server.http.get("/v1/models")):
+            assert response.status_code == 503 and response.headers["retry-after"] == "5"
+            assert response.json()["error"]["code"] == "model_loading"
+        assert set(server.http.get("/version").json()) == {"version", "torch", "transformers", "python"}
+        assert "lade_ready" in server.http.get("/metrics").text
+        gate.set()
+        until(lambda: server.http.get("/ready").status_code == 200)
+        assert server.http.get("/ready").json() == {"status": "ok"}
+        assert server.chat(max_tokens=2).status_code == 200
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server():
+    def load():
+        raise InputError("there is no such model")
+
+    made = Running(SETTINGS, load)
+    made.thread.start()
+    made.thread.join(20)
+    assert not made.thread.is_alive() and str(made.service.problem) == "there is no such model"
+
+
+def test_answers_end_before_the_server_does():
+    with running(slow_served(), shutdown_timeout=30.0) as server:
+        results = []
+        threads = [stream(server, results, max_tokens=60) for _ in range(3)]
+        until(lambda: server.service.snapshot().rows == 3)
+        server.server.handle_exit(15, None)
+        response = server.chat(max_tokens=1)
+        assert response.status_code == 503 and response.json()["error"]["code"] == "server_shutting_down"
+        assert response.headers["connection"] == "close"
+        assert server.http.get("/ready").json() == {"status": "draining"}
+        for thread in threads:
+            thread.join()
+        assert [raw.endswith(b"data: [DONE]\n\n") for raw in results] == [True] * 3
+        server.thread.join(10)
+        assert not server.thread.is_alive()
+
+
+def test_answers_that_take_too_long_end_with_an_error():
+    with running(slow_served(0.02), shutdown_timeout=0.2) as server:
+        results, plain = [], []
+        thread = stream(server, results, max_tokens=400)
+        other = threading.Thread(target=lambda: plain.append(server.chat(max_tokens=400, ignore_eos=True)))
+        other.start()
+        until(lambda: server.service.snapshot().rows == 2)
+        server.server.handle_exit(15, None)
+        thread.join()
+        other.join()
+        last = results[0].decode().split("\n\n")[-2]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "server_shutting_down"
+        assert b"[DONE]" not in results[0]
+        assert plain[0].status_code == 503 and plain[0].json()["error"]["code"] == "server_shutting_down"
+        server.thread.join(10)
+        assert not server.thread.is_alive()
+
+
+def test_a_failed_pass_ends_its_requests_alone():
+    fails = threading.Event()
+    with running(slow_served(failing=fails.is_set), log=functools.partial(AccessLog, as_json=True)) as server:
+        results = []
+        thread = stream(server, results, max_tokens=300)
+        until(lambda: server.service.snapshot().new_tokens > 5)
+        fails.set()
+        thread.join()
+        fails.clear()
+        last = json.loads(results[0].decode().split("\n\n")[-2].removeprefix("data: "))
+        assert last["error"]["type"] == "server_error" and last["error"]["code"] == "internal_error"
+        assert "device" not in last["error"]["message"]
+        until(lambda: server.lines)
+        assert json.loads(server.lines[0])["id"] in last["error"]["message"]
+        assert server.chat(max_tokens=3).status_code == 200
+        fails.set()
+        assert server.chat(max_tokens=3).status_code == 500
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_breaks_down_ends_the_server(monkeypatch):
+    with running() as server:
+        batch = server.service._engine._scheduler._batch
+
+        def broken():
+            raise MemoryError("nothing left")
+
+        monkeypatch.setattr(batch, "advance", broken)
+        assert server.chat(max_tokens=3).status_code == 500
+        until(lambda: server.service.phase == "dead")
+        live = server.http.get("/live")
+        assert live.status_code == 503 and live.json() == {"status": "dead", "reason": "MemoryError: nothing left"}
+        assert server.http.get("/ready").status_code == 503
+        assert server.chat(max_tokens=3).json()["error"]["code"] == "engine_dead"
+        server.thread.join(10)
+        assert not server.thread.is_alive()
+
+
+def test_a_silent_stream_has_pings():
+    with running(slow_served(0.3), ping_s=0.1) as server:
+        results = []
+        stream(server, results, max_tokens=3).join()
+        assert re.search(rb"^: ping\n\n", results[0])
+
+
+def test_the_log_has_a_line_now_and_then(monkeypatch):
+    lines = []
+    log = AccessLog(lines.append, as_json=True)
+    with running() as server:
+        log.tick(server.service.snapshot())
+        server.chat(max_tokens=20, ignore_eos=True)
+        until(server.at_rest)
+        monkeypatch.setattr("lade.server.access_log.perf_counter", lambda: time.perf_counter() + 11)
+        log.tick(server.service.snapshot())
+        log.tick(server.service.snapshot())
+    (line,) = lines
+    assert json.loads(line)["tokens_per_s"] == 2.0 and json.loads(line)["rows"] == 0

@@ -1,0 +1,169 @@
+"""Many requests, odd ones, and for long."""
+
+import json
+import random
+import resource
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx2 as httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from served import plain, running, slow_served, templated, text_of, until
+from test_server_chat import joined, stopped_plainly
+
+
+def requests(count):
+    """Bodies of all kinds, with what they are to come to."""
+    rng = random.Random(5)
+    for number in range(count):
+        messages = [{"role": "user", "content": f"{number} " + "ab " * rng.randint(0, 20)}]
+        most, ids = rng.randint(1, 60), templated(messages)
+        body = {"messages": messages, "max_tokens": most, "return_token_ids": True}
+        if rng.random() < 0.5:
+            yield body | {"temperature": 0}, plain(ids, max_new_tokens=most)
+        else:
+            arguments = {"temperature": rng.choice([0.5, 1.3]), "top_p": rng.choice([0.7, 1.0])}
+            tokens = plain(ids, seed=number, do_sample=True, top_k=0, max_new_tokens=most, **arguments)
+            yield body | {"seed": number, **arguments}, tokens
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(32, marks=pytest.mark.slow)])
+def test_each_of_many_at_once_is_answered_as_if_alone(server, count):
+    wanted = list(requests(count))
+    rng = random.Random(1)
+    for _ in range(2):
+        rng.shuffle(wanted)
+        with ThreadPoolExecutor(count) as pool:
+            bodies = [body for body, _ in wanted]
+            answers = list(pool.map(lambda body: server.http.post("/v1/chat/completions", json=body).json(), bodies))
+        assert [answer["choices"][0]["token_ids"] for answer in answers] == [tokens for _, tokens in wanted]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_stops_and_lengths_are_those_of_plain_decoding(server, part):
+    rng = random.Random(part)
+    for _ in range(10):
+        messages = [{"role": "user", "content": "".join(rng.choices("abc def", k=rng.randint(1, 12)))}]
+        ids, most = templated(messages), rng.randint(1, 60)
+        text = text_of(plain(ids, max_new_tokens=60))
+        spots = [rng.randint(0, len(text) - 1) for _ in range(rng.randint(0, 4))]
+        stops = [text[at : at + rng.randint(1, 5)] for at in spots] + ["zq", "never"][: rng.randint(0, 2)]
+        expected = stopped_plainly(ids, stops, most)
+        body = {"messages": messages, "temperature": 0, "max_tokens": most, "stop": stops, "logprobs": True}
+        body |= {"lookahead": {"budget": 32}, "return_token_ids": True}
+        answer = server.http.post("/v1/chat/completions", json=body).json()
+        (choice,) = answer["choices"]
+        assert (choice["message"]["content"], answer["usage"]["completion_tokens"], choice["finish_reason"]) == expected
+        assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == expected[1]
+        events = server.events("/v1/chat/completions", **body, stream_options={"include_usage": True})
+        assert joined(events) == expected[0] and events[-2]["usage"] == answer["usage"]
+        shown = ""
+        for event in events[:-2]:
+            shown += event["choices"][0]["delta"].get("content") or ""
+            assert expected[0].startswith(shown), "what is not kept is never shown"
+
+
+NUMBERS = st.one_of(st.integers(), st.floats(), st.integers(-3, 3), st.just(10**400))
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=20), st.just("\x00"), st.just("\ud800")),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)),
+    max_leaves=8,
+)
+FIELDS = """
+    messages prompt model stream stream_options max_tokens max_completion_tokens n seed temperature top_p top_k min_p
+    repetition_penalty presence_penalty frequency_penalty logit_bias stop stop_token_ids min_tokens ignore_eos logprobs
+    top_logprobs tools tool_choice response_format chat_template_kwargs continue_final_message echo lookahead lade
+    cache_salt return_token_ids generation_config user other
+""".split()  # noqa: SIM905 - a table of words reads better without the quotes
+BODIES = st.one_of(VALUES, st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=6))
+VALID = {"messages": [{"role": "user", "content": "x"}], "prompt": "x", "max_tokens": 2}
+
+
+def check_odd_body(server, path, body, valid):
+    if valid and isinstance(body, dict):
+        body = {**VALID, **{name: value for name, value in body.items() if name not in VALID}}
+    raw = json.dumps(body).encode()
+    start = time.monotonic()
+    response = server.http.post(path, content=raw, headers={"content-type": "application/json"})
+    assert time.monotonic() - start < 5
+    assert response.status_code in (200, 400, 404, 503), (body, response.text)
+    if response.status_code != 200:
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    elif "event-stream" in response.headers["content-type"]:
+        assert response.text.endswith("data: [DONE]\n\n")
+    else:
+        assert response.json()["choices"]
+
+
+PATHS = st.sampled_from(["/v1/chat/completions", "/v1/completions"])
+
+
+@settings(max_examples=40, derandomize=True, suppress_health_check=list(HealthCheck), deadline=None)
+@given(path=PATHS, body=BODIES, valid=st.booleans())
+def test_odd_bodies_are_answered_in_form(server, path, body, valid):
+    check_odd_body(server, path, body, valid)
+
+
+@pytest.mark.slow
+@settings(max_examples=500, suppress_health_check=list(HealthCheck), deadline=None)
+@given(path=PATHS, body=BODIES, valid=st.booleans())
+def test_many_odd_bodies_are_answered_in_form(server, path, body, valid):
+    check_odd_body(server, path, body, valid)
+    assert server.service.phase == "ready"
+
+
+def memory_mib():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() / 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_long_run_leaves_nothing_behind():
+    """1,000 requests, a quarter of them left by their clients, a tenth of them bad."""
+    with running(slow_served(0.0005), max_rows=8, max_waiting=64) as server:
+        outcomes, lock = [], threading.Lock()
+
+        def ask(number):
+            rng = random.Random(number)
+            kind = "leave" if rng.random() < 0.25 else "bad" if rng.random() < 0.13 else "good"
+            body = {
+                "prompt": "x" * rng.randint(1, 60),
+                "seed": number,
+                "ignore_eos": True,
+                "stream": rng.random() < 0.5,
+            }
+            body["max_tokens"] = 400 if kind == "leave" else rng.randint(1, 20)
+            if kind == "bad":
+                body["temperature"] = -1
+            try:
+                with httpx.Client(
+                    base_url=server.url, timeout=rng.uniform(0.01, 0.3) if kind == "leave" else 60
+                ) as client:
+                    status = client.post("/v1/completions", json=body).status_code
+            except httpx.TimeoutException:
+                status = 499
+            with lock:
+                outcomes.append((kind, status))
+
+        sizes = []
+        for part in range(5):
+            with ThreadPoolExecutor(16) as pool:
+                list(pool.map(ask, range(200 * part, 200 * (part + 1))))
+            until(server.at_rest)
+            sizes.append((memory_mib(), threading.active_count()))
+        assert len(outcomes) == 1000
+        assert {status for kind, status in outcomes if kind == "good"} == {200}
+        assert {status for kind, status in outcomes if kind == "bad"} == {400}
+        value = server.service.metrics._registry.get_sample_value
+        labels = {"model": "toy", "endpoint": "completions"}
+        done = sum(value("lade_requests_total", {**labels, "outcome": name}) or 0 for name in ("length", "cancelled"))
+        bad = value("lade_http_responses_total", {"model": "toy", "path": "/v1/completions", "status": "400"})
+        never_came = 1000 - done - bad
+        assert 0 <= never_came < 100, "clients that left before their request was read"
+        assert sizes[-1][0] < 1.05 * sizes[0][0] and sizes[-1][1] <= sizes[0][1] + 2
+        assert not server.service.flights
