@@ -10,9 +10,10 @@ DOCS := .venv-docs
 FRAMEWORKS := .venv-frameworks
 PAGE := .venv-page
 FRAMEWORKS_TESTS := tests/recipe tests/test_snippets.py
+CLIENTS := .venv-clients
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-fast test-slow test-gpu test-oldest test-kernel test-quantised test-frameworks test-page lint figures docs traces wheel clean
+.PHONY: help demo test test-fast test-slow test-gpu test-oldest test-kernel test-quantised test-frameworks test-clients test-page lint figures docs traces wheel clean
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -53,6 +54,11 @@ $(PAGE)/.installed: $(VENV)/.installed constraints-page.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-page.txt --target $(PAGE) playwright
 	@touch $@
 
+$(CLIENTS)/.installed: constraints-clients.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-clients.txt langchain-openai litellm
+	@touch $@
+
 demo: $(VENV)/.installed ## watch the embedded model write Python: plain, adaptive, and with its memory kept
 	$(BIN)/lade demo
 
@@ -80,6 +86,9 @@ test-quantised: $(QUANTISED)/.installed ## models quantised by torchao and bitsa
 test-frameworks: $(FRAMEWORKS)/.installed ## the recipe in LangChain, smolagents, lm-eval, Outlines and transformers serve (300 MB are fetched)
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest -n 2 $(FRAMEWORKS_TESTS)
 
+test-clients: $(VENV)/.installed $(CLIENTS)/.installed ## LangChain, LiteLLM and an older openai at a server (200 MB are fetched)
+	LITELLM_LOCAL_MODEL_COST_MAP=True $(CLIENTS)/bin/python scripts/try_clients.py $(BIN)/lade
+
 test-page: $(PAGE)/.installed ## the chat page in Chromium (found in PATH, else playwright's own; 150 MB are fetched)
 	PYTHONPATH=$(PAGE) $(BIN)/python -m pytest tests/server/page
 
@@ -102,4 +111,4 @@ wheel: $(VENV)/.installed ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(KERNEL) $(QUANTISED) $(FRAMEWORKS) $(PAGE) $(DOCS) build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(KERNEL) $(QUANTISED) $(FRAMEWORKS) $(CLIENTS) $(PAGE) $(DOCS) build dist *.egg-info

@@ -22,7 +22,13 @@ def blocks(page: Path, language: str = "python") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
-PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if blocks(page)]
+NEED_A_SERVER = {"serve.md"}
+"""Their blocks run in tests/server."""
+PAGES = [
+    page
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if blocks(page) and page.name not in NEED_A_SERVER
+]
 
 
 @pytest.fixture

@@ -214,11 +214,15 @@ class DecodeLoop(Generic[CacheT]):
         """Finished rows leave the batch and cost nothing any more. The last ones stay in the cache for its user."""
         if all(row.done for row in self.rows):
             self.rows = []
-        for place in reversed(range(len(self.rows))):
-            if self.rows[place].done:
-                self.cache.leave(place)
-                self.rows[place] = self.rows[-1]
-                self.rows.pop()
+        for row in [row for row in reversed(self.rows) if row.done]:
+            self.remove(row)
+
+    def remove(self, row: Row) -> None:
+        """Have a row leave, which may not have ended; the last one takes its place."""
+        place = self.rows.index(row)
+        self.cache.leave(place)
+        self.rows[place] = self.rows[-1]
+        self.rows.pop()
 
 
 class PromptReader(Protocol):

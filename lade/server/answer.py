@@ -167,6 +167,7 @@ class Answer(ABC):
             "tokenizer": self.model.tokenizer,
             "skip_special_tokens": body.skip_special_tokens and not self.has_special_marks,
             "logprobs": self.top_logprobs,
+            "scope": scope,
             **({"min_new_tokens": least} if least else {}),
             "max_new_tokens": room,
             "lookahead": memories.lookahead(lookahead_of(body.lookahead), scope),

@@ -27,6 +27,7 @@ _PER_STEP = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8, 12, 16, 32)
 _GAUGES: dict[str, tuple[str, Callable[[Snapshot], float]]] = {
     "requests_running": ("Requests that are prefilled or decoded.", lambda now: now.rows),
     "requests_waiting": ("Requests that wait for a row.", lambda now: now.waiting),
+    "requests_displaced": ("Requests that made room for older ones.", lambda now: now.displaced),
     "rows_limit": ("Requests decoded at a time, at most.", lambda now: now.max_rows),
     "waiting_limit": ("Requests that may wait.", lambda now: now.max_waiting),
     "kv_slots_used": ("Slots of the KV cache that hold a token.", lambda now: now.slots),
@@ -36,6 +37,7 @@ _GAUGES: dict[str, tuple[str, Callable[[Snapshot], float]]] = {
 _COUNTERS: dict[str, tuple[str, Callable[[Snapshot], float]]] = {
     "prompt_tokens": ("Tokens of prompts.", lambda now: now.prompt_tokens),
     "generation_tokens": ("Tokens emitted.", lambda now: now.new_tokens),
+    "displacements": ("How often a request made room for older ones.", lambda now: now.displacements),
     "passes": ("Forward passes after prefill.", lambda now: now.passes),
     "row_steps": ("The same, counted for every row that took part.", lambda now: now.steps),
     "fed_tokens": ("Tokens fed in these steps.", lambda now: now.fed_tokens),
@@ -45,8 +47,8 @@ _COUNTERS: dict[str, tuple[str, Callable[[Snapshot], float]]] = {
 }
 
 _SUMS = (
-    "requests", "prompt_tokens", "new_tokens", "passes", "steps", "fed_tokens", "sources", "prefill_s", "decode_s",
-    "forward_s",
+    "requests", "prompt_tokens", "new_tokens", "displacements", "passes", "steps", "fed_tokens", "sources", "prefill_s",
+    "decode_s", "forward_s",
 )  # fmt: skip
 
 

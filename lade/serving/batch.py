@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import bisect
+import itertools
+import sys
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -20,7 +23,8 @@ from lade.hf.output import Output
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.select_runner import release, runner_for
-from lade.serving.capacity import Capacity, default_max_tokens
+from lade.serving.active import ActiveRequest
+from lade.serving.capacity import Capacity, Need, default_max_tokens
 from lade.serving.handle import Handle
 from lade.serving.request import Request
 from lade.serving.snapshot import Tally
@@ -28,32 +32,17 @@ from lade.stats import Step
 from lade.tuning.batch_cost import BatchCost
 from lade.tuning.cost_cache import save_refreshed, step_cost_for
 
-
-@dataclass(eq=False)
-class ActiveRequest:
-    """A request that is being prefilled or decoded.
-
-    Attributes:
-        request: the prompt and its arguments.
-        handle: gets the steps and the result.
-        row: writes the answer; made when prefill begins.
-        cache: keys and values of the prompt, until the row joins the batch.
-        fed: tokens of the prompt that the cache holds.
-        seconds: seconds that prefill has taken.
-        cancelled: whether to evict it before the next step.
-    """
-
-    request: Request
-    handle: Handle
-    row: Row = field(init=False)
-    cache: TreeCache = field(default_factory=TreeCache)
-    fed: int = 0
-    seconds: float = 0.0
-    cancelled: bool = False
+HEADROOM = 128
+"""Tokens that each row is to have room for beyond its own when another one is seated beside it."""
 
 
 class Batch:
     """Prefill and decode steps of all active requests; not to be used by two threads at a time.
+
+    Rows are seated by the room that they take now, and some more. When they have grown too long for one another, the
+    one that was seated last makes room: its keys and values are dropped, its row is kept, and its text is fed again
+    when there is room for it, before anyone else is seated. The one seated first never makes room, so all come to their
+    end.
 
     An error in a request's processors, criteria or `on_step` ends that request alone. One in a forward pass ends all
     requests that took part in it.
@@ -64,6 +53,7 @@ class Batch:
         prefill_tokens: prompt tokens fed between two decode steps, at most.
         max_rows: requests decoded at a time.
         max_tokens: slots of the cache; None for as many as this machine has memory for.
+        headroom: see `HEADROOM`.
 
     Attributes:
         capacity: what fits at a time.
@@ -71,9 +61,16 @@ class Batch:
     """
 
     def __init__(
-        self, model: PreTrainedModel, plan: MaskPlan, *, prefill_tokens: int, max_rows: int, max_tokens: int | None
+        self,
+        model: PreTrainedModel,
+        plan: MaskPlan,
+        *,
+        prefill_tokens: int,
+        max_rows: int,
+        max_tokens: int | None,
+        headroom: int = HEADROOM,
     ) -> None:
-        self._model, self._prefill_tokens = model, prefill_tokens
+        self._model, self._prefill_tokens, self._headroom = model, prefill_tokens, headroom
         self._runner = runner_for(model, plan, GenerationConfig())
         self._prefill_runner = self._runner.eager()
         token_bytes, state_bytes = self._row_bytes()
@@ -87,6 +84,8 @@ class Batch:
         self._loop = DecodeLoop([], self._runner, own_kind, isolate=True)
         self._prefilling: list[ActiveRequest] = []
         self._decoding: dict[Row, ActiveRequest] = {}  # after prefill
+        self._displaced: list[ActiveRequest] = []  # in the order in which they were seated first
+        self._numbers = itertools.count()
         self._cost: BatchCost | None = None
         self.tally = Tally()
 
@@ -100,22 +99,57 @@ class Batch:
     @property
     def idle(self) -> bool:
         """Whether no request is active."""
-        return not self._prefilling and not self._decoding
+        return not self.active
 
     @property
     def active(self) -> list[ActiveRequest]:
-        """All requests that are being prefilled or decoded."""
+        """All requests that have been seated and not ended."""
+        return [*self._seated, *self._displaced]
+
+    @property
+    def _seated(self) -> list[ActiveRequest]:
         return [*self._prefilling, *self._decoding.values()]
 
+    @property
+    def displaced(self) -> int:
+        """How many of the active requests have made room for others."""
+        return len(self._displaced)
+
     def has_room(self, request: Request) -> bool:
-        """Whether one more request fits beside the active ones."""
-        return self.capacity.fits([request.need, *(active.request.need for active in self.active)])
+        """Whether one more request may be seated beside the active ones."""
+        tokens = request.prompt_tokens + 1 + self._headroom
+        need = request.need if request.images else request.need.limited(tokens)
+        return not self._displaced and self._fits(need)
+
+    def _fits(self, need: Need) -> bool:
+        return self.capacity.fits([need, *(active.need(self._headroom) for active in self._seated)])
 
     def add(self, request: Request, handle: Handle) -> ActiveRequest:
-        """Activate a request; it is prefilled after those before it."""
-        active = ActiveRequest(request, handle)
+        """Seat a request; it is prefilled after those before it."""
+        active = ActiveRequest(request, handle, next(self._numbers))
         self._prefilling.append(active)
         return active
+
+    def _arrange(self) -> None:
+        """Have rows make room until the next step has enough of it; where there is more, have one of them go on."""
+        while self._seated and not self.capacity.fits([active.need(0) for active in self._seated]):
+            self._displace(max((each for each in self._seated if not each.pinned), key=lambda active: active.number))
+        while self._displaced and self._fits(self._displaced[0].need(self._headroom)):
+            self._prefilling.append(self._displaced.pop(0))
+
+    def _displace(self, active: ActiveRequest) -> None:
+        if active in self._prefilling:
+            self._prefilling.remove(active)
+        elif active.row is not None:
+            del self._decoding[active.row]
+            if len(self._loop.rows) > 1:
+                self._loop.remove(active.row)
+            else:
+                self._loop.rows = []
+                self._cache.reset()
+        active.start_over()
+        bisect.insort(self._displaced, active, key=lambda active: active.number)
+        self.tally.add_displacement()
 
     def _drafter(self, request: Request) -> Drafter:
         config, weighs = request.config, request.config.adaptive and request.config.budget is None
@@ -130,6 +164,7 @@ class Batch:
         for active in self.active:
             if active.cancelled:
                 self._end(active, None)
+        self._arrange()
         self._prefill()
         if self._loop.rows:
             self._step()
@@ -141,7 +176,7 @@ class Batch:
 
     def close(self, problem: BaseException | None = None) -> None:
         """End all requests, with an error or as cancelled, and release what they took."""
-        everyone, self._prefilling, self._decoding, self._loop.rows = self.active, [], {}, []
+        everyone, self._prefilling, self._decoding, self._displaced, self._loop.rows = self.active, [], {}, [], []
         for active in everyone:
             self._tell_end(active, problem)
         self._cache.reset()
@@ -163,36 +198,37 @@ class Batch:
             left -= active.fed - before
 
     def _prefill_piece(self, active: ActiveRequest, most: int) -> None:
-        """Feed at most some `most` tokens of a prompt, one with images whole; after the last one the answer begins."""
+        """Feed at most some `most` tokens of a text, a prompt with images whole; after the last one the row joins."""
         start = perf_counter()
-        if active.fed == 0:
+        if active.row is None:
             active.handle.begin()
             active.row = active.request.row(self._drafter(active.request))
-        row = active.row
-        images = active.request.images
-        end = len(row.tokens) if images else self._prefill_runner.piece_end(active.fed, most, len(row.tokens))
+        row, text, images, goes_on = active.row, active.text, active.request.images, bool(active.row.written)
+        end = len(text) if images else self._prefill_runner.piece_end(active.fed, most, len(text))
         runner = self._prefill_runner.for_prompts(images)
-        logits = runner.prefill([row.tokens[:end]], active.cache, prompt_hook([row]))  # [1, V]
-        active.fed, token = end, None
-        if end == len(row.tokens):
+        logits = runner.prefill([text[:end]], active.cache, None if goes_on else prompt_hook([row]))  # [1, V]
+        active.fed, whole = end, end == len(text)
+        if begins := whole and not goes_on:
             active.request.images = None
-            token = row.choose_first(logits, read(logits, wants_entries=False).argmax_ids)
+            row.choose_first(logits, read(logits, wants_entries=False).argmax_ids)
         seconds = perf_counter() - start
-        active.seconds += seconds
         self.tally.add_prefill(seconds)
-        if token is not None:
-            step = Step(0, [token], ["prefill"], end, active.seconds)
-            self._join(active)
+        if not goes_on:
+            active.seconds += seconds
+        if whole:
+            self._join(active, row)
+        if begins:
             self._loop.drop_finished()  # the first token may have been the last
+            step = Step(0, row.written, ["prefill"], end, active.seconds)
             self.tally.add_first(step, end)
             self._deliver(active, step)
 
-    def _join(self, active: ActiveRequest) -> None:
+    def _join(self, active: ActiveRequest, row: Row) -> None:
         self._prefilling.remove(active)
-        self._decoding[active.row] = active
+        self._decoding[row] = active
         self._reserve(active.fed)
         self._cache.take(active.cache)
-        self._loop.rows.append(active.row)
+        self._loop.rows.append(row)
 
     def _step(self) -> None:
         rows = list(self._loop.rows)
@@ -218,13 +254,15 @@ class Batch:
 
     def _reserve(self, joining: int = 0) -> None:
         """Reserve slots before the cache grows by itself, which knows no limits; `joining` tokens are about to join."""
-        cache, needs = self._cache, [active.request.need for active in self._decoding.values()]
-        longest = max(joining, *cache.lengths)
+        cache, longest, rows = self._cache, max(joining, *self._cache.lengths), self._decoding.values()
+        spares = [sys.maxsize, *(self._headroom >> half for half in range(self._headroom.bit_length() + 1))]
+        needs = next(filter(self.capacity.fits, ([row.need(spare) for row in rows] for spare in spares)))
         capacity = replace(self.capacity, sizing=cache)  # of the buffers that hold the rows now
         if not capacity.suffices(cache.room, needs, longest):
             cache.reserve(*capacity.room(needs, longest))
 
     def _deliver(self, active: ActiveRequest, step: Step) -> None:
+        assert active.row is not None
         step = active.request.told(step, last=active.row.done)
         try:
             active.handle.tell(step, 0.0 if step.index == 0 else self._runner.forward_s)
@@ -238,7 +276,9 @@ class Batch:
         """End a request; see `Handle.end` for the result."""
         if active in self._prefilling:
             self._prefilling.remove(active)
-        else:
+        elif active in self._displaced:
+            self._displaced.remove(active)
+        elif active.row is not None:
             del self._decoding[active.row]
             active.row.done = True
             self._loop.drop_finished()
@@ -247,6 +287,8 @@ class Batch:
         self._tell_end(active, result)
 
     def _tell_end(self, active: ActiveRequest, result: Output | BaseException | None) -> None:
-        ended = result is not None and not isinstance(result, BaseException)
-        if active.handle.end(result, active.request.reason(active.row) if ended else None):
+        row, reason = active.row, None
+        if row is not None and result is not None and not isinstance(result, BaseException):
+            reason = active.request.reason(row)
+        if active.handle.end(result, reason):
             self.tally.add_end(str(active.handle.reason))

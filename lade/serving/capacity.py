@@ -33,6 +33,10 @@ class Need:
     tokens: int
     tree: int
 
+    def limited(self, tokens: int) -> Need:
+        """The same of a text that does not become longer than that."""
+        return self if tokens >= self.tokens else Need(tokens, self.tree)
+
 
 @dataclass(frozen=True)
 class Capacity:
@@ -67,7 +71,7 @@ class Capacity:
             )
 
     def fits(self, needs: Sequence[Need]) -> bool:
-        """Whether these texts fit beside each other, however long they become."""
+        """Whether these texts fit beside each other, as long as they may become."""
         slots = self.slots(needs) + self.state_slots
         return len(needs) <= self.max_rows and self.sizing.buffer_rows(len(needs)) * slots <= self.max_tokens
 

@@ -38,6 +38,10 @@ class Engine:
     ...     handles = [engine.add(ids, max_new_tokens=200) for ids in prompts]
     ...     texts = [tokenizer.decode(handle.result()[0]) for handle in handles]
 
+    Requests are decoded together as long as their texts fit beside each other as they are. When they have grown too
+    long, the one that began last makes room, and goes on with the same tokens when there is room again, before
+    requests that have not begun.
+
     Other threads may call the model while the engine is open, to generate or for anything else that leaves it as it is;
     this takes machine time from its requests. Requests share nothing but the model; give all of them one
     `LookaheadConfig(memory=...)` where they may learn from each other's texts.
@@ -101,6 +105,7 @@ class Engine:
         stop_texts: Sequence[str] | None = None,
         tokenizer: Any = None,
         skip_special_tokens: bool = True,
+        scope: str | None = None,
         **generate_arguments: Any,
     ) -> Handle:
         """Add a prompt to be continued; returns as soon as it is prepared. Several threads may do so at a time.
@@ -119,13 +124,16 @@ class Engine:
                 one of them. The ids end with the token that completes it. [] to be told the text alone.
             tokenizer: the model's, for `stop_texts`, and for `stop_strings` of `model.generate`.
             skip_special_tokens: whether special tokens have no text there.
+            scope: whose request it is: a user's name, or any text. Where several scopes wait, their requests are served
+                in turn.
             generate_arguments: anything that `model.generate` takes for one prompt, but beams, streamers and caches.
                 The clock of `max_time` starts now.
 
         Raises:
             InputError: the prompt cannot be decoded, or is with its answer too long for the engine or the model.
             UnsupportedArgumentError: the arguments cannot be served exactly.
-            ConfigError: `lookahead`, `seed`, `place`, `logprobs`, `stop_texts` or `tokenizer` is none.
+            ConfigError: `lookahead`, `seed`, `place`, `logprobs`, `stop_texts`, `tokenizer` or `scope` is
+                none.
             EngineFullError: as many requests wait as may.
             EngineClosedError: the engine was closed, or this process was forked from the engine's.
             concurrent.futures.CancelledError: its place was released before it was prepared.
@@ -135,7 +143,7 @@ class Engine:
                 place = stack.enter_context(self.reserve())
             self._scheduler.check_place(place)
             config = resolve(lookahead)[0] or PLAIN
-            extras = Extras(logprobs, stop_texts, tokenizer, skip_special_tokens)
+            extras = Extras(logprobs, stop_texts, tokenizer, skip_special_tokens, scope)
             known = None if unwrap(self._model).training else self._plan  # what training mode does is tried each time
             request = prepare(
                 self._model, input_ids, generate_arguments, config=config, seed=seed, extras=extras, plan=known

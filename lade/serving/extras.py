@@ -19,6 +19,7 @@ class Extras:
         stop_texts: texts that end the answer; None where its text is not told.
         tokenizer: makes text of ids.
         skip_special_tokens: whether special tokens have no text.
+        scope: whose request it is.
 
     Raises:
         ConfigError: one of them is not valid.
@@ -28,11 +29,14 @@ class Extras:
     stop_texts: Sequence[str] | None = None
     tokenizer: Any = None
     skip_special_tokens: bool = True
+    scope: str | None = None
 
     def __post_init__(self) -> None:
         top, stops = self.logprobs, self.stop_texts
         if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 0):
             raise ConfigError("logprobs", top, "give a whole number >= 0, or None for none")
+        if self.scope is not None and not isinstance(self.scope, str):
+            raise ConfigError("scope", self.scope, "give a text that names whose request it is, or None")
         if stops is None:
             return
         if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):

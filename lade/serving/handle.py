@@ -193,8 +193,9 @@ class Handle:
             raise self._result
 
     def begin(self) -> None:
-        """For the engine: its prompt is begun."""
-        self.queue_s = perf_counter() - self._made
+        """For the engine: its prompt is begun, perhaps not for the first time."""
+        if self.queue_s is None:
+            self.queue_s = perf_counter() - self._made
 
     def tell(self, step: Step, forward_s: float) -> None:
         """For the engine: a step, and the seconds it spent in the model. Raises what `on_step` raises."""

@@ -52,9 +52,10 @@ class Request:
         text: the criterion among the stopping criteria that reads the answer as text, if there is one.
         logprobs: see `Extras`.
         plan: see `prepare`.
+        scope: whose request it is.
 
     Attributes:
-        config, text: as given.
+        config, text, scope: as given.
         seed: the seed of its draws; None where nothing is drawn.
         excluded: ids after which nothing is drafted.
         need: the room that it can come to take.
@@ -76,6 +77,7 @@ class Request:
         text: AnswerText | None = None,
         logprobs: int | None = None,
         plan: MaskPlan | None = None,
+        scope: str | None = None,
     ) -> None:
         generation_config = prepared.generation_config
         _, paddings, self.images = check(prepared, plan=plan)
@@ -88,7 +90,7 @@ class Request:
         if generation_config.prefill_chunk_size is not None and is_recurrent(prepared.model):
             chunks = f"prefill_chunk_size={generation_config.prefill_chunk_size}"
             refuse(chunks, "it feeds prompts in pieces of its own, and recurrent layers tell where a piece begins")
-        self.config, self.text, self.seed = config, text, None
+        self.config, self.text, self.scope, self.seed = config, text, scope, None
         if generation_config.do_sample:
             self.seed = secrets.randbelow(_DRAWN_SEEDS) if seed is None else seed
         self.excluded = special_ids(generation_config) | placeholder_ids(prepared.model)
@@ -162,7 +164,9 @@ def prepare(
         arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), text])
     if extras.tokenizer is not None:
         arguments["tokenizer"] = extras.tokenizer  # which stop_strings needs, too
-    make = functools.partial(Request, config=config, seed=seed, text=text, logprobs=extras.logprobs, plan=plan)
+    make = functools.partial(
+        Request, config=config, seed=seed, text=text, logprobs=extras.logprobs, plan=plan, scope=extras.scope
+    )
     with cleaning_up(model, arguments.get("generation_config")):
         try:
             _refuse_contexts(unwrap(model), arguments)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 
 import torch
 
 from lade.errors import ConfigError, EngineClosedError, EngineFullError
-from lade.serving.batch import ActiveRequest, Batch
+from lade.serving.active import ActiveRequest
+from lade.serving.batch import Batch
 from lade.serving.capacity import Capacity
 from lade.serving.handle import Handle, check_process
 from lade.serving.place import Place
 from lade.serving.request import Request
 from lade.serving.snapshot import Snapshot
+from lade.serving.waiting_line import WaitingLine
 from lade.serving.wakeups import Wakeups
 
 
@@ -37,7 +38,7 @@ class Scheduler:
     def __init__(self, batch: Batch, max_waiting: int) -> None:
         self._batch, self._max_waiting = batch, max_waiting
         self._capacity: Capacity = batch.capacity
-        self._waiting: deque[tuple[Request, Handle]] = deque()
+        self._waiting = WaitingLine()
         self._places: set[Place] = set()  # held for requests that are being prepared
         self._seats: dict[Handle, ActiveRequest] = {}
         self._blocked = False  # whether the first one that waits had no room
@@ -57,10 +58,12 @@ class Scheduler:
 
     def snapshot(self) -> Snapshot:
         """See `Engine.snapshot`."""
+        displaced = self._batch.displaced
         return self._batch.tally.snapshot(
-            rows=len(self._seats),
+            rows=len(self._seats) - displaced,
             max_rows=self._capacity.max_rows,
             waiting=len(self._waiting) + len(self._places),
+            displaced=displaced,
             max_waiting=self._max_waiting,
             max_slots=self._capacity.max_tokens,
             closed=self._closed,
@@ -106,7 +109,7 @@ class Scheduler:
             self.check_place(place)
             self._places.remove(place)
             place.handle = handle
-            self._waiting.append((request, handle))
+            self._waiting.add(request, handle)
             self._changed.notify_all()
         return handle
 
@@ -131,7 +134,7 @@ class Scheduler:
             if handle in self._seats:
                 self._seats[handle].cancelled = True
                 return True
-            self._waiting = deque(entry for entry in self._waiting if entry[1] is not handle)
+            self._waiting.remove(handle)
         self._end(handle, None)
         return True
 
@@ -163,8 +166,8 @@ class Scheduler:
         """Admit requests that fit, waiting for one if there is nothing to do; false to end."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._waiting or not self._batch.idle)
-            while self._waiting and not self._closed and self._batch.has_room(self._waiting[0][0]):
-                request, handle = self._waiting.popleft()
+            while self._waiting and not self._closed and self._batch.has_room(self._waiting.first):
+                request, handle = self._waiting.pop()
                 self._seats[handle] = self._batch.add(request, handle)
             self._blocked = bool(self._waiting)
             return not self._closed
@@ -177,8 +180,8 @@ class Scheduler:
     def _end_all(self, problem: BaseException | None) -> None:
         with self._changed:
             self._closed, self.problem = True, problem
-            waiting, self._waiting = self._waiting, deque()
-        for _, handle in waiting:
+            waiting = self._waiting.clear()
+        for handle in waiting:
             self._end(handle, problem)
         self._batch.close(problem)
         self._forget_ended()

@@ -18,7 +18,8 @@ class Snapshot:
         rows: requests that are prefilled or decoded now.
         max_rows: as many may be.
         waiting: requests that wait, and places that are reserved.
-        max_waiting: as many may.
+        max_waiting: as many may, beside those that there are free rows for.
+        displaced: requests that had to make room for older ones, and go on when there is room again.
         slots: of the KV cache, those that hold a token of a request now.
         room: slots that there are buffers for now, over all rows.
         max_slots: as many may be: `Engine.max_tokens`.
@@ -26,6 +27,7 @@ class Snapshot:
         requests: how many have ended, by `Handle.reason`.
         prompt_tokens: of the requests that have had their first token.
         new_tokens: emitted, the first one of each request included.
+        displacements: how often a request had to make room for older ones.
         passes: forward passes after prefill, of all rows together.
         steps: the same, each counted once for every row that took part.
         fed_tokens: tokens fed in these steps, roots included.
@@ -39,6 +41,7 @@ class Snapshot:
     max_rows: int
     waiting: int
     max_waiting: int
+    displaced: int
     slots: int
     room: int
     max_slots: int
@@ -46,6 +49,7 @@ class Snapshot:
     requests: Mapping[str, int]
     prompt_tokens: int
     new_tokens: int
+    displacements: int
     passes: int
     steps: int
     fed_tokens: int
@@ -63,6 +67,7 @@ class Sums:
     room: int = 0
     prompt_tokens: int = 0
     new_tokens: int = 0
+    displacements: int = 0
     passes: int = 0
     steps: int = 0
     fed_tokens: int = 0
@@ -88,6 +93,11 @@ class Tally:
         with self._lock:
             self._sums.prompt_tokens += prompt_tokens
             self._add_tokens(step)
+
+    def add_displacement(self) -> None:
+        """A request has made room for older ones."""
+        with self._lock:
+            self._sums.displacements += 1
 
     def add_prefill(self, seconds: float) -> None:
         """So long a piece of a prompt took."""
@@ -115,7 +125,7 @@ class Tally:
             self._sums.slots, self._sums.room = slots, room
 
     def snapshot(
-        self, *, rows: int, max_rows: int, waiting: int, max_waiting: int, max_slots: int, closed: bool
+        self, *, rows: int, max_rows: int, waiting: int, max_waiting: int, displaced: int, max_slots: int, closed: bool
     ) -> Snapshot:
         """A copy, with what only the queue knows."""
         with self._lock:
@@ -124,6 +134,7 @@ class Tally:
                 max_rows=max_rows,
                 waiting=waiting,
                 max_waiting=max_waiting,
+                displaced=displaced,
                 max_slots=max_slots,
                 closed=closed,
                 requests=dict(self._requests),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from served import Running, running
 
+from lade.server import service
 from lade.serving import batch
 from lade.testing import nearly_flat_cost
 
@@ -16,6 +17,14 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_warm_up():
+    """Nothing is compiled or measured in these tests, and there are many servers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service, "warm_up", lambda engine, model, settings: None)
+        yield
 
 
 @pytest.fixture(scope="package")

@@ -10,7 +10,8 @@ def joined(events, member="content"):
     return "".join(event["choices"][0]["delta"].get(member) or "" for event in events[:-1] if event["choices"])
 
 
-@pytest.mark.parametrize("content", ["hello", "é 🙂 ü", "a\nb"])
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("content", ["é 🙂 ü", "hello", "a\nb"])
 def test_a_greedy_answer_is_that_of_generate(server, content):
     messages = [{"role": "user", "content": content}]
     tokens = plain(templated(messages), max_new_tokens=30)
@@ -22,7 +23,8 @@ def test_a_greedy_answer_is_that_of_generate(server, content):
     assert choice["finish_reason"] == "length" and answer["model"] == "toy" and answer["object"] == "chat.completion"
 
 
-@pytest.mark.parametrize("seed", [0, 7, 2**64 - 1])
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("seed", [2**64 - 1, 0, 7])
 def test_a_drawn_answer_is_that_of_generate_with_the_seed(server, seed):
     arguments = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.2}
     tokens = plain(templated(MESSAGES), seed=seed, do_sample=True, max_new_tokens=25, **arguments)
@@ -90,7 +92,8 @@ def test_penalties_are_those_of_openai(server):
     assert answer["choices"][0]["token_ids"] == tokens != plain(ids, max_new_tokens=25)
 
 
-@pytest.mark.parametrize("lookahead", [None, "auto", {"budget": 12}, {"window": 4, "ngram": 4, "guesses": 4}])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("lookahead", [{"budget": 12}, "auto", None, {"window": 4, "ngram": 4, "guesses": 4}])
 def test_how_it_is_drafted_changes_no_token(server, lookahead):
     tokens = plain(templated(MESSAGES), max_new_tokens=40)
     answer = server.chat(temperature=0, lookahead=lookahead, return_token_ids=True).json()
@@ -138,12 +141,12 @@ def test_choices_of_a_stream_begin_in_their_order(server):
 def test_a_character_is_never_split(server):
     """Bytes of é are made likely: some come in order, and what is no character becomes one mark, as in whole texts."""
     halves, texts = TOKENIZER("é")["input_ids"], []
-    for seed in range(4):
-        body = {"prompt": "x", "seed": seed, "max_tokens": 60, "logit_bias": {str(half): 9 for half in halves}}
+    for seed in range(2):
+        body = {"prompt": "x", "seed": seed, "max_tokens": 30, "logit_bias": {str(half): 9 for half in halves}}
         whole = server.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
         pieces = [event["choices"][0]["text"] for event in server.events("/v1/completions", **body)[:-1]]
         arguments = {"do_sample": True, "top_k": 0, "sequence_bias": [[[half], 9.0] for half in halves]}
-        tokens = plain(TOKENIZER("x")["input_ids"], seed=seed, max_new_tokens=60, **arguments)
+        tokens = plain(TOKENIZER("x")["input_ids"], seed=seed, max_new_tokens=30, **arguments)
         assert "".join(pieces) == whole == text_of(tokens)
         texts.append(whole)
     assert "é" in "".join(texts) and "\ufffd" in "".join(texts)
@@ -173,6 +176,7 @@ def stopped_plainly(ids, stops, most):
     return text_of(tokens), len(tokens), "length"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("place", [(3, 5), (10, 11), (38, 40), (0, 1)])
 def test_a_text_ends_before_its_stop(server, place, stream):

@@ -1,6 +1,8 @@
 """Clients that people use: openai, huggingface_hub, and what `transformers chat` asks for."""
 
 import json
+import re
+from pathlib import Path
 
 import openai
 import pytest
@@ -21,6 +23,7 @@ def test_openai_lists_models(client):
     assert client.models.retrieve("toy").id == "toy"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("number", range(3))
 def test_openai_answers(client, number):
     messages = [{"role": "user", "content": f"question {number}"}]
@@ -101,3 +104,15 @@ def test_transformers_chat_finds_what_it_asks_for(server):
     answer = server.http.post("/v1/chat/completions", json=body).json()
     tokens = plain(templated(MESSAGES), seed=4, do_sample=True, temperature=0.3, top_k=0, max_new_tokens=6)
     assert answer["choices"][0]["token_ids"] == tokens, "what the request says itself counts more"
+
+
+def test_the_python_block_of_the_documentation_runs(server, capsys):
+    page = Path(__file__).parents[2] / "docs" / "howto" / "serve.md"
+    (block,) = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    block = block.replace("http://127.0.0.1:8000", server.url).replace("Qwen3-0.6B", "toy")
+    names = {}
+    exec(compile(block, page.name, "exec"), names)
+    names["client"].close()
+    ids = templated([{"role": "user", "content": "Why is the sky blue?"}])
+    text = text_of(plain(ids, seed=7, do_sample=True, top_k=0, max_new_tokens=200))
+    assert capsys.readouterr().out == text + "\n"

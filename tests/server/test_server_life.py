@@ -5,12 +5,15 @@ import json
 import re
 import threading
 import time
+from dataclasses import replace
 
 import pytest
-from served import SERVED, SETTINGS, Running, running, slow_served, until
+from served import MODEL, SERVED, SETTINGS, Running, running, slow_served, until
 
+import lade
 from lade.errors import InputError
 from lade.server.access_log import AccessLog
+from lade.server.warm_up import warm_up
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -153,3 +156,13 @@ def test_the_log_has_a_line_now_and_then(monkeypatch):
         log.tick(server.service.snapshot())
     (line,) = lines
     assert json.loads(line)["tokens_per_s"] == 2.0 and json.loads(line)["rows"] == 0
+
+
+def test_the_warm_up_decodes_with_each_number_of_rows():
+    """Batches of all sizes are measured then, and not amid answers."""
+    with lade.Engine(MODEL, max_rows=5) as engine:
+        seen, add = [], engine.add
+        engine.add = lambda *arguments, **named: seen.append(engine.snapshot().requests) or add(*arguments, **named)
+        warm_up(engine, SERVED, replace(SETTINGS, max_rows=5))
+        assert [sum(ended.values()) for ended in seen] == [0, 1, 1, 3, 3, 3, 3]
+        assert engine.snapshot().requests == {"length": 7}

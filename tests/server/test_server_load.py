@@ -30,7 +30,7 @@ def requests(count):
             yield body | {"seed": number, **arguments}, tokens
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [5, pytest.param(32, marks=pytest.mark.slow)])
 def test_each_of_many_at_once_is_answered_as_if_alone(server, count):
     wanted = list(requests(count))
     rng = random.Random(1)
@@ -102,7 +102,7 @@ def check_odd_body(server, path, body, valid):
 PATHS = st.sampled_from(["/v1/chat/completions", "/v1/completions"])
 
 
-@settings(max_examples=40, derandomize=True, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=15, derandomize=True, suppress_health_check=list(HealthCheck), deadline=None)
 @given(path=PATHS, body=BODIES, valid=st.booleans())
 def test_odd_bodies_are_answered_in_form(server, path, body, valid):
     check_odd_body(server, path, body, valid)

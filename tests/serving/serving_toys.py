@@ -85,9 +85,9 @@ class Driven:
     After each step the limits are checked.
     """
 
-    def __init__(self, model, prefill_tokens=512, max_rows=16, max_tokens=ENOUGH):
+    def __init__(self, model, prefill_tokens=512, max_rows=16, max_tokens=ENOUGH, **more):
         self.model = model
-        limits = {"prefill_tokens": prefill_tokens, "max_rows": max_rows, "max_tokens": max_tokens}
+        limits = {"prefill_tokens": prefill_tokens, "max_rows": max_rows, "max_tokens": max_tokens, **more}
         self.batch = Batch(model, supports(model).require(), **limits)
         self.waiting = deque()
         self.seats = {}

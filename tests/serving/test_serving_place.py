@@ -239,3 +239,29 @@ def test_a_model_is_looked_through_once(monkeypatch):
         model.train()
         engine.add(random_ids(4), max_new_tokens=2).result(SOON)
         assert asked == [model], "what training mode does to it is another question each time"
+
+
+# --- order -----------------------------------------------------------------------------------------------------------
+
+
+def test_scopes_are_served_in_turn(gate):
+    """One of them has asked for more, and before the others."""
+    told, scopes = [], ["a", "a", "a", "b", "a", None, "b", None]
+    with Engine(LLAMA, max_rows=1) as engine:
+        engine.add(random_ids(3), on_step=gate, max_new_tokens=1)
+        assert gate.reached.wait(SOON)
+        handles = [
+            engine.add(random_ids(3), scope=scope, on_step=lambda step, n=n: told.append(n), max_new_tokens=1)
+            for n, scope in enumerate(scopes)
+        ]
+        assert handles[2].cancel()
+        gate.opened.set()
+        for number in (0, 1, 3, 4, 5, 6, 7):
+            handles[number].result(SOON)
+    assert [scopes[number] for number in told] == ["a", "b", None, "a", "b", None, "a"]
+    assert told == [0, 3, 5, 1, 6, 7, 4]
+
+
+def test_a_scope_is_a_text():
+    with Engine(LLAMA) as engine, pytest.raises(ConfigError, match="scope=3 is not valid: give a text"):
+        engine.add(random_ids(3), scope=3, max_new_tokens=1)

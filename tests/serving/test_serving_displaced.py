@@ -1,0 +1,192 @@
+"""Rows that are seated by what they take now, make room for older ones, and go on as if nothing had been."""
+
+import random
+from concurrent.futures import CancelledError
+from dataclasses import replace
+
+import pytest
+from effort import examples
+from families import FAMILIES, RECURRENT_FAMILIES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving_toys import VOCABULARY, Driven, FailsAt, alone, random_ids
+
+from lade import Engine, LookaheadConfig
+from lade.hf.penalties import Penalties
+from lade.testing import toy_model
+
+LLAMA = toy_model("llama", vocabulary=VOCABULARY)
+SOON = 60.0
+METHODS = (None, LookaheadConfig(0, 3, 4), LookaheadConfig(4, 2, 0), LookaheadConfig(budget=6))
+"""With small trees, so that texts take most of the room."""
+
+
+def sampled(number, **more):
+    """Arguments of one of several kinds: rows have drawn, counted and watched when they are displaced."""
+    kinds = (
+        {},
+        {"do_sample": True, "temperature": 1.3},
+        {"do_sample": True, "repetition_penalty": 1.2},
+        {"logits_processor": [Penalties(0.6, 0.4, prompt_length=more.pop("prompt_length"))]},
+    )
+    return {**kinds[number % len(kinds)], **more}
+
+
+def check(driven, asked):
+    """Every handle has the text of plain decoding, and what was told of it adds up."""
+    for handle, ids, seed, arguments in asked:
+        assert handle.tokens == alone(driven.model, ids, seed, **arguments)
+        steps = list(handle)
+        assert [step.index for step in steps] == list(range(len(steps)))
+        assert handle.stats.generations == 1 and handle.stats.new_tokens == len(handle.tokens)
+
+
+@pytest.mark.parametrize(("name", "prefill_tokens"), [("llama", 3), ("gpt2", 512)])
+def test_the_youngest_makes_room_and_goes_on(name, prefill_tokens):
+    model = toy_model(name, vocabulary=VOCABULARY)
+    driven = Driven(model, prefill_tokens, max_rows=4, max_tokens=200, headroom=4)
+    asked = []
+    for number in range(4):
+        ids = random_ids(5 + number, number)
+        arguments = sampled(number, prompt_length=ids.shape[1], max_new_tokens=60)
+        asked.append((driven.add(ids, METHODS[number], seed=number, **arguments), ids, number, arguments))
+    while not driven.batch.idle or driven.waiting:
+        driven.advance()
+        assert 0 not in [each.number for each in driven.batch._displaced], "the oldest one stays"
+    told = driven.batch.tally.snapshot(
+        rows=0, max_rows=0, waiting=0, max_waiting=0, displaced=0, max_slots=0, closed=False
+    )
+    assert told.displacements >= 2
+    check(driven, asked)
+
+
+def test_nobody_is_seated_while_someone_waits_to_go_on():
+    driven = Driven(LLAMA, max_rows=4, max_tokens=150, headroom=2)
+    handles = [driven.add(random_ids(4, seed), None, max_new_tokens=60) for seed in range(3)]
+    while not driven.batch.displaced:
+        driven.advance()
+    late = driven.add(random_ids(4, 9), None, max_new_tokens=2)
+    while driven.batch.displaced:
+        assert not late.tokens
+        driven.advance()
+    driven.finish()
+    assert [len(handle.tokens) for handle in [*handles, late]] == [60, 60, 60, 2]
+
+
+def test_texts_that_fit_whatever_they_become_are_never_displaced():
+    driven = Driven(LLAMA, max_rows=4, max_tokens=4 * (64 + 11), headroom=4)
+    handles = [driven.add(random_ids(4, seed), METHODS[1], max_new_tokens=60) for seed in range(4)]
+    while not driven.batch.idle or driven.waiting:
+        driven.advance()
+        assert not driven.batch.displaced
+    assert driven.most_rows == 4 and all(len(handle.tokens) == 60 for handle in handles)
+
+
+def displaced_one(**more):
+    driven = Driven(LLAMA, max_rows=2, max_tokens=100, headroom=2)
+    handles = [driven.add(random_ids(4, seed), None, max_new_tokens=70, **more) for seed in range(2)]
+    while not driven.batch.displaced:
+        driven.advance()
+    return driven, handles
+
+
+def test_a_displaced_request_can_be_cancelled():
+    driven, (first, second) = displaced_one()
+    assert second.cancel() and not second.done()
+    driven.advance()
+    with pytest.raises(CancelledError):
+        second.result(0)
+    assert 0 < len(second.tokens) < 70 and not driven.batch.displaced
+    driven.finish()
+    assert first.tokens == alone(LLAMA, random_ids(4, 0), max_new_tokens=70)
+
+
+def test_closing_ends_a_displaced_request():
+    driven, handles = displaced_one()
+    driven.batch.close(MemoryError("no more"))
+    for handle in handles:
+        with pytest.raises(MemoryError, match="no more"):
+            handle.result(0)
+
+
+def test_an_error_while_a_text_is_fed_again_ends_that_request_alone(monkeypatch):
+    driven, (first, second) = displaced_one()
+    prefill = driven.batch._prefill_runner.prefill
+
+    def fails(rows, cache, hook=None):
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(driven.batch._prefill_runner, "prefill", fails)
+    driven.finish()
+    assert prefill is not None and first.tokens == alone(LLAMA, random_ids(4, 0), max_new_tokens=70)
+    with pytest.raises(MemoryError, match="no more"):
+        second.result(0)
+
+
+def test_a_failed_pass_spares_who_was_displaced(monkeypatch):
+    driven, (first, second) = displaced_one()
+    forward, failed = driven.batch._runner.forward, []
+
+    def fails(trees, rows, cache):
+        if not failed:
+            failed.append(True)
+            raise MemoryError("no more")
+        return forward(trees, rows, cache)
+
+    monkeypatch.setattr(driven.batch._runner, "forward", fails)
+    driven.finish()
+    with pytest.raises(MemoryError):
+        first.result(0)
+    assert second.tokens == alone(LLAMA, random_ids(4, 1), max_new_tokens=70)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_5_text", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lfm2", "gemma3_text", "bamba"))]
+)
+def test_families_with_states_and_windows(name):
+    model = next(each for each in [*FAMILIES, *RECURRENT_FAMILIES] if str(each) == name).build()
+    driven = Driven(model, 6, max_rows=3, headroom=3)
+    capacity = driven.batch.capacity
+    driven.batch.capacity = replace(capacity, max_tokens=100 + 3 * capacity.state_slots)
+    asked = []
+    for number in range(3):
+        ids, arguments = random_ids(6, number), {"max_new_tokens": 30}
+        asked.append((driven.add(ids, METHODS[number], **arguments), ids, 0, arguments))
+    driven.finish()
+    assert driven.most_rows > 1
+    check(driven, asked)
+
+
+@given(data=st.data())
+@settings(max_examples=examples(20))
+def test_whatever_comes_whenever_gets_its_own_text(data):
+    """Random texts, arrivals, cancellations and failures, in caches too small for all."""
+    rng = random.Random(data.draw(st.integers(0, 2**32)))
+    max_tokens, headroom = rng.choice((70, 110, 180)), rng.choice((1, 3, 16))
+    driven = Driven(LLAMA, rng.choice((2, 5, 64)), rng.randint(2, 5), max_tokens, headroom=headroom)
+    asked, failing = [], []
+    for number in range(rng.randint(3, 7)):
+        ids, seed = random_ids(rng.randint(1, 9), rng.randint(0, 99)), rng.randint(0, 9)
+        most = rng.randint(1, 28)
+        arguments = sampled(rng.randint(0, 3), prompt_length=ids.shape[1], max_new_tokens=most)
+        if rng.random() < 0.15:
+            failing.append(driven.add(ids, logits_processor=[FailsAt(ids, most // 2)], max_new_tokens=most))
+        asked.append((driven.add(ids, METHODS[number % 4], seed=seed, **arguments), ids, seed, arguments))
+        driven.advance(rng.randint(0, 4))
+        if rng.random() < 0.1:
+            asked.pop()[0].cancel()
+    driven.finish()
+    assert all(handle.done() for handle in failing)
+    check(driven, asked)
+
+
+def test_an_engine_that_is_too_small_for_all():
+    arguments = {"do_sample": True, "max_new_tokens": 160}
+    with Engine(LLAMA, max_rows=3, max_tokens=450) as engine:
+        handles = [engine.add(random_ids(6, n), lookahead=METHODS[n], seed=n, **arguments) for n in range(3)]
+        for seed, handle in enumerate(handles):
+            handle.result(SOON)
+            assert handle.tokens == alone(LLAMA, random_ids(6, seed), seed, **arguments)
+        told = engine.snapshot()
+        assert told.displacements > 0 and told.displaced == 0 and told.requests == {"length": 3}
+        assert (told.new_tokens, told.prompt_tokens) == (480, 18)
