@@ -6,7 +6,8 @@ const PAUSE_MS = 1000;
 
 /** What is sent: for a chat its messages, for a model that only continues text the text so far. */
 export function request(conversation, fields, plain) {
-  const before = conversation.messages.slice(0, -1); // the last one is the answer that is to come
+  const said = conversation.messages.filter(({ role, content }) => role === "user" || content); // no answers that failed
+  const before = said.filter((message) => message !== conversation.messages.at(-1)); // which is the answer that is to come
   const common = { ...fields, stream: true, stream_options: { include_usage: true }, lade: { trace: true } };
   if (plain) {
     const { chat_template_kwargs: _, ...rest } = common;

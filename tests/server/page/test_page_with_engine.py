@@ -37,7 +37,7 @@ def test_the_texts_of_a_trace_are_the_text_of_its_event(server, path):
 
 
 def test_the_page_needs_no_key_and_all_else_does():
-    with running(keys=Keys((Key("one", "sk-right"),))) as server:
+    with running(keys=Keys((Key("one", "sk-right"),)), ready=False) as server:  # while the model is being loaded, too
         for path in (file.path for file in page_files()):
             assert server.http.get(path).status_code == 200
         for path in ("/v1/models", "/v1/lade/status", "/page/none.js"):
@@ -47,7 +47,7 @@ def test_the_page_needs_no_key_and_all_else_does():
 
 
 def test_without_a_page_there_is_none():
-    with running(page=False) as server:
+    with running(page=False, ready=False) as server:
         for path in ("/", "/page/app.js"):
             answer = server.http.get(path)
             assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_url"
@@ -83,7 +83,10 @@ def test_stop_frees_the_row_of_the_engine_within_a_second(browser):
 
 def test_the_key_is_asked_for_and_used(browser):
     keys = Keys((Key("one", "sk-right"),))
-    with running(keys=keys) as server, opened(browser, f"{server.url}/", "This server asks for a key", Script()) as seen:
+    with (
+        running(keys=keys) as server,
+        opened(browser, f"{server.url}/", "This server asks for a key", Script()) as seen,
+    ):
         seen.allowed.append("401")
         seen.page.get_by_label("Key", exact=True).fill("sk-right")
         seen.page.keyboard.press("Enter")
