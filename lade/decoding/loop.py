@@ -97,6 +97,7 @@ class DecodeLoop(Generic[CacheT]):
         budget: one size for the trees of all rows; None if each row decides for itself.
         isolate: whether an error that a row's processors or stop rules raise ends that row alone; the row then has it
             as its `problem`. Else it ends the step, and `run` raises it.
+        leaving: called with each row that has ended, and its number in the cache, before the cache loses it.
         settled: `[B]`, how many tokens of each row in the cache are certainly text. After an interrupted forward pass
             some layers or all hold more, which has to be dropped before the cache is used again.
     """
@@ -107,6 +108,7 @@ class DecodeLoop(Generic[CacheT]):
     stats: Stats | None = None
     budget: BatchBudget | None = None
     isolate: bool = False
+    leaving: Callable[[Row, int], None] | None = None
     settled: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -212,6 +214,9 @@ class DecodeLoop(Generic[CacheT]):
 
     def drop_finished(self) -> None:
         """Finished rows leave the batch and cost nothing any more. The last ones stay in the cache for its user."""
+        for place, row in enumerate(self.rows):
+            if row.done and self.leaving is not None:
+                self.leaving(row, place)
         if all(row.done for row in self.rows):
             self.rows = []
         for row in [row for row in reversed(self.rows) if row.done]:

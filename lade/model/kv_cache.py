@@ -222,6 +222,17 @@ class TreeCache(Cache):
                 layer.take(other)
         part.reset()
 
+    def copy_row(self, row: int, tokens: int) -> TreeCache:
+        """See `lade.model.row_cache.RowCache`."""
+        if self.recurrent:
+            raise ValueError("states cannot go back to the first tokens of a text")
+        copy = TreeCache()
+        for layer in self.attending:
+            assert layer.keys is not None and layer.values is not None
+            one = slice(row, row + 1), slice(None), slice(tokens)
+            copy.layers.append(TreeLayer.of(layer.keys[one], layer.values[one]))
+        return copy
+
     def leave(self, row: int) -> None:
         """Evict a row; the last one takes its place and its number."""
         last = len(self.lengths) - 1

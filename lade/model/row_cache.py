@@ -40,6 +40,10 @@ class RowCache(KVCache, BufferSizes, Protocol):
         """Append the only row of another cache of the same model; that one is empty then."""
         ...
 
+    def copy_row(self, row: int, tokens: int) -> TreeCache:
+        """A cache of its own with the first tokens of a row of text; there may be no layers with states."""
+        ...
+
     def give_back(self, tokens: int) -> None:
         """End a generation: a user's cache holds the first `tokens` of the only row, other buffers are released."""
         ...

@@ -69,6 +69,15 @@ class TreeLayer(CacheLayerMixin):
         self.keys[rows, :, length:] = self.values[rows, :, length:] = 0  # no weight makes zero of another row's NaN
         self.lengths = [*self.lengths, length]
 
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> TreeLayer:
+        """A layer with copies of these, `[B, H, T, D]`, and no room for more."""
+        layer = cls()
+        layer.dtype, layer.device = keys.dtype, keys.device
+        layer.keys, layer.values = (each.clone(memory_format=torch.contiguous_format) for each in (keys, values))
+        layer.lengths, layer.is_initialized = [keys.shape[2]] * keys.shape[0], True
+        return layer
+
     def join(self, parts: Sequence[TreeLayer], places: Sequence[tuple[int, int]]) -> None:
         """Take over rows of other layers; see `TreeCache.join`."""
         first = parts[0]

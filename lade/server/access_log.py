@@ -64,6 +64,7 @@ def _decoded(exchange: Exchange) -> dict[str, Any]:
     queued = [handle.queue_s for handle in handles if handle.queue_s is not None]
     return {
         "prompt": sum(handle.prompt_tokens for handle in handles),
+        "cached": sum(handle.cached_tokens for handle in handles),
         "answer": sum(handle.stats.new_tokens for handle in handles),
         "queue_ms": round(1e3 * max(queued, default=0.0)),
         "first_ms": None if flight.first_s is None else round(1e3 * flight.first_s),

@@ -273,6 +273,7 @@ class Answer(ABC):
             "prompt_tokens": prompt,
             "completion_tokens": answer,
             "total_tokens": prompt + answer,
+            "prompt_tokens_details": {"cached_tokens": sum(choice.handle.cached_tokens for choice in firsts)},
             "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices)},
         }
 

@@ -32,10 +32,14 @@ _GAUGES: dict[str, tuple[str, Callable[[Snapshot], float]]] = {
     "waiting_limit": ("Requests that may wait.", lambda now: now.max_waiting),
     "kv_slots_used": ("Slots of the KV cache that hold a token.", lambda now: now.slots),
     "kv_slots_reserved": ("Slots that there are buffers for.", lambda now: now.room),
+    "prefix_cache_entries": ("Texts that are kept for prompts that begin like them.", lambda now: now.prefix_texts),
+    "prefix_cache_bytes": ("Bytes that they take.", lambda now: now.prefix_bytes),
+    "prefix_cache_limit_bytes": ("Bytes that they may take.", lambda now: now.max_prefix_bytes),
     "kv_slots_limit": ("Slots that there may be.", lambda now: now.max_slots),
 }
 _COUNTERS: dict[str, tuple[str, Callable[[Snapshot], float]]] = {
     "prompt_tokens": ("Tokens of prompts.", lambda now: now.prompt_tokens),
+    "prompt_tokens_cached": ("Tokens of prompts that were kept from texts before.", lambda now: now.cached_tokens),
     "generation_tokens": ("Tokens emitted.", lambda now: now.new_tokens),
     "displacements": ("How often a request made room for older ones.", lambda now: now.displacements),
     "passes": ("Forward passes after prefill.", lambda now: now.passes),
@@ -47,8 +51,8 @@ _COUNTERS: dict[str, tuple[str, Callable[[Snapshot], float]]] = {
 }
 
 _SUMS = (
-    "requests", "prompt_tokens", "new_tokens", "displacements", "passes", "steps", "fed_tokens", "sources", "prefill_s",
-    "decode_s", "forward_s",
+    "requests", "prompt_tokens", "cached_tokens", "new_tokens", "displacements", "passes", "steps", "fed_tokens",
+    "sources", "prefill_s", "decode_s", "forward_s",
 )  # fmt: skip
 
 

@@ -13,6 +13,9 @@ from time import perf_counter
 from typing import Literal
 
 from lade.config import Lookahead
+from lade.model.recurrent.cores import is_recurrent
+from lade.model.runner import input_device
+from lade.model.support.supports import unwrap
 from lade.server.access_log import AccessLog
 from lade.server.errors import ApiError, overloaded
 from lade.server.exchange import Exchange
@@ -25,6 +28,7 @@ from lade.server.settings import Settings
 from lade.server.templates import ChatTemplate
 from lade.server.token_text import TokenText
 from lade.server.warm_up import warm_up
+from lade.serving.capacity import default_max_tokens
 from lade.serving.engine import Engine
 from lade.serving.handle import Handle
 from lade.serving.snapshot import Snapshot
@@ -35,6 +39,8 @@ logger = logging.getLogger(__name__)
 Phase = Literal["loading", "ready", "draining", "dead"]
 PREPARING = 4
 """Requests that are templated and tokenised at a time: more would only fight for the interpreter."""
+
+_SHARE_OF_CACHE = 0.1
 
 
 class Service:
@@ -96,6 +102,7 @@ class Service:
                 max_rows=settings.max_rows,
                 max_waiting=settings.max_waiting,
                 max_tokens=settings.max_tokens,
+                prefix_cache=self._prefix_bytes(model),
             )
             warm_up(self._engine, model, settings)
             self._warm = self._engine.snapshot()
@@ -109,6 +116,14 @@ class Service:
         if self.phase == "loading":
             self.phase = "ready"
             self._announce(model)
+
+    def _prefix_bytes(self, model: ServedModel) -> int:
+        given, inner = self.settings.prefix_cache, unwrap(model.model)
+        if self.settings.share == "none":
+            return 0
+        if given is not None:
+            return given
+        return 0 if is_recurrent(inner) else int(_SHARE_OF_CACHE * default_max_tokens(1, input_device(inner)))
 
     def _take(self, model: ServedModel) -> None:
         self._model = model

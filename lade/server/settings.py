@@ -26,6 +26,8 @@ class Settings:
         max_rows, max_waiting, max_tokens: see `lade.Engine`.
         context: tokens of prompt and answer at most; None: what the model was made for.
         answer_tokens: of an answer, where a request names no limit.
+        prefix_cache: bytes of texts that are kept for prompts that begin like them; None: a tenth of what the KV cache
+            takes by default, or none where the model's states cannot be kept.
         share: who may profit from what whose request left behind: "key", "all" or "none".
         template_arguments: for the chat template, unless a request says otherwise.
         max_body: bytes.
@@ -47,6 +49,7 @@ class Settings:
     max_tokens: int | None = None
     context: int | None = None
     answer_tokens: int = 1024
+    prefix_cache: int | None = None
     share: str = "key"
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     max_body: int = 4 * 2**20

@@ -12,8 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from lade.config import Lookahead, LookaheadConfig
-from lade.errors import ConfigError, UnsupportedModelError
+from lade.errors import ConfigError, UnsupportedArgumentError, UnsupportedModelError
 from lade.hf.refusals import resolve
+from lade.model.recurrent.cores import is_recurrent
 from lade.model.support.supports import supports, unwrap
 from lade.serving.batch import Batch
 from lade.serving.extras import Extras
@@ -56,6 +57,9 @@ class Engine:
         prefill_tokens: of new prompts, fed between two steps at most, so that a long one does not hold up the others.
             Models with recurrent layers are fed two at least, and those of Mamba 1 whole prompts.
             A prompt with images is fed at once.
+        prefix_cache: bytes of texts, prompts and answers, that are kept beside the cache: a prompt that begins like one
+            of them, such as the next turn of a conversation, is fed from there on, with the same tokens. 0 for none.
+            Only requests of the same `scope` share texts; prompts with images do not.
 
     Attributes:
         max_tokens: as given or found.
@@ -64,7 +68,8 @@ class Engine:
 
     Raises:
         UnsupportedModelError: the model cannot be decoded exactly with a token tree, or has an encoder.
-        ConfigError: a limit that is no whole number >= 1.
+        UnsupportedArgumentError: `prefix_cache` on a model with recurrent layers.
+        ConfigError: a limit that is no whole number.
     """
 
     def __init__(
@@ -75,16 +80,26 @@ class Engine:
         max_tokens: int | None = None,
         max_waiting: int = 1024,
         prefill_tokens: int = 512,
+        prefix_cache: int = 0,
     ) -> None:
         limits = {"max_rows": max_rows, "max_waiting": max_waiting, "prefill_tokens": prefill_tokens}
         for name, limit in (limits if max_tokens is None else {**limits, "max_tokens": max_tokens}).items():
             if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
                 raise ConfigError(name, limit, "give a whole number >= 1")
+        if isinstance(prefix_cache, bool) or not isinstance(prefix_cache, int) or prefix_cache < 0:
+            raise ConfigError("prefix_cache", prefix_cache, "give a whole number of bytes >= 0")
         self._model = model
         self._plan = supports(model).require()
         _refuse_encoders(unwrap(model))
+        if prefix_cache:
+            _refuse_states(unwrap(model))
         batch = Batch(
-            unwrap(model), self._plan, prefill_tokens=prefill_tokens, max_rows=max_rows, max_tokens=max_tokens
+            unwrap(model),
+            self._plan,
+            prefill_tokens=prefill_tokens,
+            max_rows=max_rows,
+            max_tokens=max_tokens,
+            prefix_cache=prefix_cache,
         )
         self.token_bytes, self.max_tokens = batch.capacity.token_bytes, batch.capacity.max_tokens
         self._scheduler = Scheduler(batch, max_waiting)
@@ -125,7 +140,7 @@ class Engine:
             tokenizer: the model's, for `stop_texts`, and for `stop_strings` of `model.generate`.
             skip_special_tokens: whether special tokens have no text there.
             scope: whose request it is: a user's name, or any text. Where several scopes wait, their requests are served
-                in turn.
+                in turn. What is kept of its text is for requests of the same scope alone.
             generate_arguments: anything that `model.generate` takes for one prompt, but beams, streamers and caches.
                 The clock of `max_time` starts now.
 
@@ -201,4 +216,13 @@ def _refuse_encoders(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__}: the rows of an engine share one cache, which has no place for encoders' states",
             "use lade.generate, which decodes batches of encoder-decoder models, too",
+        )
+
+
+def _refuse_states(model: PreTrainedModel) -> None:
+    if is_recurrent(model):
+        raise UnsupportedArgumentError(
+            f"prefix_cache cannot be used with {type(model).__name__}: the states of its recurrent layers cannot go "
+            "back to where another text begins to differ",
+            "give 0",
         )

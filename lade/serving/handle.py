@@ -40,6 +40,7 @@ class Handle:
         seed: the seed that its tokens are drawn with; None where nothing is drawn.
         stats: figures of this request. The seconds of a pass are those of all rows that took part.
         prompt_tokens: of its prompt, without padding.
+        cached_tokens: those of them that were taken from a text that had been kept, see `Engine`.
         queue_s: seconds from `Engine.add` until its prompt was begun; None before.
         prefill_s: seconds from then until its first token, with the passes of other requests between; None before.
         reason: why it has ended, None before: `eos`, an end of sequence that the model's generation_config names;
@@ -60,6 +61,7 @@ class Handle:
         wakeups: Wakeups | None = None,
     ) -> None:
         self.seed, self.stats, self.prompt_tokens = seed, stats, prompt_tokens
+        self.cached_tokens = 0
         self.queue_s: float | None = None
         self.prefill_s: float | None = None
         self.reason: Reason | None = None

@@ -58,7 +58,7 @@ class Scheduler:
 
     def snapshot(self) -> Snapshot:
         """See `Engine.snapshot`."""
-        displaced = self._batch.displaced
+        displaced = len(self._batch.seats.displaced)
         return self._batch.tally.snapshot(
             rows=len(self._seats) - displaced,
             max_rows=self._capacity.max_rows,
@@ -66,6 +66,7 @@ class Scheduler:
             displaced=displaced,
             max_waiting=self._max_waiting,
             max_slots=self._capacity.max_tokens,
+            max_prefix_bytes=self._batch.prefix_cache,
             closed=self._closed,
         )
 
@@ -166,9 +167,9 @@ class Scheduler:
         """Admit requests that fit, waiting for one if there is nothing to do; false to end."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._waiting or not self._batch.idle)
-            while self._waiting and not self._closed and self._batch.has_room(self._waiting.first):
+            while self._waiting and not self._closed and self._batch.seats.has_room(self._waiting.first):
                 request, handle = self._waiting.pop()
-                self._seats[handle] = self._batch.add(request, handle)
+                self._seats[handle] = self._batch.seats.add(request, handle)
             self._blocked = bool(self._waiting)
             return not self._closed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from lade.locks import ForkSafeLock
 from lade.stats import Step
@@ -23,9 +24,13 @@ class Snapshot:
         slots: of the KV cache, those that hold a token of a request now.
         room: slots that there are buffers for now, over all rows.
         max_slots: as many may be: `Engine.max_tokens`.
+        prefix_texts: texts that are kept for prompts that begin like them.
+        prefix_bytes: what they take.
+        max_prefix_bytes: what they may take.
         closed: whether it takes no more requests.
         requests: how many have ended, by `Handle.reason`.
         prompt_tokens: of the requests that have had their first token.
+        cached_tokens: those of them that were taken from texts that had been kept.
         new_tokens: emitted, the first one of each request included.
         displacements: how often a request had to make room for older ones.
         passes: forward passes after prefill, of all rows together.
@@ -45,9 +50,13 @@ class Snapshot:
     slots: int
     room: int
     max_slots: int
+    prefix_texts: int
+    prefix_bytes: int
+    max_prefix_bytes: int
     closed: bool
     requests: Mapping[str, int]
     prompt_tokens: int
+    cached_tokens: int
     new_tokens: int
     displacements: int
     passes: int
@@ -61,11 +70,14 @@ class Snapshot:
 
 @dataclass
 class Sums:
-    """Those of `Snapshot`, and the slots that are in use."""
+    """Those of `Snapshot`, and what of its memory is in use."""
 
     slots: int = 0
     room: int = 0
+    prefix_texts: int = 0
+    prefix_bytes: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     new_tokens: int = 0
     displacements: int = 0
     passes: int = 0
@@ -88,10 +100,11 @@ class Tally:
         with self._lock:
             self._requests[reason] += 1
 
-    def add_first(self, step: Step, prompt_tokens: int) -> None:
+    def add_first(self, step: Step, prompt_tokens: int, cached_tokens: int) -> None:
         """A request has had its first token."""
         with self._lock:
             self._sums.prompt_tokens += prompt_tokens
+            self._sums.cached_tokens += cached_tokens
             self._add_tokens(step)
 
     def add_displacement(self) -> None:
@@ -119,25 +132,14 @@ class Tally:
         self._sums.new_tokens += len(step.tokens)
         self._sources.update(step.sources)
 
-    def set_slots(self, slots: int, room: int) -> None:
-        """So many are in use, and there are buffers for so many."""
+    def set_use(self, slots: int, room: int, prefix_texts: int, prefix_bytes: int) -> None:
+        """So much memory is in use, see `Snapshot`."""
         with self._lock:
             self._sums.slots, self._sums.room = slots, room
+            self._sums.prefix_texts, self._sums.prefix_bytes = prefix_texts, prefix_bytes
 
-    def snapshot(
-        self, *, rows: int, max_rows: int, waiting: int, max_waiting: int, displaced: int, max_slots: int, closed: bool
-    ) -> Snapshot:
+    def snapshot(self, **known: Any) -> Snapshot:
         """A copy, with what only the queue knows."""
         with self._lock:
-            return Snapshot(
-                rows=rows,
-                max_rows=max_rows,
-                waiting=waiting,
-                max_waiting=max_waiting,
-                displaced=displaced,
-                max_slots=max_slots,
-                closed=closed,
-                requests=dict(self._requests),
-                sources=dict(self._sources),
-                **asdict(self._sums),
-            )
+            counts = {"requests": dict(self._requests), "sources": dict(self._sources)}
+            return Snapshot(**known, **counts, **asdict(self._sums))

@@ -103,6 +103,7 @@ def test_a_memory_is_kept_in_its_file(served, folder, tmp_path):
         (["--port", "70000"], "port=70000 is not valid"),
         (["--max-rows", "0"], "max-rows=0 is not valid"),
         (["--max-body", "4 apples"], "max-body='4 apples' is not valid"),
+        (["--prefix-cache", "much"], "prefix-cache='much' is not valid"),
         (["--shutdown-timeout", "-1"], "shutdown-timeout=-1.0 is not valid"),
         (["--log-format", "xml"], "give one of text, json"),
         (["--share", "some"], "give one of key, all, none"),

@@ -46,6 +46,9 @@ def test_sums_are_those_of_the_answers():
     assert now["lade_requests_running",] == now["lade_requests_waiting",] == now["lade_kv_slots_used",] == 0
     assert now["lade_request_generation_tokens_sum",] == tokens
     assert now["lade_time_to_first_token_seconds_count",] == 7
+    assert now["lade_prompt_tokens_cached_total",] == sum(
+        answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers
+    )
     assert now["lade_ready",] == 1 and now["lade_rows_limit",] == 8
 
 

@@ -1,6 +1,7 @@
 """Helpers of these tests: what plain decoding gives for one prompt, and a batch that is driven by hand."""
 
 import threading
+import time
 from collections import deque
 
 import torch
@@ -12,6 +13,7 @@ from lade.model.cuda_graphs.fallback_cache import FallbackCache
 from lade.model.cuda_graphs.static_cache import StaticCache
 from lade.serving.batch import Batch
 from lade.serving.engine import PLAIN
+from lade.serving.extras import Extras
 from lade.serving.handle import Handle
 from lade.serving.request import prepare
 from lade.testing import toy_model
@@ -24,6 +26,14 @@ ENOUGH = 10**6
 
 def engine_threads():
     return [thread for thread in threading.enumerate() if thread.name == "lade.Engine"]
+
+
+def at_rest(engine):
+    """A snapshot when all is done: a handle has ended a moment before."""
+    end = time.monotonic() + 30.0
+    while engine.snapshot().rows and time.monotonic() < end:
+        time.sleep(0.001)
+    return engine.snapshot()
 
 
 def random_ids(length, seed=0):
@@ -93,9 +103,9 @@ class Driven:
         self.seats = {}
         self.most_rows = 0
 
-    def add(self, ids, lookahead=PAPER, *, seed=None, on_step=None, **arguments):
-        config = resolve(lookahead)[0] or PLAIN
-        request = prepare(self.model, ids, {"pad_token_id": PAD, **arguments}, config=config, seed=seed)
+    def add(self, ids, lookahead=PAPER, *, seed=None, on_step=None, scope=None, **arguments):
+        config, extras = resolve(lookahead)[0] or PLAIN, Extras(scope=scope)
+        request = prepare(self.model, ids, {"pad_token_id": PAD, **arguments}, config=config, seed=seed, extras=extras)
         self.batch.capacity.check(request.need)
         handle = Handle(self.cancel, stats=Stats(), seed=request.seed, on_step=on_step)
         self.waiting.append((request, handle))
@@ -113,9 +123,9 @@ class Driven:
 
     def advance(self, times=1):
         for _ in range(times):
-            while self.waiting and self.batch.has_room(self.waiting[0][0]):
+            while self.waiting and self.batch.seats.has_room(self.waiting[0][0]):
                 request, handle = self.waiting.popleft()
-                self.seats[handle] = self.batch.add(request, handle)
+                self.seats[handle] = self.batch.seats.add(request, handle)
             self.batch.advance()
             self.seats = {handle: seat for handle, seat in self.seats.items() if not handle.done()}
             self.check()
@@ -125,9 +135,9 @@ class Driven:
         capacity, cache = self.batch.capacity, self.batch._cache
         rows, slots = cache.room
         assert rows * slots <= max(capacity.max_tokens, 0)
-        assert len(self.batch.active) <= capacity.max_rows
-        assert {id(seat.handle) for seat in self.batch.active} == {id(handle) for handle in self.seats}
-        assert len(self.batch._loop.rows) == len(self.batch._decoding)
+        assert len(self.batch.seats.active) <= capacity.max_rows
+        assert {id(seat.handle) for seat in self.batch.seats.active} == {id(handle) for handle in self.seats}
+        assert len(self.batch._loop.rows) == len(self.batch.seats.decoding)
         assert cache.lengths == ([len(row.tokens) - 1 for row in self.batch._loop.rows] or [0])
         if isinstance(cache, FallbackCache) and isinstance(cache.current, StaticCache):
             check_zeros(cache.current)

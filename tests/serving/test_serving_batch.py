@@ -455,7 +455,7 @@ def test_cancelling(state):
     assert handle.cancel() is (state != "ended")
     assert handle.done() is (state in ("waiting", "ended"))
     driven.advance()
-    assert handle.done() and len(handle._steps) == steps and len(driven.batch.active) == (state != "ended")
+    assert handle.done() and len(handle._steps) == steps and len(driven.batch.seats.active) == (state != "ended")
     driven.finish()
     assert (handle._result is None) is (state != "ended")
     assert other.tokens == alone(LLAMA, random_ids(4), max_new_tokens=30)

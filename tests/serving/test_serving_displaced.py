@@ -9,7 +9,7 @@ from effort import examples
 from families import FAMILIES, RECURRENT_FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving_toys import VOCABULARY, Driven, FailsAt, alone, random_ids
+from serving_toys import VOCABULARY, Driven, FailsAt, alone, at_rest, random_ids
 
 from lade import Engine, LookaheadConfig
 from lade.hf.penalties import Penalties
@@ -52,10 +52,8 @@ def test_the_youngest_makes_room_and_goes_on(name, prefill_tokens):
         asked.append((driven.add(ids, METHODS[number], seed=number, **arguments), ids, number, arguments))
     while not driven.batch.idle or driven.waiting:
         driven.advance()
-        assert 0 not in [each.number for each in driven.batch._displaced], "the oldest one stays"
-    told = driven.batch.tally.snapshot(
-        rows=0, max_rows=0, waiting=0, max_waiting=0, displaced=0, max_slots=0, closed=False
-    )
+        assert 0 not in [each.number for each in driven.batch.seats.displaced], "the oldest one stays"
+    told = driven.batch.tally._sums
     assert told.displacements >= 2
     check(driven, asked)
 
@@ -63,10 +61,10 @@ def test_the_youngest_makes_room_and_goes_on(name, prefill_tokens):
 def test_nobody_is_seated_while_someone_waits_to_go_on():
     driven = Driven(LLAMA, max_rows=4, max_tokens=150, headroom=2)
     handles = [driven.add(random_ids(4, seed), None, max_new_tokens=60) for seed in range(3)]
-    while not driven.batch.displaced:
+    while not driven.batch.seats.displaced:
         driven.advance()
     late = driven.add(random_ids(4, 9), None, max_new_tokens=2)
-    while driven.batch.displaced:
+    while driven.batch.seats.displaced:
         assert not late.tokens
         driven.advance()
     driven.finish()
@@ -78,14 +76,14 @@ def test_texts_that_fit_whatever_they_become_are_never_displaced():
     handles = [driven.add(random_ids(4, seed), METHODS[1], max_new_tokens=60) for seed in range(4)]
     while not driven.batch.idle or driven.waiting:
         driven.advance()
-        assert not driven.batch.displaced
+        assert not driven.batch.seats.displaced
     assert driven.most_rows == 4 and all(len(handle.tokens) == 60 for handle in handles)
 
 
 def displaced_one(**more):
     driven = Driven(LLAMA, max_rows=2, max_tokens=100, headroom=2)
     handles = [driven.add(random_ids(4, seed), None, max_new_tokens=70, **more) for seed in range(2)]
-    while not driven.batch.displaced:
+    while not driven.batch.seats.displaced:
         driven.advance()
     return driven, handles
 
@@ -96,7 +94,7 @@ def test_a_displaced_request_can_be_cancelled():
     driven.advance()
     with pytest.raises(CancelledError):
         second.result(0)
-    assert 0 < len(second.tokens) < 70 and not driven.batch.displaced
+    assert 0 < len(second.tokens) < 70 and not driven.batch.seats.displaced
     driven.finish()
     assert first.tokens == alone(LLAMA, random_ids(4, 0), max_new_tokens=70)
 
@@ -147,7 +145,7 @@ def test_families_with_states_and_windows(name):
     model = next(each for each in [*FAMILIES, *RECURRENT_FAMILIES] if str(each) == name).build()
     driven = Driven(model, 6, max_rows=3, headroom=3)
     capacity = driven.batch.capacity
-    driven.batch.capacity = replace(capacity, max_tokens=100 + 3 * capacity.state_slots)
+    driven.batch.seats.capacity = replace(capacity, max_tokens=100 + 3 * capacity.state_slots)
     asked = []
     for number in range(3):
         ids, arguments = random_ids(6, number), {"max_new_tokens": 30}
@@ -187,6 +185,6 @@ def test_an_engine_that_is_too_small_for_all():
         for seed, handle in enumerate(handles):
             handle.result(SOON)
             assert handle.tokens == alone(LLAMA, random_ids(6, seed), seed, **arguments)
-        told = engine.snapshot()
+        told = at_rest(engine)
         assert told.displacements > 0 and told.displaced == 0 and told.requests == {"length": 3}
         assert (told.new_tokens, told.prompt_tokens) == (480, 18)

@@ -5,7 +5,7 @@ from collections import Counter
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
-from serving_toys import PAD, VOCABULARY, FailsAt, alone, new_tokens, random_ids
+from serving_toys import PAD, VOCABULARY, FailsAt, alone, at_rest, new_tokens, random_ids
 
 from lade import ConfigError, Engine, EngineClosedError, EngineFullError, UnsupportedArgumentError, supports
 from lade.hf import refusals
@@ -176,7 +176,7 @@ def test_a_snapshot_adds_up():
             handle.result(SOON)
         with pytest.raises(RuntimeError):
             failing.result(SOON)
-        told = engine.snapshot()
+        told = at_rest(engine)
     every = [*handles, failing]
     assert told.requests == Counter(handle.reason for handle in every) == {"length": 5, "eos": 1, "error": 1}
     assert told.prompt_tokens == sum(handle.prompt_tokens for handle in every) == 28

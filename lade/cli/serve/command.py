@@ -103,6 +103,7 @@ def _settings(
         max_tokens=limits.max_tokens,
         context=limits.context,
         answer_tokens=limits.answer_tokens,
+        prefix_cache=limits.prefix_bytes,
         max_body=limits.body_bytes,
         queue_timeout=limits.queue_timeout,
         shutdown_timeout=limits.shutdown_timeout,

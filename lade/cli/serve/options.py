@@ -121,6 +121,7 @@ class Limits:
         max_rows, max_waiting, max_tokens: see `lade.Engine`.
         context: tokens of prompt and answer.
         answer_tokens: of an answer, where a request names no limit.
+        prefix_cache: for texts that are kept, as a size; None: what seems fit.
         max_body: of a request, as a size.
         queue_timeout: seconds that a request may wait for a row.
         shutdown_timeout: seconds that answers have after SIGTERM.
@@ -135,6 +136,9 @@ class Limits:
         None
     )
     answer_tokens: Annotated[int, _limits(metavar="N", help="Tokens of an answer, if a request names no limit.")] = 1024
+    prefix_cache: Annotated[
+        str | None, _limits(metavar="SIZE", help="For texts that prompts may begin like; 0: none. Default: what fits.")
+    ] = None
     max_body: Annotated[str, _limits(metavar="SIZE", help="Of a request.")] = "4MiB"
     queue_timeout: Annotated[
         float | None, _limits(metavar="S", help="Seconds to wait for a row. Default: as long as the client does.")
@@ -153,8 +157,14 @@ class Limits:
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1e6:
                 raise ConfigError(name.replace("_", "-"), value, "give seconds >= 0")
+        assert self.prefix_bytes is None or self.prefix_bytes >= 0  # raises for what is no size
         if not 1 <= self.body_bytes <= _MOST_BODY:
             raise ConfigError("max-body", self.max_body, "give at most 1GiB")
+
+    @property
+    def prefix_bytes(self) -> int | None:
+        """For texts that are kept."""
+        return None if self.prefix_cache is None else size_in_bytes("prefix-cache", self.prefix_cache)
 
     @property
     def body_bytes(self) -> int:

@@ -136,6 +136,10 @@ class FallbackCache:
         """Evict a row; the last one takes its place and its number."""
         self.current.leave(row)
 
+    def copy_row(self, row: int, tokens: int) -> TreeCache:
+        """A cache of its own with the first tokens of a row."""
+        return self.current.copy_row(row, tokens)
+
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only these rows, in this order."""
         self.current.batch_select_indices(indices)

@@ -13,6 +13,7 @@ from lade.model.cuda_graphs.pool import BufferPool
 from lade.model.cuda_graphs.static_rows import StaticRows
 from lade.model.kv_cache import TreeCache
 from lade.model.shapes import LARGEST_STEP, batch_bucket, key_bucket, step_bucket
+from lade.model.tree_layer import TreeLayer
 
 AHEAD_TOKENS = 4096
 """Slots beyond a text that static buffers begin with at most: a request may allow far more tokens than it will get."""
@@ -137,6 +138,12 @@ class StaticCache:
             cache.update(keys, values, number)
             cache.layers[number].lengths = list(self.lengths)
         cache.offsets = self.rows.offsets
+
+    def copy_row(self, row: int, tokens: int) -> TreeCache:
+        """A cache of its own with the first tokens of a row."""
+        copy, one = TreeCache(), (slice(row, row + 1), slice(None), slice(tokens))
+        copy.layers += [TreeLayer.of(keys[one], values[one]) for keys, values in self.rows.states()]
+        return copy
 
     def move_to(self, cache: TreeCache) -> None:
         """Move all rows to an empty cache, by way of the host where there is no memory for both; then this is empty.

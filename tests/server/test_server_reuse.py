@@ -1,0 +1,63 @@
+"""Turns of a conversation: what was read is not read again, and only for those who may know of it."""
+
+import pytest
+from served import plain, running, templated, text_of
+
+from lade.server.keys import Key, Keys
+
+KEYS = Keys((Key("a", "ka"), Key("b", "kb")))
+QUESTIONS = ["tell me a long story about a fox", "and then", "why", "what did the fox say", "the end"]
+
+
+def talk(server, key="ka", **fields):
+    """Five turns; for each the tokens of prompt and answer, those that were kept, and whether it is plain's answer."""
+    messages, turns = [], []
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        body = {"messages": messages, "temperature": 0, "max_tokens": 25, **fields}
+        headers = {"authorization": f"Bearer {key}"}
+        answer = server.http.post("/v1/chat/completions", json=body, headers=headers).json()
+        said, usage = answer["choices"][0]["message"]["content"], answer["usage"]
+        assert said == text_of(plain(templated(messages), max_new_tokens=25))
+        turns.append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
+        messages.append({"role": "assistant", "content": said})
+    return turns
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with running(keys=KEYS, prefix_cache=2**24) as server:
+        yield server
+
+
+def test_turns_reuse_the_turns_before_them(shared):
+    turns = talk(shared)
+    assert turns[0][1] == 0
+    for (before, _), (_, cached) in zip(turns, turns[1:], strict=False):
+        assert cached > 0.8 * before
+    assert talk(shared, "kb")[0][1] == 0, "another key"
+    assert talk(shared, cache_salt="s")[0][1] == 0, "another salt"
+    again = talk(shared)
+    assert all(cached > 0.8 * prompt for prompt, cached in again), "all of it was said before"
+
+
+@pytest.mark.parametrize("changes", [{"prefix_cache": 0}, {"share": "none", "prefix_cache": 2**24}])
+def test_it_can_be_switched_off(changes):
+    with running(keys=KEYS, **changes) as server:
+        assert [cached for _, cached in talk(server)] == [0] * 5
+
+
+def test_keys_may_share():
+    with running(keys=KEYS, prefix_cache=2**24, share="all") as server:
+        first = talk(server)
+        assert talk(server, "kb")[0][1] > 0.8 * first[0][0]
+        assert talk(server, "kb", cache_salt="s")[0][1] == 0
+
+
+@pytest.mark.slow
+def test_what_is_kept_has_a_bound():
+    with running(prefix_cache=2**18) as server:
+        for number in range(200):
+            assert server.complete(f"{number} " * 20, temperature=0, max_tokens=4).status_code == 200
+            assert server.service.snapshot().prefix_bytes <= 2**18
+        assert 0 < server.service.snapshot().prefix_texts < 200

@@ -1,0 +1,249 @@
+"""Texts that are kept for prompts that begin like them: the same tokens, fewer of them fed, no draft lost."""
+
+import random
+import warnings
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from effort import examples
+from families import RECURRENT_FAMILIES
+from graphed import Graphs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving_toys import PAD, VOCABULARY, Driven, alone, at_rest, random_ids
+
+from lade import ConfigError, Engine, LookaheadConfig, UnsupportedArgumentError
+from lade.decoding.drafting.said import Said
+from lade.errors import CaptureWarning
+from lade.model.kv_cache import TreeCache
+from lade.serving import batch
+from lade.serving.shelf import LEAST, Shelf, ShelvedText
+from lade.testing import toy_model
+
+LLAMA = toy_model("llama", vocabulary=VOCABULARY)
+METHODS = (None, LookaheadConfig(0, 3, 4), LookaheadConfig(4, 2, 0), LookaheadConfig(budget=8))
+MEGABYTE = 2**20
+SOON = 60.0
+
+
+def whole(ids):
+    """All of a prompt is text, also where an answer has the id of padding in it."""
+    return {"attention_mask": torch.ones_like(ids)}
+
+
+def turns(engine, number=5, scope=None, method=METHODS[3], **arguments):
+    """A conversation: each prompt has all that was said before. Its handles, each with its prompt."""
+    arguments = {"max_new_tokens": 24, "pad_token_id": PAD, **arguments}
+    ids, handles = random_ids(40, 7), []
+    for turn in range(number):
+        handle = engine.add(ids, lookahead=method, scope=scope, **whole(ids), **arguments)
+        handles.append((handle, ids))
+        ids = torch.cat([handle.result(SOON), random_ids(3, turn)], dim=1)
+    return handles
+
+
+# --- conversations ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [*((method, {}) for method in METHODS), (METHODS[3], {"do_sample": True, "seed": 3, "repetition_penalty": 1.2})],
+)
+def test_a_conversation_is_fed_once(method, arguments):
+    with Engine(LLAMA, prefix_cache=MEGABYTE, prefill_tokens=16) as engine:
+        handles = turns(engine, method=method, **arguments)
+        told = at_rest(engine)
+    seed = arguments.pop("seed", 0)
+    for handle, ids in handles:
+        assert handle.tokens == alone(LLAMA, ids, seed, max_new_tokens=24, **whole(ids), **arguments)
+    for (before, ids), (handle, _) in pairwise(handles):
+        assert handle.cached_tokens == ids.shape[1] + len(before.tokens) - 1, "all but the last one, which was not fed"
+    assert [next(iter(handle)).fed for handle, _ in handles] == [40, 4, 4, 4, 4]
+    assert handles[0][0].cached_tokens == 0
+    assert told.cached_tokens == sum(handle.cached_tokens for handle, _ in handles)
+    assert told.prompt_tokens == sum(ids.shape[1] for _, ids in handles)
+    assert told.prefix_texts == 1 and 0 < told.prefix_bytes <= told.max_prefix_bytes == MEGABYTE
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_drafting_loses_nothing(seed):
+    """Steps are those of a conversation whose prompts are fed whole, fed and accepted alike."""
+    arguments = {"do_sample": True, "temperature": 0.6, "seed": seed}
+    figures = []
+    for kept in (MEGABYTE, 0):
+        with Engine(LLAMA, prefix_cache=kept) as engine:
+            handles = turns(engine, 3, **arguments)
+            figures.append([(handle.stats.step_tokens, handle.stats.accepted) for handle, _ in handles])
+            assert (handles[2][0].cached_tokens > 0) == bool(kept)
+    assert figures[0] == figures[1]
+
+
+def test_a_prompt_is_kept_as_soon_as_it_is_fed():
+    ids = random_ids(90)
+    with Engine(LLAMA, prefix_cache=MEGABYTE) as engine:
+        handles = [engine.add(ids, seed=seed, do_sample=True, max_new_tokens=20, pad_token_id=PAD) for seed in range(3)]
+        for seed, handle in enumerate(handles):
+            handle.result(SOON)
+            assert handle.tokens == alone(LLAMA, ids, seed, do_sample=True, max_new_tokens=20)
+        assert [handle.cached_tokens for handle in handles] == [0, 89, 89]
+
+
+# --- scopes and limits -----------------------------------------------------------------------------------------------
+
+
+def test_texts_are_shared_within_a_scope():
+    with Engine(LLAMA, prefix_cache=MEGABYTE) as engine:
+        cached = [
+            [handle.cached_tokens for handle, _ in turns(engine, 2, scope=scope)] for scope in ("a", "b", None, "a")
+        ]
+    assert cached == [[0, 63], [0, 63], [0, 63], [39, 66]], "the last conversation was held before"
+
+
+def test_without_it_nothing_is_kept():
+    with Engine(LLAMA) as engine:
+        assert [handle.cached_tokens for handle, _ in turns(engine, 2)] == [0, 0]
+        assert engine.snapshot().prefix_texts == engine.snapshot().max_prefix_bytes == 0
+
+
+def test_no_more_is_kept_than_there_may_be():
+    most = 100_000
+    with Engine(LLAMA, prefix_cache=most) as engine:
+        for number in range(12):
+            ids = random_ids(40 + number, number)
+            handle = engine.add(ids, max_new_tokens=10, scope=str(number % 2))
+            handle.result(SOON)
+            assert handle.tokens == alone(LLAMA, ids, max_new_tokens=10)
+        told = at_rest(engine)
+        engine.add(random_ids(400), max_new_tokens=1).result(SOON)  # is too large itself
+        assert 0 < told.prefix_bytes <= most and 2 <= told.prefix_texts < 12
+        assert at_rest(engine).prefix_texts <= told.prefix_texts
+    assert engine.snapshot().prefix_bytes == 0, "closing frees all"
+
+
+def test_no_memory_for_copies_is_no_error(monkeypatch):
+    def fails(self, row, tokens):
+        raise torch.OutOfMemoryError("no more")
+
+    with Engine(LLAMA, prefix_cache=MEGABYTE) as engine:
+        turns(engine, 1)
+        assert at_rest(engine).prefix_texts == 1
+        monkeypatch.setattr(TreeCache, "copy_row", fails)
+        ids = random_ids(50, 3)
+        handle = engine.add(ids, max_new_tokens=10)
+        handle.result(SOON)
+        assert handle.tokens == alone(LLAMA, ids, max_new_tokens=10) and at_rest(engine).prefix_texts == 0
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, True, "1GB"])
+def test_a_size_is_a_number_of_bytes(wrong):
+    with pytest.raises(ConfigError, match=r"prefix_cache=.* is not valid: give a whole number of bytes >= 0"):
+        Engine(LLAMA, prefix_cache=wrong)
+
+
+def test_states_cannot_be_shared():
+    model = next(each for each in RECURRENT_FAMILIES if str(each) == "lfm2").build()
+    with pytest.raises(UnsupportedArgumentError, match=r"states of its recurrent layers cannot go back .*give 0"):
+        Engine(model, prefix_cache=MEGABYTE)
+
+
+# --- in batches ------------------------------------------------------------------------------------------------------
+
+
+def check_arrivals(rng, driven):
+    """Prompts that begin like others, of several scopes, at random times, in a cache too small for all."""
+    asked, stem = [], random_ids(60, rng.randint(0, 9))
+    for _ in range(rng.randint(3, 7)):
+        ids, seed = stem[:, : rng.randint(20, 60)], rng.randint(0, 9)
+        if asked and rng.random() < 0.5:
+            handle, before, *_ = rng.choice(asked)
+            ids = torch.cat([before, torch.tensor([handle.tokens], dtype=torch.long)], dim=1)[:, :80]
+        ids = torch.cat([ids, random_ids(rng.randint(1, 5), rng.randint(0, 99))], dim=1)
+        arguments = {"max_new_tokens": rng.randint(1, 24), "do_sample": rng.random() < 0.5}
+        scope = rng.choice((None, "a"))
+        handle = driven.add(ids, rng.choice(METHODS), seed=seed, scope=scope, **whole(ids), **arguments)
+        asked.append((handle, ids, seed, arguments))
+        driven.advance(rng.randint(0, 6))
+        if rng.random() < 0.1:
+            asked.pop()[0].cancel()
+    driven.finish()
+    for handle, ids, seed, arguments in asked:
+        assert handle.tokens == alone(driven.model, ids, seed, **whole(ids), **arguments)
+    shelf = driven.batch._reuse.shelf
+    assert shelf.nbytes == sum(text.nbytes for text in shelf._texts) <= shelf.max_bytes
+    return sum(handle.cached_tokens for handle, *_ in asked)
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=examples(20))
+def test_whatever_comes_whenever_gets_its_own_text(seed):
+    rng = random.Random(seed)
+    limits = rng.choice((5, 64)), rng.randint(1, 4), rng.choice((130, 300)), rng.choice((2, 16))
+    prefill, rows, tokens, headroom = limits
+    kept = rng.choice((60_000, MEGABYTE))
+    check_arrivals(rng, Driven(LLAMA, prefill, rows, tokens, headroom=headroom, prefix_cache=kept))
+
+
+@pytest.mark.parametrize("seed", [1, 4])
+def test_on_captured_passes(monkeypatch, seed):
+    monkeypatch.setattr(batch, "runner_for", Graphs(torch.device("cpu")).runner_for)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CaptureWarning)
+        assert check_arrivals(random.Random(seed), Driven(LLAMA, 64, 3, 1600, headroom=16, prefix_cache=MEGABYTE))
+
+
+# --- the shelf -------------------------------------------------------------------------------------------------------
+
+
+def text(*tokens, scope=None):
+    """A text of these numbers, each 8 times, that takes 8 bytes a token."""
+    return ShelvedText(scope, np.repeat(np.array(tokens, dtype=np.int64), 8), TreeCache(), Said())
+
+
+def ids(*tokens):
+    return np.repeat(tokens, 8).tolist()
+
+
+def test_the_longest_common_beginning_is_found():
+    shelf = Shelf(10**6)
+    texts = [text(1, 2, 3, 4, 5), text(1, 2, 3, 4, 9, 9, 9), text(7, 1, 2, 3, 4), text(1, 2, 3, 4, 5, 6, scope="a")]
+    for each in texts:
+        shelf.put(each)
+    assert shelf.find(None, ids(1, 2, 3, 4, 5, 6)) == (texts[0], 40)
+    assert shelf.find(None, ids(1, 2, 3, 4, 9)) == (texts[1], 40)
+    assert shelf.find("a", ids(1, 2, 3, 4, 5, 6, 7)) == (texts[3], 48)
+    assert shelf.find("b", ids(1, 2, 3, 4, 5)) is None
+    assert LEAST == 32 and shelf.find(None, ids(1, 2, 3, 9)) is None and shelf.find(None, []) is None
+
+
+def test_a_text_replaces_its_own_beginnings():
+    shelf = Shelf(10**6)
+    for each in (text(1, 2, 3, 4), text(1, 2, 3, 4, scope="a"), text(1, 2, 3, 4, 5), text(1, 2, 3, 4, 6)):
+        shelf.put(each)
+    assert len(shelf) == 3 and shelf.nbytes == 8 * (40 + 40 + 32)
+    assert not shelf.lacks(None, ids(1, 2, 3, 4)) and shelf.lacks(None, ids(1, 2, 3, 4, 7))
+    assert not shelf.lacks(None, ids(9, 9)), "too short to be worth it"
+
+
+def test_the_text_used_least_lately_goes_first():
+    shelf = Shelf(3 * 8 * 40)
+    first, second, third, fourth = (text(n, 2, 3, 4, 5) for n in (10, 20, 30, 40))
+    for each in (first, second, third):
+        shelf.put(each)
+    assert shelf.find(None, ids(10, 2, 3, 4)) is not None
+    shelf.put(fourth)
+    assert [each.tokens[0] for each in shelf._texts] == [30, 10, 40] and shelf.nbytes == shelf.max_bytes
+    shelf.put(text(*range(16)))
+    assert len(shelf) == 3, "too large for all of it"
+
+
+def test_what_was_said_is_told_in_runs():
+    said = Said()
+    said.put(4, np.full((2, 6), 4, np.int32))
+    said.put(1, np.full((2, 6), 1, np.int32))
+    said.put(6, np.full((9, 6), 6, np.int32))
+    assert [(start, len(run), run[0, 0]) for start, run in said.runs(10)] == [(1, 2, 1), (4, 6, 4)]
+    copy = said.first(5)
+    said.put(0, np.zeros((9, 6), np.int32))
+    assert [(start, len(run)) for start, run in copy.runs(99)] == [(1, 2), (4, 1)] and copy.nbytes < said.nbytes
