@@ -8,11 +8,12 @@ QUANTISED := .venv-quantised
 QUANTISED_TESTS := tests/parity/test_quantised_libraries.py
 DOCS := .venv-docs
 FRAMEWORKS := .venv-frameworks
+PAGE := .venv-page
 FRAMEWORKS_TESTS := tests/recipe tests/test_snippets.py
 CLIENTS := .venv-clients
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-fast test-slow test-gpu test-oldest test-kernel test-quantised test-frameworks test-clients lint figures docs traces wheel clean
+.PHONY: help demo test test-fast test-slow test-gpu test-oldest test-kernel test-quantised test-frameworks test-clients test-page lint figures docs traces wheel clean
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,6 +48,10 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt constraints-frameworks.
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-frameworks.txt \
 		-e '.[dev]' langchain-huggingface lm-eval outlines smolagents 'transformers[serving]'
+	@touch $@
+
+$(PAGE)/.installed: $(VENV)/.installed constraints-page.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-page.txt --target $(PAGE) playwright
 	@touch $@
 
 $(CLIENTS)/.installed: constraints-clients.txt
@@ -84,6 +89,9 @@ test-frameworks: $(FRAMEWORKS)/.installed ## the recipe in LangChain, smolagents
 test-clients: $(VENV)/.installed $(CLIENTS)/.installed ## LangChain, LiteLLM and an older openai at a server (200 MB are fetched)
 	LITELLM_LOCAL_MODEL_COST_MAP=True $(CLIENTS)/bin/python scripts/try_clients.py $(BIN)/lade
 
+test-page: $(PAGE)/.installed ## the chat page in Chromium (found in PATH, else playwright's own; 150 MB are fetched)
+	PYTHONPATH=$(PAGE) $(BIN)/python -m pytest tests/server/page
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -103,4 +111,4 @@ wheel: $(VENV)/.installed ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(KERNEL) $(QUANTISED) $(FRAMEWORKS) $(CLIENTS) $(DOCS) build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(KERNEL) $(QUANTISED) $(FRAMEWORKS) $(CLIENTS) $(PAGE) $(DOCS) build dist *.egg-info

@@ -39,4 +39,8 @@ def test_the_wheel_installs_and_generates_from_an_empty_folder(tmp_path):
     subprocess.run(recipe, cwd=empty, env=environment, capture_output=True, check=True)
     written = {str(file.relative_to(tmp_path / "recipe")) for file in (tmp_path / "recipe").rglob("*.*")}
     assert written == {"README.md", "custom_generate/generate.py", "custom_generate/requirements.txt"}
+    page = "lade/server/page"
+    assert {path.relative_to(ROOT) for path in (ROOT / page).rglob("*") if path.is_file()} == {
+        path.relative_to(site) for path in (site / page).rglob("*") if path.is_file()
+    }
     assert list(empty.iterdir()) == []

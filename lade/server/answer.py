@@ -253,7 +253,7 @@ class Answer(ABC):
         step = piece.step
         if step is None or not self.body.lade.trace:
             return {}
-        return {"lade": {"tokens": step.tokens, "sources": step.sources, "fed": step.fed}}
+        return {"lade": {"tokens": step.tokens, "texts": piece.texts, "sources": step.sources, "fed": step.fed}}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {

@@ -16,6 +16,7 @@ from lade.server.exchange import Exchange, Exchanges
 from lade.server.guard import Guard
 from lade.server.routes import router
 from lade.server.service import Service
+from lade.server.static import mount_page
 from lade.version import __version__
 
 
@@ -38,6 +39,8 @@ def build_app(service: Service) -> FastAPI:
     app.include_router(router)
     errors.install(app)
     settings = service.settings
+    if settings.page:
+        mount_page(app)
     # the last one added comes first
     app.add_middleware(Body, most_bytes=settings.max_body)
     app.add_middleware(Guard, settings=settings)

@@ -21,10 +21,12 @@ class Piece:
     Attributes:
         parts: text that can be shown.
         step: the step; None for what comes at the end.
+        texts: what of the parts each token of the step has added.
     """
 
     parts: Parts
     step: Step | None = None
+    texts: list[str] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:
@@ -68,12 +70,14 @@ class Choice:
     def take(self, step: Step) -> Piece:
         """A step has come."""
         self.steps.append(step)
-        parts = Parts()
+        parts, texts = Parts(), []
         for text in step.texts or ():
-            parts.add(self.parser.push(text))
+            new = self.parser.push(text)
+            parts.add(new)
+            texts.append(new.reasoning + new.content)
             self.reasoning_tokens += self.parser.thinks
         self.parts.add(parts)
-        return Piece(parts, step)
+        return Piece(parts, step, texts)
 
     def finish(self) -> Piece:
         """The last step has come.

@@ -35,6 +35,7 @@ class Settings:
         shutdown_timeout: seconds that running answers have after SIGTERM.
         ping_s: seconds of silence in a stream after which a comment is sent.
         metrics: whether `/metrics` is served.
+        page: whether there is a chat page.
         strict: whether unknown fields are refused.
     """
 
@@ -56,6 +57,7 @@ class Settings:
     shutdown_timeout: float = 30.0
     ping_s: float = 15.0
     metrics: bool = True
+    page: bool = True
     strict: bool = False
 
     @property

@@ -91,7 +91,7 @@ def test_a_memory_is_kept_in_its_file(served, folder, tmp_path):
     options = ["--model", folder, "--memory", file, "--chat-template", template, "--name", "mine", "--quiet"]
     result, tokens, port = served(questions, *options)
     assert result.exit_code == 0 and tokens == 2 and file.stat().st_size > 0
-    assert result.stdout == f"lade serve · mine · http://127.0.0.1:{port} · API /v1\n" and result.stderr == ""
+    assert result.stdout == f"lade serve · mine · http://127.0.0.1:{port} · page / · API /v1\n" and result.stderr == ""
     first = file.read_bytes()
     assert served(questions, *options)[0].exit_code == 0
     assert file.read_bytes() != first, "it goes on with what it has"

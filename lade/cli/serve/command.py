@@ -92,6 +92,7 @@ def _settings(
         host=listening.host,
         names=names,
         metrics=listening.metrics,
+        page=listening.page,
         strict=listening.strict,
         keys=access.keys(),
         allowed_hosts=tuple(access.allowed_host or ()),
@@ -124,7 +125,8 @@ def _announce(settings: Settings, url: str, term: Terminal, model: ServedModel, 
     if json:
         term.write_json({"url": url, "pid": os.getpid(), "model": settings.name})
     else:
-        term.write(f"lade serve · {settings.name} · {url} · API /v1\n")
+        page = " · page /" if settings.page else ""
+        term.write(f"lade serve · {settings.name} · {url}{page} · API /v1\n")
 
 
 def _log(listening: Listening, term: Terminal) -> AccessLog | None:

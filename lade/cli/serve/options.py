@@ -34,6 +34,7 @@ class Listening:
         name: that the model is served by.
         log_format: of the lines on standard error.
         metrics: whether `/metrics` is served.
+        page: whether there is a chat page.
         strict: whether unknown fields are refused.
     """
 
@@ -47,6 +48,7 @@ class Listening:
         str, _server(metavar="KIND", autocompletion=lambda: list(LOG_FORMATS), help="Of the log: text or json.")
     ] = "text"
     metrics: Annotated[bool, _server("--metrics/--no-metrics", metavar="", help="Serve /metrics to Prometheus.")] = True
+    page: Annotated[bool, _server("--page/--no-page", metavar="", help="Serve a chat page at /.")] = True
     strict: Annotated[
         bool, _server("--strict", metavar="", help="Refuse requests with unknown fields, which else are ignored.")
     ] = False

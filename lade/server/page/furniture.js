@@ -1,0 +1,125 @@
+// What stands around the conversation: drawers, dialogs, the banner, the theme, words that go by.
+
+import { byId, element } from "./dom.js";
+import { SOURCES } from "./sources.js";
+import { keep, setting } from "./store.js";
+
+const TOAST_MS = 6000;
+const THEMES = ["system", "light", "dark"];
+const PHONE = matchMedia("(max-width: 760px)");
+
+/** The panels left and right. One of those on the right is open at most; on a phone they cover the conversation. */
+export class Drawers {
+  /** @param live parts to be told, by id: `{open(), close()}` */
+  constructor(live) {
+    this.live = live;
+    this.buttons = { sidebar: byId("menu"), settings: byId("show-settings"), rows: byId("show-rows") };
+    for (const [id, button] of Object.entries(this.buttons)) button.addEventListener("click", () => this.set(id, byId(id).hidden));
+    for (const button of document.querySelectorAll("[data-close]")) {
+      button.addEventListener("click", () => this.set(button.dataset.close, false));
+    }
+    document.querySelector("main").addEventListener("pointerdown", (event) => {
+      if (!event.target.closest("header") && this.#covering().length) this.closeTop();
+    });
+    PHONE.addEventListener("change", () => this.#fit());
+    this.#fit();
+  }
+
+  set(id, open) {
+    if (open && id !== "sidebar") for (const other of ["settings", "rows"]) if (other !== id) this.set(other, false);
+    const panel = byId(id);
+    if (panel.hidden === !open) return;
+    panel.hidden = !open;
+    this.buttons[id].setAttribute("aria-expanded", open);
+    if (open) panel.querySelector("button, input, textarea")?.focus({ preventScroll: true });
+    else if (panel.contains(document.activeElement) || document.activeElement === document.body) this.buttons[id].focus();
+    this.live[id]?.[open ? "open" : "close"]();
+  }
+
+  /** Close what covers the conversation. @returns whether anything was closed */
+  closeTop() {
+    const open = ["settings", "rows", ...(PHONE.matches ? ["sidebar"] : [])].filter((id) => !byId(id).hidden);
+    for (const id of open) this.set(id, false);
+    return open.length > 0;
+  }
+
+  /** On a phone the list goes away when a conversation was chosen. */
+  chosen() {
+    if (PHONE.matches) this.set("sidebar", false);
+  }
+
+  /** Those that lie over the conversation. */
+  #covering() {
+    return ["sidebar", "settings", "rows"].filter((id) => !byId(id).hidden && getComputedStyle(byId(id)).position === "fixed");
+  }
+
+  #fit() {
+    byId("sidebar").hidden = PHONE.matches;
+    this.buttons.sidebar.setAttribute("aria-expanded", !PHONE.matches);
+  }
+}
+
+/** Ask for a key, once at a time. @returns a promise of the key, or of null where none was given */
+export function askForKey({ wrong }) {
+  const [dialog, form, field] = [byId("key-dialog"), byId("key-form"), byId("key")];
+  byId("key-wrong").hidden = !wrong;
+  if (!dialog.open) dialog.showModal();
+  field.focus();
+  return new Promise((done) => {
+    let given = null;
+    form.onsubmit = (event) => {
+      event.preventDefault();
+      given = field.value.trim() || null;
+      dialog.close();
+    };
+    dialog.onclose = () => {
+      field.value = "";
+      done(given);
+    };
+  });
+}
+
+export function prepareDialogs() {
+  byId("sources").append(...SOURCES.filter(({ name }) => name !== "other").flatMap(({ name, label, meaning, guessed }) => [
+    element("dt", {}, element("i", { class: `swatch ${guessed ? name : "own"}` }), label), element("dd", {}, meaning)]));
+  for (const button of document.querySelectorAll("[data-dismiss]")) {
+    button.addEventListener("click", () => button.closest("dialog").close());
+  }
+  byId("help").addEventListener("click", () => byId("help-dialog").showModal());
+}
+
+/** Say something above the conversation that stays true for a while; null: nothing. */
+export function banner(words) {
+  const line = byId("banner");
+  line.hidden = !words;
+  if (words && line.textContent !== words) line.textContent = words;
+}
+
+/** Say something that goes by, with something that can be done about it: `{label, action}`. */
+export function toast(words, remedy = null) {
+  const line = byId("toast");
+  line.replaceChildren(words);
+  if (remedy) line.append(element("button", { type: "button", onclick: () => { line.hidden = true; remedy.action(); } }, remedy.label));
+  line.hidden = false;
+  clearTimeout(toast.timer);
+  toast.timer = setTimeout(() => { line.hidden = true; }, TOAST_MS);
+}
+
+/** Say something to who listens to the page. */
+export const tell = (words) => { byId("said").textContent = words; };
+
+/** Light, dark, or as the system is. */
+export function prepareTheme() {
+  const button = byId("theme");
+  const apply = (theme) => {
+    if (theme === "system") delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = theme;
+    button.lastElementChild.textContent = `Theme: ${theme}`;
+  };
+  button.addEventListener("click", () => {
+    const next = THEMES[(THEMES.indexOf(setting("theme", "system")) + 1) % THEMES.length];
+    keep("theme", next);
+    apply(next);
+  });
+  apply(setting("theme", "system"));
+}

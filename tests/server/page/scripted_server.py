@@ -1,0 +1,233 @@
+"""A server that speaks as `lade serve` does and answers from a script, for the page."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import socket
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from lade.server.static import mount_page
+
+ROW = {"age_s": 2.4, "prompt_tokens": 21, "answer_tokens": 93, "tokens_per_step": 2.537}
+SOURCES = ("memory", "pool", "window", "prompt", "text")
+POEM_WORDS = "Here is how two sorted lists are merged, with one pass over both:"
+POEM = """Here is how two sorted lists are *merged*, with **one pass** over both:
+
+```python
+def merge(left, right):
+    merged = []
+    while left and right:
+        smaller = left if left[0] <= right[0] else right
+        merged.append(smaller.pop(0))
+    return merged + left + right
+```
+
+1. Compare the first items & take the smaller one.
+2. Go on until one list is empty.
+
+| list | items | left over |
+|------|-------|-----------|
+| left | 3 | 0 |
+| right | 4 | 2 |
+
+See [the manual](https://docs.python.org/3/) for `heapq.merge`.
+"""
+EVIL = """<img src=x onerror=alert(1)> and [a link](javascript:alert(2)) and ![p](https://evil.example/p.png)
+
+<script>alert(3)</script>
+
+<a href="javascript:alert(4)" onclick="alert(5)" style="color:red">raw</a>
+
+```html" onmouseover="alert(6)
+<svg onload=alert(7)>
+```
+"""
+
+
+@dataclass
+class Script:
+    """What the server does, set by the tests.
+
+    Attributes:
+        answers: by what the last message says; others are answered with `POEM`. None: goes on until the client leaves.
+        key: asked for, if any.
+        state: of `/ready`.
+        refuse: answers every chat with this status and error, until it is None.
+        templated: whether the model has a chat template.
+        told: whether `/v1/models` says so.
+        pause_s: between two steps.
+        asked: bodies of the requests so far.
+        running: answers that are streaming.
+        left: how many clients left amid an answer.
+    """
+
+    answers: dict[str, str | None] = field(default_factory=lambda: {"evil": EVIL, "endless": None})
+    key: str | None = None
+    state: str = "ok"
+    refuse: tuple[int, dict[str, Any]] | None = None
+    templated: bool = True
+    told: bool = True
+    thinks: str = ""
+    breaks: bool = False
+    pause_s: float = 0.002
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    sessions: list[str] = field(default_factory=list)
+    running: int = 0
+    left: int = 0
+
+
+def steps_of(text: str, seed: int = 3) -> list[tuple[list[str], list[str]]]:
+    """A text as texts and sources of tokens, step by step."""
+    tokens = re.findall(r"\s?\w+|[^\w]", text)
+    chance, steps = random.Random(seed), [([tokens[0]], ["prefill"])]
+    rest = tokens[1:]
+    while rest:
+        size = chance.choice([1, 1, 2, 3, 4, 6])
+        source = chance.choice(SOURCES)
+        taken, rest = rest[:size], rest[size:]
+        steps.append((taken, [source] * (len(taken) - 1) + ["bonus"]))
+    return steps
+
+
+class ScriptedServer:
+    """The routes that the page uses."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        routes = [
+            Route("/ready", self.ready),
+            Route("/v1/models", self.models),
+            Route("/v1/lade/status", self.status),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.text, methods=["POST"]),
+        ]
+        self.app = Starlette(routes=routes)
+        mount_page(self.app)
+
+    def refusal(self, request: Request) -> Response | None:
+        """Why a request is not answered, if it is not."""
+        if self.script.key and request.headers.get("authorization") != f"Bearer {self.script.key}":
+            return error(401, "invalid_api_key", "wrong key")
+        if self.script.state == "loading":
+            return error(503, "model_loading", "the model is being loaded")
+        return None
+
+    async def ready(self, _: Request) -> Response:
+        body = {"status": self.script.state}
+        return JSONResponse(body, status_code=200 if self.script.state == "ok" else 503)
+
+    async def models(self, request: Request) -> Response:
+        own = {"chat": self.script.templated, "context": 1024} if self.script.told else {}
+        model = {"id": "tiny-story-model", "object": "model", "lade": own}
+        return self.refusal(request) or JSONResponse({"object": "list", "data": [model]})
+
+    async def status(self, request: Request) -> Response:
+        states = ["decoding", "decoding", "prefill"]
+        rows = [{"id": f"chatcmpl-{n:032x}", "state": state, **ROW} for n, state in enumerate(states)]
+        slots = {"used": 812, "reserved": 2048, "limit": 16384}
+        body = {"state": "ok", "rows_limit": 16, "waiting_limit": 64, "kv_slots": slots, "rows": rows}
+        return self.refusal(request) or JSONResponse(body)
+
+    async def chat(self, request: Request) -> Response:
+        body = await request.json()
+        if not self.script.templated:
+            return error(400, "no_chat_template", "the model has no chat template")
+        return self.answer(request, body, body["messages"][-1]["content"], "content")
+
+    async def text(self, request: Request) -> Response:
+        body = await request.json()
+        return self.answer(request, body, body["prompt"], "text")
+
+    def answer(self, request: Request, body: dict[str, Any], said: str, member: str) -> Response:
+        if (refusal := self.refusal(request)) is not None:
+            return refusal
+        if self.script.refuse:
+            return error(self.script.refuse[0], **self.script.refuse[1])
+        self.script.asked.append(body)
+        self.script.sessions.append(request.headers["x-session-id"])
+        return StreamingResponse(self.stream(said, member), media_type="text/event-stream")
+
+    async def stream(self, said: str, member: str) -> AsyncIterator[str]:
+        script = self.script
+        script.running += 1
+        try:
+            async for frame in self.frames(said, member):
+                yield frame
+                await asyncio.sleep(script.pause_s)
+        except asyncio.CancelledError:
+            script.left += 1
+            raise
+        finally:
+            script.running -= 1
+
+    async def frames(self, said: str, member: str) -> AsyncIterator[str]:
+        answer = self.script.answers.get(said, POEM)
+        yield ": ping\n\n"
+        yield frame(choice({member: ""} if member == "text" else {"role": "assistant", "content": ""}, member))
+        while answer is None:
+            yield frame(choice({member: " on"}, member), trace([" on"], ["bonus"]))
+        if self.script.thinks and member != "text":
+            for texts, sources in steps_of(self.script.thinks):
+                yield frame(choice({"reasoning_content": "".join(texts)}, member), trace(texts, sources))
+        steps = steps_of(answer)
+        for texts, sources in steps[: len(steps) // 2] if self.script.breaks else steps:
+            yield frame(choice({member: "".join(texts)}, member), trace(texts, sources))
+        if self.script.breaks:
+            yield frame({"error": {"message": "the pass failed", "code": "internal_error"}})
+            return
+        told = {"seed": 7, "steps": len(steps) - 1, "queue_ms": 1.0, "prefill_ms": 12.0, "decode_ms": 340.0}
+        yield frame(choice({}, member, finish="stop"), told)
+        yield frame({"choices": [], "usage": {"prompt_tokens": 21, "completion_tokens": 99}})
+        yield "data: [DONE]\n\n"
+
+
+def choice(delta: dict[str, str], member: str, finish: str | None = None) -> dict[str, Any]:
+    shown = {"text": delta.get("text", "")} if member == "text" else {"delta": delta}
+    return {"choices": [{"index": 0, "finish_reason": finish, **shown}], "usage": None}
+
+
+def trace(texts: list[str], sources: list[str]) -> dict[str, Any]:
+    return {"tokens": list(range(len(texts))), "texts": texts, "sources": sources, "fed": 17}
+
+
+def frame(event: dict[str, Any], lade: dict[str, Any] | None = None) -> str:
+    return f"data: {json.dumps(event | ({'lade': lade} if lade else {}))}\n\n"
+
+
+def error(status: int, code: str, message: str) -> Response:
+    body = {"error": {"message": message, "type": "error", "param": None, "code": code}}
+    return JSONResponse(body, status_code=status)
+
+
+class Running:
+    """The server in a thread of its own."""
+
+    def __init__(self, script: Script) -> None:
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}/"
+        config = uvicorn.Config(ScriptedServer(script).app, log_level="error", ws="none", timeout_graceful_shutdown=1)
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(timeout=10)
+
+
+if __name__ == "__main__":
+    running = Running(Script(pause_s=0.05))
+    print(running.url, flush=True)  # noqa: T201
+    running.thread.join()

@@ -1,0 +1,108 @@
+"""The page with the real server: what it shows is what the engine said."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import opened
+from scripted_server import Script
+from served import SERVED, TOKENIZER, byte_tokenizer, plain, running, slow_served, templated, text_of, until
+
+from lade.server.keys import Key, Keys
+from lade.server.served_model import ServedModel
+from lade.server.static import page_files
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def real(browser, server):
+    with opened(browser, f"{server.url}/", "toy", Script(), viewport={"width": 1200, "height": 800}) as seen:
+        yield seen
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_the_texts_of_a_trace_are_the_text_of_its_event(server, path):
+    body = {"messages": MESSAGES} if "chat" in path else {"prompt": "hello"}
+    events = server.events(path, **body, seed=3, max_tokens=30, stop=["zz"], lade={"trace": True})
+    texts, tokens = "", []
+    for event in events[:-1]:
+        (choice,) = event["choices"]
+        shown = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+        trace = event.get("lade", {})
+        if "texts" in trace:
+            assert "".join(trace["texts"]) == shown
+            assert len(trace["texts"]) == len(trace["tokens"]) == len(trace["sources"]) and trace["fed"] > 0
+            texts, tokens = texts + shown, tokens + trace["tokens"]
+    assert texts == text_of(tokens) and len(tokens) == 30
+
+
+def test_the_page_needs_no_key_and_all_else_does():
+    with running(keys=Keys((Key("one", "sk-right"),)), ready=False) as server:  # while the model is being loaded, too
+        for path in (file.path for file in page_files()):
+            assert server.http.get(path).status_code == 200
+        for path in ("/v1/models", "/v1/lade/status", "/page/none.js"):
+            assert server.http.get(path).status_code in (401, 404)
+        assert server.http.get("/v1/models").status_code == 401
+        assert server.http.post("/page/app.js").status_code == 401
+
+
+def test_without_a_page_there_is_none():
+    with running(page=False, ready=False) as server:
+        for path in ("/", "/page/app.js"):
+            answer = server.http.get(path)
+            assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_url"
+
+
+def test_the_page_shows_the_tokens_of_generate_with_their_sources(real):
+    real.button("Settings").click()
+    real.page.get_by_label("Temperature").fill("0")
+    real.page.get_by_label("Longest answer").fill("60")
+    real.page.get_by_label("Lookahead").select_option("budget")
+    text = text_of(plain(templated(MESSAGES), max_new_tokens=60))
+    real.say("hello")
+    real.answered(text[:10])
+    real.button("Answer again").click()  # what was said before is guessed now
+    real.page.locator(".answer .memory").first.wait_for()
+    real.answered(text[:10])
+    painted = real.answer.locator(".prose").last.locator(".token")
+    assert "".join(painted.all_inner_texts()).split() == text.split()
+    figures = real.answer.locator(".steps summary").inner_text()
+    assert float(figures.split()[0]) > 1.2 and "60 tokens" in figures
+
+
+def test_stop_frees_the_row_of_the_engine_within_a_second(browser):
+    with running(slow_served()) as server, opened(browser, f"{server.url}/", "toy", Script()) as seen:
+        seen.button("Settings").click()
+        seen.page.get_by_label("Longest answer").fill("450")
+        seen.page.get_by_label("Temperature").fill("0")
+        seen.page.get_by_label("Lookahead").select_option("off")  # several seconds, however it repeats itself
+        seen.button("Live rows").click()
+        seen.say("hello")
+        seen.page.locator("#rows li.decoding").wait_for()
+        seen.answer.locator(".token").first.wait_for()
+        assert not server.at_rest()
+        seen.button("Stop").click()
+        until(server.at_rest, 1.0)
+
+
+def test_the_key_is_asked_for_and_used(browser):
+    keys = Keys((Key("one", "sk-right"),))
+    with (
+        running(keys=keys) as server,
+        opened(browser, f"{server.url}/", "This server asks for a key", Script()) as seen,
+    ):
+        seen.allowed.append("401")
+        seen.page.get_by_label("Key", exact=True).fill("sk-right")
+        seen.page.keyboard.press("Enter")
+        seen.say("hello")
+        seen.answer.locator(".steps").wait_for()
+
+
+def test_a_model_without_chat_template_continues_text_with_the_engine(browser):
+    bare = ServedModel(SERVED.model, byte_tokenizer(None), context=SERVED.context)
+    with running(served=bare) as server, opened(browser, f"{server.url}/", "toy", Script()) as seen:
+        seen.button("Settings").click()
+        seen.page.get_by_label("Temperature").fill("0")
+        seen.say("hello")
+        text = text_of(plain(TOKENIZER("hello")["input_ids"], max_new_tokens=40))
+        seen.answered(text)
