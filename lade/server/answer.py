@@ -60,6 +60,7 @@ class Answer(ABC):
         self._created = int(time.time())
         self.seed = first_seed(body)
         self.choices: list[Choice] = []
+        self._predicted: list[int] | None = None
 
     @property
     @abstractmethod
@@ -134,12 +135,21 @@ class Answer(ABC):
     def _prepare(self) -> list[Choice]:
         """In a worker thread: templating, tokenising, and all that `model.generate` prepares."""
         choices: list[Choice] = []
+        self._predicted = self._prediction()
         places = iter(list(self._flight.places))
         for prompt in self.prompts():
             self._check_length(prompt)
             for _ in range(self.body.n):
                 choices.append(self._choice(len(choices), prompt, next(places)))
         return choices
+
+    def _prediction(self) -> list[int] | None:
+        """Ids of the text that the answers are expected to follow, no more than an answer may have."""
+        if self.body.prediction is None:
+            return None
+        with self.service.encoding:
+            ids = self.model.tokenizer(self.body.prediction.text, add_special_tokens=False)["input_ids"]
+        return list(ids[: self.service.context])
 
     def _choice(self, index: int, prompt: Prompt, place: Place) -> Choice:
         seed = seed_of(self.seed, index % self.body.n)
@@ -170,6 +180,7 @@ class Answer(ABC):
             "scope": scope,
             **({"min_new_tokens": least} if least else {}),
             "max_new_tokens": room,
+            "prediction": self._predicted,
             "lookahead": memories.lookahead(lookahead_of(body.lookahead), scope),
         }
 
@@ -274,8 +285,19 @@ class Answer(ABC):
             "completion_tokens": answer,
             "total_tokens": prompt + answer,
             "prompt_tokens_details": {"cached_tokens": sum(choice.handle.cached_tokens for choice in firsts)},
-            "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices)},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices),
+                **self._prediction_usage(),
+            },
         }
+
+    def _prediction_usage(self) -> dict[str, int]:
+        """How many tokens of what was expected have come as expected, and how many have not; those of all answers."""
+        if self._predicted is None:
+            return {}
+        accepted = [min(choice.predicted_tokens, len(self._predicted)) for choice in self.choices]
+        rejected = len(self._predicted) * len(accepted) - sum(accepted)
+        return {"accepted_prediction_tokens": sum(accepted), "rejected_prediction_tokens": rejected}
 
     def _figures(self) -> dict[str, Any]:
         """Of all choices together."""

@@ -67,6 +67,11 @@ class Choice:
         """All that were emitted."""
         return [token for step in self.steps for token in step.tokens]
 
+    @property
+    def predicted_tokens(self) -> int:
+        """Those that came as a text said that was expected."""
+        return sum(step.sources.count("prediction") for step in self.steps)
+
     def take(self, step: Step) -> Piece:
         """A step has come."""
         self.steps.append(step)

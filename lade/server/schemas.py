@@ -55,6 +55,32 @@ class Trace(Model):
     trace: bool = False
 
 
+class ImageUrl(Model):
+    """Where an image is; only `data:` is."""
+
+    url: str
+
+
+class Part(Model):
+    """A part of a message."""
+
+    type: str
+    text: Text | None = None
+    image_url: ImageUrl | None = None
+
+
+class Prediction(Model):
+    """A text that the answer is expected to follow."""
+
+    type: Literal["content"] = "content"
+    content: Text | list[Part]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return self.content if isinstance(self.content, str) else "".join(part.text or "" for part in self.content)
+
+
 class Decoding(Model):
     """What chats and completions have in common."""
 
@@ -80,6 +106,7 @@ class Decoding(Model):
     return_token_ids: bool = False
     cache_salt: str | None = Field(None, max_length=256)
     lookahead: Literal["auto"] | dict[str, Any] | None = "auto"
+    prediction: Prediction | None = None
     lade: Trace = Trace()
     user: Any = None
     metadata: Any = None
@@ -97,20 +124,6 @@ class Decoding(Model):
     def include_usage(self) -> bool:
         """Whether a stream ends with the figures."""
         return self.stream_options is not None and self.stream_options.include_usage
-
-
-class ImageUrl(Model):
-    """Where an image is; only `data:` is."""
-
-    url: str
-
-
-class Part(Model):
-    """A part of a message."""
-
-    type: str
-    text: Text | None = None
-    image_url: ImageUrl | None = None
 
 
 class Message(Model):

@@ -260,3 +260,25 @@ def test_completions_have_logprobs_of_the_old_form(server):
     streamed = [event["choices"][0]["logprobs"] for event in server.events("/v1/completions", **body)[:-1]]
     for name in found:
         assert [value for each in streamed if each for value in each[name]] == found[name]
+
+
+def test_a_prediction_is_drafted_from_and_counted(server):
+    plainly = server.chat(temperature=0, max_tokens=40).json()
+    text = plainly["choices"][0]["message"]["content"]
+    expected = [text, [{"type": "text", "text": text[:5]}, {"type": "text", "text": text[5:]}]]
+    for content in expected:
+        prediction = {"type": "content", "content": content}
+        answer = server.chat(temperature=0, max_tokens=40, prediction=prediction, lookahead={"budget": 16}).json()
+        assert answer["choices"][0]["message"] == plainly["choices"][0]["message"]
+        assert answer["lade"]["steps"] < plainly["lade"]["steps"]
+        details = answer["usage"]["completion_tokens_details"]
+        accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+        assert accepted > 5  # a random model's text is not spelled with the tokens that it was written with
+        assert accepted + rejected == len(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+    assert "accepted_prediction_tokens" not in plainly["usage"]["completion_tokens_details"]
+
+
+@pytest.mark.parametrize("prediction", ["text", {"type": "content"}, {"type": "file", "content": "a"}])
+def test_what_is_no_prediction_is_refused(server, prediction):
+    answer = server.chat(prediction=prediction)
+    assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("prediction")
