@@ -6,6 +6,8 @@ import pytest
 
 from lade.bench.results import Results
 
+pytestmark = pytest.mark.usefixtures("rounds_alike")
+
 PROMPT = "say it again, say it"
 HALF = ["--dtype", "bfloat16"]
 

@@ -7,6 +7,8 @@ import pytest
 from lade.model.packing import checks
 from lade.model.packing import pack as packing
 
+pytestmark = pytest.mark.usefixtures("rounds_alike")
+
 PROMPT = "say it again, say it"
 
 

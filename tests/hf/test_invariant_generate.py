@@ -8,6 +8,8 @@ import lade
 from lade.model.invariant import make_invariant
 from lade.testing import toy_model
 
+pytestmark = pytest.mark.by_processor
+
 PAPER, COLD = lade.LookaheadConfig(7, 5, 7), lade.LookaheadConfig(budget=24)
 HALF = torch.bfloat16
 SCORES = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}

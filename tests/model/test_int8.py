@@ -17,6 +17,8 @@ from lade.model.packing.pack import int8_layers, kept_layers, packed_layers
 from lade.model.packing.quality import perplexity, watched
 from lade.testing import toy_model
 
+pytestmark = pytest.mark.by_processor
+
 VOCABULARY = 48
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

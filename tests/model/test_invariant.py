@@ -17,6 +17,8 @@ from lade.model.invariant.row_trial import cancelling, padding_for
 from lade.model.invariant_attention import attention
 from lade.testing import toy_model
 
+pytestmark = pytest.mark.by_processor
+
 HALF = torch.bfloat16
 
 

@@ -8,6 +8,8 @@ from families import FAMILIES, RECURRENT_FAMILIES
 import lade
 from lade.model.invariant import make_invariant
 
+pytestmark = pytest.mark.by_processor
+
 REFUSED = {
     "bloom": "does not go through",
     "codegen": "does not go through",
