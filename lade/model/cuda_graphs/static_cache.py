@@ -10,7 +10,7 @@ import torch
 from lade.model.cuda_graphs.buffers import Buffers, Layers, States, StepShape
 from lade.model.cuda_graphs.capture import EagerReplay
 from lade.model.cuda_graphs.pool import BufferPool
-from lade.model.cuda_graphs.states import kinds_of
+from lade.model.cuda_graphs.states import RowState, kinds_of
 from lade.model.cuda_graphs.static_rows import StaticRows
 from lade.model.kv_cache import TreeCache
 from lade.model.position_offsets import PositionOffsets
@@ -207,8 +207,11 @@ def _larger(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
 
 
 def _layers_of(cache: TreeCache) -> Layers:
-    pairs = [(States.of(layer.keys), States.of(layer.values)) for layer in cache.attending]
-    return [*pairs, *(kind for layer in cache.recurrent for kind in kinds_of(layer))]
+    layers: list[tuple[States, States] | RowState] = []
+    for layer in cache.attending:
+        assert layer.keys is not None and layer.values is not None
+        layers.append((States.of(layer.keys), States.of(layer.values)))
+    return [*layers, *(kind for layer in cache.recurrent for kind in kinds_of(layer))]
 
 
 def _fill(
