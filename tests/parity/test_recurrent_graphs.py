@@ -130,6 +130,7 @@ def test_sampled_requests_that_come_and_go(name: str, graphs: Graphs) -> None:
     assert_served(recurrent(name), [PAPER, None, BUDGET], pad_token_id=0, do_sample=True)
 
 
+@pytest.mark.slow
 def test_a_second_generation_captures_nothing_and_sees_nothing_of_the_first(graphs: Graphs) -> None:
     model, recorded = recurrent("lfm2"), []
     for seed in (0, 1, 0):
