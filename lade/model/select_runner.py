@@ -13,7 +13,7 @@ from lade.model.cuda_graphs.runner import GraphRunner
 from lade.model.indexed_attention import indexers_of
 from lade.model.masks import MaskPlan
 from lade.model.position_limits import Positions
-from lade.model.recurrent.cores import is_recurrent
+from lade.model.recurrent.cores import CorePatches
 from lade.model.runner import EagerRunner, input_device
 from lade.model.support.supports import unwrap
 
@@ -49,8 +49,8 @@ def why_eager(model: Any) -> str:
         return "its rotary frequencies depend on the longest position, which the host reads"
     if indexers_of(model):
         return "its indexers pick among the keys of a text, whose number the host reads"
-    if is_recurrent(model):
-        return "its recurrent layers change their states between passes"
+    if CorePatches(model).forgets:
+        return "its recurrent layers go through a tree depth by depth, and the host reads how deep it is"
     if len({tensor.device for tensor in (*model.parameters(), *model.buffers())}) > 1:
         return "its weights lie on several devices"
     device = input_device(model)

@@ -11,6 +11,7 @@ from lade.model.cuda_graphs.fallback_cache import FallbackCache
 from lade.model.cuda_graphs.pool import BufferPool
 from lade.model.cuda_graphs.static_cache import StaticCache
 from lade.model.kv_cache import TreeCache
+from lade.model.tree_layer import TreeLayer
 
 
 class BoundedPool(BufferPool):
@@ -118,7 +119,7 @@ def test_rows_are_adopted(full, cache, pool):
 
 @pytest.mark.parametrize("full", ["never", "before", "meanwhile"])
 def test_what_it_holds_is_handed_over(full, pool, monkeypatch):
-    target, update, calls = TreeCache(), TreeCache.update, []
+    target, update, calls = TreeCache(), TreeLayer.update, []
     cache = FallbackCache(lambda: StaticCache(pool=pool), target)
     cache.take(filled(4))
 
@@ -133,7 +134,7 @@ def test_what_it_holds_is_handed_over(full, pool, monkeypatch):
         with no_memory():
             cache.reserve(2, 256)
     if full == "meanwhile":
-        monkeypatch.setattr(TreeCache, "update", updating)
+        monkeypatch.setattr(TreeLayer, "update", updating)
         with no_memory():
             cache.give_back(4)
     else:

@@ -81,7 +81,7 @@ def feed(cache, numbers):
     shape = cache.shape(size)
     slots = torch.zeros(shape.rows, shape.size, dtype=torch.long) + torch.arange(shape.size)
     slots[: len(numbers)] += torch.tensor(cache.lengths)[:, None]
-    frame = StaticCacheView(cache.buffers, slots, shape)
+    frame = StaticCacheView(cache.rows.layers, cache.buffers, slots, shape)
     states = torch.full((shape.rows, shape.size), 77.0)  # what fills up
     states[: len(numbers), :size] = torch.tensor(numbers, dtype=torch.float)
     for layer in range(LAYERS):

@@ -361,7 +361,7 @@ def state_of_the_root(self: NodeStates, state: torch.Tensor, last: torch.Tensor)
 
 def without_windows(self: RecurrentLayer, last: torch.Tensor) -> None:
     """Folds states, and leaves the inputs of convolutions as they are."""
-    self._inputs.clear()
+    self.inputs.clear()
     keep(self, last)
 
 

@@ -2,7 +2,8 @@
 
     runner.py ──▶ fallback_cache.py ──▶ static_cache.py ──▶ static_rows.py    rows in buffers at fixed addresses
         │                                     └───────────▶ pool.py           acquires and releases buffers
-        └───────▶ inputs.py, cache_view.py                  └──▶ capture.py   captures passes on them
+        │         (buffers.py, states.py)                   └──▶ capture.py   captures passes on them
+        └───────▶ inputs.py, ancestry.py, cache_view.py                       what a pass reads
 
 Only `lade.model.select_runner` imports this folder.
 """

@@ -1,4 +1,4 @@
-"""Keys and values of all layers at fixed addresses."""
+"""Keys and values of all layers, and states of recurrent ones, at fixed addresses."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lade.model.cuda_graphs.states import RowState, StateBuffers
 from lade.model.host_to_device import upload
 
 
@@ -28,8 +29,8 @@ class States:
         return cls(states.shape[1], states.shape[3], states.dtype, states.device)
 
 
-Layers = Sequence[tuple[States, States]]
-"""Keys and values of each layer."""
+Layers = Sequence[tuple[States, States] | RowState]
+"""Keys and values of each layer that has some, and states of recurrent ones."""
 
 
 @dataclass(frozen=True)
@@ -49,20 +50,22 @@ class Buffers:
     """Keys and values of all layers, at addresses that never change. Those of equal shape are views of one tensor.
 
     Args:
-        layers: keys and values of each layer.
+        layers: keys and values of each layer, and states.
         rows: B, rows of a batch.
         slots: tokens of each row. The last slot is never written: zeros are copied from it.
 
     Attributes:
         keys, values: `[B, H, slots, D]`, one for each layer.
         groups: `[N, B, H, slots, D]` each, the tensors whose views N of these buffers are.
+        states: of recurrent layers.
         passes: what was captured on these addresses, by shape; it is freed with them.
     """
 
     def __init__(self, layers: Layers, rows: int, slots: int) -> None:
         self.layers, self.rows, self.slots = tuple(layers), rows, slots
         self.passes: dict[StepShape, Any] = {}
-        kinds = [kind for pair in layers for kind in pair]
+        self.states = StateBuffers([each for each in layers if isinstance(each, RowState)], rows)
+        kinds = [kind for each in layers if not isinstance(each, RowState) for kind in each]
         self.groups: list[torch.Tensor] = []
         found: dict[int, torch.Tensor] = {}
         for kind in dict.fromkeys(kinds):
@@ -73,6 +76,11 @@ class Buffers:
         self.keys = [found[number] for number in range(0, len(kinds), 2)]
         self.values = [found[number] for number in range(1, len(kinds), 2)]
 
+    @property
+    def fixed(self) -> list[torch.Tensor]:
+        """All tensors whose addresses passes depend on."""
+        return [*self.groups, *self.states.groups.values()]
+
     def fit(self, layers: Layers, rows: int, slots: int) -> bool:
         """Whether there is space for `rows` and `slots` of these layers."""
         return self.layers == tuple(layers) and rows <= self.rows and slots <= self.slots
@@ -81,6 +89,7 @@ class Buffers:
         """Set everything to zero."""
         for group in self.groups:
             group.zero_()
+        self.states.clear()
 
     def clear_rows(self, rows: int | slice, slots: slice) -> None:
         """Set some slots of one row, or of several, to zero, in all layers at once."""
@@ -102,6 +111,7 @@ class Buffers:
         if not moved:
             return
         numbers = [np.array(column) for column in zip(*moved, strict=True)]
+        self.states.select(*zip(*moved, strict=True))
         for group in self.groups:
             targets, sources = upload(numbers, group.device)
             group[:, targets, :, :used] = group[:, sources, :, :used]

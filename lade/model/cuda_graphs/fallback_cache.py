@@ -148,6 +148,7 @@ class FallbackCache:
         """Release the buffers; unless `tokens`, those of the only row, are 0, `handed_out` gets the row before."""
         if self._handed_out is not None and tokens:
             self._hand_over(self._handed_out)
+            self._handed_out.give_back(tokens)
         self.reset()
 
     def _hand_over(self, cache: TreeCache) -> None:

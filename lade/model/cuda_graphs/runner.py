@@ -10,6 +10,7 @@ cache that has ceased to be static because memory ran out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import cast
 
@@ -19,13 +20,16 @@ from transformers.cache_utils import Cache
 
 from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.tree import TokenTree
-from lade.model.cuda_graphs.buffers import Buffers, StepShape
+from lade.model.cuda_graphs.ancestry import ClosureAncestry
+from lade.model.cuda_graphs.buffers import StepShape
 from lade.model.cuda_graphs.cache_view import StaticCacheView
 from lade.model.cuda_graphs.capture import Recording
 from lade.model.cuda_graphs.fallback_cache import FallbackCache
 from lade.model.cuda_graphs.inputs import StaticInputs
 from lade.model.cuda_graphs.pool import BufferPool
+from lade.model.cuda_graphs.states import NodeBuffers
 from lade.model.cuda_graphs.static_cache import StaticCache
+from lade.model.cuda_graphs.static_rows import StaticRows
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.runner import EagerRunner
@@ -34,9 +38,10 @@ from lade.model.shapes import STEP_SIZES, step_bucket
 
 @dataclass(frozen=True)
 class CapturedPass:
-    """One captured pass, and the inputs it reads."""
+    """One captured pass, the inputs it reads, and what it leaves to be folded into states."""
 
     inputs: StaticInputs
+    nodes: NodeBuffers
     recording: Recording
 
 
@@ -60,13 +65,14 @@ class GraphRunner(EagerRunner):
     """
 
     sizing = StaticCache
-    step_sizes = STEP_SIZES
 
     def __init__(
         self, model: PreTrainedModel, plan: MaskPlan, generation_config: GenerationConfig, pool: BufferPool
     ) -> None:
         super().__init__(model, plan, generation_config)
         self._pool = pool
+        self._least_step = 2 if self._core_patches else 1  # models change their states by themselves for one token
+        self.step_sizes = [size for size in STEP_SIZES if size >= self._least_step]
 
     def eager(self) -> EagerRunner:
         """See `EagerRunner.eager`."""
@@ -103,7 +109,7 @@ class GraphRunner(EagerRunner):
 
     def pass_sizes(self, largest: int) -> list[int]:
         """See `EagerRunner.pass_sizes`."""
-        return sorted({step_bucket(size) for size in range(1, largest + 1)})
+        return sorted({step_bucket(max(size, self._least_step)) for size in range(1, largest + 1)})
 
     @torch.no_grad()
     def prefill(  # type: ignore[override]  # each kind of runner has caches of its own kind
@@ -128,35 +134,46 @@ class GraphRunner(EagerRunner):
 
     def _prepare(self, trees: Sequence[TokenTree], cache: StaticCache) -> PreparedStep:
         """All that may need memory: slots in the cache, and the pass of this shape, captured now if it never was."""
-        size = max(map(len, trees))
+        size = max(self._least_step, *map(len, trees))
         cache.make_room(size)
         shape, buffers = cache.shape(size), cache.buffers
         found: CapturedPass | None = buffers.passes.get(shape)
         if found is None:
             inputs = StaticInputs(shape.rows, shape.size, self.device, shape.axes)
             inputs.fill(trees, cache.lengths, cache.rows.offsets)  # a capture begins with real calls
-            found = buffers.passes[shape] = CapturedPass(inputs, self._record(shape, buffers, inputs))
+            found = buffers.passes[shape] = self._record(shape, cache.rows, inputs)
         return PreparedStep(cache, shape, found)
 
-    def _record(self, shape: StepShape, buffers: Buffers, inputs: StaticInputs) -> Recording:
-        return self._pool.record(
-            buffers, lambda: self._static_pass(shape, buffers, inputs), [inputs.memory, *buffers.groups]
+    def _record(self, shape: StepShape, rows: StaticRows, inputs: StaticInputs) -> CapturedPass:
+        buffers, nodes = rows.buffers, NodeBuffers(rows.buffers.states)
+        recording = self._pool.record(
+            buffers, lambda: self._static_pass(shape, rows, inputs, nodes), [inputs.memory, *buffers.fixed]
         )
+        return CapturedPass(inputs, nodes, recording)
 
     def _replay(self, step: PreparedStep, trees: Sequence[TokenTree]) -> torch.Tensor:
-        cache, shape, inputs = step.cache, step.shape, step.captured.inputs
+        cache, shape, inputs, nodes = step.cache, step.shape, step.captured.inputs, step.captured.nodes
         size = max(map(len, trees))
         self._stopwatch.start(self.device)
         inputs.fill(trees, cache.lengths, cache.rows.offsets)
-        logits = step.captured.recording.replay(lambda: self._static_pass(shape, cache.buffers, inputs))
+        logits = step.captured.recording.replay(lambda: self._static_pass(shape, cache.rows, inputs, nodes))
         self._stopwatch.stop(logits.device)
-        cache.rows.fed(size, shape)
+        cache.rows.fed(size, shape, nodes if self._core_patches else None)
         return logits[: len(trees), :size]
 
-    def _static_pass(self, shape: StepShape, buffers: Buffers, inputs: StaticInputs) -> torch.Tensor:
-        """The pass itself, all that a graph holds: logits `[B, S, V]`."""
+    def _static_pass(
+        self, shape: StepShape, rows: StaticRows, inputs: StaticInputs, nodes: NodeBuffers
+    ) -> torch.Tensor:
+        """The pass itself, all that a graph holds: logits `[B, S, V]`, and what its nodes leave for states."""
         step = inputs.tree_step(shape.keys) if self.plan.compact else inputs.step(shape.keys)
-        arguments = self._arguments(step, StaticCacheView(buffers, inputs.slots(), shape), inputs.offsets)
-        with self._slot_patches.patched_for(step):
+        view = StaticCacheView(rows.layers, rows.buffers, inputs.slots(), shape)
+        arguments = self._arguments(step, view, inputs.offsets)
+        with ExitStack() as stack:
+            stack.enter_context(self._slot_patches.patched_for(step))
+            if self._core_patches:
+                ancestry = ClosureAncestry(inputs.closure)
+                view.begin(ancestry)
+                stack.enter_context(self._core_patches.patched_for(ancestry))
             logits: torch.Tensor = self.model(**arguments).logits
+        nodes.take(view.recurrent)
         return logits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -10,8 +10,10 @@ import torch
 from lade.model.cuda_graphs.buffers import Buffers, Layers, States, StepShape
 from lade.model.cuda_graphs.capture import EagerReplay
 from lade.model.cuda_graphs.pool import BufferPool
+from lade.model.cuda_graphs.states import RowState, kinds_of
 from lade.model.cuda_graphs.static_rows import StaticRows
 from lade.model.kv_cache import TreeCache
+from lade.model.position_offsets import PositionOffsets
 from lade.model.shapes import LARGEST_STEP, batch_bucket, key_bucket, step_bucket
 from lade.model.tree_layer import TreeLayer
 
@@ -134,10 +136,8 @@ class StaticCache:
 
     def copy_to(self, cache: TreeCache) -> None:
         """Copy all rows to an empty cache."""
-        for number, (keys, values) in enumerate(self.rows.states()):
-            cache.update(keys, values, number)
-            cache.layers[number].lengths = list(self.lengths)
-        cache.offsets = self.rows.offsets
+        cache.layers += self.rows.layers_with(torch.Tensor.clone)
+        _fill(cache, self.rows.states(), self.lengths, self.rows.offsets)
 
     def copy_row(self, row: int, tokens: int) -> TreeCache:
         """A cache of its own with the first tokens of a row."""
@@ -154,19 +154,19 @@ class StaticCache:
         if self._rows is None or not self._rows.ends:
             self.reset()
             return
+        cache.layers += self._rows.layers_with(lambda state: state.to("cpu", copy=True))
         devices = [keys.device for keys in self.buffers.keys]
         held = [[states.to("cpu", copy=True) for states in pair] for pair in self._rows.states()]
         lengths, offsets = self._rows.lengths, self._rows.offsets
         self._pool.discard(self._rows.buffers)
         self._rows = None
-        for number, (device, pair) in enumerate(zip(devices, held, strict=True)):
+        for layer in cache.recurrent:
+            layer.become(layer, lambda states, layer=layer: states[0].to(layer.device), [layer])
+        for keys, values in held:
             for row, length in enumerate(lengths):  # after the rows' ends lies what a failed capture has left
-                for states in pair:
-                    states[row, :, length:] = 0
-            keys, values = (states.to(device) for states in pair)
-            cache.update(keys, values, number)
-            cache.layers[number].lengths = list(lengths)
-        cache.offsets = offsets
+                keys[row, :, length:] = values[row, :, length:] = 0
+        pairs = ((keys.to(device), values.to(device)) for (keys, values), device in zip(held, devices, strict=True))
+        _fill(cache, pairs, lengths, offsets)
 
     def shape(self, size: int) -> StepShape:
         """The shape of a pass that feeds at most `size` tokens a row."""
@@ -214,8 +214,22 @@ def _larger(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
 
 
 def _layers_of(cache: TreeCache) -> Layers:
-    layers = []
-    for layer in cache.layers:
+    layers: list[tuple[States, States] | RowState] = []
+    for layer in cache.attending:
         assert layer.keys is not None and layer.values is not None
         layers.append((States.of(layer.keys), States.of(layer.values)))
-    return layers
+    return [*layers, *(kind for layer in cache.recurrent for kind in kinds_of(layer))]
+
+
+def _fill(
+    cache: TreeCache,
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    lengths: Sequence[int],
+    offsets: PositionOffsets,
+) -> None:
+    """Give the layers of a cache their keys and values; their states they have."""
+    for layer, (keys, values) in zip(cache.attending, pairs, strict=True):
+        layer.update(keys, values)
+        layer.lengths = list(lengths)
+    cache.offsets = offsets
+    cache.settle()

@@ -14,14 +14,18 @@ is not zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from lade.model.cuda_graphs.buffers import Buffers, StepShape
+from lade.model.cuda_graphs.states import NodeBuffers
 from lade.model.kv_cache import TreeCache
 from lade.model.position_offsets import PositionOffsets
+from lade.model.recurrent.layer import RecurrentLayer, empty_like
+from lade.model.tree_layer import TreeLayer
 
 
 class StaticRows:
@@ -34,6 +38,8 @@ class StaticRows:
         lengths: `[B]`, cached tokens of each row; `[0]` while there are no rows.
         ends: `[B]`, slots of each row from here on are zero.
         offsets: of the positions that follow what is cached.
+        layers: of the model's cache, in order. The states of recurrent ones are those in the buffers, for all rows of
+            these; keys and values are not in them.
     """
 
     def __init__(self, buffers: Buffers) -> None:
@@ -41,6 +47,8 @@ class StaticRows:
         self.lengths: list[int] = [0]
         self.ends: list[int] = []
         self.offsets = PositionOffsets()
+        self.layers: list[Any] = []
+        self._nodes: NodeBuffers | None = None  # what the last pass has left for states, until `keep`
         self._padded: StepShape | None = None  # of the last pass, if it has written to unused rows
 
     def append(self, parts: Sequence[TreeCache], places: Sequence[tuple[int, int]]) -> None:
@@ -48,25 +56,52 @@ class StaticRows:
         first, lengths = len(self.ends), [parts[part].lengths[row] for part, row in places]
         others = [(parts[part].offsets, row) for part, row in places]
         self.offsets = PositionOffsets.collected([*((self.offsets, row) for row in range(first)), *others])
-        for number, (keys, values) in enumerate(zip(self.buffers.keys, self.buffers.values, strict=True)):
-            for target, ((part, row), length) in enumerate(zip(places, lengths, strict=True), first):
-                layer = parts[part].layers[number]
-                assert layer.keys is not None and layer.values is not None
-                keys[target, :, :length] = layer.keys[row, :, :length]
-                values[target, :, :length] = layer.values[row, :, :length]
-            for each in parts:
-                each.layers[number].reset()
+        if not self.layers:
+            self.layers = [empty_like(layer) for layer in parts[0].layers]
+            self._lay_states(parts[0].layers)
+        pairs = zip(self.buffers.keys, self.buffers.values, strict=True)
+        for number, own in enumerate(self.layers):
+            held = [part.layers[number] for part in parts]
+            if isinstance(own, TreeLayer):
+                keys, values = next(pairs)
+                for target, ((part, row), length) in enumerate(zip(places, lengths, strict=True), first):
+                    keys[target, :, :length] = held[part].keys[row, :, :length]
+                    values[target, :, :length] = held[part].values[row, :, :length]
+            if isinstance(own, RecurrentLayer):
+                for key, state in own.states.items():
+                    for target, (part, row) in enumerate(places, first):
+                        state[target] = held[part].states[key][row]
+            for layer in held:
+                layer.reset()
         for each in parts:
             each.reset()
         self.ends = [*self.ends, *lengths]
         self.lengths = list(self.ends)
+
+    def _lay_states(self, like: Sequence[Any]) -> None:
+        """Have the states of recurrent layers lie in the buffers; flags are those of the layers given."""
+        states = iter(self.buffers.states.states)
+        for own, layer in zip(self.layers, like, strict=True):
+            if isinstance(own, RecurrentLayer):
+                own.become(layer, lambda _: next(states), [layer])
 
     def move_to(self, buffers: Buffers) -> None:
         """Copy the rows to other buffers, all zero, and use those from now on."""
         count, used = len(self.ends), max(self.ends, default=0)
         for new, old in zip(buffers.groups, self.buffers.groups, strict=True):
             new[:, :count, :, :used] = old[:, :count, :, :used]
+        buffers.states.copy_from(self.buffers.states, count)
         self.buffers = buffers
+        self._lay_states(self.layers)
+
+    def layers_with(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+        """Layers of a `TreeCache` with the states of these rows, each as `copied`, and no keys and values yet."""
+        rows = len(self.lengths)
+        layers = [empty_like(layer) for layer in self.layers]
+        for layer, own in zip(layers, self.layers, strict=True):
+            if isinstance(own, RecurrentLayer):
+                layer.become(own, lambda states: copied(states[0][:rows]), [own])
+        return layers
 
     def states(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values `[B, H, longest, D]` of each layer, views of the buffers."""
@@ -74,8 +109,9 @@ class StaticRows:
         pairs = zip(self.buffers.keys, self.buffers.values, strict=True)
         return [(keys[:rows, :, :longest], values[:rows, :, :longest]) for keys, values in pairs]
 
-    def fed(self, size: int, shape: StepShape) -> None:
-        """A pass of this shape has written `size` tokens to each row, and padding after them."""
+    def fed(self, size: int, shape: StepShape, nodes: NodeBuffers | None = None) -> None:
+        """A pass of this shape has written `size` tokens to each row, and padding after them; `nodes` is for states."""
+        self._nodes = nodes
         self.ends = [max(length + shape.size, end) for length, end in zip(self.lengths, self.ends, strict=True)]
         self.lengths = [length + size for length in self.lengths]
         if shape.rows > len(self.lengths):
@@ -88,6 +124,9 @@ class StaticRows:
             paths: for each row the indices to keep, ascending, counted from the first of the `fed` tokens.
             fed: tokens that the last pass appended to every row.
         """
+        if self._nodes is not None and all(paths):  # where none of a row is kept, states no longer matter
+            self._nodes.fold(paths)
+        self._nodes = None
         starts = [length - fed for length in self.lengths]
         in_place = [next((i for i, node in enumerate(path) if node != i), len(path)) for path in paths]
         if all(kept == len(path) for kept, path in zip(in_place, paths, strict=True)):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.activations import ACT2FN
 
-from lade.model.recurrent.tree_pass import TreePass
+from lade.model.recurrent.tree_pass import Ancestry
 
 
 def columns_of(inputs: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -25,7 +25,7 @@ def columns_of(inputs: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 
 
 def convolution(
-    tree_pass: TreePass,
+    tree_pass: Ancestry,
     original: Callable[..., torch.Tensor],
     hidden_states: torch.Tensor,
     weight: torch.Tensor,
@@ -46,7 +46,7 @@ def convolution(
     """
     exact = torch.promote_types(weight.dtype, torch.float32)  # 16 bits are rounded once, as in the original
     inputs, weights = hidden_states.mT.to(exact).contiguous(), weight.to(exact).mT.contiguous()  # [B, L, C], [width, C]
-    cached = inputs.shape[1] - tree_pass.parents.shape[1]
+    cached = inputs.shape[1] - tree_pass.size
     windows = tree_pass.windows(len(weights), cached, inputs.device)  # [B, S, width]
     sums = columns_of(inputs, windows[..., -1]) * weights[-1]
     for place, own in enumerate(weights[:-1]):

@@ -21,7 +21,7 @@ from lade.model.recurrent.delta_rule import delta_rule
 from lade.model.recurrent.layer import has_states
 from lade.model.recurrent.selective_scan import selective_scan
 from lade.model.recurrent.state_space import mamba2
-from lade.model.recurrent.tree_pass import TreePass
+from lade.model.recurrent.tree_pass import Ancestry
 from lade.model.thread_override import Override, overridden
 
 CORES: dict[str, Callable[..., Any]] = {
@@ -58,7 +58,7 @@ class CorePatches:
         return any(name == "mamba_selective_scan" for _, name in self._found)
 
     @contextmanager
-    def patched_for(self, tree_pass: TreePass) -> Iterator[None]:
+    def patched_for(self, tree_pass: Ancestry) -> Iterator[None]:
         """While the context lasts, the cores compute what this thread feeds to recurrent layers.
 
         Raises:
@@ -77,5 +77,5 @@ class CorePatches:
                 )
 
 
-def _replaced(module: ModuleType, name: str, tree_pass: TreePass) -> AbstractContextManager[Override]:
+def _replaced(module: ModuleType, name: str, tree_pass: Ancestry) -> AbstractContextManager[Override]:
     return overridden(module, name, lambda original: partial(CORES[name], tree_pass, original))

@@ -9,11 +9,11 @@ import torch
 
 from lade.model.recurrent.folding import LinearFolding
 from lade.model.recurrent.paths import decayed_products, path_sums
-from lade.model.recurrent.tree_pass import TreePass
+from lade.model.recurrent.tree_pass import Ancestry
 
 
 def delta_rule(
-    tree_pass: TreePass,
+    tree_pass: Ancestry,
     original: Callable[..., Any],
     query: torch.Tensor,
     key: torch.Tensor,

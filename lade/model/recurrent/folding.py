@@ -29,7 +29,7 @@ class LinearFolding:
         keys: `[B, H, S, K]`.
         values: `[B, H, S, V]`, what each node adds at its key.
         decay: `[B, H, S, 1 or K]`, logarithm of what is left of the text's state at each node.
-        closure: `[B, S, S]` bool, see `TreePass.closure`.
+        closure: `[B, S, S]` bool, see `Ancestry.closure`.
         value_first: whether states are `[B, H, V, K]`, and not `[B, H, K, V]`.
     """
 

@@ -11,10 +11,11 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from lade.model.recurrent.convolution import columns_of
 from lade.model.recurrent.folding import Folding, is_folding
-from lade.model.recurrent.tree_pass import TreePass
+from lade.model.recurrent.tree_pass import Ancestry
 from lade.model.tree_layer import TreeLayer
 
 States = dict[int, torch.Tensor | None]
+_KINDS = ("conv_states", "recurrent_states")
 _FLAGS = ("conv_kernel_size", "is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state")
 """Of transformers' class, by the number of the state."""
 
@@ -26,6 +27,11 @@ class RecurrentLayer(LinearAttentionLayer):
 
     Args:
         number_of_states: how many states of each kind the mixer has.
+
+    Attributes:
+        tree_pass: who descends from whom in a pass over trees that has begun.
+        inputs: of its convolutions `[B, L, C]`, by number: the text's last ones, and the nodes'.
+        foldings: what folds a path into each state.
     """
 
     conv_states: States
@@ -33,9 +39,9 @@ class RecurrentLayer(LinearAttentionLayer):
 
     def __init__(self, number_of_states: int = 1, **kwargs: Any) -> None:
         super().__init__(number_of_states)
-        self.tree_pass: TreePass | None = None
-        self._inputs: dict[int, torch.Tensor] = {}  # of convolutions: the text's last ones, and the nodes'
-        self._foldings: dict[int, Folding] = {}
+        self.tree_pass: Ancestry | None = None
+        self.inputs: dict[int, torch.Tensor] = {}
+        self.foldings: dict[int, Folding] = {}
 
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
@@ -47,32 +53,32 @@ class RecurrentLayer(LinearAttentionLayer):
         cached = self.conv_states[state_idx]
         assert cached is not None, "a tree is fed after a prompt"
         self.tree_pass.state = self.recurrent_states[state_idx]
-        inputs = self._inputs[state_idx] = torch.cat([cached.mT, conv_states.mT], dim=1)  # [B, L, C]
+        inputs = self.inputs[state_idx] = torch.cat([cached.mT, conv_states.mT], dim=1)  # [B, L, C]
         return inputs.mT
 
     def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
         """Take the state after a pass, or of a pass over trees its `Folding`."""
         if is_folding(recurrent_states):
-            self._foldings[state_idx] = recurrent_states
+            self.foldings[state_idx] = recurrent_states
             return None
         return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
 
-    def begin(self, tree_pass: TreePass | None) -> None:
+    def begin(self, tree_pass: Ancestry | None) -> None:
         """Begin a pass: over trees, or a plain one, which changes the states themselves."""
         self.tree_pass = tree_pass
-        self._inputs, self._foldings = {}, {}
+        self.inputs, self.foldings = {}, {}
 
     def keep(self, last: torch.Tensor) -> None:
         """After a pass over trees, fold in the path of each row that ends with node `last[b]`; `[B]` int64."""
         assert self.tree_pass is not None
-        for idx, inputs in self._inputs.items():
+        for idx, inputs in self.inputs.items():
             cached = self.conv_states[idx]
             assert cached is not None
             here = last.to(cached.device)
             windows = self.tree_pass.windows(cached.shape[-1], cached.shape[-1], cached.device)
             rows = torch.arange(len(here), device=cached.device)
             cached.copy_(columns_of(inputs, windows[rows, here]).mT)
-        for idx, folding in self._foldings.items():
+        for idx, folding in self.foldings.items():
             state = self.recurrent_states[idx]
             assert state is not None
             folding.fold(state, last.to(state.device))
@@ -80,7 +86,7 @@ class RecurrentLayer(LinearAttentionLayer):
 
     def join(self, parts: Sequence[RecurrentLayer], places: Sequence[tuple[int, int]]) -> None:
         """Take over rows of other layers; see `TreeCache.join`."""
-        self._become(parts[0], lambda states: torch.stack([states[part][row] for part, row in places]), parts)
+        self.become(parts[0], lambda states: torch.stack([states[part][row] for part, row in places]), parts)
 
     def reserve(self, rows: int, slots: int) -> None:
         """Have memory for this many rows, at least for those there are; see `TreeCache.reserve`."""
@@ -119,14 +125,19 @@ class RecurrentLayer(LinearAttentionLayer):
         vars(self).update(vars(type(self)(self.number_of_states)))
 
     @property
+    def states(self) -> dict[tuple[str, int], torch.Tensor]:
+        """Those that there are, `[B, ...]` each, by the attribute they are in, and their number."""
+        named = ((name, idx, state) for name in _KINDS for idx, state in getattr(self, name).items())
+        return {(name, idx): state for name, idx, state in named if state is not None}
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of one row's states."""
-        states = [*self.conv_states.values(), *self.recurrent_states.values()]
-        return sum(state[:1].numel() * state.element_size() for state in states if state is not None)
+        return sum(state[:1].numel() * state.element_size() for state in self.states.values())
 
-    def _become(self, first: RecurrentLayer, joined: Any, parts: Sequence[RecurrentLayer]) -> None:
+    def become(self, first: RecurrentLayer, joined: Any, parts: Sequence[RecurrentLayer]) -> None:
         """Hold what `joined` makes of the states of the parts; transformers' own flags are those of the first."""
-        for name in ("conv_states", "recurrent_states"):
+        for name in _KINDS:
             own: States = getattr(self, name)
             for idx, state in getattr(first, name).items():
                 own[idx] = None if state is None else joined([getattr(part, name)[idx] for part in parts])

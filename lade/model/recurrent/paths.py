@@ -10,7 +10,7 @@ def path_sums(decay: torch.Tensor, closure: torch.Tensor) -> torch.Tensor:
 
     Args:
         decay: `[B, H, S, D]`, logarithms of the nodes' own decays.
-        closure: `[B, S, S]` bool, see `TreePass.closure`.
+        closure: `[B, S, S]` bool, see `Ancestry.closure`.
     """
     return closure[:, None].to(decay.dtype) @ decay
 
@@ -27,7 +27,7 @@ def decayed_products(
         writers: `[B, H, S, K]`.
         decay: `[B, H, S, 1 or K]`, logarithm of what is left of the text's state at each node, in all channels or in
             each.
-        closure: `[B, S, S]` bool, see `TreePass.closure`.
+        closure: `[B, S, S]` bool, see `Ancestry.closure`.
     """
     if decay.shape[-1] == 1:
         between = (decay - decay.mT).masked_fill(~closure[:, None], -torch.inf)

@@ -10,11 +10,11 @@ from torch.nn import functional
 
 from lade.model.recurrent.folding import LinearFolding
 from lade.model.recurrent.paths import decayed_products, path_sums
-from lade.model.recurrent.tree_pass import TreePass
+from lade.model.recurrent.tree_pass import Ancestry
 
 
 def mamba2(
-    tree_pass: TreePass,
+    tree_pass: Ancestry,
     original: Callable[..., Any],
     hidden_states: torch.Tensor,
     dt: torch.Tensor,
