@@ -45,6 +45,7 @@ def undone(monkeypatch, tmp_path):
     """In a folder that has the files the pages name; what they change for the process is as it was afterwards."""
     monkeypatch.setenv("USE_LADE", "0")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(lade.pack.__kwdefaults__, "min_weights", 1)  # the embedded model is small
     export_recipe(tmp_path / "recipe")
     results = tmp_path / "bench-results" / "embedded"
     results.mkdir(parents=True)

@@ -33,7 +33,7 @@ def test_json_has_the_tokens_of_plain_generate(lade, folder, plain, tokenizer, a
     assert (report["do_sample"], report["num_beams"], report["seed"]) == (False, 1, None)
     if "plain" in arguments:
         assert report["config"] is None and report["steps"] == 39 and report["step_tokens_mean"] == 1
-    else:
+    elif arguments:  # else it weighs what passes take
         assert report["steps"] < 39 and report["step_tokens_mean"] > 1
     if arguments == SIZES:
         assert {name: report["config"][name] for name in ("window", "ngram", "guesses")} == {

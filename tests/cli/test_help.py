@@ -12,7 +12,7 @@ from lade.cli.options.model import DEVICES, DTYPES, QUANTIZATIONS
 
 PANELS = {
     "Arguments": ["PROMPT"],
-    "Options": ["--prompt", "--prompt-file", "--max-new-tokens", "--image", "--help"],
+    "Options": ["--prompt", "--prompt-file", "--max-new-tokens", "--image", "--prediction-file", "--help"],
     "Chat template": ["--raw", "--system", "--chat-template-kwargs"],
     "Many prompts": ["--batch-size", "--out", "--resume"],
     "Choosing tokens": [

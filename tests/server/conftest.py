@@ -27,7 +27,7 @@ def no_warm_up():
         yield
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def server() -> Running:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())

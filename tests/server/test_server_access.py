@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from served import running
+from served import running, until
 
 from lade.errors import InputError
 from lade.server.access_log import AccessLog
@@ -46,7 +46,9 @@ def test_a_key_opens_them(guarded, headers):
     body = {"messages": [{"role": "user", "content": "my secret text"}], "max_tokens": 3}
     response = guarded.http.post("/v1/chat/completions", json=body, headers=headers)
     assert response.status_code == 200
-    line = next(line for line in guarded.lines if response.headers["x-request-id"] in line)
+    lines = lambda: [line for line in guarded.lines if response.headers["x-request-id"] in line]  # noqa: E731
+    until(lines)  # it is written once the answer has gone
+    (line,) = lines()
     assert f"key={'alice' if 'authorization' in headers else 'key-2'}" in line
     assert "status=200" in line and "answer=3" in line and "end=length" in line
 
