@@ -60,6 +60,7 @@ def test_the_page_has_every_class(script):
         assert served | others.keys() == {model_type for model_type, _, _ in script.classes(mapping)}
 
 
+@pytest.mark.slow
 def test_an_outcome_is_what_came_of_it(script, monkeypatch):
     """Served, refused, not built and different are told apart."""
     (llama,) = [rest for name, *rest in script.classes(script.MAPPINGS["Text"]) if name == "llama"]

@@ -322,6 +322,7 @@ def test_the_script_for_gpus_ends_within_nine_minutes():
     assert sum(limits.values()) < 540
 
 
+@pytest.mark.slow
 def test_single_passes_are_timed_beside_their_floors(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(GPU.parent)
     steps = importlib.import_module("steps")

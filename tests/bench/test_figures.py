@@ -49,6 +49,7 @@ def test_drawn_twice_they_are_the_same(drawn, tmp_path):
         assert first.read_bytes() == second.read_bytes(), first.name
 
 
+@pytest.mark.slow
 def test_they_hold_no_date_and_no_version(drawn):
     for path in drawn:
         if path.suffix == ".svg":

@@ -239,6 +239,7 @@ def share_in_memory(tensor):
         return np.mean(np.frombuffer(file.read(8 * (last - first)), dtype="<u8") >> np.uint64(63))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not PAGEMAP.exists(), reason="reads which pages are in memory from Linux' /proc")
 def test_its_zeros_lie_in_memory_like_other_weights():
     assert share_in_memory(torch.from_numpy(np.zeros(10_000_000))) < 0.1  # zeros that were only promised

@@ -91,6 +91,7 @@ def test_ids_are_unique_and_references_lead_somewhere(text):
     assert set(re.findall(r'\$\("(\w+)"\)', script)) <= set(ids) | {"which"}
 
 
+@pytest.mark.slow
 def test_nothing_is_loaded_from_anywhere(text):
     for tag, attrs in Page(text).elements:
         for name, value in attrs.items():

@@ -79,6 +79,7 @@ def test_json(scaling, out):
     assert found["figures"] == [str(out / "scaling.svg")] and found["out"] == str(out)
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(scaling, out, interrupting):
     interrupting["at"] = 4  # the second prompt of the second size
     result = scaling()

@@ -262,6 +262,7 @@ def test_range_checks_take_what_is_just_in_range():
         Choices(num_beams=-1).settled()
 
 
+@pytest.mark.slow
 def test_a_chat_has_a_new_seed_for_each_answer(lade, folder, generate):
     flags = ["--do-sample", "--temperature", 3, "--seed", 20]
     result = lade("chat", "-m", folder, "-n", NEW, *flags, stdin="hello\n/reset\nhello\n/stats\n")

@@ -12,6 +12,7 @@ PROMPT = "say it again, say it"
 HALF = ["--dtype", "bfloat16"]
 
 
+@pytest.mark.slow
 def test_generate_writes_what_plain_decoding_writes(lade, folder):
     arguments = ["generate", "-m", folder, *HALF, "-p", PROMPT, "-n", 24, "--json", "--invariant"]
     texts = [json.loads(lade(*arguments, *more).stdout)["token_ids"] for more in ([], ["--method", "plain"])]

@@ -229,6 +229,7 @@ def test_distinct_ngrams():
     assert distinct_ngrams(range(20)) == 1.0
 
 
+@pytest.mark.slow
 def test_info(lade, folder, model):
     facts = json.loads(lade("info", "-m", folder, "--json").stdout)
     assert facts["class"] == "LlamaForCausalLM"

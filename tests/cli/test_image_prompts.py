@@ -162,6 +162,7 @@ def chat(lade: Callable[..., Any], folder: Path, *lines: object, new: int = 12) 
     return lade("chat", "--model", folder, "--no-history", "-n", new, stdin="".join(f"{line}\n" for line in lines))
 
 
+@pytest.mark.slow
 def test_chat_shows_images_and_remembers_them(
     lade: Callable[..., Any], seeing: Path, pictures: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

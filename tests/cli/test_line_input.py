@@ -93,6 +93,7 @@ def test_pasted_lines_stay_together(typed):
     assert typed(b"\x1b[200~one\ntwo\x1b[201~\n") == ["ready", "got ['one', 'two']"]
 
 
+@pytest.mark.slow
 def test_the_history_is_kept_from_one_chat_to_the_next_and_for_the_user_alone(typed, tmp_path):
     history = tmp_path / "state" / "chat_history"
     typed(b"first\n", b"second\n", b"second\n", history=history)

@@ -65,6 +65,7 @@ def test_every_command_hands_the_options_on(lade, command, tmp_path):
     fails(lade(*command, *needs.get(command[-1], []), "--dtype", "int3"), "dtype='int3'", "bf16")
 
 
+@pytest.mark.slow
 def test_the_environment_names_the_model(lade, folder, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LADE_MODEL", str(folder))
@@ -198,6 +199,7 @@ def info(lade, tmp_path, *arguments):
     return lade("info", "--json", "-m", "some/model", "--cache-dir", tmp_path / "cache", *arguments)
 
 
+@pytest.mark.one_in(2)
 def test_a_model_comes_from_the_hub_at_a_revision(lade, hub, tmp_path, monkeypatch):
     facts = json.loads(info(lade, tmp_path, "--token", "secret").stdout)
     assert facts["model"] == "some/model" and facts["chat_template"] is False
@@ -209,6 +211,7 @@ def test_a_model_comes_from_the_hub_at_a_revision(lade, hub, tmp_path, monkeypat
     fails(lade("info", "-m", "no/such"), "'no/such'", "check the name")
 
 
+@pytest.mark.slow
 def test_without_the_network_there_is_the_cache(lade, hub, tmp_path):
     fails(info(lade, tmp_path, "--local-files-only"), "some/model", "--local-files-only")
     assert info(lade, tmp_path).exit_code == 0

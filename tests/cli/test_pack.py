@@ -81,6 +81,7 @@ def test_the_library_packs_nothing_unasked(folder, small_layers_count):
     assert not loaded(str(folder)).packed
 
 
+@pytest.mark.slow
 def test_info_says_what_would_be_packed(lade, folder, small_layers_count):
     facts = json.loads(lade("info", "-m", folder, "--json").stdout)
     assert (facts["packable_layers"], facts["not_packable"]) == (15, None)

@@ -115,6 +115,7 @@ def test_a_chat_a_demo_and_a_run_of_many_prompts_begin_with_it(folder, tmp_path)
         assert f"loading {folder}" in texts(result.stderr)
 
 
+@pytest.mark.one_in(2)
 def test_a_download_has_bars_on_a_terminal_only(hub, tmp_path):
     def info(folder, *arguments, **variables):
         words = ["info", "-m", "some/model", "--cache-dir", str(tmp_path / folder), *arguments]

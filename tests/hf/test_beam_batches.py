@@ -99,7 +99,7 @@ def test_plain_searches_are_counted_in_the_same_way(way):
     assert plain.accepted == ours.accepted
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("sampling", [False, True])
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 def test_prompts_that_finish_at_different_times(early_stopping, sampling):
@@ -123,7 +123,7 @@ def passes_of(monkeypatch):
     return passes
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("family", MODELS)
 def test_one_pass_serves_several_beam_steps_of_all_prompts(family, monkeypatch):
     passes, stats = passes_of(monkeypatch), Stats()
@@ -163,7 +163,7 @@ def test_what_the_model_said_of_one_prompt_is_guessed_behind_another(monkeypatch
     assert max(branches.tree.depths) == 2, "nothing is guessed behind the first tokens"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("config", [LookaheadConfig(0, 5, 7), LookaheadConfig(7, 5, 0), LookaheadConfig(0, 2, 0)])
 def test_window_and_pool_can_be_left_out(config):
     stats = Stats()
@@ -244,7 +244,7 @@ def test_up_to_the_last_position(lengths):
     assert_same(model, prompts, num_beams=4, max_new_tokens=33 - max(lengths))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("sampling", [False, True])
 @pytest.mark.parametrize("sequences", [1, 3])
 def test_sequences_alone_whichever_way(sequences, sampling):

@@ -111,7 +111,7 @@ def test_any_beam_search_is_that_of_transformers(
     assert len(stats.accepted) == len(stats.step_tokens) == stats.steps
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("num_beams", [2, 4, 8])
 @pytest.mark.parametrize("family", MODELS)
 def test_one_pass_serves_several_beam_steps(family, num_beams):
@@ -123,7 +123,7 @@ def test_one_pass_serves_several_beam_steps(family, num_beams):
     assert 0 < stats.forward_s < stats.decode_s
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("config", [LookaheadConfig(0, 5, 7), LookaheadConfig(7, 5, 0), LookaheadConfig(0, 2, 0)])
 def test_window_and_pool_can_be_left_out(config):
     stats = Stats()
@@ -249,6 +249,7 @@ def test_a_tree_cache_of_the_user_is_filled():
     assert cache.lengths == [IDS.shape[1] + 9] * 2
 
 
+@pytest.mark.slow
 def test_what_the_beams_have_in_common_is_cached_once():
     """The cache must stay near the length of one text, not of as many as there are beams."""
     rows, slots = set(), []

@@ -24,7 +24,7 @@ def plain(model, ids, new, **more):
     return model.generate(ids, max_new_tokens=new, **more)
 
 
-@pytest.mark.one_in(11)
+@pytest.mark.one_in(22)
 @pytest.mark.parametrize("make", [toy_model, windowed], ids=["full", "sliding window"])
 @pytest.mark.parametrize("kind", ["plain", "with config", "ours", "static"])
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def filled(model, tokens, kind=DynamicCache):
     return cache
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("make", [toy_model, windowed], ids=["full", "sliding window"])
 @pytest.mark.parametrize("kind", [DynamicCache, lade.TreeCache])
 @pytest.mark.parametrize("tokens", [6, 7, 8, 9, 15])

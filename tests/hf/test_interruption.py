@@ -107,7 +107,7 @@ def interrupted_at(generate, cache, where, countdown, **arguments):
     return arguments["streamer"].received, torch.get_rng_state()
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("where", ["processor", "criterion", "streamer"])
 @pytest.mark.parametrize("calls", CALLS)
@@ -131,7 +131,7 @@ def test_at_whatever_call_it_is_interrupted_cache_generator_and_streamer_are_pla
     assert several > len(calls) // 4, "else no step was interrupted amid its accepted tokens"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("kind", [DynamicCache, TreeCache])
 def test_a_pass_that_is_interrupted_amid_the_layers_leaves_the_text_before(kind, layer):
@@ -161,7 +161,7 @@ def test_a_prefill_in_chunks_that_is_interrupted_leaves_what_was_there(kind):
         assert_good_for_another_turn(cache, [])
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("kind", [DynamicCache, TreeCache])
 @pytest.mark.parametrize("lookahead", [*CONFIGS, None], ids=["adaptive", "paper", "plain"])
 def test_a_reader_who_stops_finds_the_text_that_he_has_read(kind, lookahead):
@@ -247,7 +247,7 @@ def test_memory_that_runs_out_as_a_cache_is_given_back_leaves_it_as_it_was(with_
     )
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("where", ["processor", "criterion", "model"])
 def test_a_search_of_beams_that_is_interrupted_leaves_an_empty_cache(where):
     beams = {"num_beams": 3, "max_new_tokens": 12, "lookahead": LookaheadConfig(3, 3, 3)}

@@ -33,6 +33,7 @@ def assert_equal_bits(ours, plain):
         assert len(one) == len(other) and all(map(torch.equal, one, other))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("length", [5, 130])
 def test_greedy(model, length):
     arguments = {"max_new_tokens": 70, "do_sample": False, **SCORES}
@@ -43,6 +44,7 @@ def test_greedy(model, length):
     assert stats.tokens_per_step > 1.2
 
 
+@pytest.mark.slow
 def test_the_same_texts_part_without_it():
     """So that equality says something: the very model, before and after."""
     parted = [0, 0]
@@ -97,6 +99,7 @@ def test_a_batch_is_its_rows_and_each_row_is_its_prompt_alone(model):
         assert all(torch.equal(one[0], batch[row]) for one, batch in zip(alone.logits, plain.logits, strict=True))
 
 
+@pytest.mark.slow
 def test_prompts_in_pieces_and_a_cache_to_go_on_with(model):
     arguments = {"max_new_tokens": 20, "do_sample": False}
     plain = model.generate(prompt(90), **arguments, **SCORES)

@@ -153,6 +153,7 @@ CRITERION = {"mixing": False, "every": 997, "streamed": False}  # which ends not
 NOTHING = {"mixing": False, "every": 0, "streamed": False}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("config", [PAPER, LookaheadConfig(budget=16)], ids=["paper", "budget"])
 def test_each_row_looks_ahead_at_its_own_pace(config):
     """So they need as many passes as the slowest row needs alone, whatever each is shown."""

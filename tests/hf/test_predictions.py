@@ -66,6 +66,7 @@ def test_what_comes_as_expected_takes_few_steps():
     assert stats.tokens_per_step > 5
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("more", [{}, {"do_sample": True}, {"logits_processor": [Users()]}])
 @pytest.mark.parametrize("lookahead", METHODS)
 def test_each_row_of_a_batch_has_its_own(lookahead, more):

@@ -96,6 +96,7 @@ def outcome(generate: Callable[..., torch.Tensor], seed: int, **arguments: Any) 
     return output.tolist(), torch.random.get_rng_state().tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning")
 @settings(max_examples=examples(100))
 @given(prompt=prompts, config=configs, arguments=options, seed=st.integers(0, 50))
@@ -145,7 +146,7 @@ class Listener(BaseStreamer):
         self._recorder.calls.append("end")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("eos", [None, [3, 5]])
 def test_processors_criteria_and_streamers_are_called_in_the_order_of_plain_decoding(do_sample, eos):

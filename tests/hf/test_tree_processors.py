@@ -129,7 +129,7 @@ def test_trees_are_those_of_choices_made_one_by_one(config, monkeypatch):
     assert seen[0] == seen[1]
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("config", [LookaheadConfig(7, 5, 7), LookaheadConfig(budget=24), LookaheadConfig()])
 @pytest.mark.parametrize("arguments", [{"temperature": 0.3}, {"top_p": 0.8, "temperature": 0.5}, {"top_k": 3}])
 def test_batches(at_once, config, arguments):

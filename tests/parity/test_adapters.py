@@ -80,7 +80,7 @@ def test_an_activated_lora_is_refused_by_name(way: str) -> None:
     assert not hooks(model)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("way", ["generate", "custom", "stream"])
 def test_an_activated_lora_is_decoded_plainly_under_auto(way: str) -> None:
     model = adapted(later=activated())
@@ -110,7 +110,7 @@ def test_only_the_adapter_that_is_active_counts() -> None:
 # --- adapter_names ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("way", ["generate", "custom"])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_the_adapter_named_for_one_prompt(way: str, do_sample: bool) -> None:
@@ -162,7 +162,7 @@ SEVERAL = {
 }
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("way", ["generate", "custom"])
 @pytest.mark.parametrize("case", SEVERAL)
 def test_adapters_named_for_several_rows_are_refused(case: str, way: str) -> None:
@@ -258,7 +258,7 @@ KINDS = sorted(kind for kind in TOKEN_WISE if kind.upper() in PEFT_TYPE_TO_CONFI
 USUAL = ("ia3", "lokr", "vera")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", [it if it in USUAL else pytest.param(it, marks=pytest.mark.slow) for it in KINDS])
 def test_an_adapter_that_looks_at_one_token_is_served(kind: str) -> None:
@@ -289,7 +289,7 @@ def test_an_adapter_that_mixes_tokens_is_refused(known: bool, monkeypatch: pytes
         assert torch.equal(lade.generate(model, input_ids=PROMPT, **NEW), plain(model, PROMPT, **NEW))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", sorted(kind for kind in OTHER_PASSES if kind in PEFT_TYPE_TO_CONFIG_MAPPING))
 def test_an_adapter_that_changes_the_passes_is_refused(kind: str, tmp_path: Any) -> None:
     if kind == "XLORA":

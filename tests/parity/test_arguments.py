@@ -36,7 +36,7 @@ def llama() -> PreTrainedModel:
     return family("llama").build()
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(14)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_left_padding_is_taken_off(shape: str) -> None:
     # bloom in float64 makes NaN of padding by itself; llama4's temperature counts padding in plain decoding
@@ -63,18 +63,18 @@ def test_left_padding_that_plain_decoding_counts_is_refused(shape: str, fields: 
     assert torch.equal(ours, plain(model, padded, attention_mask=mask))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_a_prompt_of_one_token(model: PreTrainedModel) -> None:
     assert_same(model, prompt(1), CONFIGS[:3], max_new_tokens=40)
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("chunk", [1, 4, 7, 64])
 def test_prefill_in_chunks(model: PreTrainedModel, chunk: int) -> None:
     assert_same(model, prompt(WINDOW + 11), prefill_chunk_size=chunk, max_new_tokens=40)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "limit", [{"max_new_tokens": 1}, {"max_new_tokens": 33}, {"max_length": 30}, {"max_length": 11}]
 )
@@ -90,7 +90,7 @@ def test_min_length_and_suppressed_tokens(llama: PreTrainedModel) -> None:
 # --- output objects and caches ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_an_output_object_and_its_cache_go_on(model: PreTrainedModel) -> None:
     ids = prompt(WINDOW + 8)
     expected = plain(model, ids, max_new_tokens=60)
@@ -103,7 +103,7 @@ def test_an_output_object_and_its_cache_go_on(model: PreTrainedModel) -> None:
     assert torch.equal(second, expected)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_plain_decoding_can_go_on_with_our_cache(model: PreTrainedModel) -> None:
     ids = prompt(WINDOW + 8)
     first = lookahead(model, ids, max_new_tokens=30, return_dict_in_generate=True)
@@ -111,7 +111,7 @@ def test_plain_decoding_can_go_on_with_our_cache(model: PreTrainedModel) -> None
     assert torch.equal(second, plain(model, ids, max_new_tokens=60))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_a_tree_cache_serves_a_conversation(model: PreTrainedModel) -> None:
     cache, ids, fresh = lade.TreeCache(), prompt(10), prompt(10)
     for turn in range(3):
@@ -158,7 +158,7 @@ def test_a_users_processor_sees_what_plain_decoding_shows_it(llama: PreTrainedMo
     assert ours.calls == theirs.calls
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -199,7 +199,7 @@ def test_a_users_criterion_sees_what_plain_decoding_shows_it(llama: PreTrainedMo
     assert expected.shape[1] == 47 and ours.calls == theirs.calls
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(14)
 def test_every_one_of_several_eos_ids_ends_the_text(model: PreTrainedModel) -> None:
     ids = prompt(10)
     text = plain(model, ids)[0, 10:].tolist()
@@ -270,7 +270,7 @@ def test_max_time_zero_stops_after_one_token(llama: PreTrainedModel) -> None:
 # --- the three ways --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(32)
 @pytest.mark.parametrize("lookahead_argument", [PAPER, "auto", None], ids=["config", "auto", "plain"])
 def test_generate_stream_and_custom_generate_agree(model: PreTrainedModel, lookahead_argument: Any) -> None:
     ids = prompt(10)

@@ -30,7 +30,7 @@ def assert_same_batch(
     return stats
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(32)
 @pytest.mark.parametrize(("case", "backend"), CASES)
 def test_a_batch_of_it_is_plains_batch(case: Family, backend: str) -> None:
     model = build(case, backend)
@@ -42,7 +42,7 @@ def test_a_batch_of_it_is_plains_batch(case: Family, backend: str) -> None:
     assert stats.tokens_per_step > 1, "no guess was ever accepted"
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(14)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window", "gemma3_text", "bloom", "gpt_oss", "llama4_text"])
 def test_a_sampled_batch(name: str) -> None:
     model = build(family(name))
@@ -59,20 +59,20 @@ def test_an_attention_temperature_of_rows_at_different_positions() -> None:
         lookahead(model, **batch(20, 7), pad_token_id=0)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", ["mistral-window", "gemma3_text", "llama4_text"])
 def test_windows_of_rows_that_are_far_apart(name: str) -> None:
     """The first row is shorter than the others by more than a window: what is near goes by each row's own positions."""
     assert_same_batch(build(family(name)), CONFIGS[:2], lengths=(3, 40, 20))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", UNLISTED, ids=str)
 def test_a_family_that_is_probed(case: Family) -> None:
     assert_same_batch(build(case), CONFIGS[:2])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", ["gpt2", "opt", "gpt_bigcode", "llama", "gpt_neox"])
 def test_up_to_the_very_last_position(name: str) -> None:
     model = build(family(name), max_position_embeddings=64)
@@ -80,7 +80,7 @@ def test_up_to_the_very_last_position(name: str) -> None:
         assert_same_batch(model, CONFIGS[:3], lengths=lengths, max_new_tokens=65 - max(lengths))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "falcon"])
 def test_rotary_models_run_on_beyond_their_context(name: str) -> None:
     assert_same_batch(build(family(name), max_position_embeddings=32), CONFIGS[:3], lengths=(30, 20, 35))
@@ -92,7 +92,7 @@ DYNAMIC = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("name", "fields"), [("llama", DYNAMIC), ("llama", longrope()), ("phi3", longrope())])
 def test_frequencies_that_go_by_the_longest_row(name: str, fields: dict[str, Any]) -> None:
     """Served where all rows stay on one side of the switch; else the rows of plain decoding depend on each other."""

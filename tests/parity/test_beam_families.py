@@ -48,14 +48,14 @@ def assert_same_beams(
     return stats
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(32)
 @pytest.mark.parametrize(("case", "backend"), CASES)
 def test_it_is_the_beam_search_of_transformers(case: Family, backend: str) -> None:
     stats = assert_same_beams(case.build(backend), prompt(20), max_new_tokens=50)
     assert stats.tokens_per_step > 1, "no guess was ever taken"
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("length", [5, 40, 62, 63])
 @pytest.mark.parametrize("name", ["gpt2", "opt", "llama", "bloom"])
 def test_up_to_the_very_last_position(name: str, length: int) -> None:
@@ -63,7 +63,7 @@ def test_up_to_the_very_last_position(name: str, length: int) -> None:
     assert_same_beams(model, prompt(length), max_new_tokens=CONTEXT + 1 - length)
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("length", [20, 60, 64, 70])
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
 def test_beyond_the_context(name: str, length: int) -> None:
@@ -91,14 +91,14 @@ def assert_same_batch(model: PreTrainedModel, lengths: Any, **arguments: Any) ->
     return assert_same_beams(model, **batch(*lengths), **{"max_new_tokens": 30, "pad_token_id": 0, **arguments})
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.one_in(30)
 @pytest.mark.parametrize(("case", "backend"), CASES)
 def test_a_batch_of_it_is_that_of_transformers(case: Family, backend: str) -> None:
     stats = assert_same_batch(build(case, backend), (20, 7), num_beams=2, max_new_tokens=12)
     assert stats.generations == 2
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window", "gemma3_text", "bloom", "gpt_oss", "llama4_text"])
 def test_a_sampled_batch(name: str) -> None:
     assert_same_batch(build(family(name)), (9, 4, 13), max_new_tokens=20, do_sample=True, temperature=0.7)
@@ -114,7 +114,7 @@ def test_larger_batches_of_it(case: Family, backend: str) -> None:
     assert_same_batch(model, lengths, do_sample=True, eos_token_id=[int(first[1, 5]), int(first[3, 15])])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["gpt2", "opt", "gpt_bigcode", "llama", "bloom"])
 def test_a_batch_up_to_the_very_last_position(name: str) -> None:
     model = build(family(name), max_position_embeddings=CONTEXT)
@@ -127,7 +127,7 @@ def test_a_batch_beyond_the_context(name: str) -> None:
     assert_same_batch(build(family(name), max_position_embeddings=32), (30, 20, 35))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("name", "fields"), [("llama", DYNAMIC), ("llama", longrope()), ("phi3", longrope())])
 def test_frequencies_that_go_by_the_longest_prompt(name: str, fields: dict[str, Any]) -> None:
     model = family(name).build(**fields)

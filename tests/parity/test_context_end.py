@@ -23,7 +23,7 @@ CONTEXT = 64
 LEARNED = ["gpt2", "opt", "gpt_bigcode"]
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("length", [5, 40, 58, 62, 63])
 @pytest.mark.parametrize("name", [*LEARNED, "llama", "gpt_neox"])
 def test_up_to_the_very_last_position(name: str, length: int, watch: Watch) -> None:
@@ -48,7 +48,7 @@ def test_a_prompt_longer_than_a_table_of_positions(name: str) -> None:
         lookahead(model, prompt(65))
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(32)
 @pytest.mark.parametrize("length", [30, 60, 64, 70])
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "falcon", "bloom"])
 def test_rotary_models_run_on_beyond_their_context(name: str, length: int) -> None:
@@ -95,14 +95,14 @@ CHANGING = [SCALED[0], SCALED[2], SCALED[4]]
 LENGTHS = [5, SWITCH - 8, SWITCH - 1, SWITCH, SWITCH + 1, SWITCH + 9]
 
 
-@pytest.mark.one_in(34)
+@pytest.mark.one_in(68)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize(("name", "fields"), SCALED)
 def test_crossing_the_length_at_which_frequencies_change(name: str, fields: dict[str, Any], length: int) -> None:
     _assert_same_afresh(name, fields, [length], max_new_tokens=40)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize(("name", "fields"), SCALED)
 def test_the_frequencies_do_change(name: str, fields: dict[str, Any]) -> None:
     """Otherwise the test above would pass by itself."""
@@ -112,21 +112,21 @@ def test_the_frequencies_do_change(name: str, fields: dict[str, Any]) -> None:
     assert Positions.of(model.config).room(SWITCH - 3) == 2 and Positions.of(unscaled.config).room(SWITCH - 3) > 400
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(14)
 @pytest.mark.parametrize(("name", "fields"), SCALED)
 def test_a_short_text_after_a_long_one(name: str, fields: dict[str, Any]) -> None:
     """Dynamic frequencies are state of the model: what one text leaves behind is what plain decoding leaves behind."""
     _assert_same_afresh(name, fields, [20, SWITCH + 9, SWITCH, 5], max_new_tokens=30)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("chunk", [5, SWITCH])
 @pytest.mark.parametrize(("name", "fields"), CHANGING)
 def test_prefill_in_chunks_across_the_switch(name: str, fields: dict[str, Any], chunk: int) -> None:
     _assert_same_afresh(name, fields, [SWITCH + 9], prefill_chunk_size=chunk, max_new_tokens=20)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(("name", "fields"), CHANGING)
 @pytest.mark.parametrize("first", [10, 12, 13, 14, 20])
 def test_a_cache_goes_on_across_the_switch(name: str, fields: dict[str, Any], first: int) -> None:
@@ -167,7 +167,7 @@ def test_a_text_that_plain_decoding_would_lose_at_the_switch_is_refused(monkeypa
 # --- llama4: the attention temperature of layers without rotary embedding -------------------------------------------
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("floor", [4, 7, 32])
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 def test_crossing_the_steps_of_an_attention_temperature(backend: str, floor: int) -> None:
@@ -206,7 +206,7 @@ def _texts(model: PreTrainedModel, lengths: list[int], config: Any, **arguments:
     return [lookahead(model, prompt(length), config, **arguments) for length in lengths]
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("kind", [DynamicCache, lade.TreeCache])
 @pytest.mark.parametrize(("name", "fields"), CHANGING)
 @pytest.mark.parametrize("first", [5, 25])

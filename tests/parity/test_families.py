@@ -22,7 +22,7 @@ def windowed(name: str, window: int) -> dict[str, int]:
     return {"attention_chunk_size" if name == "llama4_text" else "sliding_window": window}
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(32)
 @pytest.mark.parametrize(("case", "backend"), CASES)
 def test_it_writes_what_plain_decoding_writes(case: Family, backend: str, watch: Watch) -> None:
     model = case.build(backend)
@@ -34,7 +34,7 @@ def test_it_writes_what_plain_decoding_writes(case: Family, backend: str, watch:
     assert watch.branched and watch.moved, "the trees were chains: nothing was put to the test"
 
 
-@pytest.mark.one_in(13)
+@pytest.mark.one_in(26)
 @pytest.mark.parametrize(("case", "backend"), CASES)
 def test_the_logits_at_every_node_are_those_of_plain_passes(case: Family, backend: str) -> None:
     model = case.build(backend, seed=2)
@@ -43,13 +43,13 @@ def test_the_logits_at_every_node_are_those_of_plain_passes(case: Family, backen
     assert worst_error(model, plan, beyond=WINDOW) < bound
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", ["mistral-window", "gemma3_text", "llama4_text"])
 def test_a_window_shorter_than_a_tree_is_deep(name: str) -> None:
     assert_same(family(name).build(**windowed(name, 3)), prompt(20), CONFIGS, max_new_tokens=40)
 
 
-@pytest.mark.one_in(11)
+@pytest.mark.one_in(22)
 @pytest.mark.parametrize("window", [2, 19, 20, 21])
 @pytest.mark.parametrize("name", ["mistral-window", "gemma2", "cohere2", "llama4_text"])
 def test_the_shortest_window_and_one_as_long_as_the_prompt(name: str, window: int) -> None:

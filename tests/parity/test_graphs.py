@@ -89,7 +89,7 @@ CAPTURED = [
 # --- the same tokens -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("each", CAPTURED)
 def test_greedy_tokens_are_plain_decodings(each: Any, device: torch.device, graphs: Graphs) -> None:
     model, ids, stats = each.build().to(device), prompt(20).to(device), lade.Stats()
@@ -106,7 +106,7 @@ def test_attention_with_added_masks(device: torch.device, graphs: Graphs) -> Non
     assert graphs.counted.replayed > 0
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2"])
 def test_attention_that_knows_trees(
     name: str, device: torch.device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
@@ -177,6 +177,7 @@ def test_batches_with_padding_whose_rows_end_in_turn(
     assert stats.tokens_per_step > 1 or config == "auto"  # that goes by the clock
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_samples_and_the_generator_afterwards(rows: int, device: torch.device, graphs: Graphs) -> None:
     model, ids = built("llama", device, dtype=torch.float32), prompt(20).repeat(rows, 1).to(device)
@@ -443,7 +444,7 @@ def test_autocast_decides_by_itself() -> None:
 # --- when memory runs out --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("where", ["start", "growth", "capture"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_generation_goes_on_without_memory(
@@ -516,7 +517,7 @@ SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9}
 BLIND = {"do_sample": False, "suppress_tokens": [3, 5]}
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(14)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("config", [PAPER, BUDGET, *slow(["auto"])])
 @pytest.mark.parametrize("arguments", [{}, SAMPLED, BLIND], ids=["greedy", "sampled", "processed"])

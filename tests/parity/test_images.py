@@ -87,7 +87,7 @@ def written(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
     return expected
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(14)
 @pytest.mark.parametrize("case", CLASSES)
 def test_a_prompt_with_images_is_served(case: Multimodal, watch: Watch) -> None:
     model, arguments = built(case), {**prompt(case, images_of(case)), **LONG}
@@ -121,7 +121,7 @@ class Shift(LogitsProcessor):
         return scores + bias  # type: ignore[return-value]
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("case", CHOSEN)
 def test_samples_and_processors_are_plains(case: Multimodal) -> None:
     model, inputs = built(case), prompt(case, images_of(case))
@@ -137,7 +137,7 @@ def test_samples_and_processors_are_plains(case: Multimodal) -> None:
         assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments), expected), options
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("case", FOUR)
 def test_streams_are_plains(case: Multimodal) -> None:
     model, arguments = built(case), {**prompt(case, images_of(case)), **LONG}
@@ -147,7 +147,7 @@ def test_streams_are_plains(case: Multimodal) -> None:
     assert [token for step in steps for token in step.tokens] == expected[0, length:].tolist()
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("case", CHOSEN)
 def test_a_second_turn_goes_on_from_a_cache_with_an_image_in_it(case: Multimodal) -> None:
     model, first = built(case), {**prompt(case, images_of(case)), **SHORT}
@@ -167,7 +167,7 @@ def test_a_second_turn_goes_on_from_a_cache_with_an_image_in_it(case: Multimodal
     assert not torch.allclose(model.generate(**second).logits[0], plain.logits[0], atol=1e-2), "the image does nothing"
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("case", CHOSEN)
 def test_batches_with_images_of_several_sizes_are_plains(case: Multimodal) -> None:
     model, arguments = built(case), {**batch(case, rows_of(case)), **SHORT}
@@ -178,7 +178,7 @@ def test_batches_with_images_of_several_sizes_are_plains(case: Multimodal) -> No
     assert torch.equal(lade.generate(model, lookahead=PAPER, **ending), model.generate(**ending))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", TWO)
 def test_batches_whose_rows_are_shown_together(case: Multimodal) -> None:
     """As a user's own processor asks for."""
@@ -202,7 +202,7 @@ def test_several_samples_of_a_prompt_and_batches_of_samples(case: Multimodal) ->
         assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments), expected)
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("case", FOUR)
 def test_beams_are_plains(case: Multimodal) -> None:
     model = built(case)
@@ -212,7 +212,7 @@ def test_beams_are_plains(case: Multimodal) -> None:
         assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments), expected)
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("case", CHOSEN)
 def test_requests_of_an_engine_come_and_go(case: Multimodal) -> None:
     _compare_requests(built(case), case)
@@ -240,7 +240,7 @@ def _compare_requests(model: Any, case: Multimodal) -> None:
         assert not any(handle.cached_tokens for handle in handles)
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("case", [pytest.param(it, id=str(it)) for it in ALL])
 def test_what_is_supported_is_served_and_what_is_not_is_refused(case: Multimodal) -> None:
     """Prompts of text and with images, on every way in: either none falls back or raises, or all do."""

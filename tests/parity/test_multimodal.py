@@ -26,7 +26,7 @@ def padded() -> dict[str, torch.Tensor]:
     return {"ids": ids, "attention_mask": (ids != 0).long()}
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("case", CLASSES)
 def test_a_prompt_of_text_is_served(case: Multimodal, watch: Watch) -> None:
     model = case.build()
@@ -41,7 +41,7 @@ def test_a_prompt_of_text_is_served(case: Multimodal, watch: Watch) -> None:
     assert torch.equal(ours, expected)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("case", CLASSES)
 def test_its_samples_and_its_beams_are_plains(case: Multimodal) -> None:
     model = case.build()
@@ -53,13 +53,13 @@ def test_its_samples_and_its_beams_are_plains(case: Multimodal) -> None:
         assert torch.equal(lookahead(model, text(20), PAPER, max_new_tokens=25, **arguments), expected)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", CLASSES)
 def test_its_padded_batches_are_plains(case: Multimodal) -> None:
     assert_same(case.build(), **{"configs": [PAPER], "max_new_tokens": 25, **padded()})
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(14)
 @pytest.mark.parametrize("case", CLASSES)
 def test_requests_of_an_engine_are_plains(case: Multimodal) -> None:
     model = case.build()
@@ -70,7 +70,7 @@ def test_requests_of_an_engine_are_plains(case: Multimodal) -> None:
         assert all(torch.equal(handle.result(60.0), it) for handle, it in zip(handles, expected, strict=True))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in USUAL if str(case) in KINDS])
 def test_a_processors_kinds_of_tokens_are_known_to_be_text(case: Multimodal) -> None:
     model, ids = case.build(), text(20)
@@ -93,7 +93,7 @@ def _given_an_image(case: Multimodal) -> tuple[Any, dict[str, Any], torch.Tensor
     return model, arguments, expected
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("case", "reason"), [pytest.param(*it, id=str(it[0])) for it in REFUSED])
 def test_an_image_for_a_model_that_is_refused_is_not_even_encoded(case: Multimodal, reason: str) -> None:
     model = case.build()
@@ -159,7 +159,7 @@ def test_a_cache_with_an_image_in_it_is_gone_on_from_exactly(case: Multimodal) -
     assert torch.equal(lade.generate(model, lookahead=PAPER, **second_turn()), expected)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("case", "reason"), [pytest.param(*it, id=str(it[0])) for it in REFUSED])
 def test_what_cannot_be_served_is_refused_by_both(case: Multimodal, reason: str) -> None:
     model = case.build()

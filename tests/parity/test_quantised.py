@@ -77,7 +77,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
 # --- served ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
 @pytest.mark.parametrize("make", [functools.partial(toy, WeightsOnly), coded_toy], ids=["layers", "tensors"])
 def test_quantised_weights_are_served_token_for_token(make: Any, dtype: torch.dtype) -> None:
@@ -93,7 +93,7 @@ def test_quantised_weights_are_served_token_for_token(make: Any, dtype: torch.dt
     assert torch.equal(lookahead(model, prompt(20), **told), expected)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @EACH_DTYPE
 @pytest.mark.parametrize("kind", [WeightsOnly, Unsteady])
 def test_what_rounds_its_weights_only_is_supported(kind: type[nn.Linear], dtype: torch.dtype) -> None:
@@ -153,7 +153,7 @@ def test_a_trial_leaves_the_random_state_alone() -> None:
 # --- refused ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(11)
+@pytest.mark.one_in(22)
 @EACH_DTYPE
 @pytest.mark.parametrize("kind", REFUSED)
 def test_quantised_inputs_are_refused(kind: type[nn.Linear], dtype: torch.dtype) -> None:

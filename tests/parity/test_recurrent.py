@@ -43,7 +43,7 @@ def recurrent(name: str) -> Family:
 CASES = [pytest.param(case, id=str(case)) for case in RECURRENT_FAMILIES if case.model_type in CONFIG_MAPPING]
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(32)
 @pytest.mark.parametrize("case", CASES)
 def test_it_writes_what_plain_decoding_writes(case: Family, watch: Watch) -> None:
     model = case.build()
@@ -53,7 +53,7 @@ def test_it_writes_what_plain_decoding_writes(case: Family, watch: Watch) -> Non
     assert watch.branched and watch.moved, "the trees were chains: nothing was put to the test"
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("case", CASES)
 def test_the_logits_at_every_node_are_those_of_plain_passes(case: Family) -> None:
     model = case.build(seed=2)
@@ -64,7 +64,7 @@ def test_every_listed_family_is_tested() -> None:
     assert {case.model_type for case in RECURRENT_FAMILIES} == RECURRENT
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear", "falcon_h1", "lfm2", "mamba2", "falcon_mamba"])
 def test_batches_greedy_and_sampled(name: str) -> None:
     model = recurrent(name).build()
@@ -97,7 +97,7 @@ def limits_tell_pieces_apart(model: Any, ids: torch.Tensor) -> bool:
     return not torch.equal(chunked, plain(model, ids, max_new_tokens=30))
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("name", [*PIECES, "mamba2"])
 @pytest.mark.parametrize("prefill_tokens", [5, 1])
 def test_prompts_that_an_engine_feeds_in_pieces(name: str, prefill_tokens: int) -> None:
@@ -191,7 +191,7 @@ class Mixing(LogitsProcessor):
         return scores + 0.1 * scores.roll(1, 0) - 0.1 * (input_ids.sum(1, keepdim=True) % 2)
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("name", ["lfm2", "falcon_h1", "jamba", "mamba2", "nemotron_h", "qwen3_5_text"])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_rows_that_are_shown_together(name: str, sampled: bool) -> None:
@@ -319,7 +319,7 @@ def unlisted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supports, "RECURRENT", frozenset())
 
 
-@pytest.mark.one_in(35)
+@pytest.mark.one_in(70)
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("case", CASES)
 def test_families_that_no_test_knows_pass_the_check(case: Family, backend: str, unlisted: None) -> None:
@@ -382,7 +382,7 @@ WRONG: dict[str, tuple[str, Any, Any]] = {
 }
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_the_check_refuses_what_is_wrong(

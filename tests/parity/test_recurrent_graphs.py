@@ -103,6 +103,7 @@ def test_batches_whose_rows_end_in_turn(name: str, graphs: Graphs) -> None:
     assert len({count for count, _, _ in shapes_of(graphs.pool(model))}) > 1, "rows leave"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SEVERAL)
 def test_samples_and_the_generator_afterwards(name: str, graphs: Graphs) -> None:
     model = recurrent(name)

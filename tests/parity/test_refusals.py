@@ -92,7 +92,7 @@ def one_fallback(match: str) -> Iterator[None]:
     assert match in only_fallback(caught)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_a_family_is_refused(model_type: str) -> None:
     reason, extra = REFUSED[model_type]
@@ -114,7 +114,7 @@ def test_a_family_is_refused(model_type: str) -> None:
         assert torch.equal(ours, expected)
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("model_type", [name for name in OTHER_STATES if name in CONFIG_MAPPING])
 def test_what_else_keeps_more_than_keys_and_values_is_refused(model_type: str) -> None:
     config = AutoConfig.for_model(model_type, num_hidden_layers=3)
@@ -134,7 +134,7 @@ def custom_generate(model: PreTrainedModel, **arguments: Any) -> Any:
 WAYS: dict[str, Callable[..., Any]] = {"lade.generate": generate, "custom_generate": custom_generate}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("window", [1, 0, -1])
 @pytest.mark.parametrize("name", ["mistral-window", "gemma2", "cohere2", "llama4_text"])
 def test_a_window_that_the_cache_of_plain_decoding_does_not_heed(name: str, window: int) -> None:
@@ -266,7 +266,7 @@ ARGUMENTS = [
 ]
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(14)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_an_argument_is_refused(name: str, way: str) -> None:
@@ -286,7 +286,7 @@ def test_an_argument_is_refused(name: str, way: str) -> None:
     assert torch.equal(ours, expected)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("field", [{"do_sample": True}, {"num_beams": 2}])
 @pytest.mark.parametrize("way", WAYS)
 def test_what_the_checkpoint_itself_asks_for(field: dict[str, Any], way: str) -> None:

@@ -43,7 +43,7 @@ def assert_served(model: Any, configs: Any, new_tokens: int = 30, **arguments: A
             assert torch.equal(handle.result(60.0), expected)
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("name", SOME)
 def test_requests_of_it_are_plains(name: str) -> None:
     model = family(name).build()
@@ -57,7 +57,7 @@ def test_sampled_requests_of_it(name: str) -> None:
     assert_served(family(name).build(), [PAPER], do_sample=True, temperature=0.7, pad_token_id=0)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CAPTURED)
 def test_requests_of_it_on_captured_passes(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ RANDOM = [
 ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("name", "fields"), RANDOM, ids=lambda value: value if isinstance(value, str) else str(value))
 @pytest.mark.parametrize("arguments", [{"do_sample": True}, {"num_beams": 2}], ids=["sampled", "beams"])
 def test_what_draws_random_numbers_is_refused(name: str, fields: dict[str, Any], arguments: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ def test_what_draws_random_numbers_is_refused(name: str, fields: dict[str, Any],
     assert lade.supports(model.eval())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "gpt2", "mixtral"])
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
 def test_gradient_checkpointing_which_drops_the_cache_is_refused(name: str, arguments: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ def test_gradient_checkpointing_of_one_layer_counts() -> None:
     assert "does not continue from the cache" in lade.supports(model).reason
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma3_text", "qwen3_moe", "glm"])
 def test_training_mode_without_randomness_is_served(name: str) -> None:
     model = family(name).build().train()

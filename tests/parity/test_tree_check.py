@@ -16,7 +16,7 @@ import lade
 from lade.model.support import supports as support
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(14)
 @pytest.mark.parametrize(
     ("case", "backend"), [pytest.param(case, it, id=f"{case}-{it}") for case in UNLISTED for it in case.backends]
 )
@@ -130,7 +130,7 @@ def test_a_class_from_elsewhere_is_probed_although_its_model_type_is_listed(chec
     assert checks == ["OwnLlama"]
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(
     "change",
     [
@@ -159,7 +159,7 @@ class OwnMistral(MistralForCausalLM):
     """A Mistral from somewhere else."""
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("window", [4, WINDOW, 40])
 def test_an_unknown_sliding_window_is_found_out_and_served(window: int) -> None:
     model = family("mistral-window").build(sliding_window=window)

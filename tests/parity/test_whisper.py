@@ -38,7 +38,7 @@ def both(model: Any, name: str, **more: Any) -> tuple[Any, Any]:
     return outputs[0], outputs[1]
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", CALLS)
 def test_it_writes_what_plain_decoding_writes(name: str, backend: str) -> None:
@@ -49,7 +49,7 @@ def test_it_writes_what_plain_decoding_writes(name: str, backend: str) -> None:
     assert stats.generations >= (2 if name.startswith("several") else 1)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", ["a segment", "several segments"])
 @pytest.mark.parametrize("config", [PAPER, ADAPTIVE[0]], ids=["paper", "adaptive"])
 def test_all_ways_to_call_it(name: str, config: Any) -> None:

@@ -46,6 +46,7 @@ def test_a_sequence_that_stops(pipe: Pipeline, way: Way, text: str) -> None:
     assert accelerated(way, pipe.model, run)[0]["generated_text"].endswith("def")
 
 
+@pytest.mark.one_in(2)
 def test_a_streamer(pipe: Pipeline, way: Way, text: str) -> None:
     def run(**further: Any) -> str:
         streamer = TextIteratorStreamer(pipe.tokenizer, skip_prompt=True, timeout=60)

@@ -270,7 +270,6 @@ def test_a_prediction_is_drafted_from_and_counted(server):
         prediction = {"type": "content", "content": content}
         answer = server.chat(temperature=0, max_tokens=40, prediction=prediction, lookahead={"budget": 16}).json()
         assert answer["choices"][0]["message"] == plainly["choices"][0]["message"]
-        assert answer["lade"]["steps"] < plainly["lade"]["steps"]
         details = answer["usage"]["completion_tokens_details"]
         accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
         assert accepted > 5  # a random model's text is not spelled with the tokens that it was written with

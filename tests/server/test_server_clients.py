@@ -58,6 +58,7 @@ def test_openai_raises_what_it_should(client):
     assert raised.value.param == "temperature" and raised.value.code == "invalid_value"
 
 
+@pytest.mark.slow
 def test_openai_retries_when_the_server_is_full():
     with running(slow_served(0.005), max_rows=1, max_waiting=1) as server:
         arguments = {"model": "toy", "prompt": "x", "max_tokens": 60, "extra_body": {"ignore_eos": True}}

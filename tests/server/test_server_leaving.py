@@ -39,6 +39,7 @@ def test_who_leaves_frees_the_row(slow, stream):
     until(lambda: cancelled(slow) == before + 1, 1.0)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_leaves_the_queue_frees_the_place(slow, stream):
     others = httpx.Client(base_url=slow.url, timeout=60)
@@ -56,6 +57,7 @@ def test_who_leaves_the_queue_frees_the_place(slow, stream):
     until(slow.at_rest, 1.0)
 
 
+@pytest.mark.slow
 def test_who_leaves_during_prefill_frees_the_row():
     served = slow_served(0.4)
     with running(served, max_rows=1) as server:
@@ -113,6 +115,7 @@ def test_several_choices_need_a_place_each(slow):
     assert len(slow.complete(["a"] * 3, max_tokens=2).json()["choices"]) == 3
 
 
+@pytest.mark.slow
 def test_who_waits_too_long_is_told():
     with running(slow_served(), max_rows=1, queue_timeout=0.3) as server, ThreadPoolExecutor(2) as pool:
         first = pool.submit(server.complete, max_tokens=90, ignore_eos=True)

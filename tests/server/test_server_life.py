@@ -137,6 +137,7 @@ def test_an_engine_that_breaks_down_ends_the_server(monkeypatch):
         assert not server.thread.is_alive()
 
 
+@pytest.mark.slow
 def test_a_silent_stream_has_pings():
     with running(slow_served(0.3), ping_s=0.1) as server:
         results = []

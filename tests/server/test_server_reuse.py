@@ -43,12 +43,14 @@ def test_turns_reuse_the_turns_before_them(shared):
     assert all(cached > 0.8 * prompt for prompt, cached in again), "all of it was said before"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("changes", [{"prefix_cache": 0}, {"share": "none", "prefix_cache": 2**24}])
 def test_it_can_be_switched_off(changes):
     with running(keys=KEYS, **changes) as server:
         assert [cached for _, cached in talk(server)] == [0] * 5
 
 
+@pytest.mark.slow
 def test_keys_may_share():
     with running(keys=KEYS, prefix_cache=2**24, share="all") as server:
         first = talk(server)

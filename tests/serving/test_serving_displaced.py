@@ -44,6 +44,7 @@ def check(driven, asked):
         assert handle.stats.generations == 1 and handle.stats.new_tokens == len(handle.tokens)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "prefill_tokens"), [("llama", 3), ("gpt2", 512)])
 def test_the_youngest_makes_room_and_goes_on(name, prefill_tokens):
     model = toy_model(name, vocabulary=VOCABULARY)
@@ -202,6 +203,7 @@ def test_whatever_comes_whenever_gets_its_own_text(data):
     check(driven, asked)
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_too_small_for_all():
     arguments = {"do_sample": True, "max_new_tokens": 160}
     with Engine(LLAMA, max_rows=3, max_tokens=450) as engine:

@@ -87,7 +87,7 @@ USES = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("use", USES)
 def test_what_would_wait_for_ever_raises(use, engine, going_on):
     name, message = in_fork(lambda: USES[use](engine, going_on))

@@ -36,6 +36,7 @@ def test_the_texts_of_a_trace_are_the_text_of_its_event(server, path):
     assert texts == text_of(tokens) and len(tokens) == 30
 
 
+@pytest.mark.slow
 def test_the_page_needs_no_key_and_all_else_does():
     with running(keys=Keys((Key("one", "sk-right"),)), ready=False) as server:  # while the model is being loaded, too
         for path in (file.path for file in page_files()):
