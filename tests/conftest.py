@@ -63,6 +63,13 @@ def on_known_processor():
     return cost_key._cpu_name().startswith(KNOWN_PROCESSOR)
 
 
+@pytest.fixture
+def known_processor():
+    """For tests of what no trial has promised yet."""
+    if not on_known_processor():
+        pytest.skip(f"what kernels do is known of {KNOWN_PROCESSOR} only")
+
+
 @pytest.fixture(scope="session")
 def rounds_alike():
     """For tests that see no exception: whether models can be invariant here, and in int8."""

@@ -108,6 +108,7 @@ def test_padding_adds_rows_of_zeros_and_takes_them_off():
     assert torch.equal(doubled, 2 * x[0]) and sums.shape == (3,)
 
 
+@pytest.mark.usefixtures("known_processor")
 @pytest.mark.parametrize("function", ["silu", "gelu", "gelu_tanh", "quick_gelu"])
 def test_activations_are_what_they_are_wherever_a_number_stands(function):
     known = {

@@ -40,6 +40,7 @@ def test_it_is_attention(case, kv_heads, group, softcap, with_sinks):
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("known_processor")
 @settings(max_examples=examples(40))
 @given(cases(most_nodes=12, longest=150), st.sampled_from([1, 5]), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_a_node_has_the_bits_of_its_path_alone(case, group, dtype):
@@ -71,6 +72,7 @@ def test_a_large_tree_is_cut_into_pieces():
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("known_processor")
 @pytest.mark.parametrize("window", [None, 70])
 def test_a_text_may_be_padded_cut_and_windowed(window):
     """The last token of a text: alone, left of others' padding, and from a cache that has dropped what is too far."""
@@ -118,6 +120,7 @@ def few_texts(monkeypatch):
     monkeypatch.setattr("lade.model.invariant.attention_trial.TEXTS", (60, 257))
 
 
+@pytest.mark.usefixtures("known_processor")
 def test_the_trial_passes(few_texts):
     assert attention_keeps_order(HEADS)
 
