@@ -1,5 +1,7 @@
 """Every architecture made invariant: each token and each logit is plain decoding's bit for bit, or it is refused."""
 
+import re
+
 import pytest
 import torch
 from comparing import PAPER, batch, in_turn, prompt
@@ -16,8 +18,10 @@ REFUSED = {
     "falcon": "does not go through",
     "falcon-new": "does not go through",
     "gptj": "does not go through",
-    "llama4_text": r"feed_forward' is the first part",
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"), "its indexers pick keys"),
 }
+BY_TRIAL = {"llama4_text": r"feed_forward' is the first part"}
+"""Their random weights decide whether the trial finds a difference."""
 SCORES = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False, "max_new_tokens": 30}
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]  # what 16 bits round away, float32 shows
 
@@ -38,11 +42,17 @@ def test_an_architecture_is_bit_equal_or_refused(case, dtype):
         with pytest.raises(lade.UnsupportedModelError, match=REFUSED[str(case)]):
             lade.invariant(model)
         return
-    lade.invariant(model)
+    try:
+        lade.invariant(model)
+    except lade.UnsupportedModelError as refusal:
+        if not re.search(BY_TRIAL.get(str(case), "$."), str(refusal)):
+            raise
+        return
     for length in in_turn((5, 20, 50, 63, 120), case, dtype, count=2):
         assert_equal_bits(model, prompt(length))
-    padded = batch(9, 20, 3)
-    assert_equal_bits(model, padded.pop("ids"), pad_token_id=0, **padded)
+    if str(case) not in BY_TRIAL:  # which counts padding, and takes none on the left
+        padded = batch(9, 20, 3)
+        assert_equal_bits(model, padded.pop("ids"), pad_token_id=0, **padded)
 
 
 @pytest.mark.one_in(2)

@@ -26,6 +26,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lade.errors import UnsupportedModelError
 from lade.model.class_change import restore
 from lade.model.config_fields import field
+from lade.model.indexed_attention import indexers_of
 from lade.model.invariance import Invariance, invariance_of, note_invariance
 from lade.model.invariant.activations import compose_activations
 from lade.model.invariant.attention_trial import Heads, attention_keeps_order
@@ -175,6 +176,8 @@ def _refusal_of_architecture(model: PreTrainedModel) -> str:
         return "it has an encoder, whose keys have no positions in the text"
     if is_recurrent(model):
         return "its recurrent layers sum over the text in an order that depends on how it is cut"
+    if indexers_of(model):
+        return "its indexers pick keys by scores that are rounded as it comes"
     if not model._can_set_attn_implementation():
         return "its attention does not go through transformers' interface"
     return ""
