@@ -140,6 +140,7 @@ def test_every_toy(family, dtype, packed):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters():
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     adapted = lade.invariant(get_peft_model(toy_model(dtype=HALF), lora).eval())

@@ -238,17 +238,6 @@ REFUSED = [
         ),
         "its attention is bidirectional",
     ),
-    (
-        Multimodal(
-            "Mllama",
-            {"cross_attention_layers": [1]},
-            {**_VISION, "num_global_layers": 1, "attention_heads": 4, "vision_output_dim": 64, "max_num_tiles": 1}
-            | {"intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]]},
-            {"image_token_index": IMAGE},
-            without=("head_dim", "bos_token_id"),
-        ),
-        "a tree pass does not equal plain passes on it",
-    ),
 ]
 
 

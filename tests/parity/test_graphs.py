@@ -374,7 +374,13 @@ def test_a_model_can_go(device: torch.device, graphs: Graphs) -> None:
 # --- where it does not work ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mixtral", *slow(EXPERTS.split()[1:])])
+NEVER_CAPTURED = {"deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"}
+"""Their indexers pick keys, and no pass of theirs is captured at all."""
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral", *slow([name for name in EXPERTS.split()[1:] if name not in NEVER_CAPTURED])]
+)
 def test_what_cannot_be_captured_runs_eagerly_with_one_warning(name: str, device: torch.device, graphs: Graphs) -> None:
     model, ids = built(name, device), prompt(20).to(device)
     expected = plain(model, ids, max_new_tokens=20)

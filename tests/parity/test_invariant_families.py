@@ -18,6 +18,7 @@ REFUSED = {
     "falcon": "does not go through",
     "falcon-new": "does not go through",
     "gptj": "does not go through",
+    "phi": "its bits were seen to depend",
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"), "its indexers pick keys"),
 }
 BY_TRIAL = {"llama4_text": r"feed_forward' is the first part"}
