@@ -1,6 +1,7 @@
 """Every architecture made invariant: each token and each logit is plain decoding's bit for bit, or it is refused."""
 
 import re
+from itertools import cycle
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ REFUSED = {
 BY_TRIAL = {"llama4_text": r"feed_forward' is the first part"}
 """Their random weights decide whether the trial finds a difference."""
 SCORES = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False, "max_new_tokens": 30}
-DTYPES = [torch.bfloat16, torch.float32, torch.float16]  # what 16 bits round away, float32 shows
+DTYPES = [torch.bfloat16, torch.float32, torch.float16]
+"""Families take turns with them."""
 
 
 def assert_equal_bits(model, ids, **arguments):
@@ -35,8 +37,7 @@ def assert_equal_bits(model, ids, **arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", FAMILIES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("case", "dtype"), list(zip(FAMILIES, cycle(DTYPES))), ids=str)
 def test_an_architecture_is_bit_equal_or_refused(case, dtype):
     model = case.build(dtype=dtype)
     if str(case) in REFUSED:
