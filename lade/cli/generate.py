@@ -58,19 +58,14 @@ def generate(
         template.check()
         batch = many.batch(source)
         choices = choices.settled(batch.seed if batch else None)
-        if batch and choices.num_beams > 1:
-            raise ConfigError("num-beams", choices.num_beams, "a beam search is for one prompt: leave out --batch-size")
-        if batch and image:
-            raise ConfigError("image", str(image[0]), "images are for one prompt: leave out --batch-size")
+        if batch:
+            _check_batch(choices, image)
         if source.piped:
             term.working("reading standard input")
         prompts = [] if batch else source.read()
         if image:
             _check_images(image, source, prompts, template)
-        predicted = None
-        if prediction_file is not None:
-            _check_prediction(prediction_file, prompts, lookahead, choices)
-            predicted = read_prediction(prediction_file)
+        predicted = _predicted(prediction_file, prompts, lookahead, choices)
         from lade.cli.encoder import Encoder
         from lade.cli.generation_plan import GenerationPlan
         from lade.cli.loading.load import load, remembering
@@ -95,13 +90,24 @@ def _check_images(images: list[Path], source: Source, prompts: list[Prompt], tem
         raise ConfigError("image", given, "its place is the chat template's to choose: leave out --raw")
 
 
-def _check_prediction(path: Path, prompts: list[Prompt], lookahead: Lookahead, choices: Choices) -> None:
-    """Raise `ConfigError` where a text that is expected cannot be of use."""
+def _check_batch(choices: Choices, images: list[Path] | None) -> None:
+    """Raise `ConfigError` for what is for one prompt."""
+    if choices.num_beams > 1:
+        raise ConfigError("num-beams", choices.num_beams, "a beam search is for one prompt: leave out --batch-size")
+    if images:
+        raise ConfigError("image", str(images[0]), "images are for one prompt: leave out --batch-size")
+
+
+def _predicted(path: Path | None, prompts: list[Prompt], lookahead: Lookahead, choices: Choices) -> str | None:
+    """The text that is expected, if there is one; raises `ConfigError` where it cannot be of use."""
+    if path is None:
+        return None
     if len(prompts) != 1:
         raise ConfigError("prediction-file", str(path), "it is for one prompt: give that alone, without --batch-size")
     if lookahead is None or choices.num_beams > 1:
         method = "--method plain" if lookahead is None else "--num-beams"
         raise ConfigError("prediction-file", str(path), f"nothing is guessed from it then: leave out {method}")
+    return read_prediction(path)
 
 
 def _run(

@@ -259,7 +259,7 @@ def refuse_slow_beams(prepared: Prepared) -> None:
 def check_switch(runner: EagerRunner, prompt_length: int, max_length: int) -> None:
     """Refuse a text that crosses the length at which an old transformers loses it."""
     switch = runner.positions.longrope_switch
-    if switch is not None and prompt_length <= switch < max_length and runner.drops_cache_wrongly():
+    if switch is not None and prompt_length <= switch < max_length and runner.switch.drops_cache_wrongly():
         refuse(f"max_length={max_length}", f"beyond {switch} tokens this transformers loses the text: upgrade it")
 
 

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.tree import ROOT, TokenTree
+from lade.model.frequency_switch import FrequencySwitch
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import Inputs, MaskPlan
 from lade.model.position_limits import Positions
@@ -50,6 +51,7 @@ class EagerRunner:
         self.plan, self.generation_config = plan, generation_config
         self.positions = Positions.of(model.config.get_text_config(decoder=True))
         self.device, self._dtype = input_device(model), model.dtype
+        self.switch = FrequencySwitch(model, self.positions.longrope_switch, self.device)
         self._stopwatch = Stopwatch()
         self._slot_patches, self._core_patches = SlotPatches(model), CorePatches(model)
         self._accepts, self._cache_name = accepted(model), cache_name(model) or "past_key_values"
@@ -195,7 +197,7 @@ class EagerRunner:
         """Feed prompts of equal length; `sharing` are the numbers of the rows of each. Logits `[P, V]`."""
         cached = cache.get_seq_length()
         forgotten = self._core_patches.forgets and len(prompts[0]) - cached > 1
-        whole = self._recomputes_at_switch(prompts, cache) or not cached or forgotten
+        whole = self.switch.recomputes(prompts, cache) or not cached or forgotten
         try:
             if whole:
                 cache.reset()
@@ -253,11 +255,8 @@ class EagerRunner:
             Logits of all nodes, `[B, S, V]`, S being the largest tree's size; in rows with a smaller tree the
             logits after its last node are undefined.
         """
-        if (
-            len(rows) == 1
-            and cache.lengths[0] == self.positions.longrope_switch
-            and self._recomputes_at_switch(rows, cache)
-        ):
+        at_switch = len(rows) == 1 and cache.lengths[0] == self.positions.longrope_switch
+        if at_switch and self.switch.recomputes(rows, cache):
             self._stopwatch.start(self.device)
             logits: torch.Tensor = self.prefill(rows, cache)[:, None]
             self._stopwatch.stop(logits.device)
@@ -283,11 +282,11 @@ class EagerRunner:
         """Whatever the model needs to be patched for a pass; most models nothing."""
         if not self._slot_patches and not self._core_patches:
             return nullcontext()
-        stack = ExitStack()
-        stack.enter_context(self._slot_patches.patched_for(inputs))
-        if self._core_patches:
-            self._begin(trees, cache, stack)
-        return stack
+        with ExitStack() as stack:  # undone if one of them fails
+            stack.enter_context(self._slot_patches.patched_for(inputs))
+            if self._core_patches:
+                self._begin(trees, cache, stack)
+            return stack.pop_all()
 
     def _begin(self, trees: Sequence[TokenTree], cache: TreeCache, stack: ExitStack) -> None:
         """Have recurrent layers take part in a pass; where it feeds roots alone, it is one of plain decoding."""
@@ -331,34 +330,6 @@ class EagerRunner:
         if "position_ids" in self._accepts:
             arguments["position_ids"] = inputs.positions if offsets is None else inputs.positions + offsets
         return arguments
-
-    def _recomputes_at_switch(self, rows: Sequence[Sequence[int]], cache: TreeCache) -> bool:
-        """Whether plain decoding of this model drops the cache here and computes the text with new frequencies."""
-        if self.positions.longrope_switch is None or not cache.get_seq_length():
-            return False
-        return self._prepared(torch.tensor(rows, device=self.device), cache).get("past_key_values") is None
-
-    def drops_cache_wrongly(self) -> bool:
-        """Whether plain decoding drops the cache at the switch and feeds the last token only, as if it were the text.
-
-        Transformers up to 5.19 does that with Phi3; later versions feed the whole text again.
-        """
-        if self.positions.longrope_switch is None:
-            return False
-        ids = torch.zeros(1, self.positions.longrope_switch + 1, dtype=torch.long, device=self.device)
-        prepared = self._prepared(ids, TreeCache.of_length(self.positions.longrope_switch))
-        return prepared.get("past_key_values") is None and prepared["input_ids"].shape != ids.shape
-
-    def _prepared(self, ids: torch.Tensor, cache: TreeCache) -> dict[str, Any]:
-        prepared: dict[str, Any] = self.model.prepare_inputs_for_generation(
-            ids,
-            next_sequence_length=1,
-            past_key_values=cache,
-            attention_mask=torch.ones_like(ids),
-            position_ids=torch.arange(ids.shape[1], device=ids.device).expand_as(ids),
-            use_cache=True,
-        )
-        return prepared
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -175,16 +174,7 @@ class Engine:
                 extras=extras,
                 plan=known,
             )
-            make = functools.partial(
-                Handle,
-                stats=Stats() if stats is None else stats,
-                seed=request.seed,
-                on_step=on_step,
-                prompt_tokens=request.prompt_tokens,
-                text=request.text,
-                wakeups=self._scheduler.wakeups,
-            )
-            return self._scheduler.take(request, place, make)
+            return self._scheduler.take(request, place, Stats() if stats is None else stats, on_step)
 
     def reserve(self) -> Place:
         """Take a place in the queue before a request is prepared, so that one for which there is none costs nothing.

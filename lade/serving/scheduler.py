@@ -19,6 +19,7 @@ from lade.serving.request import Request
 from lade.serving.snapshot import Snapshot
 from lade.serving.waiting_line import WaitingLine
 from lade.serving.wakeups import Wakeups
+from lade.stats import Stats, Step
 
 
 class Scheduler:
@@ -101,10 +102,20 @@ class Scheduler:
         if place.released:
             raise CancelledError("its place was released")
 
-    def take(self, request: Request, place: Place, make: Callable[[Callable[[Handle], bool]], Handle]) -> Handle:
-        """Let a request wait; `make` gets what cancels a handle, and returns the handle."""
+    def take(
+        self, request: Request, place: Place, stats: Stats, on_step: Callable[[Step], None] | None = None
+    ) -> Handle:
+        """Let a request wait; the rest is for its handle."""
         self._capacity.check(request.need)
-        handle = make(self.cancel)
+        handle = Handle(
+            self.cancel,
+            stats=stats,
+            seed=request.seed,
+            on_step=on_step,
+            prompt_tokens=request.prompt_tokens,
+            text=request.text,
+            wakeups=self.wakeups,
+        )
         with self._changed:
             self._check_open()
             self.check_place(place)

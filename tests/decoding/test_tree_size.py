@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import accumulate, groupby, pairwise
 
 import pytest
+from growing import grown
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -217,17 +218,6 @@ def test_stages_ascend_from_the_usual_size_and_ask_ever_more_of_a_node(increment
     sizes, least = map(list, zip(*controller.thresholds(), strict=True))
     assert sizes == sorted(sizes) and sizes[0] >= 1 and sizes[-1] <= LARGEST
     assert least[0] == 0.0 and least == sorted(least)
-
-
-def grown(scores: Sequence[float], stages: Sequence[tuple[int, float]]) -> list[float]:
-    """What is added along the stages, when nodes come in the order of their scores."""
-    size = 1
-    for most, least in stages:
-        while size < min(most, len(scores)) and scores[size] > least:
-            size += 1
-        if size < most:
-            break
-    return list(scores[:size])
 
 
 @given(rising, steps, falling_scores)

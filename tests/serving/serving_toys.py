@@ -22,6 +22,18 @@ VOCABULARY, PAD = 48, 0
 PAPER = LookaheadConfig(5, 4, 5)
 METHODS = (None, "auto", PAPER, LookaheadConfig(0, 3, 4), LookaheadConfig(4, 2, 0), LookaheadConfig(budget=12))
 ENOUGH = 10**6
+SOON = 30.0
+
+
+class Gate:
+    """An `on_step` that lets the engine go on when told to."""
+
+    def __init__(self):
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, step):
+        self.reached.set()
+        assert self.opened.wait(SOON)
 
 
 def engine_threads():
@@ -30,7 +42,7 @@ def engine_threads():
 
 def at_rest(engine):
     """A snapshot when all is done: a handle has ended a moment before."""
-    end = time.monotonic() + 30.0
+    end = time.monotonic() + SOON
     while engine.snapshot().rows and time.monotonic() < end:
         time.sleep(0.001)
     return engine.snapshot()

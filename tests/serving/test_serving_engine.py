@@ -13,7 +13,19 @@ import pytest
 import torch
 from families import SWITCH, family, longrope
 from peft import LoraConfig, get_peft_model
-from serving_toys import METHODS, PAD, VOCABULARY, FailsAt, alone, engine_threads, new_tokens, oddly, random_ids
+from serving_toys import (
+    METHODS,
+    PAD,
+    SOON,
+    VOCABULARY,
+    FailsAt,
+    Gate,
+    alone,
+    engine_threads,
+    new_tokens,
+    oddly,
+    random_ids,
+)
 
 import lade
 from lade import (
@@ -32,18 +44,6 @@ from lade.serving.scheduler import Scheduler
 from lade.testing import toy_model
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)
-SOON = 30.0
-
-
-class Gate:
-    """An `on_step` that lets the engine go on when told to."""
-
-    def __init__(self):
-        self.reached, self.opened = threading.Event(), threading.Event()
-
-    def __call__(self, step):
-        self.reached.set()
-        assert self.opened.wait(SOON)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from collections import Counter
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
-from serving_toys import PAD, VOCABULARY, FailsAt, alone, at_rest, new_tokens, random_ids
+from serving_toys import PAD, SOON, VOCABULARY, FailsAt, Gate, alone, at_rest, new_tokens, random_ids
 
 from lade import ConfigError, Engine, EngineClosedError, EngineFullError, UnsupportedArgumentError, supports
 from lade.hf import refusals
@@ -14,18 +14,6 @@ from lade.serving.scheduler import Scheduler
 from lade.testing import toy_model
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)
-SOON = 30.0
-
-
-class Gate:
-    """An `on_step` that lets the engine go on when told to."""
-
-    def __init__(self):
-        self.reached, self.opened = threading.Event(), threading.Event()
-
-    def __call__(self, step):
-        self.reached.set()
-        assert self.opened.wait(SOON)
 
 
 @pytest.fixture

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+
+from growing import grown
 
 from lade.decoding.drafting.controller import Controller
 from lade.tuning.step_cost import KNOTS, StepCost
@@ -148,14 +150,3 @@ def controlled_seconds(machine: Machine, text: Text, controller: Controller, sta
         controller.observe(size, emitted, forward_s + own_s, forward_s)
         place, seconds = place + emitted, seconds + forward_s + own_s
     return seconds
-
-
-def grown(scores: Sequence[float], stages: Sequence[tuple[int, float]]) -> list[float]:
-    """What is added along the stages, when nodes come in the order of their scores."""
-    size = 1
-    for most, least in stages:
-        while size < min(most, len(scores)) and scores[size] > least:
-            size += 1
-        if size < most:
-            break
-    return list(scores[:size])

@@ -5,6 +5,7 @@ from simulated_clock import Machine, Text, controlled_seconds, curve, fixed_seco
 
 from lade.decoding.drafting.controller import Controller
 from lade.decoding.drafting.habits import Habits
+from lade.testing import nearly_flat_cost
 
 FLAT = curve((1, 1.0), (8, 1.15), (16, 1.4), (32, 2.0), (64, 3.4))
 STEEP = curve((1, 1.0), (2, 2.0), (4, 2.3), (8, 2.6), (16, 4.0), (32, 7.0))
@@ -86,3 +87,13 @@ def test_with_habits_trying_anew_costs_nothing(text):
     assert sum(taken[5:]) < 1.02 * plain_seconds(machine, starts[5], TOKENS)
     good = controlled_seconds(machine, TEXTS["good"], Controller(cost, habits), CHANGE, TOKENS)
     assert good < 0.8 * plain_seconds(machine, CHANGE, TOKENS)
+
+
+def test_a_step_that_compiled_something_is_not_held_against_guesses():
+    """The first step on a machine takes seconds of the library's own; texts to come begin with what it taught."""
+    habits, cost, scores = Habits(), nearly_flat_cost(), [1.0, 0.9, 0.8, 0.7, 0.6, 0.5]
+    controller = Controller(cost, habits)
+    size = controller.choose(scores)
+    controller.observe(size, 3.0, 8.0 + cost.table[size], cost.table[size])
+    assert size > 1 and controller.choose(scores) == size
+    assert Controller(nearly_flat_cost(), habits).choose(scores) > 1

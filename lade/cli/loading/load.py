@@ -100,16 +100,7 @@ def load(
         checkpoint.check(model, source.shown, source.name)
         if loading.adapter is not None:
             _adapt(model, loading, source)
-    if loading.weights is not None and not is_packed:
-        term.working("packing the weights")
-        packing.pack(model, weights=loading.weights)
-    elif pack or (pack is None and loading.model is not None and model.device.type == "cpu"):
-        _pack(model, term, wanted=bool(pack))
-    if loading.model is None:
-        torch.set_num_threads(1)  # so small a model gains nothing from two, which on a busy machine wait for each other
-    if invariant:  # for the number of threads that it is to have
-        term.working("trying whether it rounds alike in every pass")
-        make_invariant.invariant(model)
+    _set_up(model, loading, term, pack=pack, is_packed=is_packed, invariant=invariant)
     fields = ("do_sample", *SAMPLING_FIELDS, *BEAM_FIELDS)
     checkpoint_defaults = {name: getattr(model.generation_config, name, None) for name in fields}
     model.generation_config = _greedy(model.generation_config)
@@ -140,6 +131,22 @@ def _pack(model: Any, term: Terminal, *, wanted: bool) -> None:
             raise
         if term.debug:
             term.say(f"not packed: {problem}", "dim")
+
+
+def _set_up(
+    model: Any, loading: Loading, term: Terminal, *, pack: bool | None, is_packed: bool, invariant: bool
+) -> None:
+    """What is done to a model in place: packing, threads, rounding."""
+    if loading.weights is not None and not is_packed:
+        term.working("packing the weights")
+        packing.pack(model, weights=loading.weights)
+    elif pack or (pack is None and loading.model is not None and model.device.type == "cpu"):
+        _pack(model, term, wanted=bool(pack))
+    if loading.model is None:
+        torch.set_num_threads(1)  # so small a model gains nothing from two, which on a busy machine wait for each other
+    if invariant:  # for the number of threads that it is to have
+        term.working("trying whether it rounds alike in every pass")
+        make_invariant.invariant(model)
 
 
 def _load_tokenizer(source: Source, loading: Loading) -> Any:

@@ -31,6 +31,10 @@ _GAIN_OF_NEWS = 0.3
 _SPREAD, _LEAP = 2, 8  # a tree has at most _SPREAD times the usual size, and _LEAP nodes more
 _STEPS = 24  # that averages are over
 _LEAST_NODES = 6  # the library's time of a step is that of the nodes fed and of this many more
+_MOST_OWN, _LEAST_OWN_S = (
+    6.0,
+    0.001,
+)  # times what is usual, or of so much: beyond it something was compiled, or collected
 
 # Rests from looking for guesses, where nothing comes of it.
 _PATIENCE = 3  # steps
@@ -136,7 +140,8 @@ class Controller:
     def observe(self, fed: int, emitted: float, seconds: float, forward_s: float) -> None:
         """See `Budget`."""
         habits, table = self._habits, self._cost.table
-        expected, own_s = table[min(fed, len(table) - 1)], seconds - forward_s
+        expected, usual_s = table[min(fed, len(table) - 1)], habits.node_s * (fed + _LEAST_NODES)
+        own_s = min(seconds - forward_s, _MOST_OWN * max(usual_s, _LEAST_OWN_S))
         if not (self._skip or self._checks):
             habits.node_s += (own_s / (fed + _LEAST_NODES) - habits.node_s) / _STEPS
         self._tokens += emitted - self._tokens / _STEPS

@@ -98,32 +98,28 @@ class Followed(ABC):
         if self._length > len(context) or (self._length and context[self._length - 1] != self._last):
             self._places, self._aftermath = self._found(context), 0  # another text than was expected
         elif new := context[self._length :]:
-            for place in self._places:
-                self._learn(place, new)
-            self._places = self._after(new, context)
+            agreed = [self._learned(place, new) for place in self._places]
+            self._places = self._after(new, context, agreed)
         self._length, self._last = len(context), context[-1]
         return [guess for place in self._places for guess in self._guesses_from(place)]
 
-    def _learn(self, place: Place, new: Sequence[int]) -> None:
-        """Take in how far `new` tokens were those that a place had made expect."""
-        agreed = self._agreeing(place, new)
+    def _learned(self, place: Place, new: Sequence[int]) -> int:
+        """Take in how many of the `new` tokens, from the first one on, were those that a place had made expect."""
+        pairs = zip(new, self._text[place.start : place.start + len(new)], strict=False)
+        agreed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         for number in range(agreed):
             self._agreement.learn(place.agreed + number, hit=True)
         if agreed < len(new) and place.start + agreed < len(self._text):
             self._agreement.learn(place.agreed + agreed, hit=False)
+        return agreed
 
-    def _agreeing(self, place: Place, new: Sequence[int]) -> int:
-        """How many of the `new` tokens, from the first one on, are those of the text at a place."""
-        pairs = zip(new, self._text[place.start : place.start + len(new)], strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-    def _after(self, new: Sequence[int], context: Sequence[int]) -> list[Place]:
-        """The places after `new` tokens at the end of `context`."""
+    def _after(self, new: Sequence[int], context: Sequence[int], agreed: Sequence[int]) -> list[Place]:
+        """The places after `new` tokens at the end of `context`, of which so many were those of each place."""
         self._exchanged += len(new)
         self._aftermath -= len(new)
         if self._places:
             place = self._places[0]
-            if self._agreeing(place, new) == len(new):
+            if agreed[0] == len(new):
                 return [Place(place.start + len(new), place.agreed + len(new))]
             if place.agreed:
                 self._exchanged, self._aftermath = place.start + len(new), _AFTERMATH
