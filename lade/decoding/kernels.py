@@ -39,6 +39,8 @@ LOGITS, TEXT, END = 0, len(ORDERS), len(LENGTHS)
 """Where either begins among the kinds of rows, and how many kinds there are."""
 LINES = (len(ORDERS) + 1) * (len(TEXT_ORDERS) + 1)
 """Number of sets of weights: one for each number of rows of either kind that may be found."""
+AT_PLACE, AT_TOKEN, NEAR = 0, 1, 2
+"""Kinds of notes: what was said at a place, and at a token there; and how many kinds there are."""
 LONGEST = max(LENGTHS)
 WIDTH = 6
 """Tokens kept of a row."""
@@ -55,7 +57,11 @@ TINY = 1e-9
 _NEGLIGIBLE = -4.6  # log-odds of about 1 %; of tokens below it only the chosen one is learned from
 _FAR = -12.0  # what is so far below the best score adds nothing to a sum
 _MIX, _SEED = np.uint64(0x9E3779B97F4A7C15), np.uint64(0x243F6A8885A308D3)
-_MOST = END * WIDTH
+_MOST = (END + NEAR) * WIDTH
+_NOTES = 2048  # slots; a later note takes the place of an earlier one
+
+# By the kinds that there are notes of, one bit each: the weight of each, and a bias. About what they become.
+_NEAR_WEIGHTS = ((0.0, 0.0, 0.0), (0.05, 0.0, 0.15), (0.0, 0.1, 0.3), (0.05, 0.1, 0.45))
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -75,13 +81,18 @@ class Work(NamedTuple):
         found: int32 `[N]`, how many rows of logits the memory has for it; -1 where it has not been looked up.
         heard: int32 `[N]`, how many rows of what followed in the text.
         rows: int32 `[N, END, WIDTH]`, these rows, each where its kind belongs.
-        offers: int32 `[N]`, how many different tokens they suggest.
-        tokens, odds: int32 and float64 `[N, END * WIDTH]`, the tokens and their log-odds; as many of the
+        near: int32 `[N]`, which kinds of notes there are, one bit each.
+        near_rows: int32 `[N, NEAR, WIDTH]`, these notes.
+        notes: int32 `[M, 2 + WIDTH]`, what was said at places of the text, whatever stood before: the place, the token
+            there or -1, the row.
+        near_weights: float64 `[2 ** NEAR, NEAR + 1]`, for each choice of kinds the weight of each, and a bias.
+        offers: int32 `[N]`, how many different tokens rows and notes suggest.
+        tokens, odds: int32 and float64 `[N, (END + NEAR) * WIDTH]`, the tokens and their log-odds; as many of the
             likeliest come first, in order, as have been asked for.
         keys: float64 `[2 N]`, of a heap: the score that the next child of a node has, or may have.
         nodes, ranks: int32 `[2 N]`, of the same heap: which node, and which of its children; -1 where the node has not
             been looked up.
-        used: int64 `[2]`, how many nodes there are, and how many entries of the heap.
+        used: int64 `[3]`, how many nodes there are, how many entries of the heap, and the place of the root.
     """
 
     ids: Ints
@@ -92,6 +103,10 @@ class Work(NamedTuple):
     found: Ints
     heard: Ints
     rows: Ints
+    near: Ints
+    near_rows: Ints
+    notes: Ints
+    near_weights: Doubles
     offers: Ints
     tokens: Ints
     odds: Doubles
@@ -103,8 +118,8 @@ class Work(NamedTuple):
     @classmethod
     def of(cls, room: int) -> Work:
         """Empty, with room for N nodes."""
-        ints = [np.empty(room, np.int32) for _ in range(6)]
-        ids, parents, depths, found, heard, offers = ints
+        ints = [np.empty(room, np.int32) for _ in range(7)]
+        ids, parents, depths, found, heard, near, offers = ints
         return cls(
             ids=ids,
             parents=parents,
@@ -114,13 +129,17 @@ class Work(NamedTuple):
             found=found,
             heard=heard,
             rows=np.empty((room, END, WIDTH), np.int32),
+            near=near,
+            near_rows=np.empty((room, NEAR, WIDTH), np.int32),
+            notes=np.full((_NOTES, 2 + WIDTH), -2, np.int32),
+            near_weights=np.array(_NEAR_WEIGHTS),
             offers=offers,
             tokens=np.empty((room, _MOST), np.int32),
             odds=np.empty((room, _MOST)),
             keys=np.empty(2 * room + 2),
             nodes=np.empty(2 * room + 2, np.int32),
             ranks=np.empty(2 * room + 2, np.int32),
-            used=np.zeros(2, np.int64),
+            used=np.zeros(3, np.int64),
         )
 
     def widened(self, room: int) -> Work:
@@ -409,42 +428,87 @@ def _line(found: Any, heard: Any) -> Any:
 
 
 @_inlined
-def _mix(rows: Any, found: Any, heard: Any, weights: Any, tokens: Any, odds: Any) -> Any:
-    """All tokens that some row suggests, with their log-odds; a row that lacks a token says `FLOOR`.
+def _note_at(notes: Any, place: Any, token: Any) -> Any:
+    """The slot of what is noted of a place, and of a token there or -1."""
+    state = _lengthened(_lengthened(_SEED, place), token)
+    return np.int64((state >> np.uint64(40)) % np.uint64(notes.shape[0]))
+
+
+@_inlined
+def _recall(notes: Any, place: Any, token: Any, rows: Any) -> Any:
+    """Copy what is noted of a place, and of a token there; returns which kinds there are."""
+    near = 0
+    for kind in range(NEAR):
+        of = token if kind == AT_TOKEN else -1
+        slot = _note_at(notes, place, of)
+        if notes[slot, 0] == place and notes[slot, 1] == of:
+            near |= 1 << kind
+            for entry in range(WIDTH):
+                rows[kind, entry] = notes[slot, 2 + entry]
+    return near
+
+
+@_inlined
+def _add_row(rows: Any, kind: Any, weight: Any, base: Any, tokens: Any, odds: Any, offers: Any) -> Any:
+    """Add what a row says to the log-odds of its tokens, which have `base` before; returns how many there are now."""
+    step = weight * SCALE
+    for place in range(WIDTH):
+        token = rows[kind, place] & TOKEN
+        if token == TOKEN:
+            continue
+        at = 0
+        while at < offers and tokens[at] != token:
+            at += 1
+        if at == offers:
+            tokens[at], odds[at] = token, base
+            offers += 1
+        odds[at] += step * (rows[kind, place] >> BITS)
+    return offers
+
+
+@_inlined
+def _mix(
+    rows: Any,
+    found: Any,
+    heard: Any,
+    weights: Any,
+    near_rows: Any,
+    near: Any,
+    near_weights: Any,
+    tokens: Any,
+    odds: Any,
+) -> Any:
+    """All tokens that some row or note suggests, with their log-odds; one that lacks a token says `FLOOR`.
 
     Few arrays are handed over, here and below: a call with the whole of `Work` takes longer than what it does.
     """
     line, offers = _line(found, heard), 0
-    base = weights[line, END]
+    base = weights[line, END] + near_weights[near, NEAR]
     for kind in range(END):
         if _has(found, heard, kind):
             base += FLOOR * weights[line, kind]
+    for kind in range(NEAR):
+        if near >> kind & 1:
+            base += FLOOR * near_weights[near, kind]
     for kind in range(END):
-        if not _has(found, heard, kind):
-            continue
-        step = weights[line, kind] * SCALE
-        for place in range(WIDTH):
-            token = rows[kind, place] & TOKEN
-            if token == TOKEN:
-                continue
-            at = 0
-            while at < offers and tokens[at] != token:
-                at += 1
-            if at == offers:
-                tokens[at], odds[at] = token, base
-                offers += 1
-            odds[at] += step * (rows[kind, place] >> BITS)
+        if _has(found, heard, kind):
+            offers = _add_row(rows, kind, weights[line, kind], base, tokens, odds, offers)
+    for kind in range(NEAR):
+        if near >> kind & 1:
+            offers = _add_row(near_rows, kind, near_weights[near, kind], base, tokens, odds, offers)
     return offers
 
 
 @_inlined
 def _expand(work: Any, node: Any, young: Any, old: Any, weights: Any) -> None:
-    """Ask the memory about a node, once."""
+    """Ask the memory, and the notes, about a node, once."""
     if work.found[node] < 0:
-        rows = work.rows[node]
+        rows, near_rows, near_weights = work.rows[node], work.near_rows[node], work.near_weights
         found, heard = _look_up(young, old, work.tails[node], rows)
-        work.found[node], work.heard[node] = found, heard
-        work.offers[node] = _mix(rows, found, heard, weights, work.tokens[node], work.odds[node])
+        near = _recall(work.notes, work.used[2] + work.depths[node], work.ids[node], near_rows)
+        work.found[node], work.heard[node], work.near[node] = found, heard, near
+        tokens, odds = work.tokens[node], work.odds[node]
+        work.offers[node] = _mix(rows, found, heard, weights, near_rows, near, near_weights, tokens, odds)
 
 
 @_inlined
@@ -493,6 +557,7 @@ def learn_weights(
         _expand(work, node, young, old, weights)
         found, heard = work.found[node], work.heard[node]
         line, gradient, rows = _line(found, heard), np.zeros(END + 1), work.rows[node]
+        near, near_gradient, near_rows = work.near[node], np.zeros(NEAR), work.near_rows[node]
         for at in range(work.offers[node]):
             token, log_odds = work.tokens[node, at], work.odds[node, at]
             if token != chosen[step] and log_odds < _NEGLIGIBLE:
@@ -501,9 +566,16 @@ def learn_weights(
             for kind in range(END):
                 if _has(found, heard, kind):
                     gradient[kind] += error * (FLOOR + SCALE * _value(rows, kind, token))
+            for kind in range(NEAR):
+                if near >> kind & 1:
+                    near_gradient[kind] += error * (FLOOR + SCALE * _value(near_rows, kind, token))
             gradient[END] += error
         for kind in range(END + 1):
             weights[line, kind] += rate * gradient[kind]
+        if near:
+            for kind in range(NEAR):
+                work.near_weights[near, kind] += rate * near_gradient[kind]
+            work.near_weights[near, NEAR] += rate * gradient[END]
 
 
 # ------------------------------------------------------------------------------------------------------------- growth
@@ -559,14 +631,38 @@ def _is_among(tokens: Any, token: Any) -> bool:
     return False
 
 
-@_compiled(_WORK, _LONGS, _DOUBLE)
-def plant(work: Work, tail: npt.NDArray[np.int64], promise: float) -> None:
-    """Begin a new tree, with a root at the end of these tokens, the last of which is its own."""
+@_compiled(_WORK, _TABLE)
+def note(work: Work, entries: Ints) -> None:
+    """Note what was said at the nodes of a tree, by their places; rows that come to one place are averaged.
+
+    Args:
+        work: with these nodes.
+        entries: `[S, WIDTH]`, of the logits at each.
+    """
+    best = np.empty(WIDTH, np.int32)
+    for node in range(entries.shape[0] - 1, -1, -1):  # what comes last counts most: the likelier node
+        place = work.used[2] + work.depths[node]
+        for kind in range(NEAR):
+            token = work.ids[node] if kind == AT_TOKEN else -1
+            slot = _note_at(work.notes, place, token)
+            if work.notes[slot, 0] == place and work.notes[slot, 1] == token:
+                _average(best, work.notes, slot, entries, node)
+                for entry in range(WIDTH):
+                    work.notes[slot, 2 + entry] = best[entry]
+            else:
+                work.notes[slot, 0], work.notes[slot, 1] = place, token
+                for entry in range(WIDTH):
+                    work.notes[slot, 2 + entry] = entries[node, entry]
+
+
+@_compiled(_WORK, _INT, _LONGS, _DOUBLE)
+def plant(work: Work, root: int, tail: npt.NDArray[np.int64], promise: float) -> None:
+    """Begin a new tree, whose root is token number `root` of the text, the last one of `tail`."""
     work.ids[0], work.parents[0], work.depths[0] = tail[tail.shape[0] - 1], -1, 0
     work.scores[0], work.found[0] = 1.0, -1
     for place in range(LONGEST):
         work.tails[0, place] = tail[tail.shape[0] - 1 - place] if place < tail.shape[0] else -1
-    work.used[0], work.used[1] = 1, 0
+    work.used[0], work.used[1], work.used[2] = 1, 0, root
     _push(work.keys, work.nodes, work.ranks, work.used, promise, 0, -1)
 
 

@@ -43,6 +43,7 @@ def key_of(model: PreTrainedModel, runner: EagerRunner, batch: int = 1) -> dict[
         "attention": config._attn_implementation,
         "runner": type(runner).__name__,
         "batch": batch_bucket(batch),
+        **({"processes": runner.processes} if runner.processes > 1 else {}),
         "lade": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,

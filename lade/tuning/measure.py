@@ -90,14 +90,7 @@ class StepTimer:
         """Run some tokens and multiply their keys and values: `cached` of them, and room for the largest pass."""
         cache, prefix = self._runner.tree_cache(), self._text[:_PREFIX_TOKENS]
         self._runner.eager().prefill([prefix] * self._batch, cache)
-        missing = self.cached + self.largest - len(prefix)
-        for layer in cache.attending:
-            used = [buffer[:, :, : len(prefix)] for buffer in layer.buffers.values()]
-            repeats = -(-missing // len(prefix))
-            keys, values, *indexer = (states.repeat(1, 1, repeats, 1)[:, :, :missing] for states in used)
-            layer.update(keys, values)
-            for states in indexer:
-                layer.update_indexer(states[:, 0])
+        cache.repeat(self.cached + self.largest - len(prefix))
         cache.keep([[]] * self._batch, fed=self.largest)
         return cache
 

@@ -89,6 +89,13 @@ def test_with_habits_trying_anew_costs_nothing(text):
     assert good < 0.8 * plain_seconds(machine, CHANGE, TOKENS)
 
 
+def test_what_was_measured_wrongly_is_noticed_in_short_texts_too():
+    machine, guesses, habits = MACHINES["measured steep, flat"], TEXTS["fair"], Habits()
+    cost, starts = machine.cost(), range(0, 2 * TOKENS, 60)
+    taken = [controlled_seconds(machine, guesses, Controller(cost, habits), start, start + 60) for start in starts]
+    assert sum(taken[15:]) < 0.85 * plain_seconds(machine, starts[15], 2 * TOKENS)
+
+
 def test_a_step_that_compiled_something_is_not_held_against_guesses():
     """The first step on a machine takes seconds of the library's own; texts to come begin with what it taught."""
     habits, cost, scores = Habits(), nearly_flat_cost(), [1.0, 0.9, 0.8, 0.7, 0.6, 0.5]

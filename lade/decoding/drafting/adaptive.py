@@ -14,6 +14,7 @@ import numpy as np
 
 from lade.decoding import kernels
 from lade.decoding.drafting.best_first import TreeGrower
+from lade.decoding.drafting.constraint import LEAD, LONGEST_LEAD, Constraint, cut, fitting
 from lade.decoding.drafting.drafter import Candidates, Draft, Drafter, Guess, Source
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.ranking import Ranking, ranked
@@ -44,6 +45,8 @@ class AdaptiveDrafter(Drafter):
         vocabulary: ids below it can be fed; a memory may know others, of another model.
         read_prompts: whether to learn from the logits of the prompt.
         sources: guesses beside those of the memory.
+        constraint: what must follow, and what cannot: the tree begins with the one, and has nothing of the other, nor
+            a window.
         seed: seeds the choice of the window's first tokens.
     """
 
@@ -56,13 +59,14 @@ class AdaptiveDrafter(Drafter):
         vocabulary: int | None = None,
         read_prompts: bool = True,
         sources: Sequence[Source] = (),
+        constraint: Constraint | None = None,
         seed: int = 0,
     ) -> None:
         self.memory, self.budget = memory, budget
         self.wants_prompt_entries = read_prompts
         self.window: Window | None = None
         self._grower = TreeGrower(excluded, vocabulary)
-        self._sources, self._excluded = sources, frozenset(excluded)
+        self._sources, self._excluded, self._constraint = sources, frozenset(excluded), constraint
         self._rng = random.Random(seed)
 
     def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:
@@ -82,18 +86,51 @@ class AdaptiveDrafter(Drafter):
 
     def candidates(self, context: Sequence[int], max_depth: int | None) -> Candidates:
         """See `Drafter`."""
-        guesses = [guess for source in self._sources for guess in source.guesses(context)]
-        if self.budget.skip_drafting() and not guesses:
+        lead = self._lead(context, max_depth)
+        guesses = self._guesses(context, lead)
+        if self.budget.skip_drafting() and not guesses and not lead:
             return Candidates((), lambda: Draft(TokenTree(context[-1], max_depth)))
-        self._grower.begin(context)
+        self._grower.begin(context, lead)
         scores = self._grower.grow(self.memory, self.budget.thresholds(), max_depth)
+        if self._constraint is not None:
+            scores = self._fitting(scores)
         ranking = None
         if scored := [guess for guess in guesses if guess.scores]:
             paths = self._grower.paths(len(scores))
             ranking = ranked(scores, paths, scored, most=self.budget.most, max_depth=max_depth)
             scores = ranking.scores
         others = [guess for guess in guesses if not guess.scores]
-        return Candidates(scores, partial(self._assembled, context, max_depth, scores, ranking, others))
+        return Candidates(scores, partial(self._assembled, context, max_depth, scores, ranking, others, len(lead)))
+
+    def _lead(self, context: Sequence[int], max_depth: int | None) -> Sequence[int]:
+        """What must follow, as far as it may be fed."""
+        if self._constraint is None:
+            return ()
+        most = min(LONGEST_LEAD, self.budget.most - 1)
+        return self._constraint.lead(context)[: most if max_depth is None else min(most, max_depth)]
+
+    def _guesses(self, context: Sequence[int], lead: Sequence[int]) -> list[Guess]:
+        """Of all sources, with what is known to follow before each of them."""
+        if not lead:
+            guesses = [guess for source in self._sources for guess in source.guesses(context)]
+        else:
+            ahead, ones = [*context, *lead], [1.0] * len(lead)
+            guesses = [
+                guess._replace(tokens=[*lead, *guess.tokens], scores=[*ones, *guess.scores] if guess.scores else ())
+                for source in self._sources
+                for guess in source.guesses(ahead)
+            ]
+        if self._constraint is None:
+            return guesses
+        return [guess for guess in (cut(self._constraint, guess) for guess in guesses) if len(guess.tokens) > len(lead)]
+
+    def _fitting(self, scores: Sequence[float]) -> list[float]:
+        """Drop the nodes that cannot follow; the scores of the others."""
+        assert self._constraint is not None
+        nodes = fitting(self._constraint, self._grower.paths(len(scores)))
+        if len(nodes) < len(scores):
+            self._grower.keep(nodes)
+        return [scores[node] for node in nodes]
 
     def _assembled(
         self,
@@ -102,6 +139,7 @@ class AdaptiveDrafter(Drafter):
         scores: Sequence[float],
         ranking: Ranking | None,
         others: Sequence[Guess],
+        lead: int,
     ) -> Draft:
         """The best candidates; guesses of unknown worth and the window take what is left."""
         tree, size = TokenTree(context[-1], max_depth), self.budget.choose(scores)
@@ -109,12 +147,14 @@ class AdaptiveDrafter(Drafter):
         self._grower.hang(tree, grown)
         if ranking is not None:
             ranking.hang(tree, size)
+        leading = min(lead, grown - 1)  # the likeliest nodes come first
+        tree.sources[1 : 1 + leading] = [LEAD] * leading
         most = self.budget.fill_to(len(tree))
         for guess in others:
             tree.add_path(guess.tokens[: most - len(tree)], guess.source)
         last_row_nodes: Sequence[int | None] = ()
         columns = (most - len(tree)) // (NGRAM - 1)
-        if self.window is not None and columns >= LEAST_COLUMNS:
+        if self.window is not None and columns >= LEAST_COLUMNS and self._constraint is None:
             last_row_nodes = self.window.plant(tree, columns)
         self._grower.follow(tree, grown)
         return Draft(tree, wants_entries=True, last_row_nodes=last_row_nodes)

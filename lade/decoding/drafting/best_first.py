@@ -1,10 +1,17 @@
-"""Trees grown best first from a memory. A node's score is the product of the probabilities along its path."""
+"""Trees grown best first from a memory. A node's score is the product of the probabilities along its path.
+
+Beside the memory's rows there are notes, for one text: what the model said at the places ahead, at rejected nodes too,
+is a guess for the same place again, whatever comes to stand before it. That is the idea of Jacobi decoding (arXiv
+2305.10427), with whole rows in place of single tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lade.decoding import kernels
 from lade.decoding.drafting.memory import ContextMemory
@@ -21,7 +28,7 @@ _NO_LIMIT = 2**31 - 1
 
 
 class TreeGrower:
-    """Grows one tree after the other; knows at each node what the memory has for its context.
+    """Grows one tree after the other, behind one text; knows at each node what the memory has for its context.
 
     Args:
         excluded: ids that are not to be drafted.
@@ -33,9 +40,15 @@ class TreeGrower:
         self._vocabulary = _NO_LIMIT if vocabulary is None else vocabulary
         self._work = kernels.Work.of(_ROOM)
 
-    def begin(self, tokens: Sequence[int]) -> None:
-        """A new tree, whose root is the last of `tokens`."""
-        kernels.plant(self._work, np.array(tokens[-LONGEST:], dtype=np.int64), OPTIMISM)
+    def begin(self, tokens: Sequence[int], lead: Sequence[int] = ()) -> None:
+        """A new tree, whose root is the last of `tokens`; behind it a chain of tokens that are known to follow."""
+        self._reserve(1 + len(lead))
+        work = self._work
+        kernels.plant(work, len(tokens) - 1, np.array(tokens[-LONGEST:], dtype=np.int64), OPTIMISM)
+        if lead:
+            kernels.follow(work, 1, np.array(lead, dtype=np.int64), np.arange(len(lead)))
+            work.scores[: 1 + len(lead)] = 1.0
+            work.nodes[0] = len(lead)  # the tree grows from its end
 
     def grow(
         self, memory: ContextMemory, thresholds: Sequence[tuple[int, float]], max_depth: int | None = None
@@ -72,6 +85,15 @@ class TreeGrower:
             paths.append((*paths[parent], token))
         return paths
 
+    def keep(self, nodes: Sequence[int]) -> None:
+        """Drop all nodes of a tree that has grown but these, ascending; no parent of one is dropped."""
+        work, count = self._work, len(nodes)
+        parents = np.searchsorted(nodes, work.parents[nodes[1:]])
+        columns: list[npt.NDArray[Any]] = [work.ids, work.depths, work.scores, work.tails, work.found, work.heard]
+        for column in (*columns, work.rows, work.offers, work.tokens, work.odds):
+            column[:count] = column[nodes]
+        work.parents[1:count], work.used[0] = parents, count
+
     def hang(self, tree: TokenTree, count: int) -> None:
         """Hang the first `count` nodes under the root of a tree that has no other node."""
         work = self._work
@@ -97,6 +119,7 @@ class TreeGrower:
         """
         nodes, tokens = np.array(path, dtype=np.int64), np.array(chosen, dtype=np.int64)
         kernels.learn_weights(self._work, *memory.tables, memory.weights, nodes, tokens, RATE)
+        kernels.note(self._work, entries)
         memory.learn(self._work.tails[: len(entries)], entries)
         memory.learn_text(self._work.tails[nodes], tokens)
 

@@ -66,7 +66,7 @@ class Controller:
         self._idle = min(self._habits.idle, _PATIENCE + _KEPT_IDLE)  # times in a row that plain decoding was chosen
         self._skip = 0  # steps to go
         self._checks = 0  # plain steps in a row that were taken to see what they cost
-        self._since_plain = self._since_guesses = 0  # steps
+        self._since_plain = 0  # steps
         self._promised = 0.0  # tokens that the guesses being fed are expected to bring
 
     @property
@@ -101,7 +101,7 @@ class Controller:
         usual = min(int(habits.usual), len(scores))
         if usual > best and worth[usual - 1] > worth[best - 1] - TUITION:
             best = usual
-        elif best == 1 and self._since_guesses >= _TRIAL_AFTER:
+        elif best == 1 and habits.since_guesses >= _TRIAL_AFTER:
             best = min(_TRIAL_SIZE, len(scores))
         self._promised = sum(scores[1:best])
         return best
@@ -158,7 +158,8 @@ class Controller:
         self._habits.plain.add(ratio)
         again = abs(ratio - 1.0) > _SURPRISE and self._checks < _MOST_CHECKS
         self._checks = self._checks + 1 if self._checks and again else 0
-        self._since_plain, self._since_guesses = 0, self._since_guesses + 1
+        self._since_plain = 0
+        self._habits.since_guesses += 1
 
     def _observe_guesses(self, ratio: float, brought: float) -> None:
         """A pass over guesses took so many times what was expected, and brought so many tokens."""
@@ -166,4 +167,4 @@ class Controller:
         self._habits.learn_yield(self._promised, brought)
         self._since_plain += 1
         if ratio > 1.0 - _SURPRISE:  # else the next trial comes at once
-            self._since_guesses = 0
+            self._habits.since_guesses = 0

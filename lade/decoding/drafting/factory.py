@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
+from lade.decoding.drafting.constraint import Constraint
 from lade.decoding.drafting.controller import Controller
 from lade.decoding.drafting.drafter import Drafter, Source
 from lade.decoding.drafting.habits import Habits
@@ -23,6 +24,7 @@ def drafter_for(
     budget: Budget | None = None,
     habits: Habits | None = None,
     sources: Sequence[Source] = (),
+    constraint: Constraint | None = None,
 ) -> Drafter:
     """A drafter for one row.
 
@@ -34,12 +36,13 @@ def drafter_for(
         budget: shared with other rows; None for one of its own.
         habits: of a budget of its own, learned from earlier texts; None for none.
         sources: guesses beside the method's own.
+        constraint: what must follow, and what cannot.
 
     Raises:
         ValueError: the adaptive method has neither a budget nor a cost to choose one by.
     """
     if not config.adaptive:
-        return LookaheadDrafter(config, excluded, sources)
+        return LookaheadDrafter(config, excluded, sources, constraint)
     memory = ContextMemory() if config.memory is None else config.memory
     assert isinstance(memory, ContextMemory)  # there is no other kind
     if budget is None and config.budget is not None:
@@ -55,5 +58,6 @@ def drafter_for(
         vocabulary=vocabulary,
         read_prompts=config.prompt_ngrams,
         sources=sources,
+        constraint=constraint,
         seed=config.seed,
     )

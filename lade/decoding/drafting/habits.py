@@ -50,6 +50,8 @@ class Habits:
         gain: tokens that a step yields beyond the first.
         node_s: seconds of the library's own time, per node.
         idle: steps in a row in which nothing was worth feeding.
+        since_guesses: steps since guesses were fed, in all texts: those of short ones must add up, or what was measured
+            wrongly would stay unnoticed for good.
         promised: tokens that guesses were expected to bring in steps of late.
         brought: what they brought.
         guessing: time of passes over guesses.
@@ -60,6 +62,7 @@ class Habits:
     gain: float = 0.3
     node_s: float = 0.0
     idle: int = 0
+    since_guesses: int = 0
     promised: float = _TOKENS / 4
     brought: float = _TOKENS / 4
     guessing: Toll = field(default_factory=Toll)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain, islice
 
 from lade.config import LookaheadConfig
+from lade.decoding.drafting.constraint import LEAD, Constraint
 from lade.decoding.drafting.drafter import Draft, Drafter, Source
 from lade.decoding.drafting.ngram_pool import NGramPool
 from lade.decoding.drafting.window import Window
@@ -22,10 +23,18 @@ class LookaheadDrafter(Drafter):
         config: the sizes W, N and G.
         excluded: ids that no n-gram may contain (end of sequence, padding).
         sources: guesses that come before those of the pool; all together are G of up to N - 1 tokens.
+        constraint: what must follow comes before all of them, and what cannot is left out.
     """
 
-    def __init__(self, config: LookaheadConfig, excluded: Collection[int] = (), sources: Sequence[Source] = ()) -> None:
+    def __init__(
+        self,
+        config: LookaheadConfig,
+        excluded: Collection[int] = (),
+        sources: Sequence[Source] = (),
+        constraint: Constraint | None = None,
+    ) -> None:
         self.config, self._sources, self._excluded = config, sources, frozenset(excluded)
+        self._constraint = constraint
         self.pool = NGramPool(config.ngram, config.guesses, excluded)
         self.window: Window | None = None
 
@@ -42,11 +51,23 @@ class LookaheadDrafter(Drafter):
         """Window and guesses, merged under the current token."""
         tree = TokenTree(context[-1], max_depth)
         last_row_nodes = self.window.plant(tree) if self.window else []
+        for tokens, name in islice(self._proposed(context), self.config.guesses):
+            tree.add_path(tokens, name)
+        return Draft(tree, last_row_nodes=last_row_nodes)
+
+    def _proposed(self, context: Sequence[int]) -> Iterator[tuple[Sequence[int], str]]:
+        """Guesses of up to N - 1 tokens, each with the name of its source, the best first."""
         guesses = chain.from_iterable(source.guesses(context) for source in self._sources)
         proposed = chain(((guess.tokens, guess.source) for guess in guesses), self.pool.lookup(context[-1]))
-        for tokens, name in islice(proposed, self.config.guesses):
-            tree.add_path(tokens[: self.config.ngram - 1], name)
-        return Draft(tree, last_row_nodes=last_row_nodes)
+        most, constraint = self.config.ngram - 1, self._constraint
+        if constraint is None:
+            yield from ((tokens[:most], name) for tokens, name in proposed)
+            return
+        if lead := constraint.lead(context):
+            yield lead[:most], LEAD
+        for tokens, name in proposed:
+            if fits := constraint.fits(tokens[:most]):
+                yield tokens[:fits], name
 
     def learn(self, context: Sequence[int], draft: Draft, readout: Readout, verdict: Verdict) -> None:
         """The window advances; its n-grams, the model's choices at all nodes and the accepted text enter the pool."""

@@ -1,0 +1,69 @@
+"""Whether to pack a model's weights: what passes take is measured both ways, and the faster way stays.
+
+The curves are those that drafting goes by, and are kept in the same file: on the next start nothing is measured.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from lade.errors import UnsupportedModelError
+from lade.model.packing import pack as packing
+from lade.model.select_runner import runner_for
+from lade.model.support.supports import supports
+from lade.tuning.cost_cache import step_cost_for
+from lade.tuning.step_cost import StepCost
+
+FEW = 8
+"""Tokens of a step with some guesses."""
+TOLERANCE = 1.02
+"""A pass may take so many times as long as before: curves are no more exact than that."""
+
+
+def pack_if_it_pays(model: PreTrainedModel, *, folder: Path | None = None) -> str | None:
+    """Pack a model if passes over a few tokens get faster by it, and those over one token no slower.
+
+    So no text is decoded more slowly than without, guessed or not.
+
+    Args:
+        model: unpacked, on the CPU; packed afterwards, or as it was.
+        folder: of saved curves; None for the user's cache folder.
+
+    Returns:
+        Why it was not packed; None if it was.
+    """
+    try:
+        if not packing.packable(model):
+            return "its layers are small"
+    except UnsupportedModelError as problem:
+        return str(problem)
+    before = _cost_of(model, folder)
+    if before is None:
+        return "what its steps take cannot be measured beforehand"
+    packing.pack(model)
+    after = _cost_of(model, folder)
+    assert after is not None  # as before
+    if pays(before, after):
+        return None
+    packing.unpack(model)
+    return "its steps would be slower: " + ", ".join(
+        f"{size} tokens {1e3 * before.seconds(size):.1f} ms, packed {1e3 * after.seconds(size):.1f}"
+        for size in (1, FEW)
+    )
+
+
+def pays(before: StepCost, after: StepCost) -> bool:
+    """Whether packing has paid, given what passes took before and take after it."""
+    if after.seconds(1) > TOLERANCE * before.seconds(1):
+        return False
+    return after.seconds(1) + after.seconds(FEW) < before.seconds(1) + before.seconds(FEW)
+
+
+def _cost_of(model: PreTrainedModel, folder: Path | None) -> StepCost | None:
+    """What passes of a model take as it is; None where there is no runner without a prompt, or none at all."""
+    support = supports(model)
+    if not support or model.config.is_encoder_decoder:
+        return None
+    return step_cost_for(model, runner_for(model, support.require(), model.generation_config), folder=folder)
