@@ -181,6 +181,19 @@ class TreeCache(Cache):
                 recurrent.keep(last)
         self.settle()
 
+    def repeat(self, tokens: int) -> None:
+        """Append so many tokens to every row: copies of the keys and values that it holds, as many times as it takes.
+
+        For timing passes over a text that is longer than what was fed; their content does not change what they cost.
+        """
+        for layer in self.attending:
+            held = max(layer.lengths)
+            used = [buffer[:, :, :held] for buffer in layer.buffers.values()]
+            keys, values, *indexer = (states.repeat(1, 1, -(-tokens // held), 1)[:, :, :tokens] for states in used)
+            layer.update(keys, values)
+            for states in indexer:
+                layer.update_indexer(states[:, 0])
+
     def give_back(self, tokens: int) -> None:
         """End a generation: keep the first tokens of the only row, whatever layers an interrupted pass has updated.
 

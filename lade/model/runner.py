@@ -43,6 +43,8 @@ class EagerRunner:
     """How large its caches make their buffers, as long as there is memory."""
     refeeds = False
     """Whether `extend` feeds nodes again that an earlier pass has fed."""
+    processes = 1
+    """How many make its passes together."""
     step_sizes: Sequence[int] = ()
     """Tokens a row that passes are padded to, ascending: what lies between costs as much. None where they are not."""
 

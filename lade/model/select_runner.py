@@ -16,6 +16,7 @@ from lade.model.position_limits import Positions
 from lade.model.recurrent.cores import CorePatches
 from lade.model.runner import EagerRunner, input_device
 from lade.model.support.supports import unwrap
+from lade.model.tensor_parallel import tensor_parallel_size
 
 _IDLE_HOOKS = frozenset({"transformers.utils.output_capturing", thread_hooks.__name__})
 """Modules whose hooks do nothing here: transformers' stay on a model once it has returned hidden states, and ours are
@@ -51,6 +52,8 @@ def why_eager(model: Any) -> str:
         return "its indexers pick among the keys of a text, whose number the host reads"
     if CorePatches(model).forgets:
         return "its recurrent layers go through a tree depth by depth, and the host reads how deep it is"
+    if tensor_parallel_size(model) > 1:
+        return "its layers are split over processes, which exchange results within a pass"
     if len({tensor.device for tensor in (*model.parameters(), *model.buffers())}) > 1:
         return "its weights lie on several devices"
     device = input_device(model)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
 CACHE_NAMES = ("past_key_values", "cache_params")
 """What models call the argument that takes their cache; the latter those whose layers are all recurrent."""
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_read: WeakKeyDictionary[Callable[..., Any], list[inspect.Parameter]] = WeakKeyDictionary()
 
 
 def accepted(model: PreTrainedModel) -> frozenset[str]:
@@ -39,9 +41,17 @@ def _forwards(model: PreTrainedModel) -> Iterator[Callable[..., Any]]:
         yield from (vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind))
 
 
-def _parameters(forward: Callable[..., Any]) -> list[inspect.Parameter]:
-    return list(inspect.signature(forward).parameters.values())
+def _parameters(forward: Callable[..., Any]) -> Sequence[inspect.Parameter]:
+    """Those of a function, or of the function behind a method, `self` included; read once, which takes a while."""
+    function = getattr(forward, "__func__", forward)
+    try:
+        found = _read.get(function)
+    except TypeError:  # what is no function may not be hashed, or not be held weakly
+        return list(inspect.signature(function).parameters.values())
+    if found is None:
+        found = _read[function] = list(inspect.signature(function).parameters.values())
+    return found
 
 
-def _named(parameters: list[inspect.Parameter]) -> set[str]:
+def _named(parameters: Sequence[inspect.Parameter]) -> set[str]:
     return {parameter.name for parameter in parameters if parameter.kind in _BY_NAME}

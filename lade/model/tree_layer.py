@@ -58,10 +58,8 @@ class TreeLayer(CacheLayerMixin):
         visible = first + fed
         if visible > self.keys.shape[2]:
             self.keys, self.values = _grown(self.keys, visible), _grown(self.values, visible)
-        self.keys[:rows, :, first:visible] = key_states
-        self.values[:rows, :, first:visible] = value_states
         self.lengths = [length + fed for length in self.lengths]
-        return self.keys[:rows, :, :visible], self.values[:rows, :, :visible]
+        return _appended(self.keys, rows, first, key_states), _appended(self.values, rows, first, value_states)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Add the indexer's keys of the tokens that `update` has appended; see `transformers.Cache.update_indexer`.
@@ -191,6 +189,17 @@ class JoinedLayers:
             else:
                 self._wholes, self._views = [buffer[None] for buffer in buffers], buffers
         return self._wholes
+
+
+def _appended(buffer: torch.Tensor, rows: int, first: int, states: torch.Tensor) -> torch.Tensor:
+    """Copy states `[rows, H, T, D]` to where they belong; what is visible then, a view of the buffer.
+
+    With as few operations as can be: a small model's step is made of hundreds of them, and these come in every layer.
+    """
+    used = buffer if buffer.shape[0] == rows else buffer.narrow(0, 0, rows)
+    fed = states.shape[2]
+    used.narrow(2, first, fed).copy_(states)
+    return used.narrow(2, 0, first + fed)
 
 
 def _grown(buffer: torch.Tensor, needed: int) -> torch.Tensor:

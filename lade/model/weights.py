@@ -15,8 +15,10 @@ def parts_of(weight: torch.Tensor) -> Iterator[torch.Tensor]:
         yield weight
         return
     names, _ = flatten()
-    for name in names:
-        yield from parts_of(getattr(weight, name))
+    parts = [getattr(weight, name) for name in names]
+    for part in parts:
+        if isinstance(part, torch.Tensor):  # a split weight names its group of processes, too
+            yield from parts_of(part)
 
 
 def bytes_by_kind(weights: Iterable[torch.Tensor]) -> dict[str, int]:

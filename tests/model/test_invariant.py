@@ -7,12 +7,27 @@ from functools import reduce
 import pytest
 import torch
 from torch import nn
-from transformers import BartConfig, BartForConditionalGeneration, BloomConfig, BloomForCausalLM
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BloomConfig,
+    BloomForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+)
 
 import lade
 from lade.model.invariance import invariance_of
-from lade.model.invariant import activations, make_invariant, model_trial
-from lade.model.invariant.padded_rows import NO_PADDING, PaddedRows, RowPadding, call_padded, padding_of
+from lade.model.invariant import activations, make_invariant
+from lade.model.invariant.model_trial import Place, first_difference
+from lade.model.invariant.padded_rows import (
+    NO_PADDING,
+    PaddedRows,
+    RowPadding,
+    call_padded,
+    pad_rows,
+    padding_of,
+)
 from lade.model.invariant.row_trial import cancelling, padding_for
 from lade.model.invariant_attention import attention
 from lade.testing import toy_model
@@ -108,6 +123,26 @@ def test_padding_adds_rows_of_zeros_and_takes_them_off():
     assert torch.equal(doubled, 2 * x[0]) and sums.shape == (3,)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, HALF, torch.float16])
+def test_the_last_tokens_of_a_batch_are_rows_like_any(dtype):
+    """They do not lie one behind another; PyTorch has another kernel for that, above all where there is a bias."""
+    layer, states = nn.Linear(32, 48).to(dtype), torch.randn(4, 9, 32).to(dtype)
+    pad_rows(layer, RowPadding(4, 4))
+    assert torch.equal(layer(states[:, -1:]), layer(states[:, -1].clone())[:, None])
+
+
+@pytest.mark.usefixtures("known_processor")
+def test_rows_of_a_batch_that_are_multiplied_apart_are_caught_and_named(monkeypatch):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = PhiForCausalLM(PhiConfig(**sizes, vocab_size=48, dtype=HALF)).to(HALF).eval()
+    nn.init.normal_(model.lm_head.bias)
+    lade.invariant(model)
+    monkeypatch.setattr("lade.model.invariant.weights.pad_rows", lambda layer, padding: None)
+    monkeypatch.setattr("lade.model.invariant.model_trial.ModelTrial.differing", lambda self: None)
+    with pytest.raises(lade.UnsupportedModelError, match="'lm_head' is the first part"):
+        lade.invariant(model)
+
+
 @pytest.mark.usefixtures("known_processor")
 @pytest.mark.parametrize("function", ["silu", "gelu", "gelu_tanh", "quick_gelu"])
 def test_activations_are_what_they_are_wherever_a_number_stands(function):
@@ -158,13 +193,16 @@ def test_attention_that_keeps_no_order_is_caught(monkeypatch):
 
 
 def test_the_first_difference_is_that_of_the_innermost_module():
-    x, y = torch.zeros(1, 1, 4), torch.zeros(1, 3, 4)
+    x, y, places = torch.zeros(1, 1, 4), torch.zeros(1, 3, 4), (Place(1, 1), Place(1, 3, 2))
     other = y.clone()
     other[0, 2, 1] = 1
     alone = [("a", x), ("b.inner", x), ("b", x)]
     tree = [("a", y), ("b.inner", other), ("b", other)]
-    assert model_trial.first_difference(alone, tree, 3, 2) == "b.inner"
-    assert model_trial.first_difference(alone, tree, 3, 1) == "no module by itself"
+    assert first_difference(alone, tree, *places) == "b.inner"
+    assert first_difference(alone, tree, places[0], Place(1, 3, 1)) is None
+    rows = other.unflatten(1, (3, 1)).flatten(0, 1)  # [3, 1, 4]
+    for batch in (rows, rows[:, 0]):
+        assert first_difference([("a", x)], [("a", batch)], places[0], Place(3, 1)) == "a"
 
 
 def encoder_decoder():

@@ -149,5 +149,6 @@ def test_a_lone_query_without_padding_is_caught(few_texts, monkeypatch):
 
 def test_more_slots_than_are_summed_up_in_one_go_are_caught(few_texts, monkeypatch):
     monkeypatch.setattr(tiles, "MOST_COLLECTED", 10**6)
+    monkeypatch.setattr(tiles, "MOST_QUERIES", 10**6)
     monkeypatch.setattr("lade.model.invariant.attention_trial._NODES", 300)
     assert not attention_keeps_order(HEADS)

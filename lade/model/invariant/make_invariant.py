@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TEXTS = (5, 61, 190)
 """Lengths of the texts of the trial; behind the second one the tree crosses the border of a tile."""
+BATCHED = 64
+"""Up to this length a text is tried as one row of several, too."""
 PAST = 3
 """How many tokens longer than a sliding window one more text is."""
 REMEDY = "use it as it is, where texts are those of plain decoding up to near ties"
@@ -142,7 +144,8 @@ def _try(model: PreTrainedModel) -> None:
     for tokens in sorted({*TEXTS, *(window + PAST for window in windows)}):
         if tokens + len(TEXTS) * PAST > limit:
             continue
-        differing = ModelTrial(model, plan, tokens).differing()
+        trial = ModelTrial(model, plan, tokens)
+        differing = trial.differing() or (trial.differing_in_a_batch() if tokens <= BATCHED else None)
         if differing is not None:
             raise UnsupportedModelError(
                 _says(
@@ -171,17 +174,11 @@ def _check_model(model: Any) -> None:
         raise UnsupportedModelError(_says(model, reason), REMEDY)
 
 
-PARTED = frozenset({"phi"})
-"""Architectures of which a text in float16 had other logits, which trials do not find yet."""
-
-
 def _refusal_of_architecture(model: PreTrainedModel) -> str:
     if model.config.is_encoder_decoder:
         return "it has an encoder, whose keys have no positions in the text"
     if is_recurrent(model):
         return "its recurrent layers sum over the text in an order that depends on how it is cut"
-    if model.config.model_type in PARTED:
-        return "its bits were seen to depend on what else is in the pass, though the trial found nothing"
     if indexers_of(model):
         return "its indexers pick keys by scores that are rounded as it comes"
     if not model._can_set_attn_implementation():

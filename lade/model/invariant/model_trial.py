@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +22,10 @@ PATHS = ((0, 1, 2, 3, 4, 5), (0, 1, 6, 7), (8, 9), (8, 10, 11), (12,))
 """Of the tree: indices into random tokens."""
 KEPT = PATHS[1]  # whose keys must move forward
 FOLLOWING = 13
+ROWS = 4
+"""Of a batch, which few paddings fill up."""
 
+NO_MODULE = "no module by itself"
 Outputs = list[tuple[str, torch.Tensor]]
 """What the modules of a model returned, in the order in which they did, by their names."""
 
@@ -66,6 +69,20 @@ class ModelTrial:
         expected = plain[self._kept].after(self._following).logits
         return None if torch.equal(expected, after) else "the cache behind an accepted path"
 
+    @torch.no_grad()
+    def differing_in_a_batch(self) -> str | None:
+        """The first module whose output differs where the text is one of several rows; None if all logits are equal."""
+        with recorded(self._model) as alone:
+            single = PlainDecoding(self._model, self._text)
+        with recorded(self._model) as together:
+            batched = PlainDecoding(self._model, self._text, rows=ROWS)
+        logits = ("prompt_logits", "logits")
+        if all(torch.equal(getattr(single, name), getattr(batched, name)) for name in logits):
+            return None
+        tokens = len(self._text) - 1
+        in_prompt = first_difference(alone, together, Place(1, tokens), Place(ROWS, tokens))
+        return in_prompt or first_difference(alone, together, Place(1, 1), Place(ROWS, 1)) or NO_MODULE
+
     def _prefixes(self) -> Sequence[tuple[int, ...]]:
         found = [path[:depth] for path in self._paths for depth in range(len(path) + 1)]
         return sorted(dict.fromkeys(found), key=len)
@@ -93,7 +110,8 @@ class ModelTrial:
             plain = plain.after(token)
         with recorded(self._model) as of_token:
             plain.after(path[-1] if path else self._text[-1])
-        return first_difference(of_token, of_tree, len(self._tree), self._node(path))
+        places = Place(1, 1), Place(1, len(self._tree), self._node(path))
+        return first_difference(of_token, of_tree, *places) or NO_MODULE
 
 
 @contextmanager
@@ -112,24 +130,34 @@ def recorded(model: nn.Module) -> Iterator[Outputs]:
         yield outputs
 
 
-def first_difference(of_token: Outputs, of_tree: Outputs, nodes: int, node: int) -> str:
-    """The first module that gives a token another result in a tree of so many nodes.
+class Place(NamedTuple):
+    """Where a token stands in a pass over `[rows, tokens]`: in the last row, and there at this place, or last."""
+
+    rows: int
+    tokens: int
+    token: int = -1
+
+    def of(self, states: torch.Tensor) -> torch.Tensor | None:
+        """What an output `[rows, tokens, ...]` or `[rows * tokens, ...]` says of it; None of one of another shape."""
+        if states.ndim > 1 and states.shape[:2] in ((self.rows, self.tokens), (self.rows, 1)):
+            return states[-1, self.token if states.shape[1] == self.tokens else -1]
+        if states.ndim and states.shape[0] == self.rows * self.tokens:
+            found: torch.Tensor = states.unflatten(0, (self.rows, self.tokens))[-1, self.token]
+            return found
+        return None
+
+
+def first_difference(alone: Outputs, together: Outputs, place: Place, place_together: Place) -> str | None:
+    """The first module that gives a token another result in one of two passes; None where it is none by itself.
 
     Args:
-        of_token: of a pass over the token.
-        of_tree: of the tree's.
-        nodes: of the tree.
-        node: where the token stands in it.
+        alone: of the one pass.
+        together: of the other.
+        place: of the token in the one.
+        place_together: of the token in the other.
     """
-    for (name, alone), (_, together) in zip(of_token, of_tree, strict=False):
-        one, row = _row(alone, 1, 0), _row(together, nodes, node)
-        if one is not None and row is not None and one.shape == row.shape and not torch.equal(one, row):
+    for (name, one), (_, other) in zip(alone, together, strict=False):
+        before, after = place.of(one), place_together.of(other)
+        if before is not None and after is not None and before.shape == after.shape and not torch.equal(before, after):
             return name
-    return "no module by itself"
-
-
-def _row(states: torch.Tensor, tokens: int, token: int) -> torch.Tensor | None:
-    """What an output `[1, S, ...]` or `[S, ...]` says of a token; None of one of another shape."""
-    if states.ndim > 1 and states.shape[:2] == (1, tokens):
-        return states[0, token]
-    return states[token] if states.ndim and states.shape[0] == tokens else None
+    return None

@@ -1,4 +1,8 @@
-"""Layers that are fed rows of zeros beside a lone row, since matrix products take other kernels for a few rows."""
+"""Layers that are fed rows of zeros beside a lone row, since matrix products take other kernels for a few rows.
+
+Nor do they ever see rows that do not lie one behind the other, such as the last tokens of a batch's prompts: PyTorch
+multiplies these one by one, or adds the bias after it has rounded.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +52,7 @@ def call_padded(layer: Callable[[torch.Tensor], Any], x: torch.Tensor, padding: 
     rows = x.numel() // x.shape[-1]
     more = padding(rows)
     if not more:
-        return layer(x)
+        return layer(x.contiguous())
     found = layer(torch.nn.functional.pad(x.reshape(rows, -1), (0, 0, 0, more)))
     if isinstance(found, tuple):
         return tuple(each[:rows] for each in found)

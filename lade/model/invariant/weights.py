@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lade.errors import UnsupportedModelError
 from lade.model.invariant.experts import expert_product, has_own_gate
-from lade.model.invariant.padded_rows import NO_PADDING, RowPadding, note_padding, pad_rows
+from lade.model.invariant.padded_rows import RowPadding, note_padding, pad_rows
 from lade.model.invariant.row_trial import cancelling, padding_for
 from lade.model.packing.int8 import Int8Linear
 from lade.model.packing.linear import short
@@ -46,7 +46,7 @@ class Product:
 
 
 def pad_all(model: nn.Module, dtype: torch.dtype) -> None:
-    """Pad the rows of every layer that needs it, after a trial of each distinct shape and dtype.
+    """Pad the rows of every layer, after a trial of each distinct shape and dtype.
 
     Args:
         model: its layers are changed one by one.
@@ -75,7 +75,7 @@ def pad_all(model: nn.Module, dtype: torch.dtype) -> None:
             )
         if _is_mixture(layer):
             note_padding(layer, padding)
-        elif padding != NO_PADDING:
+        else:
             pad_rows(layer, padding)
 
 

@@ -27,7 +27,7 @@ NAME = "lade_invariant"
 ROWS = 4
 """Rows of a matrix product are a multiple of this."""
 SUM_COLUMNS = 4
-"""Columns of ones with which weights are summed up; one alone would be another kernel."""
+"""Columns of ones behind the values, with which weights are summed up."""
 
 
 def invariant_attention(
@@ -104,18 +104,20 @@ def _attend(
         sinks: `[Hkv, G, 1, 1]` float32.
     """
     group, step = query.shape[2:4]
-    filled = _filled(query.flatten(2, 3))  # [B, Hkv, R, D]
+    filled = _filled(query.float().mul(scale).flatten(2, 3))  # [B, Hkv, R, D]
     columns = _at_least(key.float(), TILE).transpose(2, 3)  # [B, Hkv, D, N or 64]
-    scores = _product(filled, columns)[:, :, : group * step, : key.shape[2]] * scale
+    scores = _product(filled, columns)[:, :, : group * step, : key.shape[2]]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.unflatten(2, (group, step)).masked_fill_(piece.hidden[:, None], -torch.inf)
+    scores = scores.unflatten(2, (group, step))
+    if piece.common < scores.shape[-1]:
+        scores[..., piece.common :].masked_fill_(piece.hidden[:, None], -torch.inf)
     highest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)  # [B, Hkv, G, S, 1]
     if sinks is not None:
         highest = torch.maximum(highest, sinks)
     weights = _filled(scores.sub_(highest).exp_().flatten(2, 3))  # [B, Hkv, R, N]
     sums = _sums(weights, value, piece)[:, :, : group * step].unflatten(2, (group, step))
-    values, total = sums.split((value.shape[-1], 1), -1)
+    values, total, _ = sums.tensor_split((value.shape[-1], value.shape[-1] + 1), -1)
     if sinks is not None:
         total = total + (sinks - highest).exp()
     found: torch.Tensor = values / total.masked_fill(total == 0, 1.0)
@@ -123,7 +125,7 @@ def _attend(
 
 
 def _sums(weights: torch.Tensor, value: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Weighted values, and in the last column the weights, summed up tile by tile: `[B, Hkv, R, Dv + 1]`.
+    """Weighted values, and in the columns behind them the weights, summed up tile by tile: `[B, Hkv, R, C]`.
 
     Args:
         weights: `[B, Hkv, R, N]` float32.
@@ -138,15 +140,14 @@ def _sums(weights: torch.Tensor, value: torch.Tensor, piece: Piece) -> torch.Ten
         tiled = _picked(weights.transpose(2, 3), piece.collected).transpose(3, 4)  # [B, Hkv, T, R, W]
         tiled = tiled.masked_fill(piece.filling[:, None, :, None], 0.0)
         parts += _of_tiles(tiled, _picked(value, piece.collected))
-    return merged(parts) if parts else weights.new_zeros(*weights.shape[:3], value.shape[-1] + 1)
+    return merged(parts) if parts else weights.new_zeros(*weights.shape[:3], value.shape[-1] + SUM_COLUMNS)
 
 
 def _of_tiles(weights: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
-    """The sums of each tile, `[B, Hkv, R, Dv + 1]`, of weights `[B, Hkv, T, R, W]` and values `[B, Hkv, T, W, Dv]`."""
-    weights, ones = weights.contiguous(), weights.new_ones(weights.shape[-1], SUM_COLUMNS)
-    values = _product(weights, value.float())
-    totals = _product(weights, ones.expand(*weights.shape[:3], -1, -1))
-    return list(torch.cat([values, totals[..., :1]], -1).unbind(2))
+    """The sums of each tile, `[B, Hkv, R, C]`, of weights `[B, Hkv, T, R, W]` and values `[B, Hkv, T, W, Dv]`."""
+    columns = weights.new_ones(*value.shape[:-1], value.shape[-1] + SUM_COLUMNS)
+    columns[..., : value.shape[-1]] = value
+    return list(_product(weights.contiguous(), columns).unbind(2))
 
 
 def merged(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -175,8 +176,9 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _filled(states: torch.Tensor) -> torch.Tensor:
-    """`[..., R, D]` in float32, with rows of zeros up to a multiple of `ROWS`."""
-    return torch.nn.functional.pad(states.float(), (0, 0, 0, -states.shape[-2] % ROWS))
+    """`[..., R, D]` with rows of zeros up to a multiple of `ROWS`."""
+    missing = -states.shape[-2] % ROWS
+    return torch.nn.functional.pad(states, (0, 0, 0, missing)) if missing else states
 
 
 def _at_least(states: torch.Tensor, slots: int) -> torch.Tensor:

@@ -24,8 +24,8 @@ TILE = 64
 MOST_COLLECTED = 128
 """Slots that are collected for one tile, at most. Matrix products sum in one go, from the first key to the last, only
 up to some size: 192 in MKL."""
-MOST_QUERIES = 256
-"""Queries of a piece: the weights of a long prompt would take gigabytes."""
+MOST_QUERIES = 64
+"""Queries of a piece: a prompt's first queries need not look at its last keys, and their weights stay near."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Piece:
     Attributes:
         queries: of the pass.
         slots: of the keys, from the first one that lies in place, or is collected, to the last one.
-        hidden: `[B, 1, S, N]` bool, true where a query does not see a slot.
+        common: number of the first ones of these slots which every query sees.
+        hidden: `[B, 1, S, N - common]` bool, true where a query does not see one of the others.
         whole: number of the tiles that lie in place, the first ones of these slots.
         collected: `[B, T, W]` int64, for each tile that comes after these the slots, counted from the first of the
             piece; None where there is no such tile.
@@ -44,6 +45,7 @@ class Piece:
 
     queries: slice
     slots: slice
+    common: int
     hidden: torch.Tensor
     whole: int
     collected: torch.Tensor | None
@@ -89,11 +91,14 @@ def _piece(queries: slice, allowed: torch.Tensor, tiles: np.ndarray) -> Piece | 
     if rest is not None and rest.shape[-1] > MOST_COLLECTED:
         return None
     slots = slice(start, max(last, whole * TILE))
+    shared = allowed[:, :, slots].all(1).all(0).cpu().numpy()
+    common = len(shared) if shared.all() else int(shared.argmin())
+    hidden = ~allowed[:, None, :, slots][..., common:]
     collected = filling = None
     if rest is not None:
         filling = torch.from_numpy(rest < 0).to(allowed.device)
         collected = torch.from_numpy(np.maximum(rest, 0) + (whole * TILE - start)).to(allowed.device)
-    return Piece(queries, slots, ~allowed[:, None, :, slots], whole - first, collected, filling)
+    return Piece(queries, slots, common, hidden, whole - first, collected, filling)
 
 
 def _tiles_in_place(seen: np.ndarray, tiles: np.ndarray, last: int) -> int:

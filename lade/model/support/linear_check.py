@@ -28,6 +28,7 @@ from lade.model.invariance import invariance_of
 from lade.model.packing.int8 import Int8Linear
 from lade.model.packing.linear import PackedLinear, short
 from lade.model.runner import input_device
+from lade.model.tensor_parallel import is_tensor_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,7 @@ def _is_known(module: Any, home: str) -> bool:
         return False
     forward = vars(module).get("_old_forward") or vars(module).get("forward")  # the former is under accelerate's hooks
     own = forward is not None and getattr(forward, "__func__", None) is not kind.forward
+    own = own and not is_tensor_parallel(forward)  # it computes a part of the same product
     return _is_dense(module.weight) and not own
 
 

@@ -25,6 +25,7 @@ from lade.model.support.lengths import named_lengths
 from lade.model.support.linear_check import why_inexact
 from lade.model.support.training_mode import why_not_in_training
 from lade.model.support.tree_check import tolerance, worst_error
+from lade.model.tensor_parallel import why_not_split
 from lade.model.token_embeddings import config_of_text
 from lade.model.tree_attention.backend import NAME as TREE_ATTENTION
 
@@ -208,6 +209,8 @@ def _refusal_as_it_is_set_up(model: PreTrainedModel, config: PretrainedConfig) -
         return (
             "it is split into pipeline stages (pp_size), and each process has but one of them: load it with device_map"
         )
+    if reason := why_not_split(model, config, recurrent=is_recurrent(model)):
+        return reason
     backend = config._attn_implementation or "eager"
     ours = backend in (TREE_ATTENTION, INVARIANT_ATTENTION)
     if not (ours or backend in ("sdpa", "eager")) or (ours and (_has_encoder(model) or indexers_of(model))):

@@ -130,21 +130,26 @@ class PlainDecoding:
         model: the model.
         prefix: the text; its last token is fed by itself.
         encoded: the encoder's output, if the model has an encoder.
+        rows: of a batch in which the text stands as often; logits are those of the last row.
 
     Attributes:
+        prompt_logits: after the prompt, which is all but the last token of the text, `[V]`.
         logits: after the last token, `[V]`.
     """
 
-    def __init__(self, model: PreTrainedModel, prefix: Sequence[int], encoded: Encoded | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, prefix: Sequence[int], encoded: Encoded | None = None, rows: int = 1
+    ) -> None:
         self._model = cast(Any, model)
         self._cache_name = cache_name(model) or "past_key_values"
         self._encoder_arguments = {} if encoded is None else encoded.arguments()
-        self._ids = torch.tensor([prefix[:-1]], device=input_device(model))
+        self._ids = torch.tensor([prefix[:-1]] * rows, device=input_device(model))
         cache: Any = DynamicCache(config=config_of_text(model))
         if encoded is not None:
             cache = EncoderDecoderCache(cache, DynamicCache())
         kwargs = self._kwargs(cache)
         self._take(self._model._prefill(self._ids, model.generation_config, kwargs))
+        self.prompt_logits = self.logits
         self._feed(prefix[-1])
 
     def after(self, token: int) -> PlainDecoding:
@@ -155,7 +160,7 @@ class PlainDecoding:
         return longer
 
     def _feed(self, token: int) -> None:
-        self._ids = torch.cat([self._ids, self._ids.new_tensor([[token]])], dim=1)
+        self._ids = torch.nn.functional.pad(self._ids, (0, 1), value=token)
         kwargs = self._kwargs(self._cache)
         inputs = self._model.prepare_inputs_for_generation(self._ids, next_sequence_length=1, **kwargs)
         self._take(self._model(**inputs, return_dict=True))
@@ -163,10 +168,13 @@ class PlainDecoding:
     def _kwargs(self, cache: Any) -> dict[str, Any]:
         """What `model.generate` passes on for a text without padding, judging by the signature that it sees."""
         kwargs: dict[str, Any] = {self._cache_name: cache, "use_cache": True, **self._encoder_arguments}
-        if "position_ids" in inspect.signature(self._model.forward).parameters:
+        accepted = inspect.signature(self._model.forward).parameters
+        if "logits_to_keep" in accepted:
+            kwargs["logits_to_keep"] = 1
+        if "position_ids" in accepted:
             kwargs["position_ids"] = torch.arange(self._ids.shape[1], device=self._ids.device)[None]
         return kwargs
 
     def _take(self, output: Any) -> None:
         self._cache: Any = getattr(output, self._cache_name)
-        self.logits: torch.Tensor = output.logits[0, -1]
+        self.logits: torch.Tensor = output.logits[-1, -1]

@@ -1,0 +1,275 @@
+"""The processes that decode one model together, and the calls that the first of them makes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from torch import distributed as dist
+from transformers import PreTrainedModel
+
+from lade.cluster.channel import Channel, disconnect
+from lade.cluster.follower import Follower, Plainly
+from lade.cluster.identity import check_alike, identity_of
+from lade.cluster.leader import Leader
+from lade.cluster.parcel import generator_states, packed, sendable
+from lade.cluster.parts import PartRunner
+from lade.errors import ClusterError, UnsupportedModelError
+from lade.model.runner import EagerRunner
+from lade.model.support.supports import supports
+from lade.model.tensor_parallel import tensor_parallel_size
+from lade.stats import Step
+
+T = TypeVar("T")
+
+
+class Team:
+    """All processes of a job, each of which has the model or its part of it. Making one is a collective of all.
+
+    Args:
+        model: the model.
+        parts: whether each has the whole model, and feeds a part of each tree.
+
+    Attributes:
+        parts: as given.
+        channel: from the first process to the others.
+        leader: of the call that is being made, in the first process; None between calls.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, parts: bool = False) -> None:
+        self.parts = parts
+        self.channel = Channel()
+        check_alike(self.channel.gather(identity_of(model)))
+        self.leader: Leader | None = None
+        self.busy = threading.Lock()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first process."""
+        return self.channel.rank == 0
+
+
+_teams: WeakKeyDictionary[PreTrainedModel, Team] = WeakKeyDictionary()
+
+
+def team_of(model: PreTrainedModel) -> Team | None:
+    """The processes that decode a model with this one; None where this one does so alone.
+
+    Raises:
+        ClusterError: their models or versions differ; or they are not connected any more.
+    """
+    team = _teams.get(model)
+    if team is None and tensor_parallel_size(model) > 1:
+        _check_connected()
+        team = _teams[model] = Team(model)
+    return team
+
+
+def share_parts(model: PreTrainedModel) -> None:
+    """Have all processes of the job decode this model from now on, each a part of the trees. A collective of all."""
+    team = _teams.get(model)
+    if team is None or not dist.is_initialized():
+        _teams[model] = Team(model, parts=True)
+
+
+def leader_of(model: PreTrainedModel) -> Leader | None:
+    """Of the call that this process makes for all; None if it makes none, or decodes alone."""
+    team = _teams.get(model)
+    return None if team is None else team.leader
+
+
+def has_parts(model: PreTrainedModel) -> bool:
+    """Whether the processes of this model feed a part of each tree, all of them having the whole model."""
+    team = _teams.get(model)
+    return team is not None and team.parts
+
+
+class Call:
+    """A call that the first process makes; `end` ends it in all of them.
+
+    Args:
+        team: of the model.
+        model: the model.
+
+    Raises:
+        ClusterError: another call is being made, such as an engine's, or a process has gone.
+    """
+
+    def __init__(self, team: Team, model: PreTrainedModel) -> None:
+        self._team, self._device = team, model.device
+        _check_connected()
+        if not team.busy.acquire(blocking=False):
+            raise ClusterError(
+                "this model's processes take part in another call, such as an open lade.Engine's: wait for its end"
+            )
+        self._leader = team.leader = Leader(team.channel)
+        try:
+            with self._leader.passing("join"):
+                supports(model)  # the trials of an unknown model are passes of all processes
+        except BaseException:
+            self._leave()
+            raise
+
+    def end(self, result: Any = None, problem: BaseException | None = None) -> None:
+        """End it with what it returns or raises. No-op if it has ended."""
+        if self._team.leader is not self._leader:
+            return
+        sent = None if result is None else packed(result)
+        told = None if problem is None else sendable(problem)
+        try:
+            if dist.is_initialized():
+                self._leader.tell("end", sent, told, generator_states(self._device))
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._team.leader = None
+        self._team.busy.release()
+
+
+def led_by_this_process(model: PreTrainedModel) -> Call | None:
+    """Begin a call in the first process; None where this one decodes alone.
+
+    Raises:
+        UnsupportedModelError: this is one of the others.
+    """
+    team = team_of(model)
+    if team is None:
+        return None
+    if team.parts:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: the rows of an engine share one cache, and with lade.parallel each process has "
+            "its own",
+            "split the model over the processes (tp_plan), or serve a copy in each of them",
+        )
+    if not team.leads:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: process {team.channel.rank} of {team.channel.size} has no requests of its own",
+            "call lade.follow(model) in all but the first one",
+        )
+    return Call(team, model)
+
+
+def together(model: PreTrainedModel, call: Callable[[], T], plainly: Plainly) -> T:
+    """Make a call in the first process, and take part in it in the others; all return what it returns.
+
+    Args:
+        model: the model inside any wrapper.
+        call: makes it.
+        plainly: decodes plainly, for the other processes.
+    """
+    team = team_of(model)
+    if team is None:
+        return call()
+    if not team.leads:
+        result: T = follow_call(team, model, plainly)
+        return result
+    led = Call(team, model)
+    try:
+        result = call()
+        led.end(result)
+    except BaseException as problem:
+        led.end(problem=problem)
+        raise
+    return result
+
+
+def steps_together(model: PreTrainedModel, begin: Callable[[], Iterator[Step]], plainly: Plainly) -> Iterator[Step]:
+    """The same for a stream: in every process an iterator over its steps."""
+    team = team_of(model)
+    if team is None:
+        return begin()
+    if not team.leads:
+        return _followed(team, model, plainly)
+    led = Call(team, model)
+    try:
+        return LedSteps(begin(), led, team)
+    except BaseException as problem:
+        led.end(problem=problem)
+        raise
+
+
+def dismiss(model: PreTrainedModel) -> None:
+    """Tell the other processes that this one, the first, makes no more calls. No-op if they are gone."""
+    team = _teams.get(model)
+    if team is not None and dist.is_initialized():
+        team.channel.send([("dismiss",)])
+
+
+def follow_call(team: Team, model: PreTrainedModel, plainly: Plainly) -> Any:
+    """Take part in the next call of the first process; returns what it returns."""
+    steps = _steps(team, model, plainly)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def _followed(team: Team, model: PreTrainedModel, plainly: Plainly) -> Iterator[Step]:
+    steps = _steps(team, model, plainly)
+    try:
+        for step in steps:  # noqa: UP028 - `yield from` would close it
+            yield step
+    finally:  # whoever stops reading earlier than the first process still has to make its passes
+        for _ in steps:
+            pass
+
+
+def _steps(team: Team, model: PreTrainedModel, plainly: Plainly) -> Generator[Step, None, Any]:
+    """The steps of a call. After an error of this process the others cannot go on: all connections are ended."""
+    _check_connected()
+    follower = Follower(team.channel, model, plainly, PartRunner if team.parts else EagerRunner)
+    try:
+        return (yield from follower.steps())
+    except BaseException as problem:
+        if follower.ended:  # the call itself has raised it, in all of them
+            raise
+        disconnect()
+        if isinstance(problem, ClusterError) or not isinstance(problem, Exception):
+            raise
+        raise ClusterError(
+            f"a pass of {team.channel.size} processes failed in process {team.channel.rank} "
+            f"({type(problem).__name__}: {problem}): start all of them again"
+        ) from problem
+
+
+class LedSteps:
+    """The steps of a stream in the first process; the others get them with the next message."""
+
+    def __init__(self, steps: Iterator[Step], led: Call, team: Team) -> None:
+        self._steps, self._led, self._leader = steps, led, team.leader
+
+    def __iter__(self) -> LedSteps:
+        return self
+
+    def __next__(self) -> Step:
+        try:
+            step = next(self._steps)
+        except StopIteration:
+            self._led.end()
+            raise
+        except BaseException as problem:
+            self._led.end(problem=problem)
+            raise
+        assert self._leader is not None
+        self._leader.defer("step", step)
+        return step
+
+    def close(self) -> None:
+        """Stop early, in all processes."""
+        try:
+            if (close := getattr(self._steps, "close", None)) is not None:
+                close()
+        finally:
+            self._led.end()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _check_connected() -> None:
+    if not dist.is_initialized():
+        raise ClusterError("the processes of this model are not connected any more: start all of them again")

@@ -1,0 +1,63 @@
+"""Processes that die or fail in the middle of a step: the others say so at once, and none waits for ever."""
+
+import os
+import signal
+import time
+
+import pytest
+from processes import in_processes
+from split_toys import saved, split, whole
+from test_tensor_parallel import IDS, SMALL, raised
+from torch import distributed as dist
+
+import lade
+
+pytestmark = [pytest.mark.distributed, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return saved("llama", tmp_path_factory.mktemp("models"))
+
+
+def broken_off(model, rank, happens):
+    """What `lade.generate` raises, and after how many seconds, where something happens in the tenth pass of a rank."""
+    passes = []
+
+    def tenth(module, *rest):
+        passes.append(time.perf_counter())
+        if len(passes) == 10 and dist.get_rank() == rank:
+            happens()
+
+    model.model.layers[1].register_forward_pre_hook(tenth)
+    problem = raised(lambda: lade.generate(model, IDS, max_new_tokens=80, lookahead=SMALL))
+    again = raised(lambda: lade.generate(model, IDS, max_new_tokens=8))
+    return [problem, time.perf_counter() - passes[-1], again]
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fails():
+    raise ValueError("out of something")
+
+
+def made(place, parts):
+    return lade.parallel(whole(place)) if parts else split(place, 2)
+
+
+@pytest.mark.parametrize("parts", [False, True], ids=["split", "parallel"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("happens", [killed, fails])
+def test_the_others_hear_of_it(happens, rank, parts, llama):
+    answers = in_processes(2, lambda own: broken_off(made(llama, parts), rank, happens))
+    if happens is killed:
+        assert answers[rank] is None
+    else:
+        (kind, words), _, _ = answers[rank]
+        assert kind == "ClusterError" and "ValueError: out of something" in words and f"process {rank}" in words
+    (kind, words), seconds, again = answers[1 - rank]
+    assert kind == "ClusterError" and "start all of them again" in words
+    assert seconds < 30
+    assert again[0] == "ClusterError" and "not connected any more" in again[1]

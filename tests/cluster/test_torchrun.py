@@ -1,0 +1,87 @@
+"""The shell under torchrun, as users start it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent.parent / "cli"))
+
+pytestmark = pytest.mark.distributed
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lade"]
+ALONE = [sys.executable, "-m", "lade"]
+SECONDS = 240
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.cli.conftest import byte_tokenizer, only_printable
+
+    torch.manual_seed(3)
+    tokenizer = byte_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=0, pad_token_id=0,
+        tie_word_embeddings=False, initializer_range=0.4,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("models") / "llama"
+    only_printable(LlamaForCausalLM(config), tokenizer).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def run(command, *arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(
+        [*command, *map(str, arguments)], capture_output=True, text=True, timeout=SECONDS, env=environment, check=False
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    return found.stdout
+
+
+def generate(folder, *more):
+    return ("generate", "--model", folder, "--max-new-tokens", 30, "--json", *more)
+
+
+def test_the_model_is_split_and_the_first_process_writes(folder):
+    alone, shared = (json.loads(run(way, *generate(folder, "once upon"))) for way in (ALONE, TORCHRUN))
+    assert shared["token_ids"] == alone["token_ids"] and len(alone["token_ids"]) == 30
+
+
+def test_replicas_write_what_one_writes_in_order(folder, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"text {number}"}) + "\n" for number in range(6)))
+    many = ("--prompt-file", prompts, "--do-sample", "--seed", 5)
+    run(ALONE, *generate(folder, *many, "--batch-size", 2, "--out", tmp_path / "alone.jsonl"))
+    run(TORCHRUN, *generate(folder, *many, "--replicas", "--out", tmp_path / "shared.jsonl"))
+    alone, shared = (
+        [json.loads(line)["token_ids"] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("alone", "shared")
+    )
+    assert alone == shared and len(alone) == 6
+
+
+def test_a_server_starts_torchrun_and_ends_when_told(folder):
+    command = [*ALONE, "serve", "--model", str(folder), "--tensor-parallel", "2", "--port", "0", "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
+        try:
+            url = json.loads(server.stdout.readline())["url"]
+            body = json.dumps({"model": "llama", "prompt": "once upon", "max_tokens": 30, "temperature": 0}).encode()
+            request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+                text = json.loads(answer.read())["choices"][0]["text"]
+            server.send_signal(signal.SIGTERM)
+            server.wait(timeout=60)
+        finally:
+            server.kill()
+    alone = json.loads(run(ALONE, *generate(folder, "once upon")))
+    assert text == alone["text"]
