@@ -14,9 +14,11 @@ from lade.version import __version__
 
 if TYPE_CHECKING:
     from lade import bench
+    from lade.cluster.parallel import parallel
     from lade.config import LookaheadConfig
     from lade.errors import (
         CaptureWarning,
+        ClusterError,
         ConfigError,
         EngineClosedError,
         EngineFullError,
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
     )
     from lade.hf.enable import disable, enable
     from lade.hf.generate import decode, decoder, generate, stream
+    from lade.hf.grammar.grammar import Grammar
     from lade.hf.legacy_api import augment_all, config_lade, log_history, restore_all, save_log
+    from lade.hf.shared import follow
     from lade.memory import Memory
     from lade.model.invariant.make_invariant import invariant, variant
     from lade.model.kv_cache import TreeCache
@@ -44,11 +48,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CaptureWarning",
+    "ClusterError",
     "ConfigError",
     "Engine",
     "EngineClosedError",
     "EngineFullError",
     "FallbackWarning",
+    "Grammar",
     "Handle",
     "InputError",
     "LadeError",
@@ -70,11 +76,13 @@ __all__ = [
     "decoder",
     "disable",
     "enable",
+    "follow",
     "generate",
     "invariant",
     "load_packed",
     "log_history",
     "pack",
+    "parallel",
     "release",
     "restore_all",
     "save_log",
@@ -86,10 +94,12 @@ __all__ = [
 ]
 
 _HOMES = {
+    "lade.cluster.parallel": ("parallel",),
     "lade.config": ("LookaheadConfig",),
     "lade.memory": ("Memory",),
     "lade.errors": (
         "CaptureWarning",
+        "ClusterError",
         "ConfigError",
         "EngineClosedError",
         "EngineFullError",
@@ -103,7 +113,9 @@ _HOMES = {
     ),
     "lade.hf.legacy_api": ("augment_all", "config_lade", "log_history", "restore_all", "save_log"),
     "lade.hf.enable": ("disable", "enable"),
+    "lade.hf.shared": ("follow",),
     "lade.hf.generate": ("decode", "decoder", "generate", "stream"),
+    "lade.hf.grammar.grammar": ("Grammar",),
     "lade.model.invariant.make_invariant": ("invariant", "variant"),
     "lade.model.kv_cache": ("TreeCache",),
     "lade.model.packing.folder": ("load_packed", "save_packed"),

@@ -6,6 +6,7 @@ LadeError
 ├── UnsupportedError        (ValueError)  what cannot be served exactly
 │   ├── UnsupportedModelError             this model
 │   └── UnsupportedArgumentError          this argument of generate()
+├── ClusterError            (RuntimeError) processes that decode together have parted
 ├── EngineFullError         (RuntimeError) the waiting line of a `lade.Engine` is full
 ├── EngineClosedError       (RuntimeError) a `lade.Engine` takes no more requests
 └── MissingExtraError       (ImportError) an optional dependency is not installed
@@ -57,6 +58,10 @@ class UnsupportedModelError(UnsupportedError):
 
 class UnsupportedArgumentError(UnsupportedError):
     """An argument of `generate` that lookahead decoding does not serve."""
+
+
+class ClusterError(LadeError, RuntimeError):
+    """Processes that decode together differ, or one of them has gone."""
 
 
 class EngineFullError(LadeError, RuntimeError):

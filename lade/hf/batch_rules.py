@@ -18,6 +18,7 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from lade.errors import UnsupportedArgumentError
+from lade.hf.grammar.processor import GrammarProcessor
 from lade.hf.prompt_texts import PromptTexts
 from lade.model.position_limits import Positions
 
@@ -80,9 +81,13 @@ def must_go_together(
         streamed
         or writes_on
         or bool(recorded)
-        or not all(_is_row_wise(each, logits_process.__name__, ROW_WISE_PROCESSORS) for each in processors)
+        or not all(_is_row_wise_processor(each) for each in processors)
         or not all(_is_row_wise(each, stopping_criteria.__name__, ROW_WISE_CRITERIA) for each in criteria)
     )
+
+
+def _is_row_wise_processor(processor: Any) -> bool:
+    return type(processor) is GrammarProcessor or _is_row_wise(processor, logits_process.__name__, ROW_WISE_PROCESSORS)
 
 
 def _is_row_wise(thing: Any, module: str, row_wise: frozenset[str]) -> bool:
@@ -118,8 +123,12 @@ def processors_of_row(processors: LogitsProcessorList, row: int, rows: int) -> L
 
 
 def _of_row(processor: Any, row: int, rows: int) -> Any:
-    """The same processor, unless it was made with something that belongs to the rows."""
+    """The same processor, unless it was made with something that belongs to the rows, or keeps what they have."""
+    if rows == 1 and type(processor) is not GrammarProcessor:
+        return processor
     match type(processor).__name__:
+        case "GrammarProcessor":
+            return processor.of_row(row, rows)
         case "PrefixConstrainedLogitsProcessor":
             allowed = functools.partial(_of_this_row, processor._prefix_allowed_tokens_fn, row)
             return PrefixConstrainedLogitsProcessor(allowed, 1)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
 
+from lade.cluster.runners import eager_runner_for
 from lade.config import LookaheadConfig
 from lade.decoding.beams.logits import BeamLogits
 from lade.hf.batch_rules import check_lengths
@@ -119,7 +120,7 @@ class _StandIn(StandIn):
 def _runner(prepared: Prepared, plan: MaskPlan) -> EagerRunner:
     if has_encoder(prepared):
         return runner_on_encoded(prepared, plan)
-    return EagerRunner(prepared.model, plan, prepared.generation_config)
+    return eager_runner_for(prepared.model, plan, prepared.generation_config)
 
 
 def _check_lengths(positions: Positions, texts: PromptTexts, max_length: int) -> None:

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateOutput
 
+from lade.cluster.team import leader_of
 from lade.config import Lookahead, LookaheadConfig
 from lade.hf.arguments import (
     arguments_for_callable,
@@ -24,6 +25,7 @@ from lade.hf.arguments import (
 from lade.hf.batch_rules import must_go_together
 from lade.hf.beams import BeamSession
 from lade.hf.fallback import falling_back
+from lade.hf.grammar_argument import GrammarArgument, with_grammar
 from lade.hf.lock_step import LockStepSession
 from lade.hf.one_call import cleaning_up, refuse_values_of_one_call
 from lade.hf.plain import Generated, NeedsGenerateError, decode_prepared, generate_plainly
@@ -32,6 +34,15 @@ from lade.hf.predictions import Prediction, prediction_ids, refuse_without_guess
 from lade.hf.prepared import Prepared, preparing
 from lade.hf.refusals import refuse_slow_beams, resolve
 from lade.hf.session import Session
+from lade.hf.shared import (
+    is_shared,
+    refuse_shared,
+    refuse_shared_steps,
+    refuse_unshared,
+    shared,
+    shared_steps,
+    sharing_plainly,
+)
 from lade.model.packing.linear import refuse_autocast
 from lade.model.support.supports import unwrap
 from lade.stats import Stats, Step
@@ -125,9 +136,12 @@ def _decode(
         session: Session | LockStepSession | BeamSession | None = None
         if config is not None:
             with falling_back(stats, allowed=auto):
+                refuse_unshared(model)
                 session = _session_for(prepared, config, stats, streamer, auto=auto)
         if session is not None:
             return session.run()
+        if leader_of(model) is not None:
+            raise NeedsGenerateError("what is prepared cannot be sent to other processes", "call model.generate")
         return decode_prepared(prepared, stats, streamer, unassisted=wrapper is None)
 
 
@@ -156,6 +170,7 @@ def generate(
     stats: Stats | None = None,
     streamer: BaseStreamer | None = None,
     prediction: Prediction | None = None,
+    grammar: GrammarArgument | None = None,
     **generate_arguments: Any,
 ) -> GenerateOutput: ...
 
@@ -170,6 +185,7 @@ def generate(
     stats: Stats | None = None,
     streamer: BaseStreamer | None = None,
     prediction: Prediction | None = None,
+    grammar: GrammarArgument | None = None,
     **generate_arguments: Any,
 ) -> torch.Tensor: ...
 
@@ -183,6 +199,7 @@ def generate(
     stats: Stats | None = None,
     streamer: BaseStreamer | None = None,
     prediction: Prediction | None = None,
+    grammar: GrammarArgument | None = None,
     **generate_arguments: Any,
 ) -> Generated: ...  # a generation_config decides
 
@@ -195,6 +212,7 @@ def generate(
     stats: Stats | None = None,
     streamer: BaseStreamer | None = None,
     prediction: Prediction | None = None,
+    grammar: GrammarArgument | None = None,
     **generate_arguments: Any,
 ) -> Generated:
     """`model.generate` with lookahead decoding: same arguments, same tokens, fewer forward passes.
@@ -213,6 +231,8 @@ def generate(
         streamer: gets the prompt, and each token after the stopping criteria and before anything else.
         prediction: a text that the answer is expected to follow, a file to be edited for instance: its ids, or text and
             a `tokenizer=`; in a batch one for each prompt. It changes the speed, never a token.
+        grammar: a `lade.Grammar` that the answer has to follow, with a `tokenizer=`; in a batch one for all prompts, or
+            one for each. The tokens are those of `model.generate` with its processor among `logits_processor`.
         generate_arguments: anything that `model.generate` takes. After an error a cache passed as `past_key_values`
             holds the text so far, as after plain decoding.
 
@@ -222,15 +242,30 @@ def generate(
 
     Raises:
         UnsupportedModelError, UnsupportedArgumentError: an explicit config cannot be served.
-        InputError: the prompt cannot be decoded, or the prediction is none.
+        InputError: the prompt cannot be decoded, the prediction is none, or the grammar cannot be used.
         ConfigError: there is a prediction, and `lookahead=None`.
     """
+    arguments = generate_arguments if inputs is None else {**generate_arguments, "inputs": inputs}
+    call = functools.partial(_generate, model, arguments, lookahead, stats, streamer, prediction, grammar)
+    return shared(model, call) if is_shared(model) else call()
+
+
+def _generate(
+    model: Any,
+    arguments: dict[str, Any],
+    lookahead: Lookahead,
+    stats: Stats | None,
+    streamer: BaseStreamer | None,
+    prediction: Prediction | None,
+    grammar: GrammarArgument | None,
+) -> Generated:
     config, auto = resolve(lookahead)
     refuse_without_guesses(prediction, config)
-    texts = prediction_ids(prediction, generate_arguments.get("tokenizer"))
-    arguments = generate_arguments if inputs is None else {**generate_arguments, "inputs": inputs}
+    texts = prediction_ids(prediction, arguments.get("tokenizer"))
+    refuse_shared(model, arguments)
     with cleaning_up(model, arguments.get("generation_config")):
         check_ids(arguments)
+        arguments = with_grammar(unwrap(model), grammar, arguments)
         if streamer is not None:  # a plain search of beams would raise as well, after warnings and in other words
             refuse_streamed_beams(num_beams(unwrap(model), arguments))
         prepared: dict[str, Any] | None = None
@@ -243,7 +278,8 @@ def generate(
             with suppress(NeedsGenerateError):
                 output: Generated = model.generate(custom_generate=door, **prepared)
                 return output
-        return generate_plainly(model, stats, streamer, arguments)
+        with sharing_plainly(model, arguments):
+            return generate_plainly(model, stats, streamer, arguments)
 
 
 def stream(
@@ -253,6 +289,7 @@ def stream(
     lookahead: Lookahead = "auto",
     stats: Stats | None = None,
     prediction: Prediction | None = None,
+    grammar: GrammarArgument | None = None,
     **generate_arguments: Any,
 ) -> Iterator[Step]:
     """`generate` for one prompt, step by step: an iterator over `Step`s, whose tokens together are the new tokens.
@@ -263,14 +300,28 @@ def stream(
     >>> for step in lade.stream(model, input_ids=ids, max_new_tokens=200):
     ...     print(tokenizer.decode(step.tokens), end="", flush=True)
     """
+    arguments = generate_arguments if inputs is None else {**generate_arguments, "inputs": inputs}
+    begin = functools.partial(_stream, model, arguments, lookahead, stats, prediction, grammar)
+    return shared_steps(model, begin) if is_shared(model) else begin()
+
+
+def _stream(
+    model: Any,
+    arguments: dict[str, Any],
+    lookahead: Lookahead,
+    stats: Stats | None,
+    prediction: Prediction | None,
+    grammar: GrammarArgument | None,
+) -> Iterator[Step]:
     config, auto = resolve(lookahead)
     refuse_without_guesses(prediction, config)
-    texts = prediction_ids(prediction, generate_arguments.get("tokenizer"))
-    arguments = generate_arguments if inputs is None else {**generate_arguments, "inputs": inputs}
+    texts = prediction_ids(prediction, arguments.get("tokenizer"))
+    refuse_shared(model, arguments)
     with cleaning_up(model, arguments.get("generation_config")):
         inner = unwrap(model)
         refuse_autocast(inner)
         check_ids(arguments)
+        arguments = with_grammar(inner, grammar, arguments)
         refuse_streamed_beams(num_beams(inner, arguments))
         refuse_streamed_rows(inner, arguments)
         if config is not None:
@@ -280,4 +331,5 @@ def stream(
                 make = functools.partial(Session, config=config, stats=Stats() if stats is None else stats)
                 prepared = arguments_for_callable(model, arguments)
                 return iter(model.generate(custom_generate=preparing(make, model, texts), **prepared))
+        refuse_shared_steps(model)
         return plain_steps(model, stats, arguments)

@@ -6,6 +6,7 @@ with all rows `[B, L]`, rows that have ended included; only the model that it is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
+from lade.cluster.runners import eager_runner_for
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.decoding.drafting.drafter import Drafter
@@ -25,6 +27,7 @@ from lade.decoding.lock_step.logits import LockStepLogits
 from lade.decoding.lock_step.row import LockStepRow
 from lade.hf.batch_rules import check_lengths
 from lade.hf.encoder_decoder import has_encoder, runner_on_encoded, source_of
+from lade.hf.grammar_argument import constraints_for
 from lade.hf.ids import ids_of, placeholder_ids, special_ids, vocabulary_of
 from lade.hf.output import Output
 from lade.hf.plain import decoding_method
@@ -63,10 +66,11 @@ class LockStepSession:
         if has_encoder(prepared):
             self._runner: EagerRunner = runner_on_encoded(prepared, plan)
         else:
-            self._runner = EagerRunner(prepared.model, plan, prepared.generation_config).for_prompts(images)
+            runner = eager_runner_for(prepared.model, plan, prepared.generation_config)
+            self._runner = runner.for_prompts(images)
         check_lengths(self._runner.positions, texts, prepared.generation_config.max_length)
         budget = self._budget_for(config, len(texts))
-        drafters = self._drafters(config, budget, len(texts))
+        drafters = self._drafters(config, budget, texts.ids)
         rows = [self._row(number, text, drafters[number]) for number, text in enumerate(texts.ids)]
         self._answers: LockStepLogits[Any]
         if is_recurrent(prepared.model):
@@ -82,14 +86,18 @@ class LockStepSession:
         cost = BatchCost(lambda rows: step_cost_for(model, runner, batch=rows), rows)
         return BatchBudget(cost, habits_of(model, cost.current, kind_of_text(self._prepared, config)))
 
-    def _drafters(self, config: LookaheadConfig, budget: BatchBudget | None, rows: int) -> list[Drafter]:
+    def _drafters(
+        self, config: LookaheadConfig, budget: BatchBudget | None, prompts: Sequence[list[int]]
+    ) -> list[Drafter]:
         """One for each row; those of one caller may learn from each other."""
         if config.adaptive and config.memory is None:
             config = replace(config, memory=ContextMemory())
         excluded = special_ids(self._prepared.generation_config) | placeholder_ids(self._prepared.model)
         vocabulary = vocabulary_of(self._prepared.model)
         make = partial(drafter_for, config, excluded, vocabulary=vocabulary, budget=budget)
-        return [make(sources=sources) for sources in sources_for(self._prepared, config, rows)]
+        sources = sources_for(self._prepared, config, len(prompts))
+        constraints = constraints_for(self._prepared, prompts)
+        return [make(sources=own, constraint=rules) for own, rules in zip(sources, constraints, strict=True)]
 
     def _row(self, number: int, prompt: list[int], drafter: Drafter) -> LockStepRow:
         config, criteria = self._prepared.generation_config, self._prepared.stopping_criteria

@@ -27,6 +27,7 @@ from lade.model.runner import EagerRunner
 from lade.model.slot_patches import padding_counts_from
 from lade.model.support.padding_check import counts_padding
 from lade.model.support.supports import is_listed, supports
+from lade.model.tensor_parallel import tensor_parallel_size
 from lade.model.user_cache import can_borrow, lacks_indexer, why_unfit
 
 KNOWN_MODEL_KWARGS = frozenset(
@@ -221,7 +222,10 @@ def _check_padding(model: PreTrainedModel, padding: int, generation_config: Gene
     if padding and generation_config.prefill_chunk_size is not None and is_recurrent(model):
         chunks = f"prefill_chunk_size={generation_config.prefill_chunk_size} with left padding"
         refuse(chunks, "recurrent layers tell where a chunk begins, and count padding in some; leave one of them out")
-    if padding and (not is_listed(model) or is_recurrent(model)) and counts_padding(model):
+    unknown = padding and (not is_listed(model) or is_recurrent(model))
+    if unknown and tensor_parallel_size(model) > 1:
+        refuse("left padding", "trying whether this model counts it takes passes of all its processes")
+    if unknown and counts_padding(model):
         refuse("left padding", "plain decoding counts it as text on this model; give the prompt without it")
 
 

@@ -38,9 +38,7 @@ def row_for(
         streamer: gets each token.
     """
     prompt, rows = prepared.input_ids[number : number + 1], len(prepared.input_ids)
-    processors = prepared.logits_processor
-    if rows > 1:
-        processors = processors_of_row(processors, number, rows)
+    processors = processors_of_row(prepared.logits_processor, number, rows)
     transcript = Transcript(prompt, prompt.shape[1] - len(text))
     chooser: Chooser = Greedy()
     if processors or sampler or record:

@@ -12,6 +12,7 @@ from typing import Any
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
+from lade.cluster.runners import runner_for
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.decoding.drafting.drafter import Drafter
@@ -22,6 +23,7 @@ from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.hf.batch_rules import check_lengths
 from lade.hf.encoder_decoder import has_encoder, runner_on_encoded
+from lade.hf.grammar_argument import constraints_for
 from lade.hf.ids import placeholder_ids, special_ids, vocabulary_of
 from lade.hf.output import Output, output_of, record_for
 from lade.hf.predictions import sources_for
@@ -32,7 +34,6 @@ from lade.hf.sampling import Draws, LoneSampler, RowSampler, Sampler
 from lade.hf.text_kind import kind_of_text
 from lade.model.masks import MaskPlan
 from lade.model.runner import EagerRunner
-from lade.model.select_runner import runner_for
 from lade.stats import Stats, Step
 from lade.tuning.batch_cost import BatchCost
 from lade.tuning.cost_cache import habits_of, save_refreshed, step_cost_for
@@ -137,7 +138,9 @@ class Session:
             budget=self._budget,
             habits=self._habits,
         )
-        return [make(sources=sources) for sources in sources_for(self._prepared, config, len(self._texts))]
+        sources = sources_for(self._prepared, config, len(self._texts))
+        constraints = constraints_for(self._prepared, self._texts.ids)
+        return [make(sources=own, constraint=rules) for own, rules in zip(sources, constraints, strict=True)]
 
     def _make_rows(self, drafters: list[Drafter]) -> list[Row]:
         rows = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lade.config import LookaheadConfig
+from lade.hf.grammar.processor import GrammarProcessor
 from lade.hf.prepared import Prepared
 
 
@@ -12,4 +13,6 @@ def kind_of_text(prepared: Prepared, config: LookaheadConfig) -> str:
     kind = f"sampled at {generation_config.temperature or 1.0:.1f}" if generation_config.do_sample else "greedy"
     if prepared.predictions:
         kind += ", predicted"
+    if any(isinstance(each, GrammarProcessor) for each in prepared.logits_processor):
+        kind += ", by a grammar"
     return kind if config.memory is None else f"{kind}, with a memory"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from lade.cluster.runners import runner_for
 from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.drafting.factory import drafter_for
@@ -17,9 +18,8 @@ from lade.decoding.readout import read
 from lade.decoding.row import Row
 from lade.hf.ids import vocabulary_of
 from lade.hf.output import Output
-from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
-from lade.model.select_runner import release, runner_for
+from lade.model.select_runner import release
 from lade.serving.active import ActiveRequest
 from lade.serving.capacity import Capacity, default_max_tokens
 from lade.serving.request import Request
@@ -85,7 +85,7 @@ class Batch:
 
         Where a cached token takes no bytes, since all layers are recurrent, a slot is one byte of the states.
         """
-        cache = TreeCache()
+        cache = self._prefill_runner.tree_cache()
         with torch.random.fork_rng(devices=[]):
             self._prefill_runner.prefill([[0]], cache)
         return max(1, cache.token_bytes), cache.state_bytes
@@ -128,8 +128,14 @@ class Batch:
             self._cost = BatchCost(lambda rows: step_cost_for(self._model, self._runner, batch=rows), 1)
             self._loop.budget = BatchBudget(self._cost, habits_of(self._model, self._cost.current, "engine"))
         budget = self._loop.budget if weighs else None
-        vocabulary, sources = vocabulary_of(self._model), request.sources
-        drafter = drafter_for(config, request.excluded, vocabulary=vocabulary, budget=budget, sources=sources)
+        drafter = drafter_for(
+            config,
+            request.excluded,
+            vocabulary=vocabulary_of(self._model),
+            budget=budget,
+            sources=request.sources,
+            constraint=request.constraint,
+        )
         return self._reuse.drafter(drafter)
 
     def advance(self) -> None:
@@ -210,6 +216,7 @@ class Batch:
             active.handle.begin()
             active.row = active.request.row(self._drafter(active.request))
         if not active.fed:
+            active.cache = self._prefill_runner.tree_cache()
             self._reuse.take(active)
         return active.row
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from lade.cluster.team import led_by_this_process
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError, UnsupportedArgumentError, UnsupportedModelError
+from lade.hf.grammar.grammar import Grammar
 from lade.hf.predictions import Prediction, refuse_without_guesses
 from lade.hf.refusals import resolve
 from lade.model.recurrent.cores import is_recurrent
@@ -68,7 +71,9 @@ class Engine:
             much, the prompt that joins included.
 
     Raises:
-        UnsupportedModelError: the model cannot be decoded exactly with a token tree, or has an encoder.
+        UnsupportedModelError: the model cannot be decoded exactly with a token tree, or has an encoder; or several
+            processes decode it, and this is not the first one: the others call `lade.follow`.
+        ClusterError: these processes take part in another call.
         UnsupportedArgumentError: `prefix_cache` on a model with recurrent layers.
         ConfigError: a limit that is no whole number.
     """
@@ -90,20 +95,26 @@ class Engine:
         if isinstance(prefix_cache, bool) or not isinstance(prefix_cache, int) or prefix_cache < 0:
             raise ConfigError("prefix_cache", prefix_cache, "give a whole number of bytes >= 0")
         self._model = model
-        self._plan = supports(model).require()
-        _refuse_encoders(unwrap(model))
-        if prefix_cache:
-            _refuse_states(unwrap(model))
-        batch = Batch(
-            unwrap(model),
-            self._plan,
-            prefill_tokens=prefill_tokens,
-            max_rows=max_rows,
-            max_tokens=max_tokens,
-            prefix_cache=prefix_cache,
-        )
+        led = led_by_this_process(unwrap(model)) if isinstance(unwrap(model), PreTrainedModel) else None
+        try:
+            self._plan = supports(model).require()
+            _refuse_encoders(unwrap(model))
+            if prefix_cache:
+                _refuse_states(unwrap(model))
+            batch = Batch(
+                unwrap(model),
+                self._plan,
+                prefill_tokens=prefill_tokens,
+                max_rows=max_rows,
+                max_tokens=max_tokens,
+                prefix_cache=prefix_cache,
+            )
+        except BaseException as problem:
+            if led is not None:
+                led.end(problem=problem)
+            raise
         self.token_bytes, self.max_tokens = batch.capacity.token_bytes, batch.capacity.max_tokens
-        self._scheduler = Scheduler(batch, max_waiting)
+        self._scheduler = Scheduler(batch, max_waiting, None if led is None else partial(led.end, None))
         self._finalizer = weakref.finalize(
             self, self._scheduler.close
         )  # also when it is forgotten, and when Python ends
@@ -117,6 +128,7 @@ class Engine:
         seed: int | None = None,
         stats: Stats | None = None,
         prediction: Prediction | None = None,
+        grammar: Grammar | None = None,
         place: Place | None = None,
         logprobs: int | None = None,
         stop_texts: Sequence[str] | None = None,
@@ -135,12 +147,15 @@ class Engine:
                 `model.generate` give. None: one is drawn; the handle has it.
             stats: is added to; None for new ones, which the handle has.
             prediction: a text that the answer is expected to follow: its ids, or text and a `tokenizer=`.
+            grammar: a `lade.Grammar` that the answer has to follow, with a `tokenizer=`. It is compiled by the caller's
+                thread.
             place: in the queue, from `reserve`; None: one is taken now.
             logprobs: so many of the likeliest ids come with each token, with the log-probabilities of these and of the
                 token itself, in `Step.logprobs`; they are those of the model's own logits, before processors.
             stop_texts: texts that end the answer, whose text is then in `Step.texts` and `Handle.text`, up to the first
                 one of them. The ids end with the token that completes it. [] to be told the text alone.
-            tokenizer: the model's, for `stop_texts`, a `prediction`, and `stop_strings` of `model.generate`.
+            tokenizer: the model's, for `stop_texts`, a `prediction`, a `grammar`, and `stop_strings` of
+                `model.generate`.
             skip_special_tokens: whether special tokens have no text there.
             scope: whose request it is: a user's name, or any text. Where several scopes wait, their requests are served
                 in turn. What is kept of its text is for requests of the same scope alone.
@@ -148,7 +163,8 @@ class Engine:
                 The clock of `max_time` starts now.
 
         Raises:
-            InputError: the prompt cannot be decoded, or is with its answer too long for the engine or the model.
+            InputError: the grammar cannot be used; or the prompt cannot be decoded, or is with its answer too long for
+                the engine or the model.
             UnsupportedArgumentError: the arguments cannot be served exactly.
             ConfigError: `lookahead`, `seed`, `place`, `logprobs`, `stop_texts`, `tokenizer` or `scope` is
                 none.
@@ -171,6 +187,7 @@ class Engine:
                 config=chosen or PLAIN,
                 seed=seed,
                 prediction=prediction,
+                grammar=grammar,
                 extras=extras,
                 plan=known,
             )

@@ -17,6 +17,7 @@ from lade.decoding.row import Row
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
 from lade.hf.answer_text import AnswerText
 from lade.hf.arguments import arguments_for_callable, why_no_ids
+from lade.hf.grammar_argument import GrammarArgument, constraints_for, with_grammar
 from lade.hf.ids import ids_of, placeholder_ids, special_ids
 from lade.hf.one_call import cleaning_up, refuse_hooks_of_one_call, refuse_values_of_one_call
 from lade.hf.output import Output, output_of, record_for
@@ -60,6 +61,7 @@ class Request:
         seed: the seed of its draws; None where nothing is drawn.
         excluded: ids after which nothing is drafted.
         sources: what guesses beside its method.
+        constraint: what a grammar says about guesses; None where there is none.
         need: the room that it can come to take.
         prompt_tokens: of the prompt, without padding.
         images: the prompt where it has more than text in it, until it is prefilled; else None.
@@ -96,6 +98,7 @@ class Request:
         if generation_config.do_sample:
             self.seed = secrets.randbelow(_DRAWN_SEEDS) if seed is None else seed
         self.sources = sources_for(prepared, config, 1)[0]
+        self.constraint = constraints_for(prepared, texts.ids)[0]
         self.excluded = special_ids(generation_config) | placeholder_ids(prepared.model)
         self._record = record_for(generation_config, logprobs)
 
@@ -139,6 +142,7 @@ def prepare(
     config: LookaheadConfig,
     seed: int | None,
     prediction: Prediction | None = None,
+    grammar: GrammarArgument | None = None,
     extras: Extras = NO_EXTRAS,
     plan: MaskPlan | None = None,
 ) -> Request:
@@ -151,6 +155,7 @@ def prepare(
         config: the method and its sizes.
         seed: of its draws.
         prediction: a text that the answer is expected to follow.
+        grammar: what the answer may be.
         extras: arguments that are not `model.generate`'s.
         plan: how the model takes its masks, where `supports` has said it: asking walks through all its modules.
 
@@ -168,7 +173,8 @@ def prepare(
     if text is not None:
         arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), text])
     if extras.tokenizer is not None:
-        arguments["tokenizer"] = extras.tokenizer  # which stop_strings needs, too
+        arguments["tokenizer"] = extras.tokenizer  # which stop_strings and a grammar need, too
+    arguments = with_grammar(unwrap(model), grammar, arguments)
     make = functools.partial(
         Request, config=config, seed=seed, text=text, logprobs=extras.logprobs, plan=plan, scope=extras.scope
     )

@@ -30,14 +30,17 @@ class Scheduler:
     Args:
         batch: decodes; only the thread touches it.
         max_waiting: requests that may wait, beside those that there are free rows for.
+        ended: is called when the thread has ended, with the error that ended it, if one did.
 
     Attributes:
         problem: the error that ended the thread, if one did.
         wakeups: wakes those who wait for requests in coroutines.
     """
 
-    def __init__(self, batch: Batch, max_waiting: int) -> None:
-        self._batch, self._max_waiting = batch, max_waiting
+    def __init__(
+        self, batch: Batch, max_waiting: int, ended: Callable[[BaseException | None], None] | None = None
+    ) -> None:
+        self._batch, self._max_waiting, self._ended = batch, max_waiting, ended
         self._capacity: Capacity = batch.capacity
         self._waiting = WaitingLine()
         self._places: set[Place] = set()  # held for requests that are being prepared
@@ -173,6 +176,8 @@ class Scheduler:
             raise
         finally:
             self._end_all(problem)
+            if self._ended is not None:
+                self._ended(problem)
 
     def _admit(self) -> bool:
         """Admit requests that fit, waiting for one if there is nothing to do; false to end."""

@@ -10,7 +10,8 @@ from lade.testing import toy_model
 
 PACKAGE = Path(lade.__file__).parent
 IDS = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3]])
-FRAMES = 7
+FRAMES = 8
+"""One of them is there for models that several processes share."""
 
 
 def test_from_generate_to_the_model_there_are_few_frames_of_our_own():

@@ -77,6 +77,7 @@ def test_beams(model, rows):
     ours = lade.generate(model, input_ids=ids, lookahead=PAPER, output_scores=True, **arguments)
     assert torch.equal(ours.sequences, plain.sequences)
     assert torch.equal(ours.sequences_scores, plain.sequences_scores)
+    assert len(ours.scores) == len(plain.scores) and all(map(torch.equal, ours.scores, plain.scores))
 
 
 def padded(*lengths):
@@ -89,7 +90,7 @@ def padded(*lengths):
 
 
 def test_a_batch_is_its_rows_and_each_row_is_its_prompt_alone(model):
-    lengths, arguments = (61, 7, 90), {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    lengths, arguments = (61, 7, 90, 3), {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
     plain = model.generate(**padded(*lengths), **arguments, **SCORES)
     ours = lade.generate(model, **padded(*lengths), lookahead=PAPER, **arguments, **SCORES)
     assert_equal_bits(ours, plain)
@@ -137,6 +138,9 @@ def test_every_toy(family, dtype, packed):
         plain = toy.generate(prompt(length), **arguments)
         for config in (PAPER, COLD, lade.LookaheadConfig()):
             assert_equal_bits(lade.generate(toy, input_ids=prompt(length), lookahead=config, **arguments), plain)
+    together = toy.generate(torch.cat([prompt(58), prompt(58, 1), prompt(58), prompt(58, 2)]), **arguments)
+    alone = toy.generate(prompt(58), **arguments)
+    assert all(torch.equal(rows[2], one[0]) for rows, one in zip(together.logits, alone.logits, strict=True))
 
 
 @pytest.mark.slow
