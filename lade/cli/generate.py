@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,12 +12,14 @@ import typer
 
 from lade.cli.batch.request import BatchOptions
 from lade.cli.options import decoding as options
+from lade.cli.options.grammar import AnswerForm
 from lade.cli.options.template import Template
-from lade.cli.prompts import Source, read_prediction
+from lade.cli.prompts import Source, read_text
 from lade.cli.terminal import ASIDE, EXIT_INTERRUPTED, Terminal, terminal
 from lade.errors import ConfigError
 
 if TYPE_CHECKING:
+    from lade.cli.batch.crew import Crew
     from lade.cli.generation_plan import GenerationPlan
     from lade.cli.options.decoding import Choices
     from lade.cli.prompts import Prompt
@@ -38,6 +41,7 @@ def generate(
     template: options.Template,
     many: BatchOptions,
     choices: options.Choices,
+    form: AnswerForm,
     speed: options.Speed,
     loading: options.Loading,
     json: options.Json = False,
@@ -56,8 +60,11 @@ def generate(
         loading.check_pack(speed.pack)
         options.check_max_new_tokens(max_new_tokens)
         template.check()
-        batch = many.batch(source)
+        crew = _crew(term) if many.replicas else None
+        batch = many.batch(source, writes=crew is None or crew.first)
         choices = choices.settled(batch.seed if batch else None)
+        if crew is not None:
+            choices = replace(choices, seed=crew.agreed("seed", choices.seed))
         if batch:
             _check_batch(choices, image)
         if source.piped:
@@ -65,20 +72,34 @@ def generate(
         prompts = [] if batch else source.read()
         if image:
             _check_images(image, source, prompts, template)
+        grammar = form.read()
         predicted = _predicted(prediction_file, prompts, lookahead, choices)
         from lade.cli.encoder import Encoder
         from lade.cli.generation_plan import GenerationPlan
-        from lade.cli.loading.load import load, remembering
+        from lade.cli.loading.load import load as load_model
+        from lade.cli.loading.load import remembering
+        from lade.cli.processes import connected, leading
 
-        loaded = load(loading, term=term, pack=speed.pack, images=bool(image), invariant=speed.invariant)
+        split = connected(term) if crew is None else 1
+        load = partial(load_model, loading, term=term, pack=speed.pack, images=bool(image), invariant=speed.invariant)
+        loaded = load(processes=split)
         lookahead = remembering(loaded, lookahead, speed.memory)
-        plan = GenerationPlan(loaded, Encoder(loaded, template), lookahead, choices, max_new_tokens)
-        if batch:
-            from lade.cli.batch.run import carry_out
+        plan = GenerationPlan(loaded, Encoder(loaded, template), lookahead, choices, max_new_tokens, grammar)
+        with leading(loaded.model, split) as leads:
+            if not leads:
+                return
+            if batch:
+                from lade.cli.batch.run import carry_out
 
-            carry_out(batch, plan, term, quiet=json)
-        else:
-            _run(plan, prompts, term, image or [], predicted, json=json)
+                carry_out(batch, plan, term, quiet=json, crew=crew)
+            else:
+                _run(plan, prompts, term, image or [], predicted, json=json)
+
+
+def _crew(term: Terminal) -> Crew:
+    from lade.cli.processes import crew_of
+
+    return crew_of(term)
 
 
 def _check_images(images: list[Path], source: Source, prompts: list[Prompt], template: Template) -> None:
@@ -107,7 +128,7 @@ def _predicted(path: Path | None, prompts: list[Prompt], lookahead: Lookahead, c
     if lookahead is None or choices.num_beams > 1:
         method = "--method plain" if lookahead is None else "--num-beams"
         raise ConfigError("prediction-file", str(path), f"nothing is guessed from it then: leave out {method}")
-    return read_prediction(path)
+    return read_text(path, "prediction")
 
 
 def _run(
@@ -131,6 +152,7 @@ def _run(
     if predicted is not None:
         more = {**more, "prediction": loaded.tokenizer(predicted, add_special_tokens=False)["input_ids"]}
     check_served(loaded, lookahead, choices)
+    more = {**more, **plan.form}
     warn_of_length(loaded, max(map(len, encoded)), plan.max_new_tokens, term)
     wanted = plan.max_new_tokens
     begin = partial(decode, loaded, lookahead=lookahead, choices=choices, max_new_tokens=wanted, term=term, more=more)

@@ -10,6 +10,7 @@ from lade.cli.loading.loaded_model import LoadedModel
 from lade.cli.options.decoding import Choices
 from lade.cli.run import config_dict
 from lade.config import Lookahead, LookaheadConfig
+from lade.hf.grammar.grammar import Grammar
 from lade.hf.refusals import resolve
 
 
@@ -23,6 +24,7 @@ class GenerationPlan:
         lookahead: as in `lade.generate`.
         choices: settled ones.
         max_new_tokens: of each.
+        grammar: that answers have to follow, if any.
     """
 
     loaded: LoadedModel
@@ -30,6 +32,12 @@ class GenerationPlan:
     lookahead: Lookahead
     choices: Choices
     max_new_tokens: int
+    grammar: Grammar | None = None
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """Arguments of `lade.generate` about the grammar."""
+        return {} if self.grammar is None else {"grammar": self.grammar, "tokenizer": self.loaded.tokenizer}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -37,7 +45,8 @@ class GenerationPlan:
         shown = self.choices.as_dict()
         others = {name: value for name, value in asdict(self.choices).items() if name not in shown}
         given = {"method": _method(self.config), "max_new_tokens": self.max_new_tokens, **others}
-        return {**given, **self.loaded.variant, **self.encode.settings}
+        form = {} if self.grammar is None else {"grammar": self.grammar.source}
+        return {**given, **form, **self.loaded.variant, **self.encode.settings}
 
     @property
     def config(self) -> LookaheadConfig | None:

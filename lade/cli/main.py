@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from lade.cli import export_recipe, generate, info, pack, tune, warm
+from lade.cli.batch_file import command as batch_file
 from lade.cli.bench import command as bench
 from lade.cli.bench import plan
 from lade.cli.chat import command as chat
@@ -42,6 +43,7 @@ def _lade(
 app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
 app.command("chat", epilog=chat.EXAMPLE)(chat.chat)
 app.command("serve", epilog=serve.EXAMPLE)(serve.serve)
+app.command("batch", epilog=batch_file.EXAMPLE)(batch_file.batch)
 app.command("info", epilog=info.EXAMPLE)(info.info)
 app.command("tune", epilog=tune.EXAMPLE)(tune.tune)
 app.command("warm", epilog=warm.EXAMPLE)(warm.warm)

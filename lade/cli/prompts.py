@@ -85,14 +85,14 @@ class Source:
         return [Prompt(given)]
 
 
-def read_prediction(path: Path) -> str:
-    """The text that an answer is expected to follow.
+def read_text(path: Path, what: str) -> str:
+    """The text of a file, named `what` in messages, such as what an answer is expected to follow.
 
     Raises:
         InputError: it cannot be read, or is empty.
     """
-    text = _read(path, "prediction file")
-    check_text(text, "the prediction")
+    text = _read(path, f"{what} file")
+    check_text(text, f"the {what}")
     return text
 
 

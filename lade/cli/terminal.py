@@ -74,6 +74,8 @@ class Terminal:
 
     def write(self, text: str, style: str = "") -> None:
         """Write a piece of generated text: coloured and without control codes on a terminal, as it is in a pipe."""
+        if self.out.quiet:
+            return
         if self.interactive:
             self._within_line = not text.endswith("\n")
             segment = Segment(text.translate(_CONTROLS), Style.parse(style))
@@ -82,6 +84,11 @@ class Terminal:
             self.resting()  # on standard error, which may be the terminal still
             self.out.file.write(text)
         self.out.file.flush()
+
+    def mute(self) -> None:
+        """Write errors alone from now on: another process with the same command line writes the rest."""
+        self.resting()
+        self.quiet = self.out.quiet = True
 
     def write_json(self, value: dict[str, Any]) -> None:
         """Write one object on one line."""

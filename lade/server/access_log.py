@@ -46,10 +46,18 @@ class AccessLog:
         self._next, last, self._last = perf_counter() + EVERY_S, self._last, snapshot
         new = snapshot.new_tokens - (last.new_tokens if last else 0)
         steps = snapshot.steps - (last.steps if last else 0)
+        prompt = snapshot.prompt_tokens - (last.prompt_tokens if last else 0)
+        cached = snapshot.cached_tokens - (last.cached_tokens if last else 0)
         if new:
-            per_step = round(new / steps, 2) if steps else 0.0
-            waiting, rate = snapshot.waiting, round(new / EVERY_S, 1)
-            self._say({"rows": snapshot.rows, "waiting": waiting, "tokens_per_s": rate, "tokens_per_step": per_step})
+            self._say(
+                {
+                    "rows": snapshot.rows,
+                    "waiting": snapshot.waiting,
+                    "tokens_per_s": round(new / EVERY_S, 1),
+                    "tokens_per_step": round(new / steps, 2) if steps else 0.0,
+                    "cached": round(cached / prompt, 2) if prompt else 0.0,
+                }
+            )
 
     def _say(self, facts: dict[str, Any]) -> None:
         self._write(json.dumps(facts) if self._as_json else " ".join(f"{name}={_shown(facts[name])}" for name in facts))

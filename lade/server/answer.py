@@ -13,12 +13,15 @@ from typing import Any, ClassVar, TypeVar
 from fastapi import Request
 from starlette.responses import Response
 
+from lade.hf.grammar.grammar import Grammar
 from lade.server import refusals, sse
+from lade.server.answer_form import asked_form, refuse_other_ends
 from lade.server.choice import Choice, Piece
 from lade.server.choosing import first_seed, generate_arguments, lookahead_of, seed_of
-from lade.server.errors import NOT_FOUND, ApiError, error_for, invalid
+from lade.server.errors import ApiError, error_for, invalid
 from lade.server.exchange import GONE, Exchange
 from lade.server.message_parts import MarkupParser, PlainParser
+from lade.server.obfuscation import padded
 from lade.server.prompt import Prompt
 from lade.server.replies import Json
 from lade.server.schemas import Decoding
@@ -26,8 +29,6 @@ from lade.server.service import Service
 from lade.serving.place import Place
 
 T = TypeVar("T")
-_UNNAMED = "dummy"
-"""What huggingface_hub sends where its user names no model."""
 
 
 class ClientLeftError(Exception):
@@ -56,7 +57,7 @@ class Answer(ABC):
         self._flight = service.fly(exchange, self.endpoint)
         self._request_id, self._key = exchange.id, exchange.key
         self._headers: dict[str, str] = {}
-        self._id = f"{self.id_prefix}-{secrets.token_hex(16)}"
+        self._id = f"{self.id_prefix}{secrets.token_hex(16)}"
         self._created = int(time.time())
         self.seed = first_seed(body)
         self.choices: list[Choice] = []
@@ -92,6 +93,14 @@ class Answer(ABC):
         """Whether the parser has to see special tokens."""
         return False
 
+    def grammar(self, prompt: Prompt) -> tuple[Grammar, str] | None:
+        """What the answer to a prompt may be, and the field that says it; None for anything.
+
+        Raises:
+            ApiError: what the request says about it cannot be served.
+        """
+        return asked_form(self.body)
+
     @property
     def top_logprobs(self) -> int | None:
         """How many alternatives of each token are wanted; None: no logprobs at all."""
@@ -125,9 +134,7 @@ class Answer(ABC):
 
     def _check(self) -> None:
         body, settings = self.body, self.service.settings
-        if body.model not in (None, _UNNAMED, *settings.names):
-            why = f"model {str(body.model)[:100]!r} is not served: there is {', '.join(settings.names)}"
-            raise ApiError(404, NOT_FOUND, why, param="model", code="model_not_found")
+        refusals.check_model(body.model, settings)
         ignored = refusals.check(body, settings)
         if ignored:
             self._headers["x-lade-ignored"] = ", ".join(ignored)
@@ -171,8 +178,13 @@ class Answer(ABC):
         context = self.service.context
         room = wanted if context is None else min(wanted, context - len(prompt.ids))
         least = min(body.min_tokens, room)
+        arguments = generate_arguments(body, self.model, len(prompt.ids))
+        if (asked := self.grammar(prompt)) is not None:
+            refuse_other_ends(body, asked[1])
+            with self.service.metrics.compiling():
+                arguments.setdefault("logits_processor", []).append(self.service.forms.processor(*asked))
         return {
-            **generate_arguments(body, self.model, len(prompt.ids)),
+            **arguments,
             "stop_texts": body.stop,
             "tokenizer": self.model.tokenizer,
             "skip_special_tokens": body.skip_special_tokens and not self.has_special_marks,
@@ -212,7 +224,7 @@ class Answer(ABC):
     async def _whole(self) -> dict[str, Any]:
         async for _ in self._steps(None):
             pass
-        self._flight.outcome = self.choices[0].finish_reason
+        self.ended()
         return {
             **self._head(self.kind),
             "choices": [self.whole_choice(choice) for choice in self.choices],
@@ -236,7 +248,7 @@ class Answer(ABC):
                         yield chunk
             if self.body.include_usage:
                 yield sse.event({**self._head(self.chunk_kind), "choices": [], "usage": self.usage()})
-            self._flight.outcome = self.choices[0].finish_reason
+            self.ended()
             yield sse.DONE
         except Exception as problem:  # noqa: BLE001 - the status was sent: only an event can tell
             yield sse.event(self._failed(problem).body)
@@ -258,7 +270,8 @@ class Answer(ABC):
         options = self.body.stream_options
         if options is not None and options.include_usage:
             usage = {"usage": self.usage() if options.continuous_usage_stats else None}
-        return sse.event({**self._head(self.chunk_kind), "choices": [choice], **usage, **(others or {})})
+        value = {**self._head(self.chunk_kind), "choices": [choice], **usage, **(others or {})}
+        return sse.event(padded(value) if options is not None and options.include_obfuscation else value)
 
     def _trace(self, piece: Piece) -> dict[str, Any]:
         step = piece.step
@@ -291,13 +304,23 @@ class Answer(ABC):
             },
         }
 
+    def ended(self) -> None:
+        """Note how all choices have ended."""
+        self._flight.outcome = self.choices[0].finish_reason
+        self._flight.predictions = self._predictions()
+
     def _prediction_usage(self) -> dict[str, int]:
-        """How many tokens of what was expected have come as expected, and how many have not; those of all answers."""
         if self._predicted is None:
             return {}
+        accepted, rejected = self._predictions()
+        return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+
+    def _predictions(self) -> tuple[int, int]:
+        """How many tokens of what was expected have come as expected, and how many have not; those of all answers."""
+        if self._predicted is None:
+            return 0, 0
         accepted = [min(choice.predicted_tokens, len(self._predicted)) for choice in self.choices]
-        rejected = len(self._predicted) * len(accepted) - sum(accepted)
-        return {"accepted_prediction_tokens": sum(accepted), "rejected_prediction_tokens": rejected}
+        return sum(accepted), len(self._predicted) * len(accepted) - sum(accepted)
 
     def _figures(self) -> dict[str, Any]:
         """Of all choices together."""

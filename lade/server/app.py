@@ -14,6 +14,7 @@ from lade.server import errors
 from lade.server.body import Body
 from lade.server.exchange import Exchange, Exchanges
 from lade.server.guard import Guard
+from lade.server.messages.errors import MessagesForm
 from lade.server.routes import router
 from lade.server.service import Service
 from lade.server.static import mount_page
@@ -52,6 +53,7 @@ def build_app(service: Service) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-lade-ignored"],
         )
+    app.add_middleware(MessagesForm)
     app.add_middleware(Exchanges, ended=partial(_ended, app, service))
     return app
 

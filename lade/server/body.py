@@ -11,6 +11,9 @@ from lade.server.errors import INVALID, ApiError
 
 _SECONDS = 30.0
 """That a client has to send all of a body."""
+_DISCARDED = 8
+"""Times as many bytes as a body may have: up to here one that has too many is read to its end and thrown away, as the
+answer would be lost on a client that still sends when its connection is closed."""
 
 
 class Body:
@@ -47,19 +50,20 @@ class Body:
             why = f"the body is {kind or 'of no type'}: send JSON with the header  content-type: application/json"
             return ApiError(415, INVALID, why, code="unsupported_media_type")
         length = headers.get("content-length", "0")
-        if not length.isdigit() or len(length) > 18 or int(length) > self._most_bytes:
+        if not length.isdigit() or len(length) > 18 or int(length) > _DISCARDED * self._most_bytes:
             return self._too_large()
-        parts, size = [], 0
-        while True:
+        parts, size = list[bytes](), 0
+        while size <= _DISCARDED * self._most_bytes:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._most_bytes:
-                return self._too_large()
+            part = message.get("body", b"")
+            size += len(part)
+            if size <= self._most_bytes:
+                parts.append(part)
             if not message.get("more_body"):
-                return b"".join(parts)
+                return b"".join(parts) if size <= self._most_bytes else self._too_large()
+        return self._too_large()
 
     def _too_large(self) -> ApiError:
         why = (

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lade.hf.grammar.grammar import Grammar
 from lade.server.answer import Answer
+from lade.server.answer_form import asked_form
+from lade.server.call_grammar import asked_calls, message_grammar
 from lade.server.choice import Choice, Piece
 from lade.server.choosing import with_generation_config
+from lade.server.errors import unsupported
 from lade.server.exchange import Exchange
 from lade.server.logprobs import chat_entry, tokens_of
 from lade.server.message_parts import MarkupParser, Parts, PlainParser
@@ -21,7 +25,7 @@ class ChatAnswer(Answer):
     """The answer to a conversation."""
 
     endpoint = "chat"
-    kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
     body: ChatRequest
 
     def __init__(self, service: Service, exchange: Exchange, body: ChatRequest) -> None:
@@ -51,6 +55,25 @@ class ChatAnswer(Answer):
     def parser(self, prompt: Prompt) -> PlainParser | MarkupParser:
         """See `Answer.parser`."""
         return self.service.markup.parser(prompt.text, self.body.tools if self.body.tool_choice != "none" else None)
+
+    def grammar(self, prompt: Prompt) -> tuple[Grammar, str] | None:
+        """See `Answer.grammar`; calls of tools are written as their schemas say, where they can be."""
+        body, asked, forms, markup = self.body, asked_form(self.body), self.service.forms, self.service.markup
+        form, param = (None, "tool_choice") if asked is None else asked
+        if form is None and body.tool_choice in (None, "auto", "none"):
+            goes_on = body.ignore_eos or body.min_tokens
+            if not body.tools or goes_on or not forms.available or markup.has_other_thoughts:
+                return None
+        elif markup.has_other_thoughts:
+            raise unsupported(
+                param, f"{param}: this model's thoughts have a markup that no grammar knows: leave it out"
+            )
+        vocabulary = forms.vocabulary(param)
+        if form is not None:
+            forms.require(form, param)  # by itself: else an error in it would be told of the whole message
+        calls = asked_calls(body, vocabulary)
+        made = message_grammar(self.model.chat_template, prompt.text, form, calls, vocabulary)
+        return None if made is None else (made, param)
 
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
         """See `Answer.whole_choice`."""

@@ -20,7 +20,7 @@ class CompletionAnswer(Answer):
     """Continuations of one or several prompts, all of the first one before those of the second."""
 
     endpoint = "completions"
-    kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl"
+    kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl-"
     body: CompletionRequest
 
     @property

@@ -17,6 +17,7 @@ class Flight:
         outcome: how it ended: "stop", "length", "tool_calls", "rejected", "error"; "cancelled" where its client left.
         aborted: what ended it from this side, if anything did.
         first_s: seconds until its first token; None before.
+        predictions: tokens that came as was expected, and those that did not; once it has ended.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -25,6 +26,7 @@ class Flight:
         self.outcome: str | None = None
         self.aborted: Exception | None = None
         self.first_s: float | None = None
+        self.predictions = (0, 0)
         self.began = perf_counter()
 
     @property

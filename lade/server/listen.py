@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import sys
@@ -46,6 +47,7 @@ def run(service: Service, listening: socket.socket) -> int:
         server.run(sockets=[listening])
     finally:
         sys.setswitchinterval(before)
+        gc.unfreeze()  # what the warm-up has frozen
     if service.problem is not None:
         raise service.problem
     return EXIT_DEAD if service.phase == "dead" else 0

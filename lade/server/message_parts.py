@@ -151,6 +151,12 @@ class Markup:
         """Whether its marks may be special tokens, which have no text otherwise."""
         return self._own is not None
 
+    @property
+    def has_other_thoughts(self) -> bool:
+        """Whether there are thoughts in a markup of the model's own, which no grammar knows."""
+        fields = (self._own or {}).get("fields", {})
+        return not self._thinks and any(name in fields for name in REASONING)
+
     def parser(self, prompt: str, tools: list[Any] | None) -> PlainParser | MarkupParser:
         """For one answer.
 

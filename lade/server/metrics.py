@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -64,10 +65,14 @@ class Metrics:
         info: the labels of `lade_info`, besides versions.
         snapshot: how the engine stands; None before there is one.
         ready: whether the server takes requests.
+        replica: another label of all, where there are several servers of one model; "" for none.
     """
 
-    def __init__(self, model: str, snapshot: Callable[[], Snapshot | None], ready: Callable[[], bool]) -> None:
+    def __init__(
+        self, model: str, snapshot: Callable[[], Snapshot | None], ready: Callable[[], bool], replica: str = ""
+    ) -> None:
         self.info: dict[str, str] = {}
+        self._labels = {"replica": replica} if replica else {}
         self._model, self._snapshot, self._ready = model, snapshot, ready
         self._registry = CollectorRegistry()
         self._registry.register(_Collected(self._collect))
@@ -82,6 +87,8 @@ class Metrics:
         self._prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
         self._answer = self._histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
         self._per_step = self._histogram("request_tokens_per_step", "Tokens a step of an answer.", _PER_STEP)
+        self._compiled = self._histogram("grammar_compile_seconds", "Until a grammar can be followed.", _SECONDS)
+        self._predicted = self._counter("prediction_tokens", "Tokens expected, by what came of them.", "outcome")
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(f"lade_{name}", what, ("model", *labels), registry=self._registry)
@@ -89,6 +96,11 @@ class Metrics:
     def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Any:
         made = Histogram(f"lade_{name}", what, ("model",), registry=self._registry, buckets=buckets)
         return made.labels(self._model)
+
+    def compiling(self) -> AbstractContextManager[Any]:
+        """A block that makes a grammar ready; its seconds are counted, also where it fails."""
+        timer: AbstractContextManager[Any] = self._compiled.time()
+        return timer
 
     def add(self, exchange: Exchange, known_path: str) -> None:
         """An answer has ended; `known_path` is one of few, whatever the client asked for."""
@@ -101,6 +113,8 @@ class Metrics:
         if flight.first_s is not None:
             self._first.observe(flight.first_s)
             self._whole.observe(seconds)
+        for outcome, tokens in zip(("accepted", "rejected"), flight.predictions, strict=True):
+            self._predicted.labels(self._model, outcome).inc(tokens)
         for handle in flight.handles:
             if handle.queue_s is not None:
                 self._queued.observe(handle.queue_s)
@@ -114,7 +128,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """All of them, as Prometheus reads them."""
-        return generate_latest(self._registry)
+        return generate_latest(_Labelled(self._registry, self._labels))
 
     def _collect(self) -> Iterator[Metric]:
         yield self._gauge("ready", "Whether it takes requests.", float(self._ready()))
@@ -150,6 +164,19 @@ def since(before: Snapshot, now: Snapshot) -> Snapshot:
         old, new = getattr(before, name), getattr(now, name)
         values[name] = {key: new[key] - old.get(key, 0) for key in new} if isinstance(new, Mapping) else new - old
     return replace(now, **values)
+
+
+class _Labelled:
+    """A registry whose series have more labels."""
+
+    def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
+        self._registry, self._labels = registry, labels
+
+    def collect(self) -> Iterator[Metric]:
+        """All series."""
+        for metric in self._registry.collect():
+            metric.samples = [each._replace(labels={**each.labels, **self._labels}) for each in metric.samples]
+            yield metric
 
 
 class _Collected:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from lade.server.errors import invalid, unsupported
+from lade.server.errors import NOT_FOUND, ApiError, invalid, unsupported
 from lade.server.schemas import ChatRequest, Decoding
 from lade.server.settings import Settings
 
@@ -16,21 +16,25 @@ REFUSED = {
     "conversation": "conversations are not kept: send all messages",
     "function_call": "it was replaced: use tools",
     "functions": "it was replaced: use tools",
-    "grammar": "grammars are not served",
-    "guided_choice": "grammars are not served",
-    "guided_grammar": "grammars are not served",
-    "guided_json": "schemas are not served",
-    "guided_regex": "grammars are not served",
+    "grammar": "give structured_outputs with a Lark grammar",
     "previous_response_id": "answers are not kept: send all messages",
     "prompt_logprobs": "only tokens of answers have logprobs",
-    "structured_outputs": "schemas and grammars are not served",
     "suffix": "text is only continued",
     "use_beam_search": "beams are not served",
     "web_search_options": "this server has no web",
 }
 """Answers that took no notice of them would be wrong ones."""
+_UNNAMED = "dummy"
+"""What huggingface_hub sends where its user names no model."""
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _MOST_NAMED = 20
+
+
+def check_model(name: str | None, settings: Settings) -> None:
+    """Raise `ApiError` for a model that is not served."""
+    if name not in (None, _UNNAMED, *settings.names):
+        why = f"model {str(name)[:100]!r} is not served: there is {', '.join(settings.names)}"
+        raise ApiError(404, NOT_FOUND, why, param="model", code="model_not_found")
 
 
 def check(body: Decoding, settings: Settings) -> list[str]:
@@ -55,10 +59,5 @@ def check(body: Decoding, settings: Settings) -> list[str]:
 
 
 def _check_chat(body: ChatRequest) -> None:
-    kind = (body.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise unsupported("response_format", f"response_format: {str(kind)[:40]!r} is not served: leave it out")
-    if body.tool_choice not in (None, "auto", "none"):
-        raise unsupported("tool_choice", 'tool_choice: no call can be forced: give "auto" or "none"')
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs: it needs logprobs: true")

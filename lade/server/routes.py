@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -14,11 +16,16 @@ from lade.server.chat import ChatAnswer
 from lade.server.completions import CompletionAnswer
 from lade.server.errors import NOT_FOUND, ApiError
 from lade.server.exchange import Exchange
+from lade.server.messages.answer import MessagesAnswer
+from lade.server.messages.schemas import CountRequest, MessagesRequest
 from lade.server.metrics import CONTENT_TYPE
 from lade.server.replies import Json
+from lade.server.responses.answer import ResponsesAnswer
+from lade.server.responses.schemas import ResponsesRequest
 from lade.server.schemas import ChatRequest, CompletionRequest, Model
 from lade.server.service import Service
 from lade.server.sse import EventStream, event
+from lade.server.tokenizing import DetokenizeRequest, TokenizeChat, TokenizeText, count_tokens, detokenize, tokenize
 from lade.serving.handle import Handle
 from lade.version import __version__
 
@@ -40,6 +47,36 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue texts."""
     return await CompletionAnswer(_service(request), Exchange.of(request.scope), body).reply(request)
+
+
+@router.post("/v1/responses")
+async def responses(request: Request, body: ResponsesRequest) -> Response:
+    """Answer a conversation that is a list of items."""
+    return await ResponsesAnswer(_service(request), Exchange.of(request.scope), body).reply(request)
+
+
+@router.post("/v1/messages")
+async def messages(request: Request, body: MessagesRequest) -> Response:
+    """Answer a conversation as Anthropic's API does."""
+    return await MessagesAnswer(_service(request), Exchange.of(request.scope), body).reply(request)
+
+
+@router.post("/v1/messages/count_tokens")
+async def tokens_of_messages(request: Request, body: CountRequest) -> Response:
+    """How many tokens such a conversation has."""
+    return Json(await count_tokens(_service(request), body))
+
+
+@router.post("/tokenize")
+async def ids_of_text(request: Request, body: TokenizeText | TokenizeChat) -> Response:
+    """The ids of a text, or of a conversation."""
+    return Json(await tokenize(_service(request), body))
+
+
+@router.post("/detokenize")
+async def text_of_ids(request: Request, body: DetokenizeRequest) -> Response:
+    """The text of some ids."""
+    return Json(await detokenize(_service(request), body))
 
 
 @router.get("/live")
@@ -68,7 +105,9 @@ def _health(service: Service) -> Response:
 async def models(request: Request) -> Response:
     """What is served."""
     service = _service(request)
-    return Json({"object": "list", "data": [_described(service, name) for name in service.settings.names]})
+    names = service.settings.names
+    page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    return Json({"object": "list", "data": [_described(service, name) for name in names], **page})
 
 
 @router.get("/v1/models/{name:path}")
@@ -87,6 +126,9 @@ def _described(service: Service, name: str) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "lade",
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
         "root": service.settings.name,
         "max_model_len": service.context,
         "lade": {"chat": bool(service.model.chat_template), "context": service.context},
@@ -114,6 +156,7 @@ async def status(request: Request) -> Response:
     return Json(
         {
             "state": "ok",
+            **({"replica": service.settings.replica, "pid": os.getpid()} if service.settings.replica else {}),
             "rows_limit": now.max_rows,
             "waiting_limit": now.max_waiting,
             "kv_slots": {"used": now.slots, "reserved": now.room, "limit": now.max_slots},

@@ -47,6 +47,7 @@ class StreamOptions(Model):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
 
 
 class Trace(Model):
@@ -81,6 +82,17 @@ class Prediction(Model):
         return self.content if isinstance(self.content, str) else "".join(part.text or "" for part in self.content)
 
 
+class StructuredOutputs(Model):
+    """What an answer may be, as vLLM has it: one of them."""
+
+    json_schema: Any = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: Text | None = None
+    choice: list[Text] | None = None
+    grammar: Text | None = None
+    whitespace: bool = False
+
+
 class Decoding(Model):
     """What chats and completions have in common."""
 
@@ -107,6 +119,11 @@ class Decoding(Model):
     cache_salt: str | None = Field(None, max_length=256)
     lookahead: Literal["auto"] | dict[str, Any] | None = "auto"
     prediction: Prediction | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: Text | None = None
+    guided_choice: list[Text] | None = None
+    guided_grammar: Text | None = None
     lade: Trace = Trace()
     user: Any = None
     metadata: Any = None

@@ -17,6 +17,7 @@ from lade.model.recurrent.cores import is_recurrent
 from lade.model.runner import input_device
 from lade.model.support.supports import unwrap
 from lade.server.access_log import AccessLog
+from lade.server.answer_form import Forms
 from lade.server.errors import ApiError, overloaded
 from lade.server.exchange import Exchange
 from lade.server.flight import Flight
@@ -61,7 +62,7 @@ class Service:
         metrics: its series.
         flights: what is being decoded, with the ids of the requests.
         encoding: held while a tokenizer encodes.
-        template, markup, memories, token_text: of the model; there once it is loaded.
+        template, markup, memories, token_text, forms: of the model; there once it is loaded.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Service:
         self.problem: BaseException | None = None
         self.created = int(time.time())
         self.flights: dict[Flight, str] = {}
-        self.metrics = Metrics(settings.name, self.snapshot, lambda: self.phase == "ready")
+        self.metrics = Metrics(settings.name, self.snapshot, lambda: self.phase == "ready", settings.replica)
         self.fingerprint = f"lade-{__version__}"
         self.preparing = ThreadPoolExecutor(PREPARING, thread_name_prefix="lade.serve")
         self.encoding = threading.Lock()  # tokenizers keep settings of a call between their parts
@@ -88,7 +89,9 @@ class Service:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to load; returns at once."""
+        """Begin to load, unless that has begun; returns at once."""
+        if self._thread is not None:
+            return
         self._thread = threading.Thread(target=self._begin, name="lade.serve loading", daemon=True)
         self._thread.start()
 
@@ -131,6 +134,7 @@ class Service:
         self.markup = Markup(model)
         self.memories = Memories(model.lookahead, self.settings.share)
         self.token_text = TokenText(model.tokenizer)
+        self.forms = Forms(model)
 
     @property
     def model(self) -> ServedModel:

@@ -10,6 +10,8 @@ from lade.server.keys import NO_KEYS, Keys
 
 MOST_CHOICES, MOST_PROMPTS, MOST_MESSAGES, MOST_TOOLS = 16, 64, 4096, 128
 MOST_STOPS, LONGEST_STOP, MOST_BIASES, MOST_TOP_LOGPROBS = 16, 256, 1024, 20
+LONGEST_SCHEMA = 32 * 2**10  # characters, of JSON; one that is written to be slow then takes half a second
+LONGEST_TOOLS = 2 * LONGEST_SCHEMA
 """Of one request."""
 
 
@@ -37,6 +39,7 @@ class Settings:
         metrics: whether `/metrics` is served.
         page: whether there is a chat page.
         strict: whether unknown fields are refused.
+        replica: which of several servers of the model this is, a label of its metrics; "" where it is the only one.
     """
 
     host: str = "127.0.0.1"
@@ -59,6 +62,7 @@ class Settings:
     metrics: bool = True
     page: bool = True
     strict: bool = False
+    replica: str = ""
 
     @property
     def name(self) -> str:

@@ -16,9 +16,10 @@ PING = b": ping\n\n"
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-def event(value: dict[str, Any]) -> bytes:
-    """One event."""
-    return b"data: " + encoded(value) + b"\n\n"
+def event(value: dict[str, Any], name: str | None = None) -> bytes:
+    """One event, with a name where the API has names."""
+    named = b"" if name is None else f"event: {name}\n".encode()
+    return named + b"data: " + encoded(value) + b"\n\n"
 
 
 class EventStream(StreamingResponse):
@@ -40,7 +41,7 @@ async def interleaved(
 
     Args:
         answers: the steps of each.
-        silence_s: seconds without any after which None is yielded; None: never.
+        silence_s: after so many seconds without any, at the latest, None is yielded; None: never.
 
     Yields:
         The number of an answer and its next step, or None in its place when it has ended.
@@ -48,29 +49,37 @@ async def interleaved(
     Raises:
         Exception: what ended an answer.
     """
-    come = asyncio.Queue[tuple[int, Step | None] | Exception]()
-    pumps = [asyncio.create_task(_pump(number, answer, come)) for number, answer in enumerate(answers)]
-    going = len(pumps)
+    come = asyncio.Queue[tuple[int, Step | None] | Exception | None]()
+    tasks = [asyncio.create_task(_pump(number, answer, come)) for number, answer in enumerate(answers)]
+    going, silent = len(tasks), False
+    if silence_s is not None:
+        tasks.append(asyncio.create_task(_beat(silence_s / 2, come)))
     try:
         while going:
-            try:
-                async with asyncio.timeout(silence_s if come.empty() else None):
-                    found = await come.get()
-            except TimeoutError:
-                yield None
+            found = await come.get()
+            if found is None:
+                if silent:
+                    yield None
+                silent = True
                 continue
             if isinstance(found, Exception):
                 raise found
+            silent = False
             going -= found[1] is None
             yield found
     finally:
-        for pump in pumps:
-            pump.cancel()
+        for task in tasks:
+            task.cancel()
 
 
-async def _pump(
-    number: int, answer: AsyncIterator[Step], come: asyncio.Queue[tuple[int, Step | None] | Exception]
-) -> None:
+async def _beat(interval_s: float, come: asyncio.Queue[Any]) -> None:
+    """Put None into the queue now and then; a timer for each wait would cost as much as writing a step's event."""
+    while True:
+        await asyncio.sleep(interval_s)
+        come.put_nowait(None)
+
+
+async def _pump(number: int, answer: AsyncIterator[Step], come: asyncio.Queue[Any]) -> None:
     """Hand on the steps of one answer; a task for each step would cost more than the step's event."""
     try:
         async for step in answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 
 from lade.decoding.kernels import compile_all
@@ -36,3 +37,6 @@ def warm_up(engine: Engine, model: ServedModel, settings: Settings) -> None:
         for handle in handles:
             handle.result()
         rows *= 2
+    # what is there now stays: Python's collector, which all threads wait for, would walk through it again and again
+    gc.collect()
+    gc.freeze()

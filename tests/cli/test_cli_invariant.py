@@ -5,6 +5,11 @@ import json
 import pytest
 
 from lade.bench.results import Results
+from lade.cli.options.decoding import Output, Speed
+from lade.cli.options.model import Loading
+from lade.cli.serve.model import load
+from lade.cli.terminal import Terminal
+from lade.model.invariance import invariance_of
 
 pytestmark = pytest.mark.usefixtures("rounds_alike")
 
@@ -17,6 +22,12 @@ def test_generate_writes_what_plain_decoding_writes(lade, folder):
     arguments = ["generate", "-m", folder, *HALF, "-p", PROMPT, "-n", 24, "--json", "--invariant"]
     texts = [json.loads(lade(*arguments, *more).stdout)["token_ids"] for more in ([], ["--method", "plain"])]
     assert texts[0] == texts[1] and len(texts[0]) == 24
+
+
+def test_a_server_makes_its_model_invariant(folder):
+    loading = Loading(model=str(folder), dtype="bfloat16")
+    served = [load(loading, Speed(invariant=wanted), None, Terminal(Output(quiet=True))) for wanted in (True, False)]
+    assert [invariance_of(each.model) is not None for each in served] == [True, False]
 
 
 def test_info_says_whether_it_can_be(lade, folder):

@@ -14,11 +14,12 @@ PANELS = {
     "Arguments": ["PROMPT"],
     "Options": ["--prompt", "--prompt-file", "--max-new-tokens", "--image", "--prediction-file", "--help"],
     "Chat template": ["--raw", "--system", "--chat-template-kwargs"],
-    "Many prompts": ["--batch-size", "--out", "--resume"],
+    "Many prompts": ["--batch-size", "--out", "--resume", "--replicas"],
     "Choosing tokens": [
         "--do-sample", "--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--repetition-penalty",
         "--num-beams", "--stop",
     ],
+    "What the answer may be": ["--json-schema", "--regex", "--grammar"],
     "Speed": ["--method", "--window", "--ngram", "--guesses", "--budget", "--memory", "--pack", "--invariant"],
     "Model": [
         "--model", "--revision", "--adapter", "--dtype", "--device", "--device-map", "--quantization",

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import importlib.util
 import json
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
+from starlette.testclient import TestClient
 from transformers import AutoProcessor, GenerationConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from lade.cli.chat.conversation import Conversation
+from lade.cli.options.decoding import Speed
+from lade.cli.options.model import Loading
+from lade.cli.serve.model import load
+from lade.cli.terminal import terminal
+from lade.server.app import build_app
+from lade.server.service import Service
+from lade.server.settings import Settings
 
 IMAGE, SIDE, CONTEXT = "<image>", 16, 512
 TEMPLATE = (
@@ -105,6 +116,25 @@ def test_generate_answers_about_images(
     ids, _ = answer(seeing, [user("What is it?", *pictures)])
     assert json.loads(said.stdout)["token_ids"] == ids
     assert ids != answer(seeing, [user("What is it?", *pictures[::-1])])[0], "the images do nothing"
+
+
+def test_a_server_answers_about_images(seeing: Path, pictures: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lade.server.service.warm_up", lambda *_: None)
+    with terminal() as term:
+        service = Service(Settings(max_rows=2), partial(load, Loading(model=str(seeing)), Speed(), None, term))
+        with TestClient(build_app(service), base_url="http://localhost") as client:
+            while service.phase == "loading" and service.problem is None:
+                time.sleep(0.01)
+            for order in (pictures, pictures[::-1]):
+                content = [{"type": "image_url", "image_url": {"url": data_url(path)}} for path in order]
+                messages = [{"role": "user", "content": [*content, {"type": "text", "text": "What is it?"}]}]
+                body = {"messages": messages, "temperature": 0, "max_tokens": 20, "return_token_ids": True}
+                said = client.post("/v1/chat/completions", json=body).json()
+                assert said["choices"][0]["token_ids"] == answer(seeing, [user("What is it?", *order)])[0], said
+
+
+def data_url(path: Path) -> str:
+    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`--pack` and `--no-pack`: said nothing of, models are packed on the CPU where that can be done."""
+"""`--pack` and `--no-pack`: said nothing of, models are packed on the CPU where that pays."""
 
 import json
 from functools import partial
@@ -9,6 +9,7 @@ from lade.cli.loading.load import load
 from lade.cli.options.model import Loading
 from lade.cli.terminal import terminal
 from lade.model.packing import pack as packing
+from lade.tuning import packing_choice
 
 PROMPT = "say it again, say it"
 COMMANDS = {
@@ -23,6 +24,11 @@ def small_layers_count(monkeypatch):
     monkeypatch.setattr(packing, "packable", partial(packing.packable, min_weights=1))
 
 
+@pytest.fixture
+def it_pays(monkeypatch):
+    monkeypatch.setattr(packing_choice, "pays", lambda before, after: True)
+
+
 def loaded(name, **options):
     with terminal() as term:
         return load(Loading(name, dtype=options.pop("dtype", "float32"), device="cpu"), term=term, **options)
@@ -30,7 +36,7 @@ def loaded(name, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
-def test_on_the_cpu_models_are_packed_unless_one_says_no(lade, folder, small_layers_count, command):
+def test_on_the_cpu_models_are_packed_unless_one_says_no(lade, folder, small_layers_count, it_pays, command):
     reports = [
         json.loads(lade(command, "-m", folder, *COMMANDS[command], *more).stdout)
         for more in ([], ["--pack"], ["--no-pack"])
@@ -63,7 +69,14 @@ def test_what_cannot_be_packed_is_an_error_only_where_it_was_asked_for(lade, fol
     assert line.startswith("error: layer ") and "float64" in line and "float32" in line
 
 
-def test_chat_says_so(lade, folder, small_layers_count):
+def test_what_would_be_slower_is_packed_only_if_one_says_so(lade, folder, small_layers_count, monkeypatch):
+    monkeypatch.setattr(packing_choice, "pays", lambda before, after: False)
+    arguments = ["generate", "-m", folder, *COMMANDS["generate"]]
+    assert [json.loads(lade(*arguments, *more).stdout)["packed"] for more in ([], ["--pack"])] == [False, True]
+    assert "not packed: its steps would be slower: 1 tokens" in lade(*arguments, "--debug").stderr
+
+
+def test_chat_says_so(lade, folder, small_layers_count, it_pays):
     assert "float32, packed ·" in lade("chat", "-m", folder, stdin="/quit\n").stderr
     assert "packed" not in lade("chat", "-m", folder, "--no-pack", stdin="/quit\n").stderr
 

@@ -101,6 +101,25 @@ def test_every_choice_has_an_effect_and_is_printed(plan):
         assert words in text
 
 
+def test_several_devices(plan):
+    layers = 32
+
+    def shared(*arguments):
+        found = json.loads(plan("--params", "7B", *PEAKS, "--layers", layers, *arguments, "--json").stdout)
+        return {each["name"].partition(", ")[0] + each["name"].rpartition(",")[2]: each for each in found["shared"]}
+
+    near, far = shared("--devices", 2), shared("--devices", 2, "--interconnect", "pcie")
+    tensor, lookahead = "adaptive cold tensor parallel over 2", "adaptive cold lookahead parallel over 2"
+    assert far[tensor]["step_s"] > near[tensor]["step_s"] and far[lookahead]["step_s"] > near[lookahead]["step_s"]
+    assert near[tensor]["speedup"] > near[lookahead]["speedup"] > 1.0
+    hidden, one = math.sqrt(7e9 / (12 * layers)), 14e9 / (0.8 * 3.35e12)
+    alone = shared("--devices", 2, "--library-time", 0)[tensor]
+    exchanges = 2 * layers * (12e-6 + alone["fed"] * hidden * 2 / 200e9)
+    assert alone["step_s"] == pytest.approx(one / 2 + exchanges + 1e-4)
+    text = " ".join(plan("--params", "7B", *PEAKS, "--layers", layers, "--devices", 4).stdout.split())
+    assert "tensor parallel over 4" in text and "Assumed, not measured." in text
+
+
 def test_the_tables_and_the_warning(plan):
     result = plan("--params", "7B", "--device", "h100-sxm")
     assert result.exit_code == 0, result.output
@@ -180,6 +199,9 @@ def test_a_file_that_cannot_be_written(plan, tmp_path):
         (["--params", "7B", *PEAKS, "--cached", "9"], ["cached=9", "--layers --kv-heads --head-dim"]),
         (["--params", "7B", *PEAKS, "--cached", "-9"], ["cached=-9", ">= 1"]),
         (["--params", "7B", *PEAKS, "--layers", "9"], ["cached=0", "--layers"]),
+        (["--params", "7B", *PEAKS, "--devices", "3", "--layers", "9"], ["devices=3", "2, 4, 8"]),
+        (["--params", "7B", *PEAKS, "--devices", "2"], ["devices=2", "--layers"]),
+        (["--params", "7B", *PEAKS, "--devices", "2", "--layers", "9", "--interconnect", "usb"], ["usb", "nvlink"]),
         (["--params", "7B", *PEAKS, "--out", "plan.txt"], ["out='plan.txt'", ".svg"]),
         (["--params", "7B", *PEAKS, "--out", "no/such/plan.svg"], ["out=", "does not exist"]),
     ],

@@ -3,6 +3,8 @@
 import pytest
 from served import MODEL, TOKENIZER, plain, templated, text_of
 
+from lade.server.replies import encoded
+
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
@@ -126,6 +128,15 @@ def test_a_stream_is_the_whole_answer_in_pieces(server):
 def test_without_being_asked_a_stream_has_no_usage(server):
     events = server.events("/v1/chat/completions", messages=MESSAGES, max_tokens=3)
     assert all("usage" not in event for event in events[:-1])
+
+
+def test_a_stream_may_hide_how_long_its_events_are(server):
+    body = {"messages": MESSAGES, "seed": 5, "max_tokens": 30, "stream_options": {"include_obfuscation": True}}
+    *events, done = server.events("/v1/chat/completions", **body)
+    sizes = {len(encoded(event)) for event in events}
+    assert len(events) > 3 and done == "[DONE]" and all(size % 256 == 0 for size in sizes)
+    assert len({event["obfuscation"] for event in events}) == len(events), "a constant one would be compressed"
+    assert joined([*events, done]) == server.chat(seed=5, max_tokens=30).json()["choices"][0]["message"]["content"]
 
 
 def test_choices_of_a_stream_begin_in_their_order(server):

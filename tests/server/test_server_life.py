@@ -1,6 +1,7 @@
 """From a port that is open to one that is free again."""
 
 import functools
+import gc
 import json
 import re
 import threading
@@ -157,13 +158,16 @@ def test_the_log_has_a_line_now_and_then(monkeypatch):
         log.tick(server.service.snapshot())
     (line,) = lines
     assert json.loads(line)["tokens_per_s"] == 2.0 and json.loads(line)["rows"] == 0
+    assert json.loads(line)["cached"] == 0.0
 
 
 def test_the_warm_up_decodes_with_each_number_of_rows():
-    """Batches of all sizes are measured then, and not amid answers."""
+    """Batches of all sizes are measured then, and not amid answers; nor is what stays collected then."""
     with lade.Engine(MODEL, max_rows=5) as engine:
         seen, add = [], engine.add
         engine.add = lambda *arguments, **named: seen.append(engine.snapshot().requests) or add(*arguments, **named)
         warm_up(engine, SERVED, replace(SETTINGS, max_rows=5))
         assert [sum(ended.values()) for ended in seen] == [0, 1, 1, 3, 3, 3, 3]
         assert engine.snapshot().requests == {"length": 7}
+    assert gc.get_freeze_count() > 10_000
+    gc.unfreeze()

@@ -52,6 +52,19 @@ def test_sums_are_those_of_the_answers():
     assert now["lade_ready",] == 1 and now["lade_rows_limit",] == 8
 
 
+def test_what_was_expected_and_forms_of_answers_are_counted():
+    with running() as server:
+        said = server.chat(temperature=0, max_tokens=12).json()["choices"][0]["message"]["content"]
+        expected = {"prediction": {"type": "content", "content": said + " and more"}, "temperature": 0}
+        usage = server.chat(max_tokens=12, **expected).json()["usage"]["completion_tokens_details"]
+        server.chat(max_tokens=4, response_format={"type": "json_object"})
+        until(server.at_rest)
+        now = read(server)
+    kinds = {kind: now["lade_prediction_tokens_total", ("outcome", kind)] for kind in ("accepted", "rejected")}
+    assert kinds == {kind: usage[f"{kind}_prediction_tokens"] for kind in kinds} and kinds["accepted"] > 0
+    assert now["lade_grammar_compile_seconds_count",] == 1
+
+
 def test_paths_that_clients_make_up_are_one_label(server):
     for k in range(5):
         server.http.get(f"/made/up/{k}")

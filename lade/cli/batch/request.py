@@ -50,19 +50,29 @@ class BatchOptions:
         batch_size: how many to decode at a time; None: one after the other, no batch.
         out: the file to write.
         resume: whether to continue what is in it.
+        replicas: whether the processes of torchrun share the prompts; else they share the model.
     """
 
     batch_size: Annotated[int | None, _option(metavar="B", help="Decode B prompts of a .jsonl file at a time.")] = None
     out: Annotated[Path | None, _option(metavar="FILE", help="File for the answers, as JSON lines.")] = None
     resume: Annotated[bool, _option("--resume", metavar="", help="Continue after the lines in --out.")] = False
+    replicas: Annotated[
+        bool, _option("--replicas", metavar="", help="Under torchrun: a whole model in each process, prompts shared.")
+    ] = False
 
-    def batch(self, source: Source) -> Batch | None:
+    def batch(self, source: Source, *, writes: bool = True) -> Batch | None:
         """The batch that the options describe; None where they describe none.
+
+        Args:
+            source: of the prompts.
+            writes: whether this process writes the answers.
 
         Raises:
             ConfigError, InputError: the options contradict each other, or a file cannot be used.
         """
         size, file = self.batch_size, source.prompt_file
+        if size is None and self.replicas:
+            size = 1
         if size is None:
             remedy = "is for the prompts of a file: add --batch-size, or leave it out"
             if self.out is not None:
@@ -78,5 +88,5 @@ class BatchOptions:
         if self.resume and self.out is None:
             raise InputError("--resume continues a file: give it as --out FILE")
         prompts = numbered_prompts(file)
-        written = None if self.out is None else AnswerFile(self.out, prompts, resume=self.resume)
+        written = None if self.out is None or not writes else AnswerFile(self.out, prompts, resume=self.resume)
         return Batch(file, prompts, size, written)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from time import perf_counter, sleep
 from typing import Any
@@ -15,6 +16,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 from lade import Engine, Handle, Memory
+from lade.cli.batch.crew import Crew, shared
 from lade.cli.batch.output import Entry
 from lade.cli.batch.request import Batch
 from lade.cli.encoder import Encoder
@@ -34,7 +36,7 @@ AHEAD = 2
 _POLL_S = 0.01
 
 
-def carry_out(batch: Batch, plan: GenerationPlan, term: Terminal, *, quiet: bool) -> None:
+def carry_out(batch: Batch, plan: GenerationPlan, term: Terminal, *, quiet: bool, crew: Crew | None = None) -> None:
     """Do it, and tell what came of it.
 
     Args:
@@ -42,19 +44,22 @@ def carry_out(batch: Batch, plan: GenerationPlan, term: Terminal, *, quiet: bool
         plan: how to decode them.
         term: for the answers, if they go to no file, and for what is said about them.
         quiet: say nothing if all is well.
+        crew: the processes that share the prompts; the first one writes the answers of all.
 
     Raises:
         ConfigError, InputError, UnsupportedModelError: a prompt cannot be continued, none can be so, or the file is of
             another run; all that before any work.
         typer.Exit: Ctrl-C was pressed, or a prompt failed.
     """
-    run = BatchRun(batch, plan, term)
+    run = BatchRun(batch, plan, term, crew)
     if run.answered == run.total and batch.file is not None:
         term.say(f"{str(batch.file.path)!r} is complete: {run.total} lines", "dim")
         return
     if run.answered:
         term.say(f"continuing after {run.answered} of {run.total} prompts", "dim")
     run.do()
+    if crew is not None and not crew.first:
+        return
     if run.answered < run.total:
         where = "are written; with --out FILE a run can be continued"
         if batch.file is not None:
@@ -77,8 +82,8 @@ class BatchRun:
         answered: those that have a line, an earlier run's good ones included.
     """
 
-    def __init__(self, batch: Batch, plan: GenerationPlan, term: Terminal) -> None:
-        self._batch, self._model, self._term = batch, plan.loaded.model, term
+    def __init__(self, batch: Batch, plan: GenerationPlan, term: Terminal, crew: Crew | None = None) -> None:
+        self._batch, self._model, self._term, self._crew = batch, plan.loaded.model, term, crew
         self._answers = Answers(batch, plan, term)
         self._again: list[int] = []  # numbers of prompts that an earlier run has written an error for
         self._rest = list(batch.prompts)
@@ -103,8 +108,12 @@ class BatchRun:
                 Interrupt() as interrupt,
                 Engine(self._model, max_rows=size, max_waiting=AHEAD * size) as engine,
                 self._progress() as progress,
+                nullcontext() if self._crew is None else self._crew.sharing([*self._again, *self._rest]),
             ):
                 self._answers.rehearse(engine)
+                if self._crew is not None and not self._crew.first:
+                    deque(self._entries([], engine, interrupt, progress), maxlen=0)
+                    return
                 if file is not None:
                     file.begin()
                     if self._again:
@@ -130,17 +139,28 @@ class BatchRun:
 
     def _entries(self, lines: list[int], engine: Engine, interrupt: Interrupt, progress: Progress) -> Iterator[Entry]:
         """The lines for some prompts, in order, each as soon as it can be written."""
-        requests = in_order(
-            lines,
-            lambda line: self._answers.begin(engine, line),
-            AHEAD * self._batch.size,
-            lambda: interrupt.requested,
-        )
-        with closing(requests):
-            for line, handle in requests:
-                yield self._answers.entry(line, handle)
+        made = self._made(lines, partial(self._answers.begin, engine), lambda: interrupt.requested)
+        with closing(made):
+            for entry in made:
+                self._answers.count(entry)
+                yield entry
                 self.answered += 1
                 progress.update(progress.task_ids[0], completed=self.answered)
+
+    def _made(self, lines: list[int], begin: Callable[[int], Handle], stopped: Callable[[], bool]) -> Generator[Entry]:
+        """The same; in all but the first process of a crew none, but answers to whatever prompts it takes."""
+        at_a_time = AHEAD * self._batch.size
+        if self._crew is None:
+            with closing(in_order(lines, begin, at_a_time, stopped)) as requests:
+                for line, handle in requests:
+                    yield self._answers.entry(line, handle)
+            return
+
+        def stopped_soon() -> bool:
+            sleep(_POLL_S)
+            return stopped()
+
+        yield from shared(self._crew, lines, begin, self._answers.entry, at_a_time, stopped_soon)
 
     def _progress(self) -> Progress:
         """A bar, where no lines of JSON would run into it."""
@@ -194,7 +214,7 @@ class Answers:
             lookahead=self._lookahead,
             seed=plan.choices.seed,
             max_new_tokens=plan.loaded.room(ids, plan.max_new_tokens),
-            **generate_arguments(plan.loaded, plan.choices),
+            **{**generate_arguments(plan.loaded, plan.choices), **plan.form},
         )
 
     def entry(self, line: int, handle: Handle) -> Entry:
@@ -203,7 +223,6 @@ class Answers:
         try:
             output: Any = handle.result()
         except Exception as problem:  # noqa: BLE001 - whatever ended this one, the others continue
-            self.failed += 1
             reason = f"{type(problem).__name__}: {one_line(problem)}"
             self._term.say(f"failed: {self._batch.place(line)}: {reason}", "yellow")
             return {**named, "error": reason, **plan.terms}
@@ -211,11 +230,17 @@ class Answers:
         tokens = output[0, len(ids) :].tolist()
         run = Generation(tokens, ids, handle.stats, plan.config, plan.choices)
         run.finish_reason = finish_reason(plan.loaded, run, plan.loaded.room(ids, plan.max_new_tokens))
-        self.new_tokens += len(tokens)
-        self._steps += run.stats.steps
-        self._accepted += run.stats.accepted_tokens
         packed = plan.loaded.packed
         return {**named, **run.as_dict(plan.loaded), "packed": packed, "settings": plan.settings}
+
+    def count(self, entry: Entry) -> None:
+        """Add the line of a request to the figures."""
+        if "error" in entry:
+            self.failed += 1
+            return
+        self.new_tokens += entry["new_tokens"]
+        self._steps += entry["steps"]
+        self._accepted += entry["new_tokens"] - 1  # but for the first one, which prefill yields
 
 
 def in_order(

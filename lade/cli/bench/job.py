@@ -148,7 +148,7 @@ class Weights:
         bool | None,
         _model(
             "--pack/--no-pack",
-            help="Prepacked weights for this library's methods; hf runs on a plain copy. Default: on the CPU.",
+            help="Prepacked weights for this library's methods; hf runs on a plain copy. Default: where it pays.",
         ),
     ] = None
     invariant: Annotated[

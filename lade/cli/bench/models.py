@@ -15,10 +15,11 @@ from lade.bench.results import Model
 from lade.cli.bench.job import Plan
 from lade.cli.loading import load as loading
 from lade.cli.terminal import Terminal
-from lade.errors import InputError, UnsupportedModelError
+from lade.errors import InputError
 from lade.memory_file import fingerprint_of
 from lade.model.invariant.make_invariant import invariant
 from lade.model.packing import pack as packing
+from lade.tuning.packing_choice import pack_if_it_pays
 
 
 def load_models(plan: Plan, term: Terminal) -> tuple[Models, Any]:
@@ -59,11 +60,10 @@ def _packed(model: Any, plan: Plan, term: Terminal) -> Any:
     ours = any(method.kind not in TRANSFORMERS for method in plan.methods)
     if not (plan.weights.pack or (plan.weights.pack is None and may_pay and ours)):
         return None
-    try:
-        return packing.pack(deepcopy(model)) if packing.packable(model) else None
-    except UnsupportedModelError as problem:
-        if plan.weights.pack:
-            raise
-        if term.debug:
-            term.say(f"not packed: {problem}", "dim")
-        return None
+    if not plan.weights.pack:
+        copy = deepcopy(model)
+        reason = pack_if_it_pays(copy)
+        if reason and term.debug:
+            term.say(f"not packed: {reason}", "dim")
+        return None if reason else copy
+    return packing.pack(deepcopy(model)) if packing.packable(model) else None

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lade.bench.forecast.roofline import DEVICES, FREE
+from lade.bench.forecast.shared import LOGIT_BYTES, MESSAGE_S, PARTS, VOCABULARY, Sharing
 from lade.cli.bench.plan_inputs import HardwareSpec
 from lade.cli.options import decoding as options
 from lade.cli.options.grouping import in_panel
@@ -94,6 +95,7 @@ class Forecast:
         library_time: seconds of the library in a step; None: as measured.
         predictions: of the methods measured.
         best: the best sizes of each kind of method.
+        shared: the same on several devices, in each way to share the work; none on a single one.
     """
 
     hardware: HardwareSpec
@@ -102,6 +104,7 @@ class Forecast:
     library_time: float | None
     predictions: list[Prediction]
     best: list[Prediction]
+    shared: list[Prediction]
 
     @classmethod
     def of(cls, hardware: HardwareSpec, results: Path | None, library_time: float | None) -> Forecast:
@@ -111,8 +114,13 @@ class Forecast:
 
         roofline = hardware.roofline()
         measured = SHIPPED if results is None else measured_in(Results.load(results))
-        given = roofline, measured, library_time
-        return cls(hardware, *given, predict(*given), best_sizes(*given))
+        given, sharing = (roofline, measured, library_time), hardware.sharing()
+        shared: list[Prediction] = []
+        if sharing is not None:
+            for name, pass_s in (("tensor", sharing.tensor_parallel_s), ("lookahead", sharing.lookahead_parallel_s)):
+                where = f", {name} parallel over {sharing.devices}"
+                shared += best_sizes(*given, functools.partial(pass_s, roofline), where)
+        return cls(hardware, *given, predict(*given), best_sizes(*given), shared)
 
     @property
     def plain_s(self) -> float:
@@ -134,6 +142,7 @@ class Forecast:
             "plain": {"step_s": self.plain_s, "tokens_per_s": 1 / self.plain_s},
             "methods": [asdict(each) for each in self.predictions],
             "best": [asdict(each) for each in self.best],
+            "shared": [asdict(each) for each in self.shared],
             "left_out": [{"method": name, "reason": reason} for name, reason in self.measured.left_out],
             "source": self.measured.source,
             "assumptions": assumptions_of(self),
@@ -158,6 +167,8 @@ def assumptions_of(found: Forecast) -> list[str]:
     ]
     if hardware.device is not None:
         given.append(f"Peaks of {hardware.device}: {DEVICES[hardware.device].source}, where not given.")
+    if (sharing := hardware.sharing()) is not None:
+        given += assumptions_of_sharing(sharing, hardware.interconnect)
     own = (
         f"as long as {measured.own_source}"
         if found.library_time is None
@@ -174,6 +185,19 @@ def assumptions_of(found: Forecast) -> list[str]:
     ]
 
 
+def assumptions_of_sharing(sharing: Sharing, interconnect: str) -> list[str]:
+    """Those of several devices; none of this was measured on any."""
+    link, sizes = sharing.interconnect, ", ".join(f"{part:g} of {fed:g}" for fed, part in PARTS[sharing.devices])
+    return [
+        f"Exchanges over {interconnect} take {1e6 * link.latency_s:g} us and {_si(link.bandwidth)}B/s; announcing a "
+        f"pass takes {1e6 * MESSAGE_S:g} us. Assumed, not measured.",
+        f"Tensor parallel: {sharing.devices} devices take a share of the pass each, with two exchanges a layer; a "
+        "layer has 12 times the square of its width in parameters.",
+        f"Lookahead parallel: the largest part of a tree is {sizes} tokens; logits of {VOCABULARY:,} words in "
+        f"{LOGIT_BYTES} bytes go to the first device.",
+    ]
+
+
 def _print(found: Forecast, term: Terminal) -> None:
     from lade.bench.report.prose import count
 
@@ -185,7 +209,7 @@ def _print(found: Forecast, term: Terminal) -> None:
         f"computing takes longer than reading from {max(1.0, roofline.ridge):.0f} tokens on\n"
     )
     term.out.print(Text(f"Decoding, against {1 / found.plain_s:.1f} tokens a second with plain decoding", "bold"))
-    term.out.print(_table([*found.predictions, *found.best], first_best=len(found.predictions)))
+    term.out.print(_table([*found.predictions, *found.best, *found.shared], first_best=len(found.predictions)))
     for name, reason in measured.left_out:
         term.out.print(Text(f"{name}: left out, {reason}", "dim"))
     term.out.print(Text("\nAssumptions", "bold"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from lade.bench.forecast.roofline import BANDWIDTH_SHARE, BYTES, DEVICES, FLOPS_SHARE, Roofline, cache_bytes_of
+from lade.bench.forecast.shared import INTERCONNECTS, PARTS, Sharing
 from lade.cli.options.grouping import in_panel
 from lade.errors import ConfigError
 
@@ -30,6 +31,7 @@ class HardwareSpec:
         bandwidth, flops: of the hardware; None: of the device.
         device: name of a known one.
         layers, kv_heads, head_dim, cached: what a cache of keys and values needs; `cached` 0: there is none.
+        devices, interconnect: how many decode together, and what is between them.
         overhead: seconds of each pass.
         bandwidth_share, flops_share: of the peaks, what passes reach.
     """
@@ -50,6 +52,8 @@ class HardwareSpec:
     kv_heads: Annotated[int | None, _model(metavar="H", help="With --cached: heads with keys and values.")] = None
     head_dim: Annotated[int | None, _model(metavar="D", help="With --cached: size of a head.")] = None
     cached: Annotated[int, _model(metavar="P", help="Tokens in the cache, which every pass reads.")] = 0
+    devices: Annotated[int, _hardware(metavar="P", help="2, 4 or 8 that decode one text together; needs --layers.")] = 1
+    interconnect: Annotated[str, _hardware(metavar="NAME", help="Between them: nvlink or pcie.")] = "nvlink"
     overhead: Annotated[
         float, _hardware(metavar="S", help="Seconds of a pass that overlap with nothing: launches, ...")
     ] = 0.0
@@ -73,6 +77,22 @@ class HardwareSpec:
         except ConfigError as problem:  # its fields are spelt otherwise than the options
             name = problem.field.removesuffix("_s").replace("_", "-")
             raise ConfigError(name, problem.value, problem.remedy) from problem
+
+    def sharing(self) -> Sharing | None:
+        """The devices that decode together; None for a single one.
+
+        Raises:
+            ConfigError: a value is not known, or missing.
+        """
+        if self.devices == 1:
+            return None
+        if self.devices not in PARTS:
+            raise ConfigError("devices", self.devices, f"give 1, or one of {', '.join(map(str, PARTS))}")
+        if self.interconnect not in INTERCONNECTS:
+            raise ConfigError("interconnect", self.interconnect, f"give one of {', '.join(INTERCONNECTS)}")
+        if self.layers is None:
+            raise ConfigError("devices", self.devices, "give --layers too: they say how often devices exchange results")
+        return Sharing(self.devices, INTERCONNECTS[self.interconnect], self.layers)
 
     def _peaks(self) -> tuple[float, float]:
         """Bandwidth and operations per second: as given, or of the device."""
@@ -99,10 +119,9 @@ class HardwareSpec:
         if self.cached and missing:
             needed = " ".join(f"--{name}" for name in missing)
             raise ConfigError("cached", self.cached, f"give {needed} too: they say how large its keys and values are")
-        if not self.cached and len(missing) < len(sizes):
-            raise ConfigError(
-                "cached", self.cached, f"without cached tokens nothing uses --{min(sizes.keys() - missing)}"
-            )
+        unused = sizes.keys() - missing - ({"layers"} if self.devices > 1 else set())
+        if not self.cached and unused:
+            raise ConfigError("cached", self.cached, f"without cached tokens nothing uses --{min(unused)}")
         if not self.cached or self.dtype not in BYTES:  # a dtype unknown is refused with all the rest
             return 0.0
         assert self.layers is not None and self.kv_heads is not None and self.head_dim is not None

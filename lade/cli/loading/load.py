@@ -24,11 +24,12 @@ from lade.cli.loading.quantization import quantization_config
 from lade.cli.options.model import Loading
 from lade.cli.terminal import Terminal, one_line
 from lade.config import Lookahead, LookaheadConfig
-from lade.errors import ConfigError, InputError, UnsupportedModelError
+from lade.errors import ConfigError, InputError
 from lade.memory import Memory
 from lade.model.invariant import make_invariant
 from lade.model.packing import folder as packed_folder
 from lade.model.packing import pack as packing
+from lade.tuning.packing_choice import pack_if_it_pays
 
 _UNKNOWN_CLASS = "Unrecognized configuration class"
 _SILENT = 50  # logging.CRITICAL
@@ -71,6 +72,7 @@ def load(
     pack: bool | None = False,
     images: bool | None = False,
     invariant: bool = False,
+    processes: int = 1,
 ) -> LoadedModel:
     """Load a model for the shell; the embedded one runs on one CPU thread.
 
@@ -80,22 +82,25 @@ def load(
         pack: prepack the linear layers for the CPU; None: if that can be done, the embedded model excepted.
         images: whether the model is to take images; None: if it can.
         invariant: make it round alike in every pass.
+        processes: over how many of them to split its layers; all of them load it.
 
     Raises:
         ConfigError, InputError, UnsupportedModelError: the one line that the user is to read.
     """
     loading.check()
+    if processes > 1:
+        loading.check_split(pack=pack, invariant=invariant)
     if not term.debug:
         term.closing.enter_context(_quiet())
     device = "cpu" if loading.weights is not None and loading.device == "auto" else loading.device
-    target = None if loading.device_map is not None else _device(device)
+    target = None if loading.device_map is not None or processes > 1 else _device(device)
     term.working(f"looking for {loading.name}")
     source = find(loading)
     with _downloading(term) if source.download and term.animated else nullcontext():
         term.working(f"loading {source.shown}")
         tokenizer = _load_tokenizer(source, loading)
         is_packed = source.local and packed_folder.is_packed_folder(source.name)
-        model = _load_packed(source, loading) if is_packed else _load_model(source, loading, target, images)
+        model = _load_packed(source, loading) if is_packed else _load_model(source, loading, target, images, processes)
         processor = functools.cache(functools.partial(load_processor, source, loading))
         checkpoint.check(model, source.shown, source.name)
         if loading.adapter is not None:
@@ -122,15 +127,12 @@ def remembering(loaded: LoadedModel, lookahead: Lookahead, memory: Path | None) 
 
 
 def _pack(model: Any, term: Terminal, *, wanted: bool) -> None:
-    """wanted: whether --pack was given; otherwise what cannot be packed is reported with --debug only."""
+    """wanted: whether --pack was given; otherwise it is done where it pays, and --debug tells where it was not."""
     term.working("packing the weights")
-    try:
+    if wanted:
         packing.pack(model)
-    except UnsupportedModelError as problem:
-        if wanted:
-            raise
-        if term.debug:
-            term.say(f"not packed: {problem}", "dim")
+    elif (reason := pack_if_it_pays(model)) and term.debug:
+        term.say(f"not packed: {reason}", "dim")
 
 
 def _set_up(
@@ -162,9 +164,15 @@ def _load_tokenizer(source: Source, loading: Loading) -> Any:
     return tokenizer
 
 
-def _load_model(source: Source, loading: Loading, target: torch.device | None, images: bool | None) -> Any:
-    """The model on its device, or spread over several; `target` is None where a map says where."""
+def _load_model(
+    source: Source, loading: Loading, target: torch.device | None, images: bool | None, processes: int = 1
+) -> Any:
+    """The model on its device, or spread over several; `target` is None where a map or a split says where."""
     arguments = _arguments(loading, target)
+    if processes > 1:
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        arguments["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=processes)
     try:
         model, found = _first_that_fits(
             _classes(images), source.name, local_files_only=source.local, **arguments, **loading.hub
@@ -179,7 +187,7 @@ def _load_model(source: Source, loading: Loading, target: torch.device | None, i
             f"model {source.shown!r} lacks {len(missing)} of the weights of a {type(model).__name__} (first "
             f"{missing[0]}): give a complete checkpoint of a causal language model"
         )
-    if "device_map" in arguments:
+    if "device_map" in arguments or processes > 1:
         return model
     try:
         return model.to(target)

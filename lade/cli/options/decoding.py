@@ -50,7 +50,7 @@ Pack = Annotated[
         "--pack/--no-pack",
         metavar="",
         rich_help_panel="Speed",
-        help="Prepack the linear layers for the CPU, mostly faster. Default: where it can be done.",
+        help="Prepack the linear layers for the CPU. Default: where steps are faster then, which is measured.",
     ),
 ]
 Invariant = Annotated[

@@ -6,9 +6,11 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import typer
+
+T = TypeVar("T")
 
 
 def in_panel(panel: str, **shared: Any) -> Callable[..., Any]:
@@ -16,7 +18,7 @@ def in_panel(panel: str, **shared: Any) -> Callable[..., Any]:
     return functools.partial(typer.Option, rich_help_panel=panel, **shared)
 
 
-def grouped(command: Callable[..., None]) -> Callable[..., None]:
+def grouped(command: Callable[..., T]) -> Callable[..., T]:
     """Make options of the fields of every parameter of a command that is annotated with a dataclass.
 
     The fields take the parameter's place, so the help lists options in the order of the signature. A parameter that is
@@ -29,10 +31,10 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, Any] = {each.name: each.annotation for each in own if is_dataclass(each.annotation)}
 
     @functools.wraps(command)
-    def run(**values: Any) -> None:
+    def run(**values: Any) -> T:
         for name, kind in groups.items():
             values[name] = kind(**{each.name: values.pop(each.name) for each in fields(kind)})
-        command(**values)
+        return command(**values)
 
     parameters = []
     for each in own:

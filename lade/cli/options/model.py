@@ -112,6 +112,20 @@ class Loading:
         if self.device_map is not None and self.device != "auto":
             raise ConfigError("device-map", self.device_map, f"leave it out, or --device {self.device}")
 
+    def check_split(self, *, pack: bool | None, invariant: bool) -> None:
+        """Raise `ConfigError` for what cannot be had where several processes each load a part of the model."""
+        given = {
+            "device-map": self.device_map,
+            "quantization": self.quantization,
+            "weights": self.weights,
+            "adapter": self.adapter,
+            "pack": pack or None,
+            "invariant": invariant or None,
+        }
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(name, value, "the model is split over the processes of torchrun: leave it out")
+
     @property
     def torch_dtype(self) -> str:
         """The dtype as torch calls it, or "auto"."""

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from lade.cli.options import decoding as options
-from lade.cli.options.grouping import in_panel
-from lade.cli.serve.options import Access, Limits, Listening
+from lade.cli.serve.options import Access, ChatTemplate, Limits, Listening, TemplateArguments
+from lade.cli.serve.scaling import Scaling, loader
 from lade.cli.terminal import Terminal, terminal
-from lade.errors import InputError, MissingExtraError
+from lade.errors import ConfigError, InputError, MissingExtraError
 
 if TYPE_CHECKING:
+    import socket
+
     from lade.server.access_log import AccessLog
     from lade.server.served_model import ServedModel
     from lade.server.settings import Settings
@@ -26,7 +29,6 @@ if TYPE_CHECKING:
 EXAMPLE = "Example:  [bold]lade serve --model Qwen/Qwen3-0.6B[/bold]  and  [bold]curl localhost:8000/v1/models[/bold]"
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_template = in_panel("Chat template")
 
 
 @options.grouped
@@ -35,12 +37,9 @@ def serve(
     listening: Listening,
     access: Access,
     limits: Limits,
-    chat_template: Annotated[
-        Path | None, _template(metavar="FILE", help="Chat template to use instead of the model's.")
-    ] = None,
-    chat_template_kwargs: Annotated[
-        str | None, _template(metavar="JSON", help='For it: {"enable_thinking": false}, ...')
-    ] = None,
+    scaling: Scaling,
+    chat_template: ChatTemplate = None,
+    chat_template_kwargs: TemplateArguments = None,
     speed: options.Speed,
     loading: options.Loading,
     json: options.Json = False,
@@ -53,16 +52,23 @@ def serve(
     SIGTERM and Ctrl-C let answers end; a second one does not. Exit code 1: the engine broke down.
     """
     with terminal(output) as term:
-        _require_extra()
-        for group in (listening, access, limits, loading):
+        require_extra()
+        for group in (listening, access, limits, scaling, loading):
             group.check()
         replace(speed, memory=None).lookahead()  # raises for what is wrong with it
         template = options.Template(chat_template_kwargs=chat_template_kwargs)
         template.check()
-        settings = _settings(listening, access, limits, listening.names(loading), template.arguments)
-        own = None if chat_template is None else _read(chat_template)
+        processes = _processes(listening, scaling, term)
+        if processes > 1 and not _leads(loading, speed, processes, term):
+            return
+        settings = settings_of(listening, access, limits, listening.names(loading), template.arguments)
+        own = None if chat_template is None else read_template(chat_template)
         from lade.server.sockets import bound, url_of
 
+        if scaling.replicas is not None:
+            speed.lookahead()  # all begin with one memory, so it must be there
+            if listening.log_format != "text":
+                raise ConfigError("log-format", listening.log_format, "replicas log to Ray's files: leave it out")
         socket = bound(listening.host, listening.port)
         if settings.host not in _LOOPBACK and not settings.keys.all:
             term.say(f"warning: anyone who reaches {settings.host} may ask: give --api-key-file", "yellow")
@@ -71,21 +77,74 @@ def serve(
         from lade.server.service import Service
 
         announce = partial(_announce, settings, url_of(listening.host, socket), term, json=json)
-        service = Service(settings, partial(load, loading, speed, own, term), announce, _log(listening, term))
+        if scaling.replicas is not None:
+            _run_replicas(settings, socket, scaling, loading, loader(loading, speed, own), partial(announce, None))
+            return
+        loaded = partial(load, loading, speed, own, term, processes)
+        service = Service(settings, loaded, announce, _log(listening, term))
         code = run(service, socket)
     if code:
         raise typer.Exit(code)
 
 
-def _require_extra() -> None:
+def _run_replicas(
+    settings: Settings,
+    socket: socket.socket,
+    scaling: Scaling,
+    loading: options.Loading,
+    load: Callable[[], ServedModel],
+    announce: Callable[[], None],
+) -> None:
+    from lade.server.replicas import application, run
+
+    scale = scaling.scale(loading)
+    port = socket.getsockname()[1]
+    socket.close()  # it was free; Ray's proxy listens there now
+    run(application(settings, load, scale), settings, port, scale, announce)
+
+
+def _processes(listening: Listening, scaling: Scaling, term: Terminal) -> int:
+    """How many processes share the model; they are connected then. Where torchrun has to start them, it takes over."""
+    wanted = listening.tensor_parallel
+    if scaling.replicas is not None:
+        if wanted not in (None, 1):
+            raise ConfigError("tensor-parallel", wanted, "a replica is one process: leave out --replicas, or this")
+        return 1
+    if listening.torchrun is None:
+        if wanted not in (None, 1):
+            run = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(wanted), "-m", "lade")
+            os.execv(sys.executable, [sys.executable, "-m", *run, *sys.argv[1:]])
+        return 1
+    from lade.cli.processes import connected
+
+    processes = connected(term)
+    if wanted not in (None, processes):
+        raise ConfigError("tensor-parallel", wanted, f"torchrun has started {processes} processes: leave it out")
+    return processes
+
+
+def _leads(loading: options.Loading, speed: options.Speed, processes: int, term: Terminal) -> bool:
+    """Whether this process serves; the others have done their part when this returns."""
+    from lade.cli.processes import is_first, leading
+    from lade.cli.serve.model import load_split
+
+    if is_first():
+        return True
+    with leading(load_split(loading, speed, term, processes).model, processes):
+        return False
+
+
+def require_extra() -> None:
+    """Raise `MissingExtraError` where what a server needs is not installed."""
     for name in _PACKAGES:
         if find_spec(name) is None:
             raise MissingExtraError(name.replace("_", "-"), "serve")
 
 
-def _settings(
+def settings_of(
     listening: Listening, access: Access, limits: Limits, names: tuple[str, ...], template_arguments: Mapping[str, Any]
 ) -> Settings:
+    """What a server is to know of its options."""
     from lade.server.settings import Settings
 
     return Settings(
@@ -111,7 +170,8 @@ def _settings(
     )
 
 
-def _read(path: Path) -> str:
+def read_template(path: Path) -> str:
+    """The text of a chat template; raises `InputError` where there is none."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
@@ -119,7 +179,7 @@ def _read(path: Path) -> str:
         raise InputError(f"chat template {str(path)!r} cannot be read: {reason}; check path and permissions") from None
 
 
-def _announce(settings: Settings, url: str, term: Terminal, model: ServedModel, *, json: bool) -> None:
+def _announce(settings: Settings, url: str, term: Terminal, model: ServedModel | None, *, json: bool) -> None:
     """The one line on standard output: it can be reached."""
     term.resting()
     if json:

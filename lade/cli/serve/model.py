@@ -14,13 +14,20 @@ from lade.cli.loading.load import load as load_model
 from lade.cli.loading.loaded_model import LoadedModel
 from lade.cli.options.decoding import Speed
 from lade.cli.options.model import Loading
+from lade.cli.processes import begin_together
 from lade.cli.terminal import Terminal
+from lade.cluster.team import dismiss
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import LadeError
 from lade.server.served_model import ServedModel
 
 
-def load(loading: Loading, speed: Speed, chat_template: str | None, term: Terminal) -> ServedModel:
+def load_split(loading: Loading, speed: Speed, term: Terminal, processes: int) -> LoadedModel:
+    """Load it as each of several processes does."""
+    return load_model(loading, term=term, pack=speed.pack, images=None, invariant=speed.invariant, processes=processes)
+
+
+def load(loading: Loading, speed: Speed, chat_template: str | None, term: Terminal, processes: int = 1) -> ServedModel:
     """Load it, in the thread of a server that listens already.
 
     Args:
@@ -28,11 +35,14 @@ def load(loading: Loading, speed: Speed, chat_template: str | None, term: Termin
         speed: how its tokens are drafted; a memory's file need not be there yet, and is written at the end.
         chat_template: instead of its own; None for that.
         term: learns how far it is.
+        processes: how many share the model; this is the first.
 
     Raises:
         ConfigError, InputError, UnsupportedModelError: the one line that the user is to read.
     """
-    loaded = load_model(loading, term=term, pack=speed.pack, images=None)
+    loaded = load_split(loading, speed, term, processes)
+    if processes > 1:
+        begin_together(loaded.model)
     if chat_template is not None:
         loaded.tokenizer.chat_template = chat_template
     lookahead = _lookahead(loaded, speed)
@@ -55,7 +65,8 @@ def _lookahead(loaded: LoadedModel, speed: Speed) -> Lookahead:
 
 
 def _save(lookahead: Lookahead, speed: Speed, loaded: LoadedModel, term: Terminal) -> None:
-    """Keep what was learned."""
+    """Keep what was learned, and dismiss other processes."""
+    dismiss(loaded.model)
     memory = lookahead.memory if isinstance(lookahead, LookaheadConfig) else None
     if speed.memory is None or not isinstance(memory, Memory):
         return

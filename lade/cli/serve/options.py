@@ -23,6 +23,10 @@ _MOST_BODY = 2**30
 _server = in_panel("Server")
 _access = in_panel("Access")
 _limits = in_panel("Limits")
+_template = in_panel("Chat template")
+
+ChatTemplate = Annotated[Path | None, _template(metavar="FILE", help="Chat template to use instead of the model's.")]
+TemplateArguments = Annotated[str | None, _template(metavar="JSON", help='For it: {"enable_thinking": false}, ...')]
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class Listening:
         metrics: whether `/metrics` is served.
         page: whether there is a chat page.
         strict: whether unknown fields are refused.
+        tensor_parallel: how many processes the model is split over; None: as many as torchrun has started.
+        torchrun: the name of the run, where torchrun has started this process; it says so in the environment.
     """
 
     host: Annotated[str, _server(metavar="ADDR", help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1"
@@ -53,8 +59,15 @@ class Listening:
         bool, _server("--strict", metavar="", help="Refuse requests with unknown fields, which else are ignored.")
     ] = False
 
+    tensor_parallel: Annotated[
+        int | None, _server(metavar="N", help="Split the model over N processes, which torchrun starts.")
+    ] = None
+    torchrun: Annotated[str | None, _server(envvar="TORCHELASTIC_RUN_ID", hidden=True, help="Set by torchrun.")] = None
+
     def check(self) -> None:
         """Raise `ConfigError` for what no server could do."""
+        if self.tensor_parallel is not None and self.tensor_parallel < 1:
+            raise ConfigError("tensor-parallel", self.tensor_parallel, "give a whole number >= 1")
         if not 0 <= self.port < 2**16:
             raise ConfigError("port", self.port, "give a whole number from 0 to 65535")
         if self.log_format not in LOG_FORMATS:

@@ -1,0 +1,114 @@
+"""`lade batch`: answer a file of requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lade.cli.batch_file import requests
+from lade.cli.options import decoding as options
+from lade.cli.options.grouping import in_panel
+from lade.cli.serve.command import read_template, require_extra
+from lade.cli.serve.options import ChatTemplate, TemplateArguments
+from lade.cli.terminal import terminal
+from lade.errors import ConfigError
+
+EXAMPLE = "Example:  [bold]lade batch -i requests.jsonl -o results.jsonl --model Qwen/Qwen3-0.6B[/bold]"
+_MOST_BODY = 2**30
+_limits = in_panel("Limits")
+
+
+@dataclass(frozen=True)
+class Files:
+    """What is asked, and where answers go.
+
+    Attributes:
+        input: requests, one a line.
+        out: answers, one a line.
+        resume: whether to continue what is in it.
+        name: what requests may call the model.
+    """
+
+    input: Annotated[
+        Path, typer.Option("--input", "-i", metavar="FILE", help="Requests, as OpenAI's batch API has them.")
+    ]
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="File for the answers, as JSON lines.")]
+    resume: Annotated[bool, typer.Option("--resume", metavar="", help="Continue after the good answers in --out.")] = (
+        False
+    )
+    name: Annotated[
+        list[str] | None,
+        typer.Option("--name", metavar="NAME", help="What requests call the model; more than once for several names."),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the engine may take; see `lade.Engine`."""
+
+    max_rows: Annotated[int, _limits(metavar="N", help="Requests decoded at a time.")] = 16
+    max_tokens: Annotated[
+        int | None, _limits(metavar="N", help="Slots of the KV cache: rows times the longest. Default: what fits.")
+    ] = None
+    answer_tokens: Annotated[int, _limits(metavar="N", help="Tokens of an answer, if a request names no limit.")] = 1024
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a limit that is none."""
+        for name in ("max_rows", "max_tokens", "answer_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(name.replace("_", "-"), value, "give a whole number >= 1")
+
+
+@options.grouped
+def batch(
+    *,
+    files: Files,
+    limits: Limits,
+    chat_template: ChatTemplate = None,
+    chat_template_kwargs: TemplateArguments = None,
+    speed: options.Speed,
+    loading: options.Loading,
+    output: options.Output,
+) -> None:
+    """Answer a file of requests in the format of OpenAI's batch API, many at a time, as lade serve would.
+
+    Answers are written as they come, and found again by their custom_id. What ends a run loses none that is written.
+
+    Exit code 1: a request failed. With --resume those are asked again, and what has an answer is not.
+    """
+    with terminal(output) as term:
+        require_extra()
+        for group in (limits, loading):
+            group.check()
+        speed.lookahead()  # raises for what is wrong with it
+        template = options.Template(chat_template_kwargs=chat_template_kwargs)
+        template.check()
+        asked = requests.read(files.input)
+        from lade.cli.batch_file.results import ResultFile
+
+        file = ResultFile(files.out, asked, resume=files.resume)
+        if not file.rest:
+            term.say(f"{str(file.path)!r} is complete: {len(asked)} answers", "dim")
+            return
+        own = None if chat_template is None else read_template(chat_template)
+        from lade.cli.batch_file.run import carry_out
+        from lade.cli.serve.model import load
+        from lade.server.service import Service
+        from lade.server.settings import MOST_CHOICES, MOST_PROMPTS, Settings
+
+        settings = Settings(
+            names=tuple(files.name or [loading.name.rstrip("/").rpartition("/")[2]]),
+            max_rows=limits.max_rows,
+            max_waiting=2 * limits.max_rows * MOST_CHOICES * MOST_PROMPTS,
+            max_tokens=limits.max_tokens,
+            answer_tokens=limits.answer_tokens,
+            max_body=_MOST_BODY,
+            template_arguments=template.arguments,
+            page=False,
+        )
+        carry_out(Service(settings, partial(load, loading, speed, own, term)), file, len(asked), term)

@@ -1,0 +1,123 @@
+"""Carries `lade batch` out: the requests of a file through the handlers of the server, many at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from itertools import islice
+from time import perf_counter, sleep
+
+import typer
+from fastapi import FastAPI
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
+from lade.cli.batch_file.requests import Request
+from lade.cli.batch_file.results import ResultFile
+from lade.cli.interrupt import Interrupt
+from lade.cli.progress import Progress
+from lade.cli.terminal import EXIT_INTERRUPTED, Terminal
+from lade.server.app import build_app
+from lade.server.in_process import Reply, post
+from lade.server.service import Service
+
+EXIT_FAILED = 1
+AHEAD = 2
+"""Times the rows: how many requests are under way at a time, those that wait for a row included."""
+_POLL_S = 0.05
+
+
+def carry_out(service: Service, file: ResultFile, total: int, term: Terminal) -> None:
+    """Answer what has no answer yet, and tell what came of it.
+
+    Args:
+        service: not yet started; it is closed at the end.
+        file: where answers go.
+        total: number of requests, those with an answer included.
+        term: for what is said.
+
+    Raises:
+        Exception: what kept the model from being loaded.
+        typer.Exit: Ctrl-C was pressed, or a request failed.
+    """
+    before, failed, start = total - len(file.rest), 0, perf_counter()
+    if before:
+        term.say(f"continuing after {before} of {total} requests", "dim")
+    answered = before
+    with Interrupt() as interrupt:
+        try:
+            _load(service)
+            file.begin()
+            with _progress(term, total, answered) as progress:
+
+                def take(request: Request, reply: Reply) -> None:
+                    nonlocal answered, failed
+                    failed += not file.add(request, reply)
+                    answered += 1
+                    progress.update(progress.task_ids[0], completed=answered)
+
+                app, ahead = build_app(service), AHEAD * service.settings.max_rows
+                asyncio.run(_answer(app, file.rest, take, ahead, lambda: interrupt.requested or _is_dead(service)))
+        except KeyboardInterrupt:  # the second one, which waits for nothing
+            interrupt.requested = True
+        finally:
+            new = _new_tokens(service)
+            service.close()
+    if answered < total:
+        why = "interrupted" if interrupt.requested else f"the engine broke down ({service.reason})"
+        term.say(f"{why}: {answered} of {total} requests have an answer; --resume continues", "yellow")
+        raise typer.Exit(EXIT_INTERRUPTED if interrupt.requested else EXIT_FAILED)
+    seconds = perf_counter() - start
+    term.say(f"{total - before} requests in {seconds:.1f} s · {new} tokens · {str(file.path)!r} is complete", "dim")
+    if failed:
+        term.say(f"{failed} of {total} requests failed; --resume asks them again", "yellow")
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _load(service: Service) -> None:
+    service.start()
+    while service.phase == "loading" and service.problem is None:
+        sleep(_POLL_S)
+    if service.problem is not None:
+        raise service.problem
+
+
+def _is_dead(service: Service) -> bool:
+    service.watch()
+    return service.phase == "dead"
+
+
+def _new_tokens(service: Service) -> int:
+    now = service.snapshot()
+    return 0 if now is None else now.new_tokens
+
+
+async def _answer(
+    app: FastAPI,
+    requests: Iterable[Request],
+    take: Callable[[Request, Reply], None],
+    at_a_time: int,
+    stopped: Callable[[], bool],
+) -> None:
+    """Ask all, so many at a time, and hand answers on as they come; what is under way when it is stopped is dropped."""
+    ahead = iter(requests)
+    asked: dict[asyncio.Task[Reply], Request] = {}
+    try:
+        while not stopped():
+            for request in islice(ahead, at_a_time - len(asked)):
+                asked[asyncio.create_task(post(app, request.url, request.body))] = request
+            if not asked:
+                return
+            done, _ = await asyncio.wait(asked, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                take(asked.pop(task), task.result())
+    finally:
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+
+def _progress(term: Terminal, total: int, completed: int) -> Progress:
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("requests · time left"), TimeRemainingColumn())
+    progress = Progress(*columns, console=term.err, transient=True, disable=not term.animated)
+    progress.add_task("requests", total=total, completed=completed)
+    return progress

@@ -1,0 +1,168 @@
+"""What an answer may be, by the fields of a request that say it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from lade.errors import InputError, MissingExtraError
+from lade.hf.grammar.compiled import Vocabulary, vocabulary_of_tokenizer
+from lade.hf.grammar.grammar import Grammar, processor_of
+from lade.hf.grammar.processor import GrammarProcessor
+from lade.server.errors import invalid, unsupported
+from lade.server.schemas import ChatRequest, Decoding, StructuredOutputs
+from lade.server.served_model import ServedModel
+from lade.server.settings import LONGEST_SCHEMA
+
+INVALID = "invalid_schema"
+_ANY_TEXT = ("text", None)
+
+
+class Forms:
+    """Makes processors of the grammars that requests ask for.
+
+    Args:
+        model: whose answers follow them. What its tokenizer takes to be prepared is done here, once.
+    """
+
+    def __init__(self, model: ServedModel) -> None:
+        self._missing: MissingExtraError | None = None
+        self._unfit: InputError | None = None
+        self._vocabulary: Vocabulary | None = None
+        try:
+            self._vocabulary = vocabulary_of_tokenizer(model.tokenizer, model.ends)
+        except MissingExtraError as problem:
+            self._missing = problem
+        except InputError as problem:
+            self._unfit = problem
+
+    @property
+    def available(self) -> bool:
+        """Whether there can be any."""
+        return self._vocabulary is not None
+
+    def vocabulary(self, param: str) -> Vocabulary:
+        """Of the model's tokenizer.
+
+        Raises:
+            ApiError: the field `param` cannot be served.
+        """
+        if self._vocabulary is None:
+            raise unsupported(param, f"{param}: {self._missing or self._unfit}")
+        return self._vocabulary
+
+    def require(self, grammar: Grammar, param: str) -> None:
+        """Raise `ApiError` for a grammar that cannot be used."""
+        self.processor(grammar, param)
+
+    def processor(self, grammar: Grammar, param: str) -> GrammarProcessor:
+        """The processor of one answer; raises like `require`."""
+        try:
+            return processor_of([grammar], self.vocabulary(param))
+        except InputError as problem:
+            raise invalid(param, f"{param}: {problem}", INVALID) from problem
+
+
+def asked_form(body: Decoding) -> tuple[Grammar, str] | None:
+    """The grammar that a request asks for, and by which field; None where the answer may be any text.
+
+    Raises:
+        ApiError: what it says is no grammar, too long, or contradicts itself.
+    """
+    made = [*_structured(body.structured_outputs), *_guided(body)]
+    if isinstance(body, ChatRequest):
+        made += _response_format(body.response_format)
+    if not made:
+        return None
+    (make, given, param), *more = made
+    if more:
+        raise invalid(more[0][2], f"{more[0][2]}: {param} says what the answer may be: leave out one of them")
+    _check_length(given, param)
+    try:
+        return make(given), param
+    except InputError as problem:
+        raise invalid(param, f"{param}: {problem}", INVALID) from problem
+    except MissingExtraError as problem:
+        raise unsupported(param, f"{param}: {problem}") from problem
+
+
+_Asked = list[tuple[Callable[[Any], Grammar], Any, str]]
+
+
+def _structured(given: StructuredOutputs | None) -> _Asked:
+    if given is None:
+        return []
+    where, flexible = "structured_outputs", given.whitespace
+    asked: _Asked = []
+    if given.json_schema is not None:
+        asked.append((lambda schema: schema_of(schema, flexible), given.json_schema, f"{where}.json"))
+    if given.json_object:
+        asked.append((lambda _: Grammar.json_object(whitespace=flexible), "", f"{where}.json_object"))
+    asked += _texts(where + ".", regex=given.regex, choice=given.choice, grammar=given.grammar)
+    if not asked:
+        raise invalid(where, f"{where}: it says nothing: give json, json_object, regex, choice or grammar")
+    return asked
+
+
+def _guided(body: Decoding) -> _Asked:
+    """The older names of the same."""
+    asked: _Asked = []
+    if body.guided_json is not None:
+        asked.append((schema_of, body.guided_json, "guided_json"))
+    return asked + _texts("guided_", regex=body.guided_regex, choice=body.guided_choice, grammar=body.guided_grammar)
+
+
+def _texts(prefix: str, *, regex: str | None, choice: list[str] | None, grammar: str | None) -> _Asked:
+    several = ((Grammar.regex, regex, "regex"), (Grammar.choice, choice, "choice"), (Grammar.lark, grammar, "grammar"))
+    return [(make, given, prefix + name) for make, given, name in several if given is not None]
+
+
+def _response_format(given: dict[str, Any] | None) -> _Asked:
+    """OpenAI's field; the schema may also stand where older servers want it."""
+    kind = (given or {}).get("type")
+    if given is None or kind in _ANY_TEXT:
+        return []
+    if kind == "json_object" and given.get("schema") is None:
+        return [(lambda _: Grammar.json_object(), "", "response_format")]
+    if kind not in ("json_object", "json_schema"):
+        why = f"response_format: {str(kind)[:40]!r} is not served: give json_schema, json_object or text"
+        raise unsupported("response_format.type", why)
+    inner = given.get("json_schema")
+    schema = inner.get("schema") if isinstance(inner, dict) else given.get("schema")
+    param = "response_format.json_schema.schema" if kind == "json_schema" else "response_format.schema"
+    if schema is None:
+        raise invalid(param, f"{param}: there is none: give a JSON schema")
+    return [(schema_of, schema, param)]
+
+
+def schema_of(schema: Any, whitespace: bool = False) -> Grammar:
+    """The grammar of a schema as it stands in a request.
+
+    Raises:
+        InputError: it is no schema.
+    """
+    if isinstance(schema, bool | int | float | list):
+        raise InputError("a JSON schema is an object: give one")
+    return Grammar.json_schema(schema, whitespace=whitespace)
+
+
+def _check_length(given: Any, param: str) -> None:
+    if length_of(given) > LONGEST_SCHEMA:
+        raise invalid(param, f"{param}: it has more than {LONGEST_SCHEMA} characters: give a shorter one", INVALID)
+
+
+def length_of(given: Any) -> int:
+    """Characters of a text, or of JSON; more than any that is served where it is too deep to be written."""
+    try:
+        return len(given if isinstance(given, str) else json.dumps(given))
+    except RecursionError:
+        return sys.maxsize
+
+
+def refuse_other_ends(body: Decoding, param: str) -> None:
+    """Raise `ApiError` where a request wants an answer to go on behind the end of its grammar."""
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(body, name):
+            raise invalid(name, f"{name}: the answer ends where {param} says: leave it out")

@@ -1,0 +1,80 @@
+"""Requests to the app without a network: by the same handlers, from the same process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+from lade.server.replies import encoded
+
+_ASKED_BY = (b"host", b"localhost")
+
+
+@dataclass
+class Reply:
+    """What the app has answered.
+
+    Attributes:
+        status: of HTTP.
+        request_id: by which the log has it.
+        raw: the body.
+    """
+
+    status: int = 0
+    request_id: str = ""
+    raw: bytes = field(default=b"", repr=False)
+
+    @property
+    def body(self) -> Any:
+        """What the body means."""
+        return json.loads(self.raw)
+
+
+async def post(app: ASGIApp, path: str, body: Mapping[str, Any]) -> Reply:
+    """Ask a path for a whole answer; whoever cancels this leaves, as a client does.
+
+    Args:
+        app: of `build_app`; its service has been started.
+        path: such as `/v1/chat/completions`.
+        body: of the request.
+    """
+    content = encoded(dict(body))
+    headers = [_ASKED_BY, (b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": headers,
+        "client": None,
+        "server": None,
+    }
+    messages = [{"type": "http.request", "body": content, "more_body": False}]
+    reply = Reply()
+
+    async def receive() -> Message:
+        if not messages:
+            await asyncio.Event().wait()  # until it is cancelled: this client does not leave by itself
+        return messages.pop()
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            reply.status = message["status"]
+            reply.request_id = next(
+                (value.decode() for name, value in message["headers"] if name == b"x-request-id"), ""
+            )
+        else:
+            reply.raw += message.get("body", b"")
+
+    await app(scope, receive, send)
+    return reply

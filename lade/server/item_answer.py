@@ -1,0 +1,95 @@
+"""What `/v1/responses` and `/v1/messages` have in common: a chat's answer as a list, told by events with names."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from typing import Any, ClassVar
+
+from lade.server import sse
+from lade.server.chat import ChatAnswer
+from lade.server.choice import Piece
+from lade.server.errors import ApiError
+from lade.server.exchange import Exchange
+from lade.server.runs import Change, Runs
+from lade.server.schemas import ChatRequest
+from lade.server.service import Service
+
+Event = tuple[str, dict[str, Any]]
+"""Its name, and what it says besides."""
+
+
+class ItemAnswer(ChatAnswer):
+    """The one answer to a conversation, as runs of thoughts, text, and calls of tools.
+
+    Whole or streamed, it goes through the same list: what a stream tells piece by piece is what the whole one has.
+
+    Attributes:
+        runs: of the answer so far.
+    """
+
+    ping: ClassVar[bytes] = sse.PING
+
+    def __init__(self, service: Service, exchange: Exchange, body: ChatRequest) -> None:
+        super().__init__(service, exchange, body)
+        self.runs = Runs()
+
+    @abstractmethod
+    def message(self) -> dict[str, Any]:
+        """The whole answer."""
+
+    @abstractmethod
+    def first(self) -> Iterator[Event]:
+        """What a stream begins with, when there is a token."""
+
+    @abstractmethod
+    def told(self, change: Change) -> Iterator[Event]:
+        """What a stream says of a change."""
+
+    @abstractmethod
+    def last(self) -> Iterator[Event]:
+        """What a stream ends with."""
+
+    @abstractmethod
+    def broken(self, error: ApiError) -> Iterator[Event]:
+        """What a stream ends with that cannot go on."""
+
+    def encoded(self, event: Event) -> bytes:
+        """An event as it is sent."""
+        name, others = event
+        return sse.event({"type": name, **others}, name)
+
+    async def _whole(self) -> dict[str, Any]:
+        async for found in self._steps(None):
+            if found is not None:
+                list(self._changes(found[1]))
+        self.ended()
+        return self.message()
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        begun = False
+        try:
+            async with aclosing(self._steps(self.service.settings.ping_s)) as pieces:
+                async for found in pieces:
+                    if found is None:
+                        yield self.ping
+                        continue
+                    if not begun:
+                        begun = True
+                        for event in self.first():
+                            yield self.encoded(event)
+                    for change in self._changes(found[1]):
+                        for event in self.told(change):
+                            yield self.encoded(event)
+            for event in self.last():
+                yield self.encoded(event)
+            self.ended()
+        except Exception as problem:  # noqa: BLE001 - the status was sent: only an event can tell
+            for event in self.broken(self._failed(problem)):
+                yield self.encoded(event)
+
+    def _changes(self, piece: Piece) -> Iterator[Change]:
+        yield from self.runs.take(piece.parts)
+        if piece.step is None:
+            yield from self.runs.finish()

@@ -1,0 +1,115 @@
+"""The answer of `/v1/messages`, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from lade.server import sse
+from lade.server.errors import ApiError
+from lade.server.exchange import Exchange
+from lade.server.item_answer import Event, ItemAnswer
+from lade.server.messages.conversation import as_chat
+from lade.server.messages.errors import as_anthropic
+from lade.server.messages.schemas import MessagesRequest
+from lade.server.runs import Change, Run
+from lade.server.service import Service
+
+_DELTAS = {"thought": ("thinking_delta", "thinking"), "text": ("text_delta", "text")}
+_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessagesAnswer(ItemAnswer):
+    """A message.
+
+    Args:
+        service: what decodes it.
+        exchange: the request.
+        asked: what it asks for.
+    """
+
+    endpoint = "messages"
+    kind, id_prefix = "message", "msg_"
+    ping = sse.event({"type": "ping"}, "ping")
+
+    def __init__(self, service: Service, exchange: Exchange, asked: MessagesRequest) -> None:
+        super().__init__(service, exchange, as_chat(asked))
+
+    def message(self) -> dict[str, Any]:
+        """See `ItemAnswer.message`."""
+        content = [_block(run) for run in self.runs.all]
+        return {**self._begun(), "content": content, **self._end(), "usage": self._usage(), "lade": self._figures()}
+
+    def first(self) -> Iterator[Event]:
+        """See `ItemAnswer.first`."""
+        yield "message_start", {"message": {**self._begun(), "usage": {**self._usage(), "output_tokens": 0}}}
+
+    def told(self, change: Change) -> Iterator[Event]:
+        """See `ItemAnswer.told`."""
+        run, place = change.run, {"index": change.run.index}
+        if change.what == "begun":
+            yield "content_block_start", {**place, "content_block": _block(run)}
+        elif change.what == "ended":
+            yield "content_block_stop", place
+        elif run.kind == "call":
+            yield "content_block_delta", {**place, "delta": {"type": "input_json_delta", "partial_json": change.text}}
+        else:
+            kind, member = _DELTAS[run.kind]
+            yield "content_block_delta", {**place, "delta": {"type": kind, member: change.text}}
+
+    def last(self) -> Iterator[Event]:
+        """See `ItemAnswer.last`."""
+        yield "message_delta", {"delta": self._end(), "usage": self._usage(), "lade": self._figures()}
+        yield "message_stop", {}
+
+    def broken(self, error: ApiError) -> Iterator[Event]:
+        """See `ItemAnswer.broken`."""
+        yield "error", as_anthropic(error.status, error.message, self._request_id)
+
+    def _begun(self) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": self.kind,
+            "role": "assistant",
+            "model": self.service.settings.name,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+
+    def _end(self) -> dict[str, Any]:
+        (choice,) = self.choices
+        stop = choice.stop_reason if isinstance(choice.stop_reason, str) else None
+        reason = "stop_sequence" if stop is not None else _REASONS.get(choice.finish_reason or "", "end_turn")
+        return {"stop_reason": reason, "stop_sequence": stop}
+
+    def _usage(self) -> dict[str, Any]:
+        """So far; tokens of the prompt that were kept are not counted among those that were read."""
+        used = self.usage()
+        cached = used["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": used["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": used["completion_tokens"],
+        }
+
+
+def _block(run: Run) -> dict[str, Any]:
+    """A run as far as it is known; that of a call has its arguments when they are whole."""
+    match run.kind:
+        case "thought":
+            return {"type": "thinking", "thinking": run.text, "signature": ""}
+        case "text":
+            return {"type": "text", "text": run.text}
+    return {"type": "tool_use", "id": run.call["id"], "name": run.call["function"]["name"], "input": _object(run.text)}
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """What the arguments of a call mean; {} where that is no object."""
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,85 @@
+"""What a request to `/v1/messages` may hold."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from lade.server.schemas import Decoding, Model, Stop, Text
+from lade.server.settings import MOST_MESSAGES, MOST_STOPS, MOST_TOOLS
+
+
+class Source(Model):
+    """Of an image."""
+
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class Block(Model):
+    """A part of a message. Which fields it needs, its type decides."""
+
+    type: str = Field(max_length=64)
+    text: Text | None = None
+    thinking: Text | None = None
+    source: Source | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: Text | list[Block] | None = None
+    is_error: bool | None = None
+
+
+class Turn(Model):
+    """A message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Text | list[Block]
+
+
+class Tool(Model):
+    """A tool; those that a client runs itself are what is served."""
+
+    name: str
+    type: str | None = Field(None, max_length=64)
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    cache_control: Any = None
+
+
+class ToolChoice(Model):
+    """Whether tools are to be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Model):
+    """Whether the model is to think first."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+
+
+class CountRequest(Decoding):
+    """Of `/v1/messages/count_tokens`."""
+
+    messages: list[Turn] = Field(min_length=1, max_length=MOST_MESSAGES)
+    system: Text | list[Block] | None = None
+    tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS)
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_control: Any = None
+
+
+class MessagesRequest(CountRequest):
+    """Of `/v1/messages`."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[Stop] = Field([], max_length=MOST_STOPS)

@@ -1,0 +1,73 @@
+"""What a request to `/v1/responses` may hold."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from lade.server.schemas import Decoding, Model, Text
+from lade.server.settings import MOST_MESSAGES, MOST_TOOLS
+
+
+class InputPart(Model):
+    """A part of a message, of an output, or of a thought."""
+
+    type: str
+    text: Text | None = None
+    refusal: Text | None = None
+    image_url: str | None = None
+
+
+class InputItem(Model):
+    """An item: a message, a call of a function, its output, or a thought. Which fields it needs, its type decides."""
+
+    type: str = Field("message", max_length=64)
+    role: str | None = Field(None, min_length=1, max_length=64)
+    content: Text | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: Text | None = None
+    output: Text | list[InputPart] | None = None
+
+
+class Reasoning(Model):
+    """How much thought is wanted."""
+
+    effort: str | None = None
+    summary: Any = None
+
+
+class TextOptions(Model):
+    """The form of the text."""
+
+    format: dict[str, Any] | None = None
+    verbosity: Any = None
+
+
+class Tool(Model):
+    """A tool; functions are what is served."""
+
+    type: str = Field(max_length=64)
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponsesRequest(Decoding):
+    """Of `/v1/responses`."""
+
+    input: Text | Annotated[list[InputItem], Field(min_length=1, max_length=MOST_MESSAGES)]
+    instructions: Text | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS)
+    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    include: list[str] | None = None
+    client_metadata: Any = None
+    truncation: Any = None
+    prompt_cache_retention: Any = None

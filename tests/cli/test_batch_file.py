@@ -1,0 +1,166 @@
+"""`lade batch`: the answers of a server, in a file that survives whatever ends the run."""
+
+import json
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from test_cli_errors import fails
+
+from lade.server import service
+from lade.serving import batch as serving_batch
+from lade.testing import nearly_flat_cost
+
+NEW = 8
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(monkeypatch):
+    monkeypatch.setattr(service, "warm_up", lambda engine, model, settings: None)
+    monkeypatch.setattr(serving_batch, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
+
+
+def chat(custom_id, text, **fields):
+    body = {"model": "chatty", "messages": [{"role": "user", "content": text}], "max_tokens": NEW, "temperature": 0}
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": {**body, **fields}}
+
+
+def other(custom_id, url, **body):
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"temperature": 0, **body}}
+
+
+ASKED = [
+    chat("a", "hello"),
+    chat("bad", "hello", temperature=-1),
+    other("c", "/v1/completions", prompt="one two", max_tokens=NEW),
+    other("d", "/v1/responses", input="hello", max_output_tokens=NEW),
+    *(chat(f"more-{number}", f"question {number}", seed=number, temperature=0.9) for number in range(4)),
+]
+
+
+@pytest.fixture
+def asked(tmp_path):
+    def write(lines=ASKED):
+        file = tmp_path / "requests.jsonl"
+        file.write_text("\n".join([*map(json.dumps, lines), ""]) + "\n", encoding="utf-8")
+        return file
+
+    return write
+
+
+@pytest.fixture
+def run(lade, templated, tmp_path):
+    def batch(file, *arguments, model=templated):
+        out = tmp_path / "results.jsonl"
+        arguments = ("--model", model, "--dtype", "float64", "--max-rows", 2, *arguments)
+        return lade("batch", "-i", file, "-o", out, *arguments), out
+
+    return batch
+
+
+def answers(out):
+    lines = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert len({line["custom_id"] for line in lines}) == len(lines), "each once"
+    return {line["custom_id"]: line for line in lines}
+
+
+def text_of(line):
+    return line["response"]["body"]["choices"][0]["message"]["content"]
+
+
+def test_a_file_of_requests_is_answered_and_continued(run, asked, model, tokenizer, monkeypatch):
+    file = asked()
+    result, out = run(file)
+    assert result.exit_code == 1 and "1 of 8 requests failed" in result.stderr
+    found = answers(out)
+    assert found.keys() == {line["custom_id"] for line in ASKED}
+    ids = tokenizer("<user>hello|<assistant>")["input_ids"]
+    wanted = model.double().generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)[0, len(ids) :]
+    model.float()
+    text = tokenizer.decode(wanted)
+    assert text_of(found["a"]) == text
+    assert found["d"]["response"]["body"]["output"][0]["content"][0]["text"] == text
+    assert found["c"]["response"]["body"]["object"] == "text_completion"
+    bad = found["bad"]
+    assert bad["response"]["status_code"] == 400 and bad["response"]["body"]["error"]["param"] == "temperature"
+    assert bad["error"] is None and bad["response"]["request_id"].startswith("req-")
+    fails(run(file)[0], "--resume")
+    # torn in the third line, as by a kill: what is whole is kept, what is not is asked again
+    whole = out.read_text(encoding="utf-8").splitlines(keepends=True)
+    out.write_text("".join(whole[:2]) + whole[2][:30], encoding="utf-8")
+    result, out = run(file, "--resume")
+    again = answers(out)
+    assert {name: text_of(line) for name, line in again.items() if name.startswith("more")} == {
+        name: text_of(line) for name, line in found.items() if name.startswith("more")
+    }
+    mended = asked([each for each in ASKED if each["custom_id"] != "bad"])
+    fails(run(mended, "--resume")[0], "has no such custom_id")
+    fails(run(asked([chat("a", "goodbye"), *ASKED[1:]]), "--resume")[0], "has not asked that")
+
+
+def test_ctrl_c_keeps_what_is_answered_and_resume_answers_the_rest(run, asked, monkeypatch):
+    lines = [chat(str(number), f"question {number}", max_tokens=30, ignore_eos=True) for number in range(12)]
+    file = asked(lines)
+    from lade.cli.batch_file.results import ResultFile
+
+    add, written = ResultFile.add, []
+
+    def interrupting(self, request, reply):
+        written.append(request.custom_id)
+        if len(written) == 3:
+            threading.Timer(0.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return add(self, request, reply)
+
+    monkeypatch.setattr(ResultFile, "add", interrupting)
+    result, out = run(file)
+    assert result.exit_code == 130 and "--resume continues" in result.stderr
+    kept = answers(out)
+    assert 3 <= len(kept) < 12
+    monkeypatch.setattr(ResultFile, "add", add)
+    result, out = run(file, "--resume")
+    assert result.exit_code == 0 and "continuing after" not in result.stdout
+    assert answers(out).keys() == {line["custom_id"] for line in lines}
+    assert {name: answers(out)[name] for name in kept} == kept
+    assert run(file, "--resume")[0].exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("{", "no JSON"),
+        ("[]", "no object"),
+        (json.dumps({**ASKED[0], "custom_id": None}), "custom_id is missing"),
+        (json.dumps({**ASKED[0], "method": "GET"}), 'method is "GET"'),
+        (json.dumps({**ASKED[0], "url": "/v1/embeddings"}), "give one of /v1/chat/completions"),
+        (json.dumps({**ASKED[0], "body": []}), "body is []"),
+        (json.dumps(chat("b", "x", stream=True)), "body.stream"),
+        (json.dumps(chat("a", "x")), "custom_id 'a' is that of line 1"),
+    ],
+)
+def test_a_file_that_is_none_is_refused_before_the_model_is_loaded(run, tmp_path, line, word):
+    file = tmp_path / "requests.jsonl"
+    file.write_text(f"{json.dumps(ASKED[0])}\n\n{line}\n", encoding="utf-8")
+    result, out = run(file, model="no/such/model")
+    fails(result, word, "line 3")
+    assert not out.exists()
+
+
+@pytest.mark.slow
+def test_a_memory_is_what_all_begin_with(run, asked, lade, templated, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"messages": ASKED[0]["body"]["messages"]}) + "\n", encoding="utf-8")
+    memory = tmp_path / "m.memory"
+    warmed = lade("warm", "--model", templated, "--prompts", prompts, "--out", memory, "--max-new-tokens", 40)
+    assert warmed.exit_code == 0, warmed.output
+    lines = [chat("a", "hello", max_tokens=40, ignore_eos=True)]
+    result, out = run(asked(lines))
+    cold = answers(out)["a"]
+    out.unlink()
+    result, out = run(asked(lines), "--memory", memory)
+    assert result.exit_code == 0, result.output
+    warm = answers(out)["a"]
+    assert text_of(warm) == text_of(cold)
+    steps = [line["response"]["body"]["lade"]["steps"] for line in (warm, cold)]
+    assert steps[0] < steps[1]

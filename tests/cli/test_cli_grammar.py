@@ -1,0 +1,69 @@
+"""`--json-schema`, `--regex` and `--grammar` of `lade generate`."""
+
+import json
+import re
+
+import pytest
+import torch
+
+import lade as library
+
+PROMPT = "say it again, say it"
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["one", "two"]}, "size": {"const": 3}},
+    "required": ["name"],
+}
+LARK = 'start: "(" start ")" | "x"'
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    (tmp_path / "nested.lark").write_text(LARK)
+    return {
+        "schema": ["--json-schema", tmp_path / "schema.json"],
+        "lark": ["--grammar", tmp_path / "nested.lark"],
+        "regex": ["--regex", "[ab]{3}c"],
+    }
+
+
+MADE = {
+    "schema": library.Grammar.json_schema(SCHEMA),
+    "lark": library.Grammar.lark(LARK),
+    "regex": library.Grammar.regex("[ab]{3}c"),
+}
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("kind", MADE)
+def test_answers_follow_it_alone_and_in_batches(lade, folder, model, tokenizer, files, tmp_path, kind):
+    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
+    more = {"max_new_tokens": 40, "logits_processor": [MADE[kind].processor(tokenizer)]}
+    plain = model.generate(ids, **more)[0, ids.shape[1] :].tolist()
+    common = ["--model", folder, "--max-new-tokens", 40, "--budget", 8, *files[kind]]
+    alone = lade("generate", "--prompt", PROMPT, "--json", *common)
+    assert alone.exit_code == 0, alone.output
+    assert json.loads(alone.stdout)["token_ids"] == plain
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text(json.dumps({"prompt": PROMPT}) + "\n")
+    many = ["--prompt-file", prompts, "--batch-size", 2, "--out", out]
+    assert lade("generate", *many, *common).exit_code == 0
+    assert json.loads(out.read_text())["token_ids"] == plain
+    if kind != "schema":  # the lines are of another form
+        other = lade("generate", *many, "--resume", *common[:-2], *files["schema"])
+        assert other.exit_code == 2 and "grammar" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--json-schema", "nowhere.json"], "JSON schema file 'nowhere.json' cannot be read"),
+        (["--regex", "a", "--grammar", "x.lark"], "leave out --regex, or this"),
+        (["--regex", "(?=a)b"], "look-ahead"),
+        (["--regex", ""], "empty"),
+    ],
+)
+def test_what_is_none_is_refused(lade, folder, more, says):
+    result = lade("generate", "--model", folder, "--prompt", PROMPT, *more)
+    assert result.exit_code == 2 and says in re.sub(r"\s+", " ", result.stderr)

@@ -1,0 +1,46 @@
+"""Answers with markup, which toy models do not write, and streams of events with names."""
+
+import json
+
+from served import byte_tokenizer
+
+from lade.server.chat import ChatAnswer
+
+TALKS = byte_tokenizer("{% for m in messages %}{{ m['content'] }}{% endfor %}<think>{# <tool_call> #}")
+
+
+def scripted(monkeypatch, said):
+    """Answers whose text is `said`, whatever the tokens are: a toy model writes no markup."""
+    parse = ChatAnswer.parser
+
+    def parser(self, prompt):
+        inner, texts = parse(self, prompt), iter(said)
+
+        class Scripted:
+            thinks = False
+
+            def push(self, text):
+                return inner.push(next(texts, ""))
+
+            def finish(self):
+                return inner.finish()
+
+        return Scripted()
+
+    monkeypatch.setattr(ChatAnswer, "parser", parser)
+
+
+PLAIN = {"extra_body": {"lookahead": None, "ignore_eos": True}}
+SAID = ["let me", " see</think>", "I add.", '<tool_call>{"name": "add", ', '"arguments": {"a": 1}}</tool_call>']
+
+
+def frames(server, path, **body):
+    """Names and contents of the events of a stream."""
+    with server.http.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        raw = b"".join(response.iter_bytes()).decode()
+    found = [frame.split("\n") for frame in raw.split("\n\n") if frame and not frame.startswith(":")]
+    assert all(name.startswith("event: ") and data.startswith("data: ") for name, data in found)
+    events = [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in found]
+    assert all(data["type"] == name for name, data in events)
+    return events

@@ -1,0 +1,223 @@
+"""`/v1/messages`: what the chat API answers, as blocks and events, for the `anthropic` package and as recorded."""
+
+import json
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import anthropic
+import pytest
+from scripted import PLAIN, SAID, TALKS, frames, scripted
+from served import SERVED, plain, running, slow_served, templated, text_of
+
+from lade.server.errors import ApiError
+from lade.server.keys import Key, Keys
+from lade.server.messages.conversation import as_chat
+from lade.server.messages.schemas import MessagesRequest
+
+GREEDY = {"extra_body": {"temperature": 0}}
+MESSAGES = [{"role": "user", "content": "hello"}]
+TOOL = {"name": "add", "description": "adds", "input_schema": {"type": "object", "properties": {}}}
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def chat_of(*messages, **fields):
+    return as_chat(MessagesRequest.model_validate({"max_tokens": 5, "messages": list(messages), **fields}))
+
+
+def made_of(body):
+    """Roles and contents, with the texts of parts in one."""
+
+    def text(content):
+        return content if isinstance(content, str) else "".join(part.text or "?" for part in content or ())
+
+    return [{**each.model_extra, "role": each.role, "content": text(each.content)} for each in body.messages]
+
+
+def test_a_message_is_what_the_chat_api_says(server, client):
+    tokens = plain(templated([{"role": "system", "content": "be brief"}, *MESSAGES]), max_new_tokens=20)
+    asked = {"model": "toy", "max_tokens": 20, "system": "be brief", "messages": MESSAGES}
+    answer = client.messages.create(**asked, **GREEDY)
+    (block,) = answer.content
+    assert (block.type, block.text) == ("text", text_of(tokens)) and answer.stop_reason == "max_tokens"
+    assert answer.usage.output_tokens == 20 and answer.id.startswith("msg_") and answer._request_id
+    prompt = answer.usage.input_tokens + answer.usage.cache_read_input_tokens
+    assert (
+        prompt
+        == client.messages.count_tokens(**{name: asked[name] for name in ("model", "system", "messages")}).input_tokens
+    )
+    with client.messages.stream(**asked, **GREEDY) as stream:
+        assert "".join(stream.text_stream) == block.text
+        final = stream.get_final_message()
+    assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 20)
+    stop = block.text[7:10]
+    cut = client.messages.create(**asked, **GREEDY, stop_sequences=[stop])
+    assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
+    assert cut.content[0].text == block.text.partition(stop)[0]
+
+
+def test_the_frames_of_a_stream(server):
+    body = {"messages": MESSAGES, "max_tokens": 9, "temperature": 0, "model": "toy"}
+    events = frames(server, "/v1/messages", **body)
+    names = [name for name, _ in events]
+    assert names[:2] == ["message_start", "content_block_start"]
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(names[2:-3]) == {"content_block_delta"}
+    whole = server.http.post("/v1/messages", json=body).json()
+    text = "".join(data["delta"]["text"] for _, data in events[2:-3])
+    assert whole["content"] == [{"type": "text", "text": text}] and text == text_of(
+        plain(templated(MESSAGES), max_new_tokens=9)
+    )
+    message = events[0][1]["message"]
+    assert message["content"] == [] and message["usage"]["input_tokens"] > 0 == message["usage"]["output_tokens"]
+    assert events[-2][1]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert events[-2][1]["usage"]["output_tokens"] == 9 and events[-1][1] == {"type": "message_stop"}
+
+
+def test_blocks_become_messages():
+    thought = {"type": "thinking", "thinking": "hm", "signature": ""}
+    call = {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "2"}]}
+    body = chat_of(
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": [thought, {"type": "text", "text": "I add."}, call]},
+        {"role": "user", "content": [result, {"type": "text", "text": "so?"}]},
+        {"role": "system", "content": "be nice"},
+        {"role": "assistant", "content": "It is "},
+        system=[{"type": "text", "text": "x-anthropic-billing-header: cc=1"}, {"type": "text", "text": "be brief"}],
+        tools=[TOOL, {"type": "web_search_20250305", "name": "web_search"}],
+        thinking={"type": "enabled", "budget_tokens": 1024},
+        stop_sequences=["."],
+        top_k=5,
+    )
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    assert made_of(body) == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "1+1?"},
+        {
+            "role": "assistant",
+            "content": "I add.",
+            "reasoning_content": "hm",
+            "tool_calls": [{"id": "t1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "t1", "name": "add", "content": "2"},
+        {"role": "user", "content": "so?\n\nbe nice"},
+        {"role": "assistant", "content": "It is "},
+    ]
+    described = {"name": "add", "description": "adds", "parameters": TOOL["input_schema"]}
+    assert body.tools == [{"type": "function", "function": described}]
+    assert "tools.web_search_20250305" in body.model_extra and body.continue_final_message
+    assert (body.stop, body.top_k, body.max_tokens) == (["."], 5, 5)
+    assert body.chat_template_kwargs == {"enable_thinking": True}
+    picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    (message,) = chat_of({"role": "user", "content": [picture]}).messages
+    assert message.content[0].image_url.url == "data:image/png;base64,AAAA"
+    assert chat_of(*MESSAGES, tool_choice={"type": "any"}).tool_choice == "required"
+    named = chat_of(*MESSAGES, tool_choice={"type": "tool", "name": "add"}).tool_choice
+    assert named == {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.mark.parametrize(
+    ("content", "param"),
+    [
+        ([{"type": "document", "source": {"type": "text"}}], "messages[0].content[0]"),
+        ([{"type": "tool_result", "content": "x"}], "messages[0].content[0].tool_use_id"),
+        ([{"type": "text"}], "messages[0].content[0]"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(content, param):
+    with pytest.raises(ApiError) as raised:
+        chat_of({"role": "user", "content": content})
+    assert (raised.value.status, raised.value.param) == (400, param)
+
+
+def test_refusals_have_anthropics_form(server, client):
+    def refused(status, kind, path="/v1/messages", **fields):
+        given = {"json": {"max_tokens": 3, "messages": MESSAGES, **fields}}
+        answer = server.http.request("POST", path, **given)
+        body = answer.json()
+        assert (answer.status_code, body["type"], body["error"]["type"]) == (status, "error", kind)
+        assert body["request_id"] == answer.headers["request-id"]
+        return body["error"]["message"]
+
+    assert "max_tokens" in refused(400, "invalid_request_error", max_tokens=None)
+    assert "toy, other-name" in refused(404, "not_found_error", model="nobody")
+    assert "messages[1].role" in refused(
+        400, "invalid_request_error", messages=[*MESSAGES, {"role": "x", "content": ""}]
+    )
+    assert "mcp_servers" in refused(400, "invalid_request_error", mcp_servers=[{}])
+    refused(404, "not_found_error", "/v1/messages/nothing")
+    answer = server.http.post("/v1/messages", data={"a": "b"})
+    assert answer.status_code == 415 and answer.json()["error"]["type"] == "invalid_request_error"
+    with pytest.raises(anthropic.BadRequestError, match="context is 512"):
+        client.messages.create(model="toy", max_tokens=1, messages=[{"role": "user", "content": "x" * 600}])
+
+
+def test_a_key_comes_as_anthropics_clients_send_it():
+    asked = {"model": "toy", "max_tokens": 2, "messages": MESSAGES}
+    with running(keys=Keys((Key("a", "sk-1"),))) as server:
+        client = anthropic.Anthropic(base_url=server.url, api_key="sk-1", max_retries=0)
+        with client, pytest.raises(anthropic.AuthenticationError):
+            assert client.messages.create(**asked).content
+            assert [model.id for model in client.models.list()] == ["toy", "other-name"]
+            client.with_options(api_key="sk-2").messages.create(**asked)
+
+
+def test_a_call_comes_as_a_block(monkeypatch):
+    scripted(monkeypatch, SAID)
+    asked = {"model": "toy", "messages": MESSAGES, "tools": [TOOL], "max_tokens": 8}
+    with running(replace(SERVED, tokenizer=TALKS)) as server:
+        client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+        with client, client.messages.stream(**asked, **PLAIN) as stream:
+            final = stream.get_final_message()
+            whole = client.messages.create(**asked, **PLAIN)
+    for answer in (final, whole):
+        thought, text, call = answer.content
+        assert (thought.thinking, text.text) == ("let me see", "I add.")
+        assert (call.type, call.name, call.input) == ("tool_use", "add", {"a": 1})
+
+
+def test_overload_and_broken_streams_are_told_in_this_form():
+    broken, body = [], {"messages": MESSAGES, "max_tokens": 300, "stream": True, "ignore_eos": True}
+    with running(slow_served(0.005, lambda: bool(broken)), max_rows=1, max_waiting=1) as server:
+        begin = partial(server.http.stream, "POST", "/v1/messages", json=body)
+        with begin() as response, begin():
+            lines = response.iter_lines()
+            while "content_block_delta" not in next(lines):
+                pass
+            full = server.http.post("/v1/messages", json=body)
+            broken.append(True)
+            rest = [line for line in lines if line]
+    assert (full.status_code, full.json()["error"]["type"]) == (529, "overloaded_error")
+    assert rest[-2] == "event: error" and json.loads(rest[-1][6:])["error"]["type"] == "api_error"
+
+
+def test_texts_become_ids_and_ids_texts(server):
+    def post(path, **body):
+        answer = server.http.post(path, json=body)
+        return answer.json() if answer.status_code == 200 else answer.json()["error"]["param"]
+
+    ids = templated([{"role": "user", "content": "abc"}])
+    made = post("/tokenize", prompt="<user>abc|<assistant>", return_token_strs=True)
+    assert made["tokens"] == ids == post("/tokenize", messages=[{"role": "user", "content": "abc"}])["tokens"]
+    assert made["count"] == len(ids) == len(made["token_strs"]) and made["max_model_len"] == 512
+    assert post("/detokenize", tokens=ids) == {"prompt": "<user>abc|<assistant>"}
+    assert post("/detokenize", tokens=[10**6]) == "tokens" and post("/tokenize", prompt=3) == "prompt"
+    assert post("/tokenize", prompt="x", model="nobody") == "model"
+
+
+def test_the_python_blocks_of_the_documentation_run(server, capsys):
+    page = Path(__file__).parents[2] / "docs" / "howto" / "other-apis.md"
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+        here = block.replace("http://127.0.0.1:8000", server.url).replace("Qwen3-0.6B", "toy").replace("=200", "=20")
+        names = {}
+        exec(compile(here, page.name, "exec"), names)
+        names["client"].close()
+    count = len(templated([{"role": "user", "content": "Why is the sky blue?"}]))
+    assert capsys.readouterr().out.endswith(f" 20\n{count}\n")
