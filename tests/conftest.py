@@ -18,7 +18,7 @@ from lade.tuning import cost_file as store
 from lade.tuning import cost_key
 
 # `make test` tries fewer examples than `make test-slow`, see `effort`; in CI they are the same ones every time.
-for profile, most in (("quick", 25), ("thorough", 60)):
+for profile, most in (("quick", 25), ("thorough", 40)):
     settings.register_profile(
         profile,
         max_examples=most,

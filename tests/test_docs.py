@@ -237,7 +237,7 @@ def examples() -> str:
     shown = re.findall(r"^ *(?:>>>|\.\.\.) (.*)$", sources, re.MULTILINE)
     pages = [code_of(path.read_text(encoding="utf-8")) for path in DOCS]
     lines = "\n".join([*shown, *pages]).splitlines()
-    return "\n".join(line for line in lines if not re.match(r"\s*(>>> )?(from|import) |.*python -m ", line))
+    return "\n".join(line for line in lines if not re.match(r"\s*(>>> )?(from|import) |.*(python -m|serve run) ", line))
 
 
 def is_public(name: str) -> bool:

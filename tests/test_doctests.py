@@ -20,7 +20,11 @@ from lade.model.runner import EagerRunner
 from lade.model.support.supports import supports
 
 ROOT = Path(__file__).parent.parent
-NEEDS_TRITON = {"lade.model.tree_attention.kernel", "lade.model.tree_attention.launch"}
+NEEDS_TRITON = {
+    f"lade.model.{package}.{module}"
+    for package in ("tree_attention", "invariant_kernels")
+    for module in ("kernel", "launch")
+}
 SMALLER = {
     "500e6": "5e6",
     "limit=5": "limit=1",

@@ -17,12 +17,14 @@ LAYERS = [
     "decoding",
     "memory memory_file",
     "model",
+    "cluster",
     "tuning",
     "hf testing",
     "serving recipe",
     "embedded server",
     "bench",
     "cli",
+    "replicas",
     "__init__ __main__",
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}

@@ -22,12 +22,12 @@ def blocks(page: Path, language: str = "python") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
-NEED_A_SERVER = {"serve.md"}
-"""Their blocks run in tests/server."""
+RUN_ELSEWHERE = {"serve.md", "other-apis.md", "several-devices.md"}
+"""Their blocks want a server, or several processes: tests/server and tests/cluster make the same calls."""
 PAGES = [
     page
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-    if blocks(page) and page.name not in NEED_A_SERVER
+    if blocks(page) and page.name not in RUN_ELSEWHERE
 ]
 
 

@@ -2,6 +2,7 @@
 
 import re
 from itertools import cycle
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,12 +20,12 @@ REFUSED = {
     "falcon": "does not go through",
     "falcon-new": "does not go through",
     "gptj": "does not go through",
-    "phi": "its bits were seen to depend",
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"), "its indexers pick keys"),
 }
 BY_TRIAL = {"llama4_text": r"feed_forward' is the first part"}
 """Their random weights decide whether the trial finds a difference."""
 SCORES = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False, "max_new_tokens": 30}
+MODELS = Path(__file__).parents[2] / "docs/models.md"
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 """Families take turns with them."""
 
@@ -55,6 +56,16 @@ def test_an_architecture_is_bit_equal_or_refused(case, dtype):
     if str(case) not in BY_TRIAL:  # which counts padding, and takes none on the left
         padded = batch(9, 20, 3)
         assert_equal_bits(model, padded.pop("ids"), pad_token_id=0, **padded)
+
+
+def test_the_table_of_families_is_true():
+    """What is here expected of each family is what docs/models.md says of it."""
+    section = MODELS.read_text().split("\n## Bit for bit in 16 bits\n")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if " | " in line.strip("| ")]
+    said = {name: verdict for names, verdict in rows for name in re.sub(r" \(.*?\)", "", names).split(", ")}
+    for case in FAMILIES:
+        verdict = said[case.model_type.removesuffix("_text").removesuffix("_unified")]
+        assert verdict.startswith("refused" if str(case) in REFUSED else "bit-equal"), case
 
 
 @pytest.mark.one_in(2)

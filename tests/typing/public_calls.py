@@ -35,6 +35,14 @@ def what_lookahead_may_be(model: PreTrainedModel, ids: torch.Tensor, name: str) 
     lade.Engine(model).add(ids, lookahead=name)  # type: ignore[arg-type]
 
 
+def what_a_grammar_may_be(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    grammar = lade.Grammar.choice(["yes", "no"])
+    lade.generate(model, ids, grammar=grammar)
+    lade.generate(model, ids, grammar=[grammar, lade.Grammar.json_schema({"type": "boolean"})])
+    lade.generate(model, ids, grammar="yes|no")  # type: ignore[arg-type]
+    lade.Engine(model).add(ids, grammar=[grammar])  # type: ignore[arg-type]
+
+
 def what_the_others_return(model: PreTrainedModel, ids: torch.Tensor) -> None:
     assert_type(lade.enable(model, stats=lade.Stats()), PreTrainedModel)
     assert_type(lade.disable(model), PreTrainedModel)

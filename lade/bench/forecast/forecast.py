@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 
 import numpy as np
@@ -163,11 +164,24 @@ def predict(roofline: Roofline, measured: Measured, own_s: float | None = None) 
     return [_predicted(roofline, each, measured.plain_own_s, own_s) for each in measured.acceptances]
 
 
-def best_sizes(roofline: Roofline, measured: Measured, own_s: float | None = None) -> list[Prediction]:
+def best_sizes(
+    roofline: Roofline,
+    measured: Measured,
+    own_s: float | None = None,
+    pass_s: Callable[[float], float] | None = None,
+    where: str = "",
+) -> list[Prediction]:
     """For each family measured at two sizes or more, what its best size would do; see `predict`.
 
     Tokens per step between measured sizes, and between 1 and the smallest, are taken to lie on straight lines over the
     logarithm of the tokens fed; beyond the largest nothing is assumed. The best may be 1 token: plain decoding.
+
+    Args:
+        roofline: see `predict`.
+        measured: likewise.
+        own_s: likewise.
+        pass_s: seconds of a pass by its size, if another hardware decodes than plain decoding is on.
+        where: names that.
     """
     found = []
     for family, workload in dict.fromkeys((each.family, each.workload) for each in measured.acceptances):
@@ -175,10 +189,11 @@ def best_sizes(roofline: Roofline, measured: Measured, own_s: float | None = Non
         known = sorted({each.fed: each for each in members if each.fed > 1.0}.items())
         if family is None or len(known) < 2:
             continue
-        candidates = (_between(family, [each for _, each in known], size) for size in range(2, int(known[-1][0]) + 1))
+        between = partial(_between, f"{family}, best size{where}", family, [each for _, each in known])
+        candidates = map(between, range(2, int(known[-1][0]) + 1))
         found.append(
             max(
-                (_predicted(roofline, each, measured.plain_own_s, own_s) for each in candidates),
+                (_predicted(roofline, each, measured.plain_own_s, own_s, pass_s) for each in candidates),
                 key=lambda prediction: prediction.speedup,
             )
         )
@@ -186,22 +201,29 @@ def best_sizes(roofline: Roofline, measured: Measured, own_s: float | None = Non
     return [best if best.speedup > 1.0 else _plain(best, plain_s) for best in found]
 
 
-def _between(family: str, known: Sequence[Acceptance], size: int) -> Acceptance:
+def _between(name: str, family: str, known: Sequence[Acceptance], size: int) -> Acceptance:
     """What a member of the family that feeds this many tokens would accept."""
     places = [0.0, *(math.log2(each.fed) for each in known)]
     made = np.interp(math.log2(size), places, [1.0, *(each.tokens_per_step for each in known)])
     own_s = np.interp(size, [each.fed for each in known], [each.own_s for each in known])
-    return Acceptance(f"{family}, best size", known[0].workload, family, ((size, 1),), float(made), float(own_s))
+    return Acceptance(name, known[0].workload, family, ((size, 1),), float(made), float(own_s))
 
 
 def _plain(best: Prediction, plain_s: float) -> Prediction:
     return Prediction(best.name, best.workload, 1.0, 1.0, plain_s, 1.0, 1 / plain_s, 1.0)
 
 
-def _predicted(roofline: Roofline, each: Acceptance, plain_own_s: float, own_s: float | None) -> Prediction:
+def _predicted(
+    roofline: Roofline,
+    each: Acceptance,
+    plain_own_s: float,
+    own_s: float | None,
+    pass_s: Callable[[float], float] | None = None,
+) -> Prediction:
     own = each.own_s if own_s is None else own_s
     plain_s = roofline.seconds(1) + plain_own_s
-    step_s = _mean_seconds(roofline, each.sizes) + own
+    left_s = each.tokens_per_step * plain_s - own
+    step_s = _mean_seconds(pass_s or roofline.seconds, each.sizes) + own
     return Prediction(
         name=each.name,
         workload=each.workload,
@@ -210,14 +232,23 @@ def _predicted(roofline: Roofline, each: Acceptance, plain_own_s: float, own_s: 
         step_s=step_s,
         speedup=each.tokens_per_step * plain_s / step_s,
         tokens_per_s=each.tokens_per_step / step_s,
-        break_even=_break_even(roofline, each.tokens_per_step * plain_s - own),
+        break_even=_break_even(roofline, left_s) if pass_s is None else _most_fed(pass_s, left_s),
     )
 
 
-def _mean_seconds(roofline: Roofline, sizes: Iterable[tuple[float, int]]) -> float:
+def _mean_seconds(pass_s: Callable[[float], float], sizes: Iterable[tuple[float, int]]) -> float:
     """Over all steps: the mean of t(S), which lies above t of the mean where the curve bends."""
     sizes = list(sizes)
-    return sum(roofline.seconds(size) * steps for size, steps in sizes) / sum(steps for _, steps in sizes)
+    return sum(pass_s(size) * steps for size, steps in sizes) / sum(steps for _, steps in sizes)
+
+
+def _most_fed(pass_s: Callable[[float], float], seconds: float) -> float:
+    """The same of a pass whose seconds grow with its size in any way."""
+    size = 0
+    for bit in reversed(range(20)):
+        if pass_s(size + 2**bit) <= seconds:
+            size += 2**bit
+    return float(size)
 
 
 def _break_even(roofline: Roofline, pass_s: float) -> float:
