@@ -4,8 +4,8 @@
 
 The prediction is plain decoding's own greedy answer; the same with three tokens changed; its tokens in another order;
 drawn tokens; none. Every answer is compared with plain decoding's before anything is counted. Then, without any
-prediction, a text that is copied: the answer is what a model that copies its prompt with two words exchanged would
-write, with and without looking for copies.
+prediction, texts that are copied, by methods that read their own text: the answers are what a model would write that
+copies its prompt with two words exchanged, and one that quotes from it between words of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
+from lade.bench.peers.prompt_lookup import PromptLookupDrafter
+from lade.bench.peers.suffix import SuffixDrafter
+from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.drafting.followed import OwnText
 from lade.decoding.loop import DecodeLoop
@@ -70,24 +73,55 @@ def predictions(model: Any, prompts: Sequence[torch.Tensor], new_tokens: int, bu
         print(f"{arm:14} {stats[arm].tokens_per_step:5.2f} @ {fed:5.2f}, {median(ratios):.3f} of the time without")
 
 
+def edited(code: str) -> str:
+    """The same with two names exchanged."""
+    return code.replace("rows", "lines").replace("fed", "given")
+
+
+def quoting(code: str) -> str:
+    """Some lines of it in another order, with words between them."""
+    rng, lines = random.Random(0), code.splitlines(keepends=True)
+    starts = [rng.randrange(len(lines) - 6) for _ in range(16)]
+    words = [word for word in code.split() if word.isalpha()]
+    return "".join(" ".join(rng.sample(words, 8)) + ":\n" + "".join(lines[start : start + 6]) for start in starts)
+
+
+def drafters(budget: int) -> dict[str, Drafter]:
+    config, cost = lade.LookaheadConfig(budget=budget), nearly_flat_cost()
+    return {
+        "prompt lookup": PromptLookupDrafter(budget),
+        "suffix": SuffixDrafter(budget),
+        "adaptive, copies not looked for": drafter_for(config, cost=cost),
+        "adaptive": drafter_for(config, cost=cost, sources=[OwnText()]),
+    }
+
+
 def copies(tokenizer: Any) -> None:
-    code = COPIED.read_text()
-    prompt, answer = (
-        tokenizer(text)["input_ids"] for text in (code, code.replace("rows", "lines").replace("fed", "given"))
-    )
-    text = prompt + answer
-    for budget in (4, 8, 16, 32):
-        shown = []
-        for sources in ([], [OwnText()]):
-            drafter = drafter_for(lade.LookaheadConfig(budget=budget), cost=nearly_flat_cost(), sources=sources)
-            row = Row(prompt, drafter, Greedy(), lambda tokens: len(tokens) >= len(text))
-            runner = FunctionRunner(lambda known: text[len(known)] if len(known) < len(text) else 0, len(tokenizer))
-            loop = DecodeLoop([row], runner, ListCache(), lade.Stats())
-            for _ in loop.run():
-                pass
-            assert row.tokens == text
-            shown.append(f"{loop.stats.tokens_per_step:5.2f} @ {loop.stats.fed_tokens / loop.stats.steps:5.2f}")
-        print(f"copied, budget {budget:2}: without {shown[0]}, with {shown[1]}")
+    code = COPIED.read_text()[:6000]
+    prompt = tokenizer(code)["input_ids"]
+    for name, answer in (("edited", edited(code)), ("quoted", quoting(code))):
+        text = prompt + tokenizer(answer)["input_ids"]
+        for budget in (4, 8, 16, 32):
+            shown = [f"{kind} {copied(text, len(prompt), drafter)}" for kind, drafter in drafters(budget).items()]
+            print(f"{name}, budget {budget:2}: {'; '.join(shown)}")
+
+
+def copied(text: list[int], prompt_length: int, drafter: Drafter) -> str:
+    """Tokens per step @ tokens fed, where a text is what a model would write behind its first tokens."""
+    row = Row(text[:prompt_length], drafter, Greedy(), lambda tokens: len(tokens) >= len(text))
+    vocabulary = max(text) + 1
+
+    def follow(known: Sequence[int]) -> int:
+        """What the model says; of another text than that which it writes it knows no more than anybody."""
+        on_the_way = len(known) < len(text) and list(known) == text[: len(known)]
+        return text[len(known)] if on_the_way else (7 * known[-1] + len(known)) % vocabulary
+
+    runner = FunctionRunner(follow, vocabulary)
+    stats = lade.Stats()
+    for _ in DecodeLoop([row], runner, ListCache(), stats).run():
+        pass
+    assert row.tokens == text
+    return f"{stats.tokens_per_step:.2f} @ {stats.fed_tokens / stats.steps:.1f}"
 
 
 def main(

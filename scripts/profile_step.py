@@ -1,9 +1,9 @@
 """Where the library's own time of a step goes: all but the model's forward pass.
 
-    python scripts/profile_step.py --model FOLDER [--method 7,5,7 | --method budget=16]
+    python scripts/profile_step.py --model FOLDER [--method 7,5,7 | --method budget=16 | --method plain] [--no-parts]
 
 Each part is timed by wrapping its function. What the wrappers cost counts as the library's time, so this shows shares;
-`lade bench` has the total (column `own`).
+without them, with `--no-parts`, the total is right.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from statistics import quantiles
 from time import perf_counter
 from typing import Annotated, Any
 
+import torch
 import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
+from lade.bench.harness.arms import PLAIN
 from lade.decoding import loop
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import RowStep
@@ -48,15 +51,18 @@ def timed(function: Callable[..., Any], name: str, spent: Counter[str]) -> Calla
 def config_of(method: str) -> lade.LookaheadConfig:
     if method.startswith("budget="):
         return lade.LookaheadConfig(budget=int(method.removeprefix("budget=")))
-    return lade.LookaheadConfig(*map(int, method.split(",")))
+    return PLAIN if method == "plain" else lade.LookaheadConfig(*map(int, method.split(",")))
 
 
 def main(
     model: Annotated[Path, typer.Option(help="folder of a causal language model")],
     prompt: str = "Once upon a time there was a little girl named Lily",
-    method: Annotated[str, typer.Option(help="W,N,G or budget=B")] = "7,5,7",
+    method: Annotated[str, typer.Option(help="W,N,G or budget=B or plain")] = "7,5,7",
+    parts: Annotated[bool, typer.Option(help="time them one by one")] = True,
     rounds: int = 10,
+    threads: int = 1,
 ) -> None:
+    torch.set_num_threads(threads)
     loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     stats, spent = lade.Stats(), Counter[str]()
     arguments = {
@@ -67,18 +73,24 @@ def main(
         "lookahead": config_of(method),
         "stats": stats,
     }
-    for owner, name, part in PARTS:
+    for owner, name, part in PARTS if parts else []:
         wrapper = timed(getattr(owner, name), part, spent)
         setattr(owner, name, staticmethod(wrapper) if owner is StepInputs else wrapper)
     lade.generate(loaded, **arguments)
-    stats.reset()
     spent.clear()
+    total, found = lade.Stats(), list[float]()
     for _ in range(rounds):
+        stats.reset()
         lade.generate(loaded, **arguments)
-    print(f"{1e6 * stats.library_s / stats.steps:.0f} us a step, {stats.library_s / stats.decode_s:.1%} of it")
+        found.append(1e6 * stats.library_s / stats.steps)
+        total.merge(stats)
+    low, middle, high = quantiles(found, n=4)
+    share = f"{total.library_s / total.decode_s:.1%} of it, {total.tokens_per_step:.2f} tokens a step"
+    print(f"{middle:.0f} us a step ({low:.0f} to {high:.0f}), {share}")
     for part, seconds in spent.most_common():
-        print(f"{seconds / stats.library_s:6.1%}  {1e6 * seconds / stats.steps:4.0f} us  {part}")
-    print(f"{1 - sum(spent.values()) / stats.library_s:6.1%}  the rest: calls, bookkeeping")
+        print(f"{seconds / total.library_s:6.1%}  {1e6 * seconds / total.steps:4.0f} us  {part}")
+    if parts:
+        print(f"{1 - sum(spent.values()) / total.library_s:6.1%}  the rest: calls, bookkeeping")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a pass of a model on the CPU spends its time on, by its parts, for several numbers of tokens.
 
-    python scripts/step_parts.py --model FOLDER --inflate 500e6 --dtype bfloat16 [--weights int8 | --weights dense]
+    python scripts/step_parts.py --model FOLDER --inflate 500e6 [--weights int8 | --weights dense] [--invariant]
 
 Each module without children is timed by its class, and so are attention and the cache; the rest is what modelling code
 does between them (rotary positions, residuals, reshapes) and Python. What timing costs, some 0.3 us a part, is in it.
@@ -61,6 +61,7 @@ def main(
     params: Annotated[float | None, typer.Option("--inflate", help="parameters to grow it to")] = None,
     dtype: str = "bfloat16",
     weights: Annotated[str, typer.Option(help="packed, int8 or dense")] = "packed",
+    invariant: Annotated[bool, typer.Option(help="as lade.invariant makes it")] = False,
     cached: Annotated[int, typer.Option(help="tokens in the cache")] = 256,
     rounds: int = 15,
     threads: int = 1,
@@ -70,6 +71,8 @@ def main(
     loaded = (inflate(loaded, params) if params else loaded).to(getattr(torch, dtype))
     if weights != "dense":
         lade.pack(loaded, weights="int8" if weights == "int8" else None)
+    if invariant:
+        lade.invariant(loaded)
     cache, vocabulary = DynamicCache(config=loaded.config), loaded.config.vocab_size
     loaded(torch.randint(vocabulary, (1, cached)), past_key_values=cache)
     clock = Clock()

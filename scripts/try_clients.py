@@ -4,6 +4,7 @@ Usage: python scripts/try_clients.py path/to/lade
 """
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -13,12 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import huggingface_hub
 import litellm
 import openai
+from huggingface_hub import InferenceClient
 from langchain_openai import ChatOpenAI
 
 PROMPT = '"""Return the mean of the values."""\ndef mean(values):'
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
 MESSAGES = [{"role": "user", "content": PROMPT}]
 TOKENS = 40
 
@@ -50,9 +53,9 @@ def serving(lade: str) -> Iterator[str]:
                 assert process.wait(60) == 0
 
 
-def plainly(url: str) -> str:
+def plainly(url: str, content: str = PROMPT) -> str:
     """By nothing but Python."""
-    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": TOKENS}
+    body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": TOKENS}
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as response:
@@ -87,11 +90,29 @@ def by_litellm(url: str) -> Iterator[str]:
     yield "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
 
+def by_hub(url: str) -> Iterator[str]:
+    client = InferenceClient(base_url=url, api_key="none")
+    arguments = {"messages": MESSAGES, "temperature": 0, "max_tokens": TOKENS}
+    yield client.chat_completion(**arguments).choices[0].message.content
+    yield "".join(chunk.choices[0].delta.content or "" for chunk in client.chat_completion(**arguments, stream=True))
+
+
+def try_transformers_chat(transformers: Path, url: str) -> None:
+    """It shows answers as Markdown: all that is left of them for certain is letters and digits."""
+    command = [transformers, "chat", "embedded", url, f"max_new_tokens={TOKENS}", "do_sample=False"]
+    line = "def mean(values): return"
+    lines = f"{line}\nn\n!exit\n"  # n: no, it is not to go on
+    shown = subprocess.run(command, input=lines, stdout=subprocess.PIPE, text=True, check=True, timeout=300).stdout
+    said, shown = (re.sub("[^0-9A-Za-z]", "", text) for text in (plainly(url, line), shown))
+    assert said and said in shown, (said, shown)
+
+
 def main() -> None:
     ways: dict[str, Callable[[str], Iterator[str]]] = {
         f"openai {openai.__version__}": by_openai,
         "langchain-openai": by_langchain,
         "litellm": by_litellm,
+        f"huggingface_hub {huggingface_hub.__version__}": by_hub,
     }
     with serving(sys.argv[1]) as url:
         expected = plainly(url)
@@ -99,6 +120,8 @@ def main() -> None:
             whole, streamed = way(url)
             assert whole == streamed == expected, (name, whole, streamed, expected)
             print(f"{name}: whole and streamed as they should be")
+        try_transformers_chat(Path(sys.argv[1]).with_name("transformers"), url)
+        print("transformers chat: shows what it should")
 
 
 if __name__ == "__main__":
