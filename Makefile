@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
 KERNEL := .venv-kernel
-KERNEL_TESTS := tests/model/test_tree_kernel.py tests/parity/test_attention_families.py
+KERNEL_TESTS := tests/model/test_tree_kernel.py tests/model/test_invariant_kernels.py tests/parity/test_attention_families.py
 QUANTISED := .venv-quantised
 QUANTISED_TESTS := tests/parity/test_quantised_libraries.py
 DOCS := .venv-docs
@@ -11,9 +11,10 @@ FRAMEWORKS := .venv-frameworks
 PAGE := .venv-page
 FRAMEWORKS_TESTS := tests/recipe tests/test_snippets.py
 CLIENTS := .venv-clients
+SCALE := .venv-scale
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-fast test-slow test-gpu test-oldest test-kernel test-quantised test-frameworks test-clients test-page lint figures docs traces wheel clean
+.PHONY: help demo test test-fast test-slow test-gpu test-distributed test-oldest test-kernel test-quantised test-frameworks test-clients test-scale test-page lint figures docs traces wheel clean
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -56,7 +57,13 @@ $(PAGE)/.installed: $(VENV)/.installed constraints-page.txt
 
 $(CLIENTS)/.installed: constraints-clients.txt
 	$(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-clients.txt langchain-openai litellm
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-clients.txt huggingface-hub langchain-openai litellm
+	@touch $@
+
+$(SCALE)/.installed: pyproject.toml constraints.txt constraints-scale.txt
+	$(PYTHON) -m venv $(SCALE)
+	$(SCALE)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(SCALE)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-scale.txt -e '.[dev,scale]'
 	@touch $@
 
 demo: $(VENV)/.installed ## watch the embedded model write Python: plain, adaptive, and with its memory kept
@@ -69,6 +76,9 @@ test-fast: $(VENV)/.installed
 
 test-slow: $(VENV)/.installed ## the full cross products, and more examples of each property (some 30 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m '(slow or hypothesis) and not gpu' --hypothesis-profile thorough
+
+test-distributed: $(VENV)/.installed ## two and four processes that decode together (gloo, on the CPU)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cluster -m 'not gpu'
 
 test-gpu: $(VENV)/.installed ## what needs a CUDA device
 	$(BIN)/python -m pytest -m gpu
@@ -86,8 +96,11 @@ test-quantised: $(QUANTISED)/.installed ## models quantised by torchao and bitsa
 test-frameworks: $(FRAMEWORKS)/.installed ## the recipe in LangChain, smolagents, lm-eval, Outlines and transformers serve (300 MB are fetched)
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest -n 2 $(FRAMEWORKS_TESTS)
 
-test-clients: $(VENV)/.installed $(CLIENTS)/.installed ## LangChain, LiteLLM and an older openai at a server (200 MB are fetched)
+test-clients: $(VENV)/.installed $(CLIENTS)/.installed ## clients at a server: LangChain, LiteLLM, an older openai, transformers chat (200 MB are fetched)
 	LITELLM_LOCAL_MODEL_COST_MAP=True $(CLIENTS)/bin/python scripts/try_clients.py $(BIN)/lade
+
+test-scale: $(SCALE)/.installed ## two replicas of a model and a data set by Ray, on this machine (500 MB are fetched)
+	OMP_NUM_THREADS=1 $(SCALE)/bin/python -m pytest -m 'slow or not slow' tests/scale
 
 test-page: $(PAGE)/.installed ## the chat page in Chromium (found in PATH, else playwright's own; 150 MB are fetched)
 	PYTHONPATH=$(PAGE) $(BIN)/python -m pytest tests/server/page
@@ -111,4 +124,4 @@ wheel: $(VENV)/.installed ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(KERNEL) $(QUANTISED) $(FRAMEWORKS) $(CLIENTS) $(PAGE) $(DOCS) build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(KERNEL) $(QUANTISED) $(FRAMEWORKS) $(CLIENTS) $(SCALE) $(PAGE) $(DOCS) build dist *.egg-info
