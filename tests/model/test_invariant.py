@@ -88,6 +88,10 @@ def odd_rows_differ(x: torch.Tensor) -> torch.Tensor:
     return summed(x.flip(-1) if len(x) % 2 else x)
 
 
+def many_rows_differ(x: torch.Tensor) -> torch.Tensor:
+    return summed(x.flip(-1) if len(x) > 32 or len(x) % 4 else x)
+
+
 def rows_see_each_other(x: torch.Tensor) -> torch.Tensor:
     return x / x.abs().max()
 
@@ -98,6 +102,7 @@ def rows_see_each_other(x: torch.Tensor) -> torch.Tensor:
         (summed, NO_PADDING),
         (lone_rows_differ, RowPadding(least=2)),
         (odd_rows_differ, RowPadding(2, 2)),
+        (many_rows_differ, RowPadding(4, 4, most=32)),
         (rows_see_each_other, None),
     ],
 )
@@ -108,6 +113,19 @@ def test_the_trial_of_rows_finds_the_least_padding(layer, padding, dtype):
 
     weight = cancelling(torch.empty(1, 48, dtype=dtype))[0]
     assert padding_for(weighted, 48, dtype) == padding
+
+
+def test_many_rows_are_fed_in_pieces():
+    fed = []
+
+    def layer(x):
+        fed.append(len(x))
+        return 2 * x, x.sum(-1)
+
+    x = torch.randn(3, 7, 4)
+    doubled, sums = call_padded(layer, x, RowPadding(4, 4, most=8))
+    assert fed == [8, 8, 8] and torch.equal(doubled, 2 * x.view(21, 4)) and torch.equal(sums, x.sum(-1).view(21))
+    assert torch.equal(call_padded(lambda rows: rows + 1, x, RowPadding(most=8)), x + 1)
 
 
 def test_padding_adds_rows_of_zeros_and_takes_them_off():
@@ -180,12 +198,25 @@ def test_lone_rows_without_padding_are_caught_and_the_layer_is_named(monkeypatch
     assert state_of(model) == before
 
 
-def test_an_activation_that_is_left_as_it_is_is_caught_and_named(monkeypatch):
-    monkeypatch.setattr(make_invariant, "compose_activations", lambda model: None)
+class OtherBesideOthers(nn.Module):
+    """An activation that is another one where there are several tokens."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = nn.functional.silu(x)
+        return found if x.shape[1] == 1 else found * 1.001
+
+
+def test_an_activation_that_rounds_by_place_is_caught_and_named(monkeypatch):
+    def left_as_they_are(model):
+        for layer in model.model.layers:
+            layer.mlp.act_fn = OtherBesideOthers()
+
+    monkeypatch.setattr(make_invariant, "compose_activations", left_as_they_are)
     with pytest.raises(lade.UnsupportedModelError, match=r"'model.layers.\d.mlp.act_fn' is the first part"):
         lade.invariant(toy_model(dtype=torch.float32))
 
 
+@pytest.mark.usefixtures("known_processor")
 def test_attention_that_keeps_no_order_is_caught(monkeypatch):
     monkeypatch.setattr(attention, "ROWS", 1)
     with pytest.raises(lade.UnsupportedModelError, match="always sums in one order"):

@@ -142,11 +142,13 @@ def test_another_order_of_merging_is_caught(few_texts, monkeypatch):
     assert not attention_keeps_order(HEADS)
 
 
+@pytest.mark.usefixtures("known_processor")
 def test_a_lone_query_without_padding_is_caught(few_texts, monkeypatch):
     monkeypatch.setattr(module, "ROWS", 1)
     assert not attention_keeps_order(HEADS)
 
 
+@pytest.mark.usefixtures("known_processor")
 def test_more_slots_than_are_summed_up_in_one_go_are_caught(few_texts, monkeypatch):
     monkeypatch.setattr(tiles, "MOST_COLLECTED", 10**6)
     monkeypatch.setattr(tiles, "MOST_QUERIES", 10**6)

@@ -1,6 +1,6 @@
 """Layers that are fed rows of zeros beside a lone row, since matrix products take other kernels for a few rows.
 
-Nor do they ever see rows that do not lie one behind the other, such as the last tokens of a batch's prompts: PyTorch
+Where they take other kernels for many rows, too, as on processors with tiles (AMX), many rows are fed in pieces. Nor do they ever see rows that do not lie one behind the other, such as the last tokens of a batch's prompts: PyTorch
 multiplies these one by one, or adds the bias after it has rounded.
 """
 
@@ -25,10 +25,16 @@ class RowPadding:
     Attributes:
         least: at least so many.
         multiple: a multiple of this.
+        most: at most so many at a time, and more in pieces of so many; a multiple of the others. None for no limit.
     """
 
     least: int = 1
     multiple: int = 1
+    most: int | None = None
+
+    def pieces(self, rows: int) -> int:
+        """How many rows of as many to feed at a time."""
+        return rows if self.most is None else self.most
 
     def __call__(self, rows: int) -> int:
         """How many rows to add to as many."""
@@ -50,6 +56,8 @@ class PaddedRows(Changed):
 def call_padded(layer: Callable[[torch.Tensor], Any], x: torch.Tensor, padding: RowPadding) -> Any:
     """Call a layer with rows of zeros behind those of `x`, `[..., in]`, and return what it makes of the latter."""
     rows = x.numel() // x.shape[-1]
+    if rows > padding.pieces(rows):
+        return _called_in_pieces(layer, x, padding)
     more = padding(rows)
     if not more:
         return layer(x.contiguous())
@@ -57,6 +65,15 @@ def call_padded(layer: Callable[[torch.Tensor], Any], x: torch.Tensor, padding: 
     if isinstance(found, tuple):
         return tuple(each[:rows] for each in found)
     return found[:rows].view(*x.shape[:-1], found.shape[-1])
+
+
+def _called_in_pieces(layer: Callable[[torch.Tensor], Any], x: torch.Tensor, padding: RowPadding) -> Any:
+    """As `call_padded`, of more rows than may be fed at a time."""
+    rows = x.reshape(-1, x.shape[-1])
+    found = [call_padded(layer, piece, padding) for piece in rows.split(padding.pieces(len(rows)))]
+    if isinstance(found[0], tuple):
+        return tuple(map(torch.cat, zip(*found, strict=True)))
+    return torch.cat(found).view(*x.shape[:-1], found[0].shape[-1])
 
 
 def pad_rows(layer: nn.Module, padding: RowPadding) -> None:

@@ -19,6 +19,7 @@ _SHIFTS = 64
 PADDINGS = (
     *(RowPadding(least, multiple) for least in (1, 2, 4) for multiple in sorted({1, least})),
     *(RowPadding(each, each) for each in (8, 16, 32)),
+    *(RowPadding(each, each, most=32) for each in (1, 2, 4, 8, 16, 32)),  # where there are kernels for many rows
     *(RowPadding(least) for least in (64, 128)),  # of tiny layers, which have kernels of their own
 )
 """What is tried, the cheapest first."""

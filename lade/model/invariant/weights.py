@@ -89,7 +89,9 @@ def _joined(paddings: list[RowPadding | None]) -> RowPadding | None:
     known = [padding for padding in paddings if padding is not None]
     if len(known) < len(paddings):
         return None
-    return RowPadding(max(each.least for each in known), max(each.multiple for each in known))
+    least, multiple = max(each.least for each in known), max(each.multiple for each in known)
+    most = min((each.most for each in known if each.most is not None), default=None)
+    return RowPadding(least, multiple, most) if most is None or least <= most else None
 
 
 def _is_mixture(layer: Any) -> bool:
