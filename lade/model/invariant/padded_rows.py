@@ -1,6 +1,7 @@
 """Layers that are fed rows of zeros beside a lone row, since matrix products take other kernels for a few rows.
 
-Where they take other kernels for many rows, too, as on processors with tiles (AMX), many rows are fed in pieces. Nor do they ever see rows that do not lie one behind the other, such as the last tokens of a batch's prompts: PyTorch
+Where they take other kernels for many rows, too, as on processors with tiles (AMX), many rows are fed in pieces. Nor do
+layers ever see rows that do not lie one behind the other, such as the last tokens of a batch's prompts: PyTorch
 multiplies these one by one, or adds the bias after it has rounded.
 """
 
