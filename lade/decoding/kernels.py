@@ -162,10 +162,11 @@ class Kernel:
     Args:
         function: of numpy arrays and numbers.
         types: of its arguments, as numba calls them.
+        options: of `numba.njit`.
     """
 
-    def __init__(self, function: Callable[..., Any], types: tuple[object, ...]) -> None:
-        self.__wrapped__, self._types = function, types
+    def __init__(self, function: Callable[..., Any], types: tuple[object, ...], **options: Any) -> None:
+        self.__wrapped__, self._types, self._options = function, types, options
         self._machine_code: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -182,13 +183,12 @@ class Kernel:
 
     def _compiled(self) -> Callable[..., Any]:
         try:
-            return cast(Callable[..., Any], numba.njit(self._types, cache=True)(self.__wrapped__))
+            return cast(Callable[..., Any], numba.njit(self._types, cache=True, **self._options)(self.__wrapped__))
         except RuntimeError as problem:
             if "cannot cache" not in str(problem):
                 raise
-            return cast(
-                Callable[..., Any], numba.njit(self._types)(self.__wrapped__)
-            )  # there is no folder to keep it in
+            uncached = numba.njit(self._types, **self._options)  # there is no folder to keep it in
+            return cast(Callable[..., Any], uncached(self.__wrapped__))
 
 
 def _compiled(*types: object) -> Callable[[FunctionT], FunctionT]:

@@ -10,9 +10,10 @@ from trees import Case, attention, cases, tree_of
 from lade.model.attention_span import AttentionSpan
 from lade.model.invariant.attention_trial import Heads, attention_keeps_order
 from lade.model.invariant_attention import attention as module
-from lade.model.invariant_attention import tiles
+from lade.model.invariant_attention import sums
 from lade.model.invariant_attention.attention import invariant_attention
 from lade.model.invariant_attention.placed_mask import PlacedMask, placed_mask
+from lade.model.invariant_attention.sums import weighted_sums
 
 LAYER = torch.nn.Identity()
 
@@ -122,35 +123,48 @@ def few_texts(monkeypatch):
 
 @pytest.mark.usefixtures("known_processor")
 def test_the_trial_passes(few_texts):
-    assert attention_keeps_order(HEADS)
+    assert attention_keeps_order(HEADS) and attention_keeps_order(HEADS._replace(size=128, value_size=128))
 
 
-def test_a_moved_border_is_caught(few_texts, monkeypatch):
-    """Where a pass counts its tiles from its own first slot behind the text, and not from the first position."""
-    make = PlacedMask.of.__func__
+def test_another_order_of_summation_is_caught(few_texts, monkeypatch):
+    """Of a few queries from the last key to the first."""
+    right = module.weighted_sums
 
-    def moved(cls, allowed, positions):
-        return make(cls, allowed, positions + (1 if allowed.shape[2] > 1 else 0))
+    def reversed_for_few(weights, value):
+        return right(weights.flip(3), value.flip(2)) if weights.shape[2] < 8 else right(weights, value)
 
-    monkeypatch.setattr(PlacedMask, "of", classmethod(moved))
+    monkeypatch.setattr(module, "weighted_sums", reversed_for_few)
     assert not attention_keeps_order(HEADS)
 
 
-def test_another_order_of_merging_is_caught(few_texts, monkeypatch):
-    right = module.merged
-    monkeypatch.setattr(module, "merged", lambda parts: right(parts[::-1] if parts[0].shape[2] > 4 else parts))
+def test_a_matrix_product_in_place_of_sums_is_caught(few_texts, monkeypatch):
+    def product(weights, value):
+        return weights @ value, weights.sum(-1, keepdim=True)
+
+    monkeypatch.setattr(module, "weighted_sums", product)
     assert not attention_keeps_order(HEADS)
 
 
-@pytest.mark.usefixtures("known_processor")
-def test_a_lone_query_without_padding_is_caught(few_texts, monkeypatch):
+def test_lone_queries_without_padding_are_caught(few_texts, monkeypatch):
+    """Some kernels sum up small heads alike, but none all of them."""
+    monkeypatch.setattr(module, "LEAST_ROWS", 1)
     monkeypatch.setattr(module, "ROWS", 1)
-    assert not attention_keeps_order(HEADS)
+    assert not all(map(attention_keeps_order, (HEADS, HEADS._replace(size=128, value_size=128))))
 
 
-@pytest.mark.usefixtures("known_processor")
-def test_more_slots_than_are_summed_up_in_one_go_are_caught(few_texts, monkeypatch):
-    monkeypatch.setattr(tiles, "MOST_COLLECTED", 10**6)
-    monkeypatch.setattr(tiles, "MOST_QUERIES", 10**6)
-    monkeypatch.setattr("lade.model.invariant.attention_trial._NODES", 300)
-    assert not attention_keeps_order(HEADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_are_right_whatever_lies_between_and_however_many_threads_there_are(dtype, monkeypatch):
+    weights, cached = torch.rand(2, 3, 5, 150), torch.randn(2, 3, 200, 24).to(dtype)
+    weights[..., ::7] = 0.0
+    value = cached[:, :, 20:170]
+    values, totals = weighted_sums(weights, value)
+    torch.testing.assert_close(values.double(), weights.double() @ value.double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(totals[..., 0].double(), weights.double().sum(-1), rtol=1e-5, atol=1e-5)
+    kept = weights[0, 0, 0].nonzero()[:, 0]
+    alone, total = weighted_sums(weights[:1, :1, :1, kept].contiguous(), value[:1, :1, kept])
+    assert torch.equal(alone[0, 0, 0], values[0, 0, 0]) and torch.equal(total[0, 0, 0], totals[0, 0, 0])
+    transposed, _ = weighted_sums(weights, value.transpose(2, 3).contiguous().transpose(2, 3))
+    monkeypatch.setattr(sums, "_MANY", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    in_threads, _ = weighted_sums(weights, value)
+    assert torch.equal(values, transposed) and torch.equal(values, in_threads)

@@ -4,13 +4,13 @@ Attention as PyTorch has it rounds otherwise for one query than for sixteen, and
 
 - scores are products over the head's size, whose order of summation does not depend on how many there are;
 - the largest score is taken over all keys, which rounds nothing;
-- weighted values are summed up in tiles of 64 *positions* (`tiles.py`), from the first key to the last, and the tiles
-  from the first to the last.
+- weighted values are summed up from the first key to the last (`sums.py`).
 
-So a node of a tree gets bit for bit what plain decoding gives the same text. Queries are filled up to a multiple of
-`ROWS`, and a few keys to a tile, since matrix products take other kernels for a few rows. What is said here of matrix
-products is tried before it is believed (`lade.model.invariant.attention_trial`). Thinking Machines' "Defeating
-nondeterminism in LLM inference" (2025) has the idea of splitting at fixed sizes.
+So a node of a tree gets bit for bit what plain decoding gives the same text: the keys that it sees lie in the cache in
+the order of their positions, and the others have the weight zero. A few queries are
+filled up to `LEAST_ROWS`, and a few keys to `COLUMNS`, since matrix products take other kernels for a few. What is said here of matrix products is
+tried before it is believed (`lade.model.invariant.attention_trial`). That a result must not depend on how the work is
+cut is the idea of Thinking Machines' "Defeating nondeterminism in LLM inference" (2025).
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from lade.model.invariant_attention.placed_mask import PlacedMask, placed_mask
-from lade.model.invariant_attention.tiles import TILE, Piece
+from lade.model.invariant_attention.pieces import Piece
+from lade.model.invariant_attention.sums import weighted_sums
 
 NAME = "lade_invariant"
-ROWS = 4
-"""Rows of a matrix product are a multiple of this."""
-SUM_COLUMNS = 4
-"""Columns of ones behind the values, with which weights are summed up."""
+LEAST_ROWS, ROWS = 12, 4
+"""Rows of a matrix product are at least so many, and a multiple of the second: MKL sums a large head's products in
+another order for up to 8."""
+COLUMNS = 64
+"""The least number of columns of a matrix product."""
 
 
 def invariant_attention(
@@ -105,68 +107,22 @@ def _attend(
     """
     group, step = query.shape[2:4]
     filled = _filled(query.float().mul(scale).flatten(2, 3))  # [B, Hkv, R, D]
-    columns = _at_least(key.float(), TILE).transpose(2, 3)  # [B, Hkv, D, N or 64]
-    scores = _product(filled, columns)[:, :, : group * step, : key.shape[2]]
+    columns = _at_least(key.float(), COLUMNS).transpose(2, 3)  # [B, Hkv, D, N or 64]
+    scores = _product(filled, columns)[:, :, : group * step, : key.shape[2]].contiguous()  # [B, Hkv, G * S, N]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.unflatten(2, (group, step))
     if piece.common < scores.shape[-1]:
-        scores[..., piece.common :].masked_fill_(piece.hidden[:, None], -torch.inf)
-    highest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)  # [B, Hkv, G, S, 1]
+        by_query = scores.unflatten(2, (group, step))[..., piece.common :]
+        by_query.masked_fill_(piece.hidden[:, None], -torch.inf)
+    highest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)  # [B, Hkv, G * S, 1]
     if sinks is not None:
+        sinks = sinks.expand(-1, -1, step, 1).flatten(1, 2)  # [Hkv, G * S, 1]
         highest = torch.maximum(highest, sinks)
-    weights = _filled(scores.sub_(highest).exp_().flatten(2, 3))  # [B, Hkv, R, N]
-    sums = _sums(weights, value, piece)[:, :, : group * step].unflatten(2, (group, step))
-    values, total, _ = sums.tensor_split((value.shape[-1], value.shape[-1] + 1), -1)
+    values, total = weighted_sums(scores.sub_(highest).exp_(), value)
     if sinks is not None:
         total = total + (sinks - highest).exp()
     found: torch.Tensor = values / total.masked_fill(total == 0, 1.0)
-    return found
-
-
-def _sums(weights: torch.Tensor, value: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Weighted values, and in the columns behind them the weights, summed up tile by tile: `[B, Hkv, R, C]`.
-
-    Args:
-        weights: `[B, Hkv, R, N]` float32.
-        value: `[B, Hkv, N, Dv]`.
-        piece: where the keys lie.
-    """
-    in_place, parts = piece.whole * TILE, []
-    if piece.whole:
-        tiled = weights[..., :in_place].unflatten(-1, (-1, TILE)).transpose(2, 3)  # [B, Hkv, T, R, 64]
-        parts += _of_tiles(tiled, value[:, :, :in_place].unflatten(2, (-1, TILE)))
-    if piece.collected is not None and piece.filling is not None:
-        tiled = _picked(weights.transpose(2, 3), piece.collected).transpose(3, 4)  # [B, Hkv, T, R, W]
-        tiled = tiled.masked_fill(piece.filling[:, None, :, None], 0.0)
-        parts += _of_tiles(tiled, _picked(value, piece.collected))
-    return merged(parts) if parts else weights.new_zeros(*weights.shape[:3], value.shape[-1] + SUM_COLUMNS)
-
-
-def _of_tiles(weights: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
-    """The sums of each tile, `[B, Hkv, R, C]`, of weights `[B, Hkv, T, R, W]` and values `[B, Hkv, T, W, Dv]`."""
-    columns = weights.new_ones(*value.shape[:-1], value.shape[-1] + SUM_COLUMNS)
-    columns[..., : value.shape[-1]] = value
-    return list(_product(weights.contiguous(), columns).unbind(2))
-
-
-def merged(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The sums of all tiles, added from the first tile to the last."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
-def _picked(states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Of states `[B, Hkv, N, D]` those at the slots `[B, T, W]`: `[B, Hkv, T, W, D]`."""
-    if len(slots) == 1:
-        found: torch.Tensor = states.index_select(2, slots.flatten()).unflatten(2, slots.shape[1:])
-        return found
-    rows = torch.arange(len(slots), device=slots.device)[:, None]
-    picked = states.transpose(1, 2)[rows, slots.flatten(1)]  # [B, T * W, Hkv, D]
-    found = picked.transpose(1, 2).unflatten(2, slots.shape[1:])
-    return found
+    return found.unflatten(2, (group, step))
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -176,14 +132,13 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _filled(states: torch.Tensor) -> torch.Tensor:
-    """`[..., R, D]` with rows of zeros up to a multiple of `ROWS`."""
-    missing = -states.shape[-2] % ROWS
-    return torch.nn.functional.pad(states, (0, 0, 0, missing)) if missing else states
+    """`[..., R, D]` with rows of zeros up to as many as a product needs."""
+    return _at_least(states, max(LEAST_ROWS, -(-states.shape[-2] // ROWS) * ROWS))
 
 
-def _at_least(states: torch.Tensor, slots: int) -> torch.Tensor:
-    """`[..., N, D]` with rows of zeros up to this many: as columns, too, a few take another kernel."""
-    missing = slots - states.shape[-2]
+def _at_least(states: torch.Tensor, least: int) -> torch.Tensor:
+    """`[..., N, D]` with rows of zeros up to this many."""
+    missing = least - states.shape[-2]
     return torch.nn.functional.pad(states, (0, 0, 0, missing)) if missing > 0 else states
 
 

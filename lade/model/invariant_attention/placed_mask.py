@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.masking_utils import sdpa_mask
 
-from lade.model.invariant_attention.tiles import Piece, cut
+from lade.model.invariant_attention.pieces import Piece, cut
 
 
 class PlacedMask(torch.Tensor):
@@ -30,8 +30,8 @@ class PlacedMask(torch.Tensor):
 
     @cached_property
     def pieces(self) -> Sequence[Piece]:
-        """The queries in pieces, with the tiles of their keys: the same in all layers that share the mask."""
-        return cut(self.as_subclass(torch.Tensor)[:, 0], self.positions)
+        """The queries in pieces: the same in all layers that share the mask."""
+        return cut(self.as_subclass(torch.Tensor)[:, 0])
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Some of the queries are a mask as well, since some models compute the last token alone in some layers."""
