@@ -7,10 +7,10 @@ Attention as PyTorch has it rounds otherwise for one query than for sixteen, and
 - weighted values are summed up from the first key to the last (`sums.py`).
 
 So a node of a tree gets bit for bit what plain decoding gives the same text: the keys that it sees lie in the cache in
-the order of their positions, and the others have the weight zero. A few queries are
-filled up to `LEAST_ROWS`, and a few keys to `COLUMNS`, since matrix products take other kernels for a few. What is said here of matrix products is
-tried before it is believed (`lade.model.invariant.attention_trial`). That a result must not depend on how the work is
-cut is the idea of Thinking Machines' "Defeating nondeterminism in LLM inference" (2025).
+the order of their positions, and the others have the weight zero. A few queries are filled up to `LEAST_ROWS`, and a
+few keys to `COLUMNS`, since matrix products take other kernels for a few. What is said here of matrix products is tried
+before it is believed (`lade.model.invariant.attention_trial`). That a result must not depend on how the work is cut is
+the idea of Thinking Machines' "Defeating nondeterminism in LLM inference" (2025).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from lade.model.invariant_attention.placed_mask import PlacedMask, placed_mask
 from lade.model.invariant_attention.pieces import Piece
+from lade.model.invariant_attention.placed_mask import PlacedMask, placed_mask
 from lade.model.invariant_attention.sums import weighted_sums
 
 NAME = "lade_invariant"
@@ -121,8 +121,8 @@ def _attend(
     values, total = weighted_sums(scores.sub_(highest).exp_(), value)
     if sinks is not None:
         total = total + (sinks - highest).exp()
-    found: torch.Tensor = values / total.masked_fill(total == 0, 1.0)
-    return found.unflatten(2, (group, step))
+    found: torch.Tensor = (values / total.masked_fill(total == 0, 1.0)).unflatten(2, (group, step))
+    return found
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
