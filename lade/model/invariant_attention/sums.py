@@ -16,7 +16,7 @@ import torch
 
 from lade.decoding.kernels import Kernel
 
-_KEYS, _AT_ONCE = 64, 8  # keys that are converted together, and that are added in one go through a row of values
+_KEYS, _AT_ONCE = 64, 4  # keys that are converted together, and that are added in one go through a row of values
 _LANES = 16  # float32 numbers of the widest vector register
 _MANY = 2**23  # multiplications that are worth a thread of their own
 
@@ -86,7 +86,9 @@ def _sum_up(
         last: of these, and one.
     """
     queries, keys, width = weights.shape[1], weights.shape[2], sums.shape[2]
-    bits, row, total = np.zeros((_KEYS, width), np.uint32), np.zeros(_KEYS, np.float32), np.zeros(width, np.float32)
+    bits = np.zeros((_KEYS, width), np.uint32)
+    line, other_line = np.zeros(_KEYS, np.float32), np.zeros(_KEYS, np.float32)
+    total, other_total = np.zeros(width, np.float32), np.zeros(width, np.float32)
     values = bits.view(np.float32)
     for head in range(first, last):
         sums[head] = 0.0
@@ -103,27 +105,26 @@ def _sum_up(
                 values[key, size] = 1.0
             whole = -(-count // _AT_ONCE) * _AT_ONCE
             values[count:whole] = 0.0
-            row[count:] = 0.0
-            for query in range(queries):
-                # Loops over single numbers are what becomes vector instructions; a row of sums stays near meanwhile.
+            line[count:] = 0.0
+            other_line[count:] = 0.0
+            for query in range(0, queries, 2):
+                # Two queries at a time, which share what is read of the values. Loops over single numbers become vector
+                # instructions; slices of arrays in them would have their references counted.
+                other = min(query + 1, queries - 1)
                 for key in range(count):
-                    row[key] = weights[head, query, begin + key]
+                    line[key], other_line[key] = weights[head, query, begin + key], weights[head, other, begin + key]
                 for at in range(width):
-                    total[at] = sums[head, query, at]
+                    total[at], other_total[at] = sums[head, query, at], sums[head, other, at]
                 for key in range(0, whole, _AT_ONCE):
-                    a, b, c, d = row[key], row[key + 1], row[key + 2], row[key + 3]
-                    e, f, g, h = row[key + 4], row[key + 5], row[key + 6], row[key + 7]
+                    a, b, c, d = line[key], line[key + 1], line[key + 2], line[key + 3]
+                    e, f, g, h = other_line[key], other_line[key + 1], other_line[key + 2], other_line[key + 3]
                     for at in range(width):
-                        found = total[at] + a * values[key, at]
-                        found = found + b * values[key + 1, at]
-                        found = found + c * values[key + 2, at]
-                        found = found + d * values[key + 3, at]
-                        found = found + e * values[key + 4, at]
-                        found = found + f * values[key + 5, at]
-                        found = found + g * values[key + 6, at]
-                        total[at] = found + h * values[key + 7, at]
+                        one, two = values[key, at], values[key + 1, at]
+                        three, four = values[key + 2, at], values[key + 3, at]
+                        total[at] = (((total[at] + a * one) + b * two) + c * three) + d * four
+                        other_total[at] = (((other_total[at] + e * one) + f * two) + g * three) + h * four
                 for at in range(width):
-                    sums[head, query, at] = total[at]
+                    sums[head, query, at], sums[head, other, at] = total[at], other_total[at]
 
 
 sum_up = Kernel(
