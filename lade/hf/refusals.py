@@ -288,5 +288,5 @@ def _check_positions(prepared: Prepared, texts: PromptTexts) -> bool:
 
 def _counts_on(position_ids: torch.Tensor, columns: Sequence[Sequence[int]]) -> bool:
     """Whether `position_ids` `[B, L]` count on from 0 in the columns that are text."""
-    texts = [row[list(seen)] for row, seen in zip(position_ids, columns, strict=True)]
-    return all(torch.equal(text, torch.arange(len(text), device=text.device)) for text in texts)
+    rows = zip(position_ids.tolist(), columns, strict=True)
+    return all([row[column] for column in seen] == list(range(len(seen))) for row, seen in rows)

@@ -70,6 +70,8 @@ def _is_tried_by_itself(module: nn.Module) -> bool:
 
 def _is_trusted(thing: Any) -> bool:
     """Whether a class or a callable is defined in a trusted package, and so is all that it wraps."""
+    if type(thing) is FunctionType and not thing.__dict__:  # most are
+        return str(thing.__globals__.get("__name__")).partition(".")[0] in TRUSTED
     return _home(thing).partition(".")[0] in TRUSTED and all(map(_is_trusted, _wrapped_by(thing)))
 
 
