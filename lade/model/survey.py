@@ -43,15 +43,18 @@ class Survey:
         kinds: dict[type[nn.Module], list[nn.Module]] = {}
         hooked, replaced = list[nn.Module](), list[nn.Module]()
         for module in modules:  # which gets longer meanwhile
-            state = vars(module)
-            kinds.setdefault(type(module), []).append(module)
+            state, kind = module.__dict__, type(module)
+            if kind in kinds:
+                kinds[kind].append(module)
+            else:
+                kinds[kind] = [module]
             if state["_forward_hooks"] or state["_forward_pre_hooks"]:
                 hooked.append(module)
             if "forward" in state or "_old_forward" in state:
                 replaced.append(module)
             if module.training:
                 training = True
-            for child in module._modules.values():
+            for child in module._modules.values() if module._modules else ():
                 if child is not None and id(child) not in met:
                     met.add(id(child))
                     modules.append(child)

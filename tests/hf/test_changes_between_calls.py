@@ -50,8 +50,9 @@ def adapted(model: Any) -> None:
 
 def with_another_layer(model: Any) -> None:
     torch.manual_seed(1)
-    old = model.model.layers[0].mlp.down_proj
-    model.model.layers[0].mlp.down_proj = nn.Linear(old.in_features, old.out_features, bias=False, dtype=old.weight.dtype)
+    mlp = model.model.layers[0].mlp
+    inputs, outputs = mlp.down_proj.in_features, mlp.down_proj.out_features
+    mlp.down_proj = nn.Linear(inputs, outputs, bias=False, dtype=model.dtype)
 
 
 def with_another_weight(model: Any) -> None:
@@ -109,8 +110,8 @@ SETUPS: list[Callable[[Any], object]] = [
     lambda model: model.float(),
     lambda model: model.set_attn_implementation("eager"),
     lambda model: model.set_attn_implementation("sdpa"),
-    lambda model: lade.pack(model),
-    lambda model: lade.unpack(model),
+    lade.pack,
+    lade.unpack,
     lambda model: model.double(),
 ]
 

@@ -1,8 +1,11 @@
 """One look over a model's modules sees what each asker would see for itself."""
 
+from functools import partial
+
 import torch
 from torch import nn
 
+from lade.model.support import linear_check
 from lade.model.support.linear_check import foreign_layers, why_inexact
 from lade.model.survey import Survey
 from lade.testing import toy_model
@@ -63,6 +66,12 @@ def test_what_has_an_attribute():
         assert set(Survey.of(model).having(name)) == expected, name
 
 
+def noted(looked, foreign, model, *_):
+    """In place of `foreign_layers`, once they are known."""
+    looked.append(model)
+    return iter(foreign)
+
+
 def test_a_glance_and_the_look_at_each_layer_agree(monkeypatch):
     """`why_inexact` skips the look at each layer where a glance shows nothing foreign."""
 
@@ -104,10 +113,8 @@ def test_a_glance_and_the_look_at_each_layer_agree(monkeypatch):
         model = changed(change)
         foreign = list(foreign_layers(model, type(model).__module__))
         assert bool(foreign) == (change not in (changes[0], bare_weight)), change
-        looked = []
-        monkeypatch.setattr(
-            "lade.model.support.linear_check.foreign_layers", lambda *a, **k: looked.append(a) or iter(foreign)
-        )
+        looked = list[nn.Module]()
+        monkeypatch.setattr(linear_check, "foreign_layers", partial(noted, looked, foreign))
         why_inexact(Survey.of(model))
         monkeypatch.undo()
         assert bool(looked) == (change is not changes[0]), change
