@@ -73,12 +73,16 @@ def _counts(survey: Survey) -> dict[str, int]:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_cpu_name(_CPU_INFO)}, {os.cpu_count()} cores" if device.type == "cpu" else device.type
+    return f"{_cpu_name()}, {os.cpu_count()} cores" if device.type == "cpu" else device.type
+
+
+def _cpu_name() -> str:
+    """Such as "AMD EPYC 9654 96-Core Processor"."""
+    return _named_in(_CPU_INFO)
 
 
 @cache
-def _cpu_name(info: Path) -> str:
-    """Such as "AMD EPYC 9654 96-Core Processor"."""
+def _named_in(info: Path) -> str:
     if info.is_file():
         for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
