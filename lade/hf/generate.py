@@ -111,25 +111,40 @@ def _decode(
     lookahead: Lookahead = "auto",
     stats: Stats | None = None,
     streamer: BaseStreamer | None = None,
-    wrapper: Any = None,
     prediction: Prediction | None = None,
     inputs_tensor: torch.Tensor | None = None,
     **model_kwargs: Any,
 ) -> Generated:
-    """The one door: whatever is refused is refused here, before anything is fed, drawn or streamed.
-
-    Args: those of `decode`, and
-
-        streamer: gets the prompt, every token, and its end.
-        wrapper: the model as the caller of `lade.generate` has it, who calls `model.generate` again for what only that
-            can decode; None under a mere `custom_generate=`.
-    """
+    """`decode`, and the streamer gets the prompt, every token, and its end."""
     config, auto = resolve(lookahead)
     refuse_without_guesses(prediction, config)
-    make = functools.partial(Prepared, wrapper=model if wrapper is None else wrapper, inputs_tensor=inputs_tensor)
     arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-    prepared = make(*arguments, predictions=prediction_ids(prediction))
-    with cleaning_up(model, generation_config):
+    expected = prediction_ids(prediction)
+    prepared = Prepared(*arguments, wrapper=model, inputs_tensor=inputs_tensor, predictions=expected)
+    return _decode_with(config, prepared, stats, streamer, auto=auto)
+
+
+def _decode_with(
+    config: LookaheadConfig | None,
+    prepared: Prepared,
+    stats: Stats | None,
+    streamer: BaseStreamer | None,
+    *,
+    auto: bool,
+    unassisted: bool = True,
+) -> Generated:
+    """The one door: whatever is refused is refused here, before anything is fed, drawn or streamed.
+
+    Args:
+        config: None decodes plainly.
+        prepared: what `model.generate` has prepared.
+        stats: is added to.
+        streamer: gets the prompt, every token, and its end.
+        auto: whether to decode plainly where lookahead decoding cannot serve.
+        unassisted: see `decoding_method`; false for a caller that calls `model.generate` again.
+    """
+    model = prepared.model
+    with cleaning_up(model, prepared.generation_config):
         refuse_autocast(model)
         if streamer is not None:
             refuse_streamed_beams(prepared.beams)
@@ -142,7 +157,7 @@ def _decode(
             return session.run()
         if leader_of(model) is not None:
             raise NeedsGenerateError("what is prepared cannot be sent to other processes", "call model.generate")
-        return decode_prepared(prepared, stats, streamer, unassisted=wrapper is None)
+        return decode_prepared(prepared, stats, streamer, unassisted=unassisted)
 
 
 def _session_for(
@@ -273,10 +288,9 @@ def _generate(
             with falling_back(stats, allowed=auto):
                 prepared = arguments_for_callable(model, arguments)
         if prepared is not None:
-            door = functools.partial(_decode, lookahead=lookahead, stats=stats, streamer=streamer, wrapper=model)
-            door = functools.partial(door, prediction=texts or None)
+            use = functools.partial(_decode_with, config, stats=stats, streamer=streamer, auto=auto, unassisted=False)
             with suppress(NeedsGenerateError):
-                output: Generated = model.generate(custom_generate=door, **prepared)
+                output: Generated = model.generate(custom_generate=preparing(use, model, texts), **prepared)
                 return output
         with sharing_plainly(model, arguments):
             return generate_plainly(model, stats, streamer, arguments)

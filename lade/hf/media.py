@@ -52,5 +52,6 @@ def has_more_than_text(model: PreTrainedModel, arguments: Mapping[str, Any]) -> 
 
 
 def _says_kinds(model: PreTrainedModel, name: str, value: Any) -> bool:
-    multimodal = model.config.get_text_config(decoder=True) is not model.config
-    return multimodal and name in KINDS_OF_TOKENS and isinstance(value, torch.Tensor)
+    if name not in KINDS_OF_TOKENS or not isinstance(value, torch.Tensor):
+        return False
+    return model.config.get_text_config(decoder=True) is not model.config  # else it is not multimodal

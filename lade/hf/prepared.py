@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -57,7 +58,7 @@ class Prepared:
         """`[P, L]` int64: `input_ids` with each prompt once."""
         return self.input_ids[:: self.beams]
 
-    @property
+    @cached_property
     def cache_name(self) -> str:
         """Under which name the model takes its cache."""
         return cache_name(self.model) or "past_key_values"

@@ -216,13 +216,15 @@ def _check_gaps(model: PreTrainedModel, plan: MaskPlan) -> None:
 
 def _check_padding(model: PreTrainedModel, padding: int, generation_config: GenerationConfig) -> None:
     """Refuse left padding where plain decoding counts it as text."""
+    if not padding:
+        return
     limit = padding_counts_from(model.config.get_text_config(decoder=True))
-    if padding and limit is not None and generation_config.max_length >= limit:
+    if limit is not None and generation_config.max_length >= limit:
         refuse("left padding", f"from {limit} tokens on this model counts the padding; give the prompt without it")
-    if padding and generation_config.prefill_chunk_size is not None and is_recurrent(model):
+    if generation_config.prefill_chunk_size is not None and is_recurrent(model):
         chunks = f"prefill_chunk_size={generation_config.prefill_chunk_size} with left padding"
         refuse(chunks, "recurrent layers tell where a chunk begins, and count padding in some; leave one of them out")
-    unknown = padding and (not is_listed(model) or is_recurrent(model))
+    unknown = not is_listed(model) or is_recurrent(model)
     if unknown and tensor_parallel_size(model) > 1:
         refuse("left padding", "trying whether this model counts it takes passes of all its processes")
     if unknown and counts_padding(model):
@@ -286,5 +288,5 @@ def _check_positions(prepared: Prepared, texts: PromptTexts) -> bool:
 
 def _counts_on(position_ids: torch.Tensor, columns: Sequence[Sequence[int]]) -> bool:
     """Whether `position_ids` `[B, L]` count on from 0 in the columns that are text."""
-    texts = [row[list(seen)] for row, seen in zip(position_ids, columns, strict=True)]
-    return all(torch.equal(text, torch.arange(len(text), device=text.device)) for text in texts)
+    rows = zip(position_ids.tolist(), columns, strict=True)
+    return all([row[column] for column in seen] == list(range(len(seen))) for row, seen in rows)

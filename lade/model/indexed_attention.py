@@ -19,6 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lade.model.masks import StepInputs
+from lade.model.survey import Survey
 from lade.model.thread_override import Override, overridden
 
 INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention"})
@@ -26,13 +27,13 @@ INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention"})
 _ARGUMENTS = {"hidden_states", "attention_mask", "past_key_values"}
 
 
-def indexers_of(model: nn.Module) -> list[Any]:
+def indexers_of(survey: Survey) -> list[Any]:
     """The indexers that pick single keys; those that pool them have other fields beside `index_topk`."""
-    return [part for part in model.modules() if _is_indexer(part)]
+    return [part for part in survey.having("index_topk") if _is_indexer(part)]
 
 
 def _is_indexer(part: Any) -> bool:
-    picks = isinstance(getattr(part, "index_topk", None), int) and not hasattr(part, "index_kpool")
+    picks = isinstance(part.index_topk, int) and not hasattr(part, "index_kpool")
     return picks and set(inspect.signature(type(part).forward).parameters) > _ARGUMENTS
 
 

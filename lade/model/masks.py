@@ -134,17 +134,15 @@ class MaskPlan:
 
     def masks(self, inputs: Inputs, dtype: torch.dtype) -> Mask:
         """Masks `[B, 1, S, K]` for one step; additive ones in `dtype`, the model's."""
-        masks = {
-            kind: None if span is None else self._shape(inputs.mask(span), inputs.key_positions, dtype)
-            for kind, span in self.spans.items()
-        }
+        masks = {kind: None if span is None else self._shaped(inputs, span, dtype) for kind, span in self.spans.items()}
         return masks if self.by_layer_type else next(iter(masks.values()))
 
-    def _shape(self, allowed: torch.Tensor | None, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    def _shaped(self, inputs: Inputs, span: AttentionSpan, dtype: torch.dtype) -> torch.Tensor | None:
+        allowed = inputs.mask(span)
         if allowed is None:
             return None
         if self.placed:
-            return PlacedMask.of(allowed, positions)
+            return PlacedMask.of(allowed, inputs.key_positions)
         if not self.additive:
             return allowed
         mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)

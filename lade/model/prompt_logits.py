@@ -68,7 +68,8 @@ class HiddenStates:
         piece = max(1, _PIECE_LOGITS // (logits.shape[0] * logits.shape[1]))
         first = length - states.shape[1]
         for start in range(0, states.shape[1], piece):
-            yield first + start, (head(states[:, start : start + piece]) * scale).to(logits.device)
+            # In place, since these are the largest tensors of a call: some take longer to allocate than to compute.
+            yield first + start, head(states[:, start : start + piece]).mul_(scale).to(logits.device)
 
 
 def _can_read(head: Any, states: torch.Tensor) -> bool:

@@ -27,6 +27,7 @@ from lade.model.row_cache import BufferSizes, RowCache
 from lade.model.signature import accepted, cache_name
 from lade.model.slot_patches import SlotPatches
 from lade.model.stopwatch import Stopwatch
+from lade.model.survey import Survey
 from lade.model.user_cache import borrow
 
 
@@ -55,7 +56,8 @@ class EagerRunner:
         self.device, self._dtype = input_device(model), model.dtype
         self.switch = FrequencySwitch(model, self.positions.longrope_switch, self.device)
         self._stopwatch = Stopwatch()
-        self._slot_patches, self._core_patches = SlotPatches(model), CorePatches(model)
+        survey = Survey.of(model)
+        self._slot_patches, self._core_patches = SlotPatches(survey), CorePatches(survey)
         self._accepts, self._cache_name = accepted(model), cache_name(model) or "past_key_values"
         self._prompts: PreparedPrompts | None = None
 

@@ -16,6 +16,7 @@ from lade.model.position_limits import Positions
 from lade.model.recurrent.cores import CorePatches
 from lade.model.runner import EagerRunner, input_device
 from lade.model.support.supports import unwrap
+from lade.model.survey import Survey
 from lade.model.tensor_parallel import tensor_parallel_size
 
 _IDLE_HOOKS = frozenset({"transformers.utils.output_capturing", thread_hooks.__name__})
@@ -48,27 +49,36 @@ def why_eager(model: Any) -> str:
     positions = Positions.of(model.config.get_text_config(decoder=True))
     if positions.longrope_switch is not None or positions.dynamic is not None:
         return "its rotary frequencies depend on the longest position, which the host reads"
-    if indexers_of(model):
+    survey = Survey.of(model)
+    if indexers_of(survey):
         return "its indexers pick among the keys of a text, whose number the host reads"
-    if CorePatches(model).forgets:
+    if CorePatches(survey).forgets:
         return "its recurrent layers go through a tree depth by depth, and the host reads how deep it is"
     if tensor_parallel_size(model) > 1:
         return "its layers are split over processes, which exchange results within a pass"
-    if len({tensor.device for tensor in (*model.parameters(), *model.buffers())}) > 1:
+    if len({tensor.device for tensor in (*survey.weights, *model.buffers())}) > 1:
         return "its weights lie on several devices"
     device = input_device(model)
     if torch.is_autocast_enabled(device.type):
         return "autocast decides about dtypes from call to call"
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "the caller is capturing a graph"
-    for module in model.modules():
-        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        if "forward" in vars(module):
-            return "the forward of a module was replaced, and a replay would not call it"
-        if hasattr(module, "_hf_hook") or any(getattr(hook, "__module__", "") not in _IDLE_HOOKS for hook in hooks):
-            return "its modules have hooks, which a replay would not call"
-        if type(module).__module__.partition(".")[0] == "peft":
-            return "its adapters can be switched from call to call"
+    return _why_not_replayed(survey)
+
+
+def _why_not_replayed(survey: Survey) -> str:
+    """What of the modules' own a replay would not call; empty if there is nothing."""
+    if any("forward" in vars(module) for module in survey.replaced):
+        return "the forward of a module was replaced, and a replay would not call it"
+    called = [
+        hook
+        for module in survey.hooked
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    ]
+    if survey.having("_hf_hook") or any(getattr(hook, "__module__", "") not in _IDLE_HOOKS for hook in called):
+        return "its modules have hooks, which a replay would not call"
+    if any(kind.__module__.partition(".")[0] == "peft" for kind in survey.kinds):
+        return "its adapters can be switched from call to call"
     return ""
 
 

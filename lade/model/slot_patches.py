@@ -15,13 +15,14 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from lade.errors import UnsupportedModelError
 from lade.model.config_fields import field
 from lade.model.indexed_attention import INDEXED, KeyPicks, indexers_of
 from lade.model.masks import Inputs, StepInputs
 from lade.model.position_limits import Positions
+from lade.model.survey import Survey
 from lade.model.thread_hooks import hooked
 from lade.model.thread_override import Override, overridden
 
@@ -29,12 +30,13 @@ from lade.model.thread_override import Override, overridden
 class SlotPatches:
     """Patches the parts of one model that count slots; most models have none."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, survey: Survey) -> None:
+        model = survey.model
         self._alibi = model.base_model if hasattr(model.base_model, "build_alibi_tensor") else None
         tempered = _has_temperature(model.config.get_text_config(decoder=True))
-        layers = model.modules() if tempered else ()
+        layers = survey.having("attn_temperature_tuning") if tempered else ()
         self._tempered = [layer for layer in layers if _scales_queries(layer)]
-        self._indexers = indexers_of(model)
+        self._indexers = indexers_of(survey)
 
     @property
     def pick_keys(self) -> bool:
@@ -87,7 +89,7 @@ def _has_temperature(config: PretrainedConfig) -> bool:
 
 
 def _scales_queries(layer: Any) -> bool:
-    return bool(getattr(layer, "attn_temperature_tuning", False)) and not layer.use_rope
+    return bool(layer.attn_temperature_tuning) and not layer.use_rope
 
 
 def _biased_by_position(decoder: Any, key_positions: torch.Tensor) -> AbstractContextManager[Override]:

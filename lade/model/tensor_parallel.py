@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from lade.model.config_fields import field
 from lade.model.position_limits import Positions
+from lade.model.recurrent.cores import CorePatches
+from lade.model.survey import Survey
 
 HOME = "transformers.distributed.tensor_parallel"
 """The module whose functions it puts in place of the forwards of layers."""
@@ -28,14 +30,14 @@ def is_tensor_parallel(forward: Any) -> bool:
     return getattr(forward, "__module__", "") == HOME
 
 
-def why_not_split(model: PreTrainedModel, config: PretrainedConfig, *, recurrent: bool) -> str:
+def why_not_split(survey: Survey, config: PretrainedConfig) -> str:
     """Why a model whose layers are split over processes cannot be served; empty if it can be, or is not split.
 
     Args:
-        model: the model.
+        survey: of the model.
         config: of the layers that write the text.
-        recurrent: whether it has recurrent layers.
     """
+    model = survey.model
     size = tensor_parallel_size(model)
     if size == 1:
         return ""
@@ -47,9 +49,9 @@ def why_not_split(model: PreTrainedModel, config: PretrainedConfig, *, recurrent
         return f"{split}, and in another way, too ({mesh[0]}): split it in one"
     for met, what in (
         (model.config.is_encoder_decoder, "it has an encoder"),
-        (recurrent, "its recurrent layers have states in each of them"),
+        (CorePatches(survey), "its recurrent layers have states in each of them"),
         (Positions.of(config).longrope_switch is not None, "at some length it computes its text again"),
-        (any(module.training for module in model.modules()), "it is in training mode"),
+        (survey.training, "it is in training mode"),
     ):
         if met:
             return f"{split}, and {what}, which is not served there: load it with device_map"

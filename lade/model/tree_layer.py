@@ -43,8 +43,10 @@ class TreeLayer(CacheLayerMixin):
         """Allocate buffers like `key_states` and `value_states` (`[B, H, T, D]`), with room to grow."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.lengths = [0] * key_states.shape[0]
-        self.keys = _grown(key_states[..., :0, :], key_states.shape[2])
-        self.values = _grown(value_states[..., :0, :], value_states.shape[2])
+        rows, heads, needed, _ = key_states.shape
+        slots = needed + _spare(needed)
+        self.keys = key_states.new_zeros(rows, heads, slots, key_states.shape[3])
+        self.values = value_states.new_zeros(rows, value_states.shape[1], slots, value_states.shape[3])
         self.is_initialized = True
 
     def update(
@@ -203,9 +205,14 @@ def _appended(buffer: torch.Tensor, rows: int, first: int, states: torch.Tensor)
 
 
 def _grown(buffer: torch.Tensor, needed: int) -> torch.Tensor:
-    """A buffer `[B, H, capacity, D]` with capacity for `needed` tokens, and half as many again: copies stay rare."""
+    """A buffer `[B, H, capacity, D]` with capacity for `needed` tokens and some more."""
     rows, _, tokens, _ = buffer.shape
-    return _resized(buffer, (rows, tokens), rows, needed + max(SPARE_TOKENS, needed // 2))
+    return _resized(buffer, (rows, tokens), rows, needed + _spare(needed))
+
+
+def _spare(tokens: int) -> int:
+    """Room beside that for so many: half as much again, so that copies stay rare."""
+    return max(SPARE_TOKENS, tokens // 2)
 
 
 def _resized(buffer: torch.Tensor, used: tuple[int, int], rows: int, tokens: int) -> torch.Tensor:
@@ -220,7 +227,7 @@ def _joined(parts: Sequence[torch.Tensor], places: Sequence[tuple[int, int]], le
     """A buffer of these rows, with room to grow."""
     rows = [(parts[part], row) for part, row in places]
     first, longest = parts[0], max(lengths)
-    buffer = first.new_zeros(len(rows), first.shape[1], longest + max(SPARE_TOKENS, longest // 2), first.shape[3])
+    buffer = first.new_zeros(len(rows), first.shape[1], longest + _spare(longest), first.shape[3])
     for number, ((part, row), length) in enumerate(zip(rows, lengths, strict=True)):
         buffer[number, :, :length] = part[row, :, :length]
     return buffer

@@ -23,8 +23,13 @@ def parts_of(weight: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def bytes_by_kind(weights: Iterable[torch.Tensor]) -> dict[str, int]:
     """Bytes in memory by the class of the weight and the dtype it passes for, such as "Parameter float32"."""
-    found: dict[str, int] = {}
+    found: dict[tuple[type, torch.dtype], int] = {}
     for weight in weights:
-        kind = f"{type(weight).__name__} {weight.dtype}".replace("torch.", "")
-        found[kind] = found.get(kind, 0) + sum(part.nbytes for part in parts_of(weight))
-    return found
+        kind, wraps = (type(weight), weight.dtype), type(weight) is not torch.nn.Parameter
+        nbytes = sum(part.nbytes for part in parts_of(weight)) if wraps else weight.nbytes
+        found[kind] = found.get(kind, 0) + nbytes
+    named: dict[str, int] = {}
+    for (kind_of, dtype), nbytes in found.items():  # classes of several libraries may have one name
+        name = f"{kind_of.__name__} {dtype}".replace("torch.", "")
+        named[name] = named.get(name, 0) + nbytes
+    return named

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import platform
 from collections import Counter
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -14,6 +16,7 @@ from transformers import PreTrainedModel
 from lade.model.config_fields import field
 from lade.model.runner import EagerRunner
 from lade.model.shapes import batch_bucket
+from lade.model.survey import Survey
 from lade.model.weights import bytes_by_kind
 from lade.version import __version__
 
@@ -28,17 +31,17 @@ def key_of(model: PreTrainedModel, runner: EagerRunner, batch: int = 1) -> dict[
 
     These two change from step to step: the curve follows them while it is used.
     """
-    config = model.config.get_text_config(decoder=True)
+    config, survey = model.config.get_text_config(decoder=True), Survey.of(model)
     return {
-        "devices": devices_of(model),
+        "devices": _names(weight.device for weight in survey.weights),
         "threads": torch.get_num_threads(),
         "model": type(model).__name__,
         "shape": {name: field(config, name) for name in _SHAPE},
-        "parameters": model.num_parameters(),
+        "parameters": sum(weight.numel() for weight in survey.weights),
         # These two tell packed, quantised and adapted weights from plain ones: they sit in modules of other classes,
         # or are tensors of other classes, or other numbers of bytes.
-        "modules": dict(Counter(type(module).__name__ for module in model.modules())),
-        "weights": bytes_by_kind(model.parameters()),
+        "modules": _counts(survey),
+        "weights": bytes_by_kind(survey.weights),
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention": config._attn_implementation,
         "runner": type(runner).__name__,
@@ -52,8 +55,19 @@ def key_of(model: PreTrainedModel, runner: EagerRunner, batch: int = 1) -> dict[
 
 def devices_of(model: PreTrainedModel) -> list[str]:
     """Names of the hardware that a model's weights lie on, one for each device."""
-    devices = {parameter.device for parameter in model.parameters()}
-    return sorted(_device_name(device) for device in devices) or ["none"]
+    return _names(parameter.device for parameter in model.parameters())
+
+
+def _names(devices: Iterable[torch.device]) -> list[str]:
+    return sorted(map(_device_name, set(devices))) or ["none"]
+
+
+def _counts(survey: Survey) -> dict[str, int]:
+    """Modules by the name of their class."""
+    counts = Counter[str]()
+    for kind, modules in survey.kinds.items():
+        counts[kind.__name__] += len(modules)
+    return dict(counts)
 
 
 def _device_name(device: torch.device) -> str:
@@ -64,8 +78,13 @@ def _device_name(device: torch.device) -> str:
 
 def _cpu_name() -> str:
     """Such as "AMD EPYC 9654 96-Core Processor"."""
-    if _CPU_INFO.is_file():
-        for line in _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines():
+    return _named_in(_CPU_INFO)
+
+
+@cache
+def _named_in(info: Path) -> str:
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()

@@ -39,6 +39,7 @@ from lade.model.mask_plan import windows_of
 from lade.model.packing.linear import short
 from lade.model.recurrent.cores import is_recurrent
 from lade.model.support.supports import LONGEST_PROBE_TOKENS, supports, unwrap
+from lade.model.survey import Survey
 from lade.model.token_embeddings import config_of_text
 
 logger = logging.getLogger(__name__)
@@ -179,7 +180,7 @@ def _refusal_of_architecture(model: PreTrainedModel) -> str:
         return "it has an encoder, whose keys have no positions in the text"
     if is_recurrent(model):
         return "its recurrent layers sum over the text in an order that depends on how it is cut"
-    if indexers_of(model):
+    if indexers_of(Survey.of(model)):
         return "its indexers pick keys by scores that are rounded as it comes"
     if not model._can_set_attn_implementation():
         return "its attention does not go through transformers' interface"

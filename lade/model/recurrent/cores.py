@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -22,6 +22,7 @@ from lade.model.recurrent.layer import has_states
 from lade.model.recurrent.selective_scan import selective_scan
 from lade.model.recurrent.state_space import mamba2
 from lade.model.recurrent.tree_pass import Ancestry
+from lade.model.survey import Survey
 from lade.model.thread_override import Override, overridden
 
 CORES: dict[str, Callable[..., Any]] = {
@@ -36,17 +37,17 @@ CORES: dict[str, Callable[..., Any]] = {
 
 def is_recurrent(model: nn.Module) -> bool:
     """Whether a model has recurrent layers whose functions are known."""
-    return bool(CorePatches(model))
+    return bool(CorePatches(Survey.of(model)))
 
 
 class CorePatches:
     """Replaces the functions that the recurrent layers of one model call; most models have none."""
 
-    def __init__(self, model: nn.Module) -> None:
-        names = sorted({type(part).__module__ for part in model.modules()})
+    def __init__(self, survey: Survey) -> None:
+        names = sorted({kind.__module__ for kind in survey.kinds})
         modules = [sys.modules[name] for name in names if name in sys.modules]
         found = [(module, name) for module in modules for name in CORES if hasattr(module, name)]
-        self._found = found if found and has_states(cast(Any, model).config) else []
+        self._found = found if found and has_states(survey.model.config) else []
 
     def __bool__(self) -> bool:
         """Whether the model has such functions, and so recurrent layers."""

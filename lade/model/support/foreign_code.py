@@ -19,31 +19,30 @@ from torch.nn.modules import module as torch_module
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lade.model.survey import Survey
+
 TRUSTED = frozenset({"accelerate", "lade", "peft", "torch", "transformers"})
 """Packages whose wrappers and hooks hand on what they are given."""
 _METHODS = ("forward", "prepare_inputs_for_generation")
 
 
-def foreign_code(model: PreTrainedModel) -> list[Any]:
-    """Functions, hooks and classes that take part in a pass of this model and come from none of the trusted packages.
+def foreign_code(survey: Survey) -> list[Any]:
+    """Functions, hooks and classes that take part in a pass of a model and come from none of the trusted packages.
 
     So do configurations that are not the model's: what is read in that one, a layer may not go by. Linear layers of
     other makes are none of them, as each is tried by itself.
     """
+    model: PreTrainedModel = survey.model
     config = model.config.get_text_config(decoder=True)
-    kinds: dict[type, nn.Module] = {}
-    found = [*_attention_of(model), *_hooks(vars(torch_module), "_global_forward_hooks", "_global_forward_pre_hooks")]
+    found = [*_attention_of(config), *_hooks(vars(torch_module), "_global_forward_hooks", "_global_forward_pre_hooks")]
     found.extend(vars(model).get(name) for name in _METHODS)
-    strays: list[Any] = []
-    for module in model.modules():
-        kinds.setdefault(type(module), module)
-        state = vars(module)
-        if isinstance(own := state.get("config"), PretrainedConfig) and own is not config:
-            strays.append(own)
-        if state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state:
-            found.extend((state.get("forward"), state.get("_hf_hook")))  # the latter is called by accelerate's forward
-            found.extend(_hooks(state, "_forward_hooks", "_forward_pre_hooks"))
-    found.extend(_of_classes([kind for kind in kinds if _is_trusted(kind) or not _is_tried_by_itself(kinds[kind])]))
+    for state in map(vars, (*survey.replaced, *survey.hooked)):
+        found.extend((state.get("forward"), state.get("_hf_hook")))  # the latter is called by accelerate's forward
+        found.extend(_hooks(state, "_forward_hooks", "_forward_pre_hooks"))
+    kinds = survey.kinds
+    found.extend(_of_classes([kind for kind in kinds if _is_trusted(kind) or not _is_tried_by_itself(kinds[kind][0])]))
+    configs = (vars(module).get("config") for module in survey.modules)
+    strays = [own for own in configs if isinstance(own, PretrainedConfig) and own is not config]
     return strays + [thing for thing in found if thing is not None and not _is_trusted(thing)]
 
 
@@ -54,9 +53,9 @@ def _of_classes(kinds: Sequence[type]) -> Iterator[Any]:
         yield from (vars(base).get(name) for name in _METHODS)
 
 
-def _attention_of(model: PreTrainedModel) -> Iterator[Any]:
+def _attention_of(config: PretrainedConfig) -> Iterator[Any]:
     """The functions of the attention implementation."""
-    yield ALL_ATTENTION_FUNCTIONS.get(model.config.get_text_config(decoder=True)._attn_implementation)
+    yield ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
     yield torch.nn.functional.scaled_dot_product_attention
 
 
@@ -71,6 +70,8 @@ def _is_tried_by_itself(module: nn.Module) -> bool:
 
 def _is_trusted(thing: Any) -> bool:
     """Whether a class or a callable is defined in a trusted package, and so is all that it wraps."""
+    if type(thing) is FunctionType and not thing.__dict__:  # most are
+        return str(thing.__globals__.get("__name__")).partition(".")[0] in TRUSTED
     return _home(thing).partition(".")[0] in TRUSTED and all(map(_is_trusted, _wrapped_by(thing)))
 
 

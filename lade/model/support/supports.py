@@ -17,7 +17,7 @@ from lade.model.invariance import invariance_of
 from lade.model.invariant_attention.attention import NAME as INVARIANT_ATTENTION
 from lade.model.mask_plan import LAYER_TYPES, RECURRENT_TYPES, plan_for, window_too_short
 from lade.model.masks import MaskPlan
-from lade.model.recurrent.cores import is_recurrent
+from lade.model.recurrent.cores import CorePatches
 from lade.model.signature import CACHE_NAMES, cache_name
 from lade.model.support.adapters import why_adapted_otherwise
 from lade.model.support.foreign_code import foreign_code
@@ -25,6 +25,7 @@ from lade.model.support.lengths import named_lengths
 from lade.model.support.linear_check import why_inexact
 from lade.model.support.training_mode import why_not_in_training
 from lade.model.support.tree_check import tolerance, worst_error
+from lade.model.survey import Survey
 from lade.model.tensor_parallel import why_not_split
 from lade.model.token_embeddings import config_of_text
 from lade.model.tree_attention.backend import NAME as TREE_ATTENTION
@@ -123,12 +124,19 @@ def supports(model: Any) -> Support:
     """
     wrapped, model = model, unwrap(model)
     name = type(model).__name__
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        return Support(name, "it is not a transformers model with a language modeling head")
+    survey, config = Survey.of(model), config_of_text(model)
     reason = (
-        _refusal(model) or why_adapted_otherwise(wrapped, model) or why_inexact(model) or why_not_in_training(model)
+        _refusal_of_architecture(survey, config)
+        or _refusal_as_it_is_set_up(survey, config)
+        or why_adapted_otherwise(wrapped, survey)
+        or why_inexact(survey)
+        or why_not_in_training(survey)
     )
     if reason:
         return Support(name, reason)
-    config, foreign = config_of_text(model), _foreign_code(model)
+    foreign = _foreign_code(survey)
     if not foreign and _is_listed(model, config):
         return _listed(model, config)
     known = _checked.setdefault(model, {})
@@ -141,10 +149,10 @@ def supports(model: Any) -> Support:
     return support
 
 
-def _foreign_code(model: PreTrainedModel) -> list[Any]:
+def _foreign_code(survey: Survey) -> list[Any]:
     """See `foreign_code`; encoder and decoder may have configurations of their own."""
-    found = foreign_code(model)
-    if not model.config.is_encoder_decoder:
+    found = foreign_code(survey)
+    if not survey.model.config.is_encoder_decoder:
         return found
     return [thing for thing in found if not isinstance(thing, PretrainedConfig)]
 
@@ -168,33 +176,26 @@ def is_listed(model: PreTrainedModel) -> bool:
     return _is_listed(model, config_of_text(model))
 
 
-def _refusal(model: Any) -> str:
-    """Why a model cannot be served whatever its masks; empty if there is no such reason."""
-    if not isinstance(model, PreTrainedModel) or not model.can_generate():
-        return "it is not a transformers model with a language modeling head"
-    config = config_of_text(model)
-    return _refusal_of_architecture(model, config) or _refusal_as_it_is_set_up(model, config)
-
-
-def _refusal_of_architecture(model: PreTrainedModel, config: PretrainedConfig) -> str:
-    if getattr(type(model), "_sample", None) is not GenerationMixin._sample:
+def _refusal_of_architecture(survey: Survey, config: PretrainedConfig) -> str:
+    if getattr(type(survey.model), "_sample", None) is not GenerationMixin._sample:
         return "its class chooses tokens in a way of its own (_sample)"
     if config.model_type in REFUSED:
         return REFUSED[config.model_type]
     if getattr(config, "alibi", False):
         return _SLOTS_OF_ALIBI
-    return _refusal_of_recurrence(model, config)
+    return _refusal_of_recurrence(survey, config)
 
 
-def _refusal_of_recurrence(model: PreTrainedModel, config: PretrainedConfig) -> str:
+def _refusal_of_recurrence(survey: Survey, config: PretrainedConfig) -> str:
     """Why recurrent layers, or what else is no usual attention, cannot be served; "" where there is none of these."""
+    model: PreTrainedModel = survey.model
     types = set(field(config, "layer_types") or ())
-    if types & INDEXED and not indexers_of(model):
+    if types & INDEXED and not indexers_of(survey):
         return f"its layers ({', '.join(types & INDEXED)}) pick keys in a way of their own"
     kinds, listed = sorted(types - LAYER_TYPES), config.model_type in RECURRENT
     if not (kinds or getattr(model, "_is_stateful", False) or listed):
         return ""
-    if not listed and not (RECURRENT_TYPES.issuperset(kinds) and is_recurrent(model)):
+    if not listed and not (RECURRENT_TYPES.issuperset(kinds) and CorePatches(survey)):
         named = ", ".join(kinds) or "a recurrent state"
         return f"its layers ({named}) carry a state that the branches of a token tree cannot share"
     if cache_name(model) is None:
@@ -204,16 +205,17 @@ def _refusal_of_recurrence(model: PreTrainedModel, config: PretrainedConfig) -> 
     return ""
 
 
-def _refusal_as_it_is_set_up(model: PreTrainedModel, config: PretrainedConfig) -> str:
+def _refusal_as_it_is_set_up(survey: Survey, config: PretrainedConfig) -> str:
+    model: PreTrainedModel = survey.model
     if getattr(model, "_pp_stage", None) is not None:
         return (
             "it is split into pipeline stages (pp_size), and each process has but one of them: load it with device_map"
         )
-    if reason := why_not_split(model, config, recurrent=is_recurrent(model)):
+    if reason := why_not_split(survey, config):
         return reason
     backend = config._attn_implementation or "eager"
     ours = backend in (TREE_ATTENTION, INVARIANT_ATTENTION)
-    if not (ours or backend in ("sdpa", "eager")) or (ours and (_has_encoder(model) or indexers_of(model))):
+    if not (ours or backend in ("sdpa", "eager")) or (ours and (_has_encoder(model) or indexers_of(survey))):
         return f'its attention kernel {backend!r} takes no tree mask: load it with attn_implementation="sdpa"'
     if ours and not model._can_set_attn_implementation():
         remedy = 'load it with attn_implementation="eager"'

@@ -20,14 +20,16 @@ from lade.model.runner import input_device
 from lade.model.signature import cache_name
 from lade.model.support.randomness import watch_draws
 from lade.model.support.tree_check import distance, tolerance
+from lade.model.survey import Survey
 
 REMEDY = "call model.eval()"
 
 
-def why_not_in_training(model: PreTrainedModel) -> str:
+def why_not_in_training(survey: Survey) -> str:
     """What training mode does to the passes of a model; empty if nothing, or if no module is in training mode."""
-    if not any(module.training for module in model.modules()):
+    if not survey.training:
         return ""
+    model: PreTrainedModel = survey.model
     if model.config.is_encoder_decoder:
         return f"it is in training mode, and its passes are not tried: {REMEDY}"
     with watch_draws(model) as draws:
