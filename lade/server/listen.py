@@ -16,7 +16,7 @@ from lade.server.app import build_app
 from lade.server.service import Service
 
 EXIT_DEAD = 1
-_SWITCH_S = 1e-3
+SWITCH_S = 1e-3
 """Between the threads of Python: at its default of 5 ms the thread that decodes would wait that long for each answer
 that is written meanwhile."""
 _LAST_WORDS_S = 2.0
@@ -42,7 +42,7 @@ def run(service: Service, listening: socket.socket) -> int:
     )
     server = Server(config, service)
     before = sys.getswitchinterval()
-    sys.setswitchinterval(_SWITCH_S)
+    sys.setswitchinterval(SWITCH_S)
     try:
         server.run(sockets=[listening])
     finally:

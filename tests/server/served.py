@@ -166,13 +166,15 @@ def until(true: Callable[[], Any], seconds: float = SOON) -> None:
         time.sleep(0.005)
 
 
-def slow_served(pass_s: float = 0.01, failing: Callable[[], bool] = lambda: False) -> ServedModel:
+def slow_served(
+    pass_s: float = 0.01, failing: Callable[[], bool] = lambda: False, wait: Callable[[float], None] = time.sleep
+) -> ServedModel:
     """A model of its own, whose passes take their time once the server is ready, and fail when told to."""
     model = byte_model(TOKENIZER)
     model.paused = threading.Event()
 
     def hook(module: Any, arguments: Any) -> None:
-        time.sleep(pass_s if model.paused.is_set() else 0.0)
+        wait(pass_s if model.paused.is_set() else 0.0)
         if failing():
             raise RuntimeError("the device is gone")
 
