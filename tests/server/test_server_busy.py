@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from served import running, slow_served
+from served import running, slow_served, until
 
 from lade.server.keys import Key, Keys
 from lade.server.listen import SWITCH_S
@@ -34,6 +34,7 @@ def busy():
     try:
         with running(slow_served(0.02, wait=spin), max_rows=2, max_waiting=1, keys=keys, max_body=2**12) as server:
             threads = [begun(server) for _ in range(3)]
+            until(lambda: (server.service.snapshot().rows, server.service.snapshot().waiting) == (2, 1))
             yield server
             server.service.abort()
             for thread in threads:
