@@ -131,6 +131,10 @@ class Answer(ABC):
     def _check(self) -> None:
         body, settings = self.body, self.service.settings
         refusals.check_model(body.model, settings)
+        most = settings.max_rows + settings.max_waiting
+        if self.count > most:
+            why = f"{self.count} answers are asked for, and {most} may be decoded or wait: ask for fewer at a time"
+            raise invalid(None, why, "too_large_for_server")
         ignored = refusals.check(body, settings)
         if ignored:
             self._headers["x-lade-ignored"] = ", ".join(ignored)
