@@ -5,6 +5,7 @@ conversation as a chat template sees it: what the first one said, and what came 
 """
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -37,6 +38,10 @@ TODO = {
     "type": "object",
     "properties": {"steps": {"type": "array", "items": {"type": "object", "properties": {"step": {"type": "string"}}}}},
 }
+
+
+THEN_ENDS = {"min_tokens": len(SAID), "logit_bias": {"0": 100}, "max_tokens": 20, "lookahead": None}
+"""Behind a token for each of the texts above the end is what the model says."""
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +92,12 @@ def test_a_turn_by_responses(agents, monkeypatch):
     agents.http.headers.update(headers)
     with monkeypatch.context() as patch:
         scripted(patch, SAID)
-        events = frames(
-            agents, "/v1/responses", **RESPONSES, input=ASKED, max_output_tokens=9, ignore_eos=True, lookahead=None
-        )
+        events = frames(agents, "/v1/responses", **RESPONSES, input=ASKED, **THEN_ENDS)
+    assert events[-1][0] == "response.completed"
+    stages = [data["response"] for _, data in events if "response" in data]
+    assert len({stage["created_at"] for stage in stages}) == 1 and abs(stages[0]["created_at"] - time.time()) < 60
+    done = [data for name, data in events if name == "response.function_call_arguments.done"]
+    assert [data["name"] for data in done] == ["shell", "read"]
     items = [data["item"] for name, data in events if name == "response.output_item.done"]
     assert [item["type"] for item in items] == ["reasoning", "message", "function_call", "function_call"]
     assert events[-1][1]["response"]["output"] == items and events[-1][1]["response"]["store"] is False
@@ -114,6 +122,7 @@ def test_a_turn_by_responses(agents, monkeypatch):
     )
     last = frames(agents, "/v1/responses", **body)[-1][1]["response"]
     assert last["output"][-1]["content"][0]["text"] == text
+    assert last["usage"]["input_tokens_details"]["cached_tokens"] > 30, "the first turn is not read again"
     assert last["usage"]["input_tokens"] == length and last["usage"]["output_tokens"] == 20
     whole = agents.http.post("/v1/responses", json=body)
     assert whole.headers["x-lade-ignored"].split(", ") == ["tools.custom", "tools.web_search"]
@@ -155,10 +164,13 @@ def test_a_turn_by_messages(agents, monkeypatch):
     path = "/v1/messages?beta=true"
     with monkeypatch.context() as patch:
         scripted(patch, SAID)
-        body = {**MESSAGES, "messages": [USER], "max_tokens": 9, "ignore_eos": True, "lookahead": None}
-        events = frames(agents, path, **body)
+        events = frames(agents, path, **MESSAGES, messages=[USER], **THEN_ENDS)
+    members = {"id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage"}
+    assert events[0][1]["message"].keys() == members
+    assert events[-2][1]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     blocks = blocks_of(events)
     assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use", "tool_use"]
+    assert blocks[0].keys() == {"type", "thinking", "signature"}
     calls = blocks[2:]
     assert [(call["name"], call["input"]) for call in calls] == [
         ("shell", {"command": ["ls"]}),

@@ -80,6 +80,12 @@ def test_the_frames_of_a_stream(server):
     assert events[-2][1]["usage"]["output_tokens"] == 9 and events[-1][1] == {"type": "message_stop"}
 
 
+def test_a_silent_stream_has_pings_of_its_own_form():
+    with running(slow_served(0.3), ping_s=0.1) as server:
+        names = [name for name, _ in frames(server, "/v1/messages", messages=MESSAGES, max_tokens=1)]
+    assert "ping" in names and names[-1] == "message_stop"
+
+
 def test_blocks_become_messages():
     thought = {"type": "thinking", "thinking": "hm", "signature": ""}
     call = {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}}
