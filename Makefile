@@ -12,9 +12,10 @@ PAGE := .venv-page
 FRAMEWORKS_TESTS := tests/recipe tests/test_snippets.py
 CLIENTS := .venv-clients
 SCALE := .venv-scale
+SCHEMA := .venv-schema
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-fast test-slow test-gpu test-distributed test-oldest test-kernel test-quantised test-frameworks test-clients test-scale test-page lint figures docs traces wheel clean
+.PHONY: help demo test test-fast test-slow test-gpu test-distributed test-oldest test-kernel test-quantised test-frameworks test-clients test-scale test-schema test-page lint figures docs traces wheel clean
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -66,6 +67,11 @@ $(SCALE)/.installed: pyproject.toml constraints.txt constraints-scale.txt
 	$(SCALE)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-scale.txt -e '.[dev,scale]'
 	@touch $@
 
+$(SCHEMA)/.installed: constraints-schema.txt
+	$(PYTHON) -m venv $(SCHEMA)
+	$(SCHEMA)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-schema.txt schemathesis
+	@touch $@
+
 demo: $(VENV)/.installed ## watch the embedded model write Python: plain, adaptive, and with its memory kept
 	$(BIN)/lade demo
 
@@ -102,6 +108,9 @@ test-clients: $(VENV)/.installed $(CLIENTS)/.installed ## clients at a server: L
 test-scale: $(SCALE)/.installed ## two replicas of a model and a data set by Ray, on this machine (500 MB are fetched)
 	OMP_NUM_THREADS=1 $(SCALE)/bin/python -m pytest -m 'slow or not slow' tests/scale
 
+test-schema: $(VENV)/.installed $(SCHEMA)/.installed ## requests made up from /openapi.json at a server, by schemathesis (100 MB are installed; five minutes)
+	$(SCHEMA)/bin/python scripts/try_schema.py $(BIN)/lade
+
 test-page: $(PAGE)/.installed ## the chat page in Chromium (found in PATH, else playwright's own; 150 MB are fetched)
 	PYTHONPATH=$(PAGE) $(BIN)/python -m pytest tests/server/page
 
@@ -124,4 +133,4 @@ wheel: $(VENV)/.installed ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(KERNEL) $(QUANTISED) $(FRAMEWORKS) $(CLIENTS) $(SCALE) $(PAGE) $(DOCS) build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(KERNEL) $(QUANTISED) $(FRAMEWORKS) $(CLIENTS) $(SCALE) $(SCHEMA) $(PAGE) $(DOCS) build dist *.egg-info

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from lade.cli.batch.request import BatchOptions
+from lade.cli.batch.request import Batch, BatchOptions
 from lade.cli.options import decoding as options
 from lade.cli.options.grammar import AnswerForm
 from lade.cli.options.template import Template
@@ -62,37 +62,25 @@ def generate(
         template.check()
         crew = _crew(term) if many.replicas else None
         batch = many.batch(source, writes=crew is None or crew.first)
-        choices = choices.settled(batch.seed if batch else None)
-        if crew is not None:
-            choices = replace(choices, seed=crew.agreed("seed", choices.seed))
-        if batch:
-            _check_batch(choices, image)
-        if source.piped:
-            term.working("reading standard input")
-        prompts = [] if batch else source.read()
-        if image:
-            _check_images(image, source, prompts, template)
+        choices = _settled(choices, batch, crew, image)
+        prompts = [] if batch else _read(source, image, template, term)
         grammar = form.read()
         predicted = _predicted(prediction_file, prompts, lookahead, choices)
         from lade.cli.encoder import Encoder
         from lade.cli.generation_plan import GenerationPlan
-        from lade.cli.loading.load import load as load_model
-        from lade.cli.loading.load import remembering
+        from lade.cli.loading.load import load, remembering
         from lade.cli.processes import connected, leading
 
-        split = connected(term) if crew is None else 1
-        load = partial(load_model, loading, term=term, pack=speed.pack, images=bool(image), invariant=speed.invariant)
-        loaded = load(processes=split)
+        split, pack, invariant = connected(term) if crew is None else 1, speed.pack, speed.invariant
+        loaded = load(loading, term=term, pack=pack, images=bool(image), invariant=invariant, processes=split)
         lookahead = remembering(loaded, lookahead, speed.memory)
         plan = GenerationPlan(loaded, Encoder(loaded, template), lookahead, choices, max_new_tokens, grammar)
         with leading(loaded.model, split) as leads:
-            if not leads:
-                return
-            if batch:
+            if leads and batch:
                 from lade.cli.batch.run import carry_out
 
                 carry_out(batch, plan, term, quiet=json, crew=crew)
-            else:
+            elif leads:
                 _run(plan, prompts, term, image or [], predicted, json=json)
 
 
@@ -102,21 +90,31 @@ def _crew(term: Terminal) -> Crew:
     return crew_of(term)
 
 
-def _check_images(images: list[Path], source: Source, prompts: list[Prompt], template: Template) -> None:
-    """Raise `ConfigError` where images have no place."""
+def _settled(choices: Choices, batch: Batch | None, crew: Crew | None, images: list[Path] | None) -> Choices:
+    """With a seed that a file, or other processes, have already; raises `ConfigError` for what is for one prompt."""
+    choices = choices.settled(batch.seed if batch else None)
+    if crew is not None:
+        choices = replace(choices, seed=crew.agreed("seed", choices.seed))
+    if batch and choices.num_beams > 1:
+        raise ConfigError("num-beams", choices.num_beams, "a beam search is for one prompt: leave out --batch-size")
+    if batch and images:
+        raise ConfigError("image", str(images[0]), "images are for one prompt: leave out --batch-size")
+    return choices
+
+
+def _read(source: Source, images: list[Path] | None, template: Template, term: Terminal) -> list[Prompt]:
+    """The prompts; raises `ConfigError` where images have no place in them."""
+    if source.piped:
+        term.working("reading standard input")
+    prompts = source.read()
+    if not images:
+        return prompts
     given = str(images[0])
     if source.prompt_file is not None and (len(prompts) != 1 or prompts[0].messages is not None):
         raise ConfigError("image", given, "images are for one prompt of text: give it as an argument")
     if template.raw:
         raise ConfigError("image", given, "its place is the chat template's to choose: leave out --raw")
-
-
-def _check_batch(choices: Choices, images: list[Path] | None) -> None:
-    """Raise `ConfigError` for what is for one prompt."""
-    if choices.num_beams > 1:
-        raise ConfigError("num-beams", choices.num_beams, "a beam search is for one prompt: leave out --batch-size")
-    if images:
-        raise ConfigError("image", str(images[0]), "images are for one prompt: leave out --batch-size")
+    return prompts
 
 
 def _predicted(path: Path | None, prompts: list[Prompt], lookahead: Lookahead, choices: Choices) -> str | None:

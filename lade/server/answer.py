@@ -6,9 +6,9 @@ import asyncio
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from fastapi import Request
 from starlette.responses import Response
@@ -20,6 +20,7 @@ from lade.server.choice import Choice, Piece
 from lade.server.choosing import first_seed, generate_arguments, lookahead_of, seed_of
 from lade.server.errors import ApiError, error_for, invalid
 from lade.server.exchange import GONE, Exchange
+from lade.server.leaving import ClientLeftError, unless_gone
 from lade.server.message_parts import MarkupParser, PlainParser
 from lade.server.obfuscation import padded
 from lade.server.prompt import Prompt
@@ -27,12 +28,6 @@ from lade.server.replies import Json
 from lade.server.schemas import Decoding
 from lade.server.service import Service
 from lade.serving.place import Place
-
-T = TypeVar("T")
-
-
-class ClientLeftError(Exception):
-    """Nobody waits for the answer any more."""
 
 
 class Answer(ABC):
@@ -51,6 +46,7 @@ class Answer(ABC):
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
     id_prefix: ClassVar[str]
+    ping: ClassVar[bytes] = sse.PING
 
     def __init__(self, service: Service, exchange: Exchange, body: Decoding) -> None:
         self.service, self.body = service, body
@@ -109,10 +105,10 @@ class Answer(ABC):
     async def reply(self, request: Request) -> Response:
         """Whole or as a stream, or what went wrong."""
         try:
-            await _unless_gone(request, self._begin())
+            await unless_gone(request, self._begin())
             if self.body.stream:
                 return sse.EventStream(self._events(), self._headers)
-            return Json(await _unless_gone(request, self._whole()), headers=self._headers)
+            return Json(await unless_gone(request, self._whole()), headers=self._headers)
         except ClientLeftError:
             return Response(status_code=GONE)
         except Exception as problem:  # noqa: BLE001 - whatever it is, the client is told
@@ -135,6 +131,10 @@ class Answer(ABC):
     def _check(self) -> None:
         body, settings = self.body, self.service.settings
         refusals.check_model(body.model, settings)
+        most = settings.max_rows + settings.max_waiting
+        if self.count > most:
+            why = f"{self.count} answers are asked for, and {most} may be decoded or wait: ask for fewer at a time"
+            raise invalid(None, why, "too_large_for_server")
         ignored = refusals.check(body, settings)
         if ignored:
             self._headers["x-lade-ignored"] = ", ".join(ignored)
@@ -233,25 +233,40 @@ class Answer(ABC):
         }
 
     async def _events(self) -> AsyncIterator[bytes]:
+        """What a stream consists of, in whatever form its events are."""
         begun = False
         try:
             async with aclosing(self._steps(self.service.settings.ping_s)) as pieces:
                 async for found in pieces:
                     if found is None:
-                        yield sse.PING
+                        yield self.ping
                         continue
                     if not begun:
                         begun = True
-                        for opening in filter(None, map(self.opening, self.choices)):
-                            yield self._event(opening)
-                    for chunk in self._chunks(*found):
-                        yield chunk
-            if self.body.include_usage:
-                yield sse.event({**self._head(self.chunk_kind), "choices": [], "usage": self.usage()})
+                        for event in self._first():
+                            yield event
+                    for event in self._chunks(*found):
+                        yield event
             self.ended()
-            yield sse.DONE
+            for event in self._last():
+                yield event
         except Exception as problem:  # noqa: BLE001 - the status was sent: only an event can tell
-            yield sse.event(self._failed(problem).body)
+            for event in self._broken(self._failed(problem)):
+                yield event
+
+    def _first(self) -> Iterator[bytes]:
+        """The events of a stream before its first token, when there is one."""
+        return map(self._event, filter(None, map(self.opening, self.choices)))
+
+    def _last(self) -> Iterator[bytes]:
+        """Those behind the last token."""
+        if self.body.include_usage:
+            yield sse.event({**self._head(self.chunk_kind), "choices": [], "usage": self.usage()})
+        yield sse.DONE
+
+    def _broken(self, error: ApiError) -> Iterator[bytes]:
+        """Those of a stream that cannot go on."""
+        yield sse.event(error.body)
 
     def _chunks(self, choice: Choice, piece: Piece) -> Iterator[bytes]:
         """The events of a step, or of an end: text that was held back, then the reason."""
@@ -331,22 +346,3 @@ class Answer(ABC):
         accepted = sum(each.accepted_tokens for each in stats)
         seed = self.choices[0].handle.seed
         return {"seed": seed, "steps": steps, "tokens_per_step": round(accepted / max(1, steps), 3), "fed": fed}
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What comes of some work, unless the client leaves before; nobody else notices that it does."""
-    tasks: Sequence[asyncio.Task[Any]] = (asyncio.create_task(work), asyncio.create_task(_gone(request)))
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0].done():
-            result: T = tasks[0].result()
-            return result
-        raise ClientLeftError
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

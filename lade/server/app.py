@@ -9,6 +9,7 @@ from functools import partial
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
+from starlette.types import Scope
 
 from lade.server import errors
 from lade.server.body import Body
@@ -43,7 +44,7 @@ def build_app(service: Service) -> FastAPI:
     if settings.page:
         mount_page(app)
     # the last one added comes first
-    app.add_middleware(Body, most_bytes=settings.max_body)
+    app.add_middleware(Body, most_bytes=settings.max_body, wanted=_wants_body)
     app.add_middleware(Guard, settings=settings)
     if settings.cors_origins:
         app.add_middleware(
@@ -60,6 +61,11 @@ def build_app(service: Service) -> FastAPI:
 
 def _ended(app: FastAPI, service: Service, exchange: Exchange) -> None:
     service.ended(exchange, _known(app, exchange.path))
+
+
+def _wants_body(scope: Scope) -> bool:
+    """Whether a route takes it: what is asked in vain is told so, whatever its body is like."""
+    return scope["method"] == "POST" and any(route.matches(scope)[0] is Match.FULL for route in router.routes)
 
 
 def _known(app: FastAPI, path: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,14 +25,15 @@ class Body:
     Args:
         app: what comes after.
         most_bytes: of a body.
+        wanted: whether a request has a body that anybody looks at.
     """
 
-    def __init__(self, app: ASGIApp, most_bytes: int) -> None:
-        self._app, self._most_bytes = app, most_bytes
+    def __init__(self, app: ASGIApp, most_bytes: int, wanted: Callable[[Scope], bool]) -> None:
+        self._app, self._most_bytes, self._wanted = app, most_bytes, wanted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hand it on with its body whole, or refuse it."""
-        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+        if scope["type"] != "http" or not self._wanted(scope):
             await self._app(scope, receive, send)
             return
         try:

@@ -1,4 +1,4 @@
-"""Who may ask, and from where: hosts, origins and keys, before anything else looks at a request."""
+"""Who may ask, and from where: hosts, origins, keys, and how many, before anything else looks at a request."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lade.server.errors import AUTHENTICATION, PERMISSION, ApiError
+from lade.server.errors import AUTHENTICATION, PERMISSION, ApiError, overloaded
 from lade.server.exchange import Exchange
 from lade.server.settings import Settings
 
 OPEN = frozenset(["/live", "/ready", "/health", "/v1/health"])
 """Paths that orchestrators ask without a key."""
 PAGE = "/page"
+CROWDED = "crowded"
+"""In the state of a request: whether there are more connections than may be."""
 _SAFE = ("GET", "HEAD", "OPTIONS")
 
 
@@ -46,6 +48,10 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
+        if scope["state"].get(CROWDED) and scope["path"] not in OPEN:
+            raise overloaded(
+                "there are too many connections: send this again later", "too_many_connections", close=True
+            )
         host = headers.get("host", "")
         if not self._knows(host):
             why = f"host {host[:100]!r} is not served: start the server with --allowed-host to serve it"

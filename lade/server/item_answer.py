@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from typing import Any
 
 from lade.server import sse
 from lade.server.chat import ChatAnswer
-from lade.server.choice import Piece
+from lade.server.choice import Choice, Piece
 from lade.server.errors import ApiError
 from lade.server.exchange import Exchange
 from lade.server.runs import Change, Runs
@@ -28,8 +27,6 @@ class ItemAnswer(ChatAnswer):
     Attributes:
         runs: of the answer so far.
     """
-
-    ping: ClassVar[bytes] = sse.PING
 
     def __init__(self, service: Service, exchange: Exchange, body: ChatRequest) -> None:
         super().__init__(service, exchange, body)
@@ -67,27 +64,17 @@ class ItemAnswer(ChatAnswer):
         self.ended()
         return self.message()
 
-    async def _events(self) -> AsyncIterator[bytes]:
-        begun = False
-        try:
-            async with aclosing(self._steps(self.service.settings.ping_s)) as pieces:
-                async for found in pieces:
-                    if found is None:
-                        yield self.ping
-                        continue
-                    if not begun:
-                        begun = True
-                        for event in self.first():
-                            yield self.encoded(event)
-                    for change in self._changes(found[1]):
-                        for event in self.told(change):
-                            yield self.encoded(event)
-            for event in self.last():
-                yield self.encoded(event)
-            self.ended()
-        except Exception as problem:  # noqa: BLE001 - the status was sent: only an event can tell
-            for event in self.broken(self._failed(problem)):
-                yield self.encoded(event)
+    def _first(self) -> Iterator[bytes]:
+        return map(self.encoded, self.first())
+
+    def _chunks(self, choice: Choice, piece: Piece) -> Iterator[bytes]:
+        return (self.encoded(event) for change in self._changes(piece) for event in self.told(change))
+
+    def _last(self) -> Iterator[bytes]:
+        return map(self.encoded, self.last())
+
+    def _broken(self, error: ApiError) -> Iterator[bytes]:
+        return map(self.encoded, self.broken(error))
 
     def _changes(self, piece: Piece) -> Iterator[Change]:
         yield from self.runs.take(piece.parts)

@@ -13,15 +13,15 @@ from types import FrameType
 import uvicorn
 
 from lade.server.app import build_app
+from lade.server.connection import Connection
 from lade.server.service import Service
 
 EXIT_DEAD = 1
-_SWITCH_S = 1e-3
+SWITCH_S = 1e-3
 """Between the threads of Python: at its default of 5 ms the thread that decodes would wait that long for each answer
 that is written meanwhile."""
 _LAST_WORDS_S = 2.0
 """For answers to say that they were cut."""
-_CONNECTIONS = 1024
 
 
 def run(service: Service, listening: socket.socket) -> int:
@@ -30,19 +30,9 @@ def run(service: Service, listening: socket.socket) -> int:
     Raises:
         Exception: what kept the model from being loaded.
     """
-    config = uvicorn.Config(
-        build_app(service),
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        lifespan="on",
-        limit_concurrency=_CONNECTIONS,
-        timeout_graceful_shutdown=int(_LAST_WORDS_S),
-        proxy_headers=False,
-    )
-    server = Server(config, service)
+    server = Server(service)
     before = sys.getswitchinterval()
-    sys.setswitchinterval(_SWITCH_S)
+    sys.setswitchinterval(SWITCH_S)
     try:
         server.run(sockets=[listening])
     finally:
@@ -60,11 +50,21 @@ class Server(uvicorn.Server):
     itself would close them. When the last answer has ended, or its time is up, uvicorn ends as it always does.
 
     Args:
-        config: of uvicorn.
         service: what is served.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, service: Service) -> None:
+        config = uvicorn.Config(
+            build_app(service),
+            http=Connection,
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="on",
+            timeout_graceful_shutdown=int(_LAST_WORDS_S),
+            proxy_headers=False,
+        )
         super().__init__(config)
         self._service = service
         self._ends_at: float | None = None

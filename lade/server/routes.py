@@ -10,10 +10,26 @@ from typing import Any
 import torch
 import transformers
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from lade.server.chat import ChatAnswer
 from lade.server.completions import CompletionAnswer
+from lade.server.description import (
+    ANTHROPICS_ERRORS,
+    CHAT,
+    COUNT,
+    ERRORS,
+    EVENTS,
+    HEALTH,
+    MESSAGE,
+    MODEL,
+    MODELS,
+    RESPONSE,
+    ROWS,
+    TEXT,
+    TOKENS,
+    whole,
+)
 from lade.server.errors import NOT_FOUND, ApiError
 from lade.server.exchange import Exchange
 from lade.server.messages.answer import MessagesAnswer
@@ -29,7 +45,7 @@ from lade.server.tokenizing import DetokenizeRequest, TokenizeChat, TokenizeText
 from lade.serving.handle import Handle
 from lade.version import __version__
 
-router = APIRouter()
+router = APIRouter(responses=ERRORS)
 
 
 def _service(request: Request) -> Service:
@@ -37,58 +53,58 @@ def _service(request: Request) -> Service:
     return service
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=CHAT)
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
     return await ChatAnswer(_service(request), Exchange.of(request.scope), body).reply(request)
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=CHAT)
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue texts."""
     return await CompletionAnswer(_service(request), Exchange.of(request.scope), body).reply(request)
 
 
-@router.post("/v1/responses")
+@router.post("/v1/responses", responses=RESPONSE)
 async def responses(request: Request, body: ResponsesRequest) -> Response:
     """Answer a conversation that is a list of items."""
     return await ResponsesAnswer(_service(request), Exchange.of(request.scope), body).reply(request)
 
 
-@router.post("/v1/messages")
+@router.post("/v1/messages", responses={**ANTHROPICS_ERRORS, **MESSAGE})
 async def messages(request: Request, body: MessagesRequest) -> Response:
     """Answer a conversation as Anthropic's API does."""
     return await MessagesAnswer(_service(request), Exchange.of(request.scope), body).reply(request)
 
 
-@router.post("/v1/messages/count_tokens")
+@router.post("/v1/messages/count_tokens", responses={**ANTHROPICS_ERRORS, **whole(input_tokens=COUNT)})
 async def tokens_of_messages(request: Request, body: CountRequest) -> Response:
     """How many tokens such a conversation has."""
     return Json(await count_tokens(_service(request), body))
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", responses=TOKENS)
 async def ids_of_text(request: Request, body: TokenizeText | TokenizeChat) -> Response:
     """The ids of a text, or of a conversation."""
     return Json(await tokenize(_service(request), body))
 
 
-@router.post("/detokenize")
+@router.post("/detokenize", responses=whole(prompt=TEXT))
 async def text_of_ids(request: Request, body: DetokenizeRequest) -> Response:
     """The text of some ids."""
     return Json(await detokenize(_service(request), body))
 
 
-@router.get("/live")
+@router.get("/live", responses=HEALTH)
 async def live(request: Request) -> Response:
     """Whether this process should be left running."""
     service = _service(request)
     return _health(service) if service.phase == "dead" else Json({"status": "ok"})
 
 
-@router.get("/ready")
-@router.get("/health")
-@router.get("/v1/health")
+@router.get("/ready", responses=HEALTH)
+@router.get("/health", responses=HEALTH)
+@router.get("/v1/health", responses=HEALTH)
 async def ready(request: Request) -> Response:
     """Whether requests are taken."""
     return _health(_service(request))
@@ -101,7 +117,7 @@ def _health(service: Service) -> Response:
     return Json({"status": service.phase, **reason}, 503)
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", responses=MODELS)
 async def models(request: Request) -> Response:
     """What is served."""
     service = _service(request)
@@ -110,7 +126,7 @@ async def models(request: Request) -> Response:
     return Json({"object": "list", "data": [_described(service, name) for name in names], **page})
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", responses=whole(**MODEL))
 async def model(request: Request, name: str) -> Response:
     """One of them."""
     service = _service(request)
@@ -135,7 +151,7 @@ def _described(service: Service, name: str) -> dict[str, Any]:
     }
 
 
-@router.get("/version")
+@router.get("/version", responses=whole(version=TEXT, torch=TEXT, transformers=TEXT, python=TEXT))
 async def version(request: Request) -> Response:
     """What runs."""
     return Json(
@@ -148,7 +164,7 @@ async def version(request: Request) -> Response:
     )
 
 
-@router.get("/v1/lade/status")
+@router.get("/v1/lade/status", responses=whole(state=TEXT, rows=ROWS))
 async def status(request: Request) -> Response:
     """The rows and what they are at, without their texts."""
     service = _service(request)
@@ -177,7 +193,7 @@ def _row(name: str, age_s: float, handle: Handle) -> dict[str, Any]:
     }
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """For Prometheus."""
     service = _service(request)
@@ -192,7 +208,7 @@ class LoadRequest(Model):
     model: str | None = None
 
 
-@router.post("/load_model")
+@router.post("/load_model", response_class=StreamingResponse, responses=EVENTS)
 async def load_model(request: Request, body: LoadRequest) -> Response:
     """`transformers chat` asks for this before it talks; what is served is loaded already."""
     service = _service(request)

@@ -36,6 +36,9 @@ def _as_list(value: Any) -> Any:
     return [] if value is None else [value] if isinstance(value, str) else value
 
 
+Stops = Annotated[list[Stop], BeforeValidator(_as_list, json_schema_input_type=Stop | list[Stop] | None)]
+
+
 class Model(BaseModel):
     """Base of all: what is not known is kept apart, to be named to the client."""
 
@@ -110,7 +113,9 @@ class Decoding(Model):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[TokenId, Bias] | None = Field(None, max_length=MOST_BIASES)
-    stop: Annotated[list[Stop], BeforeValidator(_as_list)] = Field([], max_length=MOST_STOPS)
+    stop: Annotated[list[Stop], BeforeValidator(_as_list, json_schema_input_type=Stop | list[Stop] | None)] = Field(
+        [], max_length=MOST_STOPS
+    )
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MOST_BIASES)
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False

@@ -126,10 +126,22 @@ def test_a_model_that_is_not_there_is_one_line(lade, tmp_path):
     assert result.exit_code == 2 and result.stderr.count("\n") == 1 and str(tmp_path.name) in result.stderr
 
 
-def test_a_missing_package_is_one_line(lade, monkeypatch):
-    from lade.cli.serve import command
+def test_a_model_that_cannot_be_served_is_one_line_with_what_can_be_typed(lade, unsupported, tmp_path):
+    asked = tmp_path / "requests.jsonl"
+    request = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 2}}
+    asked.write_text(json.dumps(request) + "\n")
+    for arguments in (["serve", "--port", 0], ["batch", "-i", asked, "-o", tmp_path / "out"]):
+        result = lade(*arguments, "--model", unsupported)
+        assert result.exit_code == 2 and result.stderr.splitlines()[-1].count("GPTNeoForCausalLM") == 1
+        assert "; lade generate decodes it plainly" in result.stderr and "lookahead=" not in result.stderr
+    plain = lade("generate", "--model", unsupported, "-n", 2, "x")
+    assert plain.exit_code == 0, "and that is true"
 
-    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "uvicorn" else name)
+
+def test_a_missing_package_is_one_line(lade, monkeypatch):
+    from lade.cli.serve import checks
+
+    monkeypatch.setattr(checks, "find_spec", lambda name: None if name == "uvicorn" else name)
     result = lade("serve")
     assert result.exit_code == 2 and 'pip install "lookahead-decoding[serve]"' in result.stderr
 

@@ -14,11 +14,9 @@ from typing import Any
 
 import httpx2 as httpx
 import torch
-import uvicorn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lade.server.app import build_app
 from lade.server.listen import Server
 from lade.server.served_model import ServedModel
 from lade.server.service import Service
@@ -107,8 +105,7 @@ class Running:
         listening = socket.create_server(("127.0.0.1", 0))
         self.port = listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(build_app(self.service), log_config=None, lifespan="on", timeout_graceful_shutdown=2)
-        self.server = Server(config, self.service)
+        self.server = Server(self.service)
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([listening])), daemon=True)
         self.http = httpx.Client(base_url=self.url, timeout=SOON)
 
@@ -166,13 +163,15 @@ def until(true: Callable[[], Any], seconds: float = SOON) -> None:
         time.sleep(0.005)
 
 
-def slow_served(pass_s: float = 0.01, failing: Callable[[], bool] = lambda: False) -> ServedModel:
+def slow_served(
+    pass_s: float = 0.01, failing: Callable[[], bool] = lambda: False, wait: Callable[[float], None] = time.sleep
+) -> ServedModel:
     """A model of its own, whose passes take their time once the server is ready, and fail when told to."""
     model = byte_model(TOKENIZER)
     model.paused = threading.Event()
 
     def hook(module: Any, arguments: Any) -> None:
-        time.sleep(pass_s if model.paused.is_set() else 0.0)
+        wait(pass_s if model.paused.is_set() else 0.0)
         if failing():
             raise RuntimeError("the device is gone")
 

@@ -2,6 +2,7 @@
 
 import json
 
+import jsonschema
 import pytest
 from served import CONTEXT, running
 
@@ -156,6 +157,38 @@ def test_half_a_character_is_no_text(server):
     body = b'{"messages": [{"role": "user", "content": "x", "name": "\\ud800"}], "max_tokens": 2}'
     response = server.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
     assert response.status_code == 200
+
+
+def test_more_answers_than_there_can_ever_be_places_for():
+    with running(max_rows=2, max_waiting=3) as server:
+        message = check(server.complete(["a", "b"], n=3), 400, INVALID, "too_large_for_server")
+        assert "6 answers" in message and "5 may" in message
+        assert server.complete(["a"], n=5, max_tokens=1).status_code == 200
+
+
+def test_methods_that_a_path_does_not_take(server):
+    for method in ("GET", "PUT", "PATCH", "DELETE", "TRACE"):
+        check(server.http.request(method, "/v1/completions"), 405, INVALID, "unknown_url")
+    for method in ("POST", "TRACE"):
+        check(server.http.request(method, "/live"), 405, INVALID, "unknown_url")
+    check(server.http.post("/v1/nothing"), 404, "not_found_error", "unknown_url")
+
+
+def test_answers_are_described_as_they_are(server):
+    described = server.http.get("/openapi.json").json()
+    for path, methods in described["paths"].items():
+        for method, operation in methods.items():
+            found = operation["responses"]
+            assert found.keys() >= {"200", "4XX", "5XX"} and "422" not in found, (method, path)
+    chat = described["paths"]["/v1/chat/completions"]["post"]["responses"]
+    assert chat["200"]["content"].keys() == {"application/json", "text/event-stream"}
+    jsonschema.validate(server.chat(max_tokens=1).json(), chat["200"]["content"]["application/json"]["schema"])
+    refused = server.chat(temperature=-1).json()
+    jsonschema.validate(refused, chat["4XX"]["content"]["application/json"]["schema"])
+    anthropic = described["paths"]["/v1/messages"]["post"]["responses"]["4XX"]["content"]["application/json"]["schema"]
+    jsonschema.validate(server.http.post("/v1/messages", json={}).json(), anthropic)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(refused, anthropic)
 
 
 def test_request_ids_go_in_and_out(server):

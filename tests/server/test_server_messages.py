@@ -80,6 +80,12 @@ def test_the_frames_of_a_stream(server):
     assert events[-2][1]["usage"]["output_tokens"] == 9 and events[-1][1] == {"type": "message_stop"}
 
 
+def test_a_silent_stream_has_pings_of_its_own_form():
+    with running(slow_served(0.3), ping_s=0.1) as server:
+        names = [name for name, _ in frames(server, "/v1/messages", messages=MESSAGES, max_tokens=1)]
+    assert "ping" in names and names[-1] == "message_stop"
+
+
 def test_blocks_become_messages():
     thought = {"type": "thinking", "thinking": "hm", "signature": ""}
     call = {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}}
@@ -129,6 +135,7 @@ def test_blocks_become_messages():
         ([{"type": "document", "source": {"type": "text"}}], "messages[0].content[0]"),
         ([{"type": "tool_result", "content": "x"}], "messages[0].content[0].tool_use_id"),
         ([{"type": "text"}], "messages[0].content[0]"),
+        ([], "messages"),
     ],
 )
 def test_what_cannot_be_shown_is_refused(content, param):
@@ -157,6 +164,17 @@ def test_refusals_have_anthropics_form(server, client):
     assert answer.status_code == 415 and answer.json()["error"]["type"] == "invalid_request_error"
     with pytest.raises(anthropic.BadRequestError, match="context is 512"):
         client.messages.create(model="toy", max_tokens=1, messages=[{"role": "user", "content": "x" * 600}])
+
+
+def test_what_nobody_foresaw_has_this_form_too(server, monkeypatch):
+    def broken(service, body):
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr("lade.server.routes.count_tokens", broken)
+    answer = server.http.post("/v1/messages/count_tokens", json={"messages": MESSAGES})
+    body = answer.json()
+    assert (answer.status_code, body["type"], body["error"]["type"]) == (500, "error", "api_error")
+    assert body["request_id"] in body["error"]["message"] and "secret" not in answer.text
 
 
 def test_a_key_comes_as_anthropics_clients_send_it():
@@ -220,4 +238,5 @@ def test_the_python_blocks_of_the_documentation_run(server, capsys):
         exec(compile(here, page.name, "exec"), names)
         names["client"].close()
     count = len(templated([{"role": "user", "content": "Why is the sky blue?"}]))
-    assert capsys.readouterr().out.endswith(f" 20\n{count}\n")
+    (tokens,) = re.findall(rf" (\d+)\n{count}\n\Z", capsys.readouterr().out)
+    assert 1 <= int(tokens) <= 20

@@ -12,8 +12,8 @@ import typer
 from lade.cli.batch_file import requests
 from lade.cli.options import decoding as options
 from lade.cli.options.grouping import in_panel
-from lade.cli.serve.command import read_template, require_extra
-from lade.cli.serve.options import ChatTemplate, TemplateArguments
+from lade.cli.serve.checks import check_all
+from lade.cli.serve.options import ServedTemplate
 from lade.cli.terminal import terminal
 from lade.errors import ConfigError
 
@@ -69,8 +69,7 @@ def batch(
     *,
     files: Files,
     limits: Limits,
-    chat_template: ChatTemplate = None,
-    chat_template_kwargs: TemplateArguments = None,
+    template: ServedTemplate,
     speed: options.Speed,
     loading: options.Loading,
     output: options.Output,
@@ -82,12 +81,7 @@ def batch(
     Exit code 1: a request failed. With --resume those are asked again, and what has an answer is not.
     """
     with terminal(output) as term:
-        require_extra()
-        for group in (limits, loading):
-            group.check()
-        speed.lookahead()  # raises for what is wrong with it
-        template = options.Template(chat_template_kwargs=chat_template_kwargs)
-        template.check()
+        check_all(limits, loading, speed=speed, template=template)
         asked = requests.read(files.input)
         from lade.cli.batch_file.results import ResultFile
 
@@ -95,7 +89,7 @@ def batch(
         if not file.rest:
             term.say(f"{str(file.path)!r} is complete: {len(asked)} answers", "dim")
             return
-        own = None if chat_template is None else read_template(chat_template)
+        own = template.text()
         from lade.cli.batch_file.run import carry_out
         from lade.cli.serve.model import load
         from lade.server.service import Service

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from lade.cli.options import decoding as options
-from lade.cli.serve.options import Access, ChatTemplate, Limits, Listening, TemplateArguments
+from lade.cli.serve.checks import check_all
+from lade.cli.serve.options import Access, Limits, Listening, ServedTemplate
 from lade.cli.serve.scaling import Scaling, loader
 from lade.cli.terminal import Terminal, terminal
-from lade.errors import ConfigError, InputError, MissingExtraError
+from lade.errors import ConfigError
 
 if TYPE_CHECKING:
     import socket
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from lade.server.settings import Settings
 
 EXAMPLE = "Example:  [bold]lade serve --model Qwen/Qwen3-0.6B[/bold]  and  [bold]curl localhost:8000/v1/models[/bold]"
-_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -38,8 +36,7 @@ def serve(
     access: Access,
     limits: Limits,
     scaling: Scaling,
-    chat_template: ChatTemplate = None,
-    chat_template_kwargs: TemplateArguments = None,
+    template: ServedTemplate,
     speed: options.Speed,
     loading: options.Loading,
     json: options.Json = False,
@@ -52,39 +49,38 @@ def serve(
     SIGTERM and Ctrl-C let answers end; a second one does not. Exit code 1: the engine broke down.
     """
     with terminal(output) as term:
-        require_extra()
-        for group in (listening, access, limits, scaling, loading):
-            group.check()
-        replace(speed, memory=None).lookahead()  # raises for what is wrong with it
-        template = options.Template(chat_template_kwargs=chat_template_kwargs)
-        template.check()
+        kept = replace(speed, memory=None)  # its file need not be there yet
+        check_all(listening, access, limits, scaling, loading, speed=kept, template=template)
         processes = _processes(listening, scaling, term)
         if processes > 1 and not _leads(loading, speed, processes, term):
             return
-        settings = settings_of(listening, access, limits, listening.names(loading), template.arguments)
-        own = None if chat_template is None else read_template(chat_template)
+        settings, own = settings_of(listening, access, limits, loading, template), template.text()
+        if scaling.replicas is not None:
+            _check_replicas(listening, speed)
         from lade.server.sockets import bound, url_of
 
-        if scaling.replicas is not None:
-            speed.lookahead()  # all begin with one memory, so it must be there
-            if listening.log_format != "text":
-                raise ConfigError("log-format", listening.log_format, "replicas log to Ray's files: leave it out")
         socket = bound(listening.host, listening.port)
         if settings.host not in _LOOPBACK and not settings.keys.all:
             term.say(f"warning: anyone who reaches {settings.host} may ask: give --api-key-file", "yellow")
-        from lade.cli.serve.model import load
-        from lade.server.listen import run
-        from lade.server.service import Service
-
         announce = partial(_announce, settings, url_of(listening.host, socket), term, json=json)
         if scaling.replicas is not None:
             _run_replicas(settings, socket, scaling, loading, loader(loading, speed, own), partial(announce, None))
             return
+        from lade.cli.serve.model import load
+        from lade.server.listen import run
+        from lade.server.service import Service
+
         loaded = partial(load, loading, speed, own, term, processes)
-        service = Service(settings, loaded, announce, _log(listening, term))
-        code = run(service, socket)
+        code = run(Service(settings, loaded, announce, _log(listening, term)), socket)
     if code:
         raise typer.Exit(code)
+
+
+def _check_replicas(listening: Listening, speed: options.Speed) -> None:
+    """Raise for options that are not for replicas."""
+    speed.lookahead()  # all begin with one memory, so it must be there
+    if listening.log_format != "text":
+        raise ConfigError("log-format", listening.log_format, "replicas log to Ray's files: leave it out")
 
 
 def _run_replicas(
@@ -134,22 +130,15 @@ def _leads(loading: options.Loading, speed: options.Speed, processes: int, term:
         return False
 
 
-def require_extra() -> None:
-    """Raise `MissingExtraError` where what a server needs is not installed."""
-    for name in _PACKAGES:
-        if find_spec(name) is None:
-            raise MissingExtraError(name.replace("_", "-"), "serve")
-
-
 def settings_of(
-    listening: Listening, access: Access, limits: Limits, names: tuple[str, ...], template_arguments: Mapping[str, Any]
+    listening: Listening, access: Access, limits: Limits, loading: options.Loading, template: ServedTemplate
 ) -> Settings:
     """What a server is to know of its options."""
     from lade.server.settings import Settings
 
     return Settings(
         host=listening.host,
-        names=names,
+        names=listening.names(loading),
         metrics=listening.metrics,
         page=listening.page,
         strict=listening.strict,
@@ -166,17 +155,8 @@ def settings_of(
         max_body=limits.body_bytes,
         queue_timeout=limits.queue_timeout,
         shutdown_timeout=limits.shutdown_timeout,
-        template_arguments=template_arguments,
+        template_arguments=template.arguments,
     )
-
-
-def read_template(path: Path) -> str:
-    """The text of a chat template; raises `InputError` where there is none."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        reason = getattr(problem, "strerror", None) or "it is not UTF-8"
-        raise InputError(f"chat template {str(path)!r} cannot be read: {reason}; check path and permissions") from None
 
 
 def _announce(settings: Settings, url: str, term: Terminal, model: ServedModel | None, *, json: bool) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lade import Memory
+from lade import Memory, supports
 from lade.cli.images import encode
 from lade.cli.loading.load import SAMPLING_FIELDS, remembering
 from lade.cli.loading.load import load as load_model
@@ -18,7 +18,7 @@ from lade.cli.processes import begin_together
 from lade.cli.terminal import Terminal
 from lade.cluster.team import dismiss
 from lade.config import Lookahead, LookaheadConfig
-from lade.errors import LadeError
+from lade.errors import LadeError, UnsupportedModelError
 from lade.server.served_model import ServedModel
 
 
@@ -43,6 +43,9 @@ def load(loading: Loading, speed: Speed, chat_template: str | None, term: Termin
     loaded = load_split(loading, speed, term, processes)
     if processes > 1:
         begin_together(loaded.model)
+    support = supports(loaded.model)
+    if not support:
+        raise UnsupportedModelError(str(support), "lade generate decodes it plainly, a prompt at a time")
     if chat_template is not None:
         loaded.tokenizer.chat_template = chat_template
     lookahead = _lookahead(loaded, speed)

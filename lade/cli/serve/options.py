@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lade.cli.options.grouping import in_panel
 from lade.cli.options.model import Loading
-from lade.errors import ConfigError
+from lade.cli.options.template import Template
+from lade.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from lade.server.keys import Keys
@@ -25,8 +26,42 @@ _access = in_panel("Access")
 _limits = in_panel("Limits")
 _template = in_panel("Chat template")
 
-ChatTemplate = Annotated[Path | None, _template(metavar="FILE", help="Chat template to use instead of the model's.")]
-TemplateArguments = Annotated[str | None, _template(metavar="JSON", help='For it: {"enable_thinking": false}, ...')]
+
+@dataclass(frozen=True)
+class ServedTemplate:
+    """How chats become prompts.
+
+    Attributes:
+        chat_template: file of a template to use instead of the model's; None for that.
+        chat_template_kwargs: JSON, what it is given unless a request says otherwise.
+    """
+
+    chat_template: Annotated[
+        Path | None, _template(metavar="FILE", help="Chat template to use instead of the model's.")
+    ] = None
+    chat_template_kwargs: Annotated[
+        str | None, _template(metavar="JSON", help='For it: {"enable_thinking": false}, ...')
+    ] = None
+
+    def check(self) -> None:
+        """Raise `ConfigError` for arguments that are none."""
+        assert isinstance(self.arguments, dict)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """For the template; raises `ConfigError` for what is none."""
+        return Template(chat_template_kwargs=self.chat_template_kwargs).arguments
+
+    def text(self) -> str | None:
+        """Of the file, if there is one; raises `InputError` where it cannot be read."""
+        path = self.chat_template
+        if path is None:
+            return None
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as problem:
+            why = getattr(problem, "strerror", None) or "it is not UTF-8"
+            raise InputError(f"chat template {str(path)!r} cannot be read: {why}; check path and permissions") from None
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from typing import Any
 import typer
 
 from lade.cli.options import decoding as options
-from lade.cli.serve.command import read_template, require_extra, settings_of
-from lade.cli.serve.options import Access, ChatTemplate, Limits, Listening, TemplateArguments
+from lade.cli.serve.checks import check_all
+from lade.cli.serve.command import settings_of
+from lade.cli.serve.options import Access, Limits, Listening, ServedTemplate
 from lade.cli.serve.scaling import Scaling, loader
 from lade.errors import InputError
 
@@ -56,19 +57,13 @@ def _application(
     access: Access,
     limits: Limits,
     scaling: Scaling,
-    chat_template: ChatTemplate = None,
-    chat_template_kwargs: TemplateArguments = None,
+    template: ServedTemplate,
     speed: options.Speed,
     loading: options.Loading,
 ) -> Any:
-    require_extra()
-    for group in (listening, access, limits, scaling, loading):
-        group.check()
-    speed.lookahead()
-    template = options.Template(chat_template_kwargs=chat_template_kwargs)
-    template.check()
-    settings = settings_of(listening, access, limits, listening.names(loading), template.arguments)
-    own = None if chat_template is None else read_template(chat_template)
+    check_all(listening, access, limits, scaling, loading, speed=speed, template=template)
+    settings = settings_of(listening, access, limits, loading, template)
+    load = loader(loading, speed, template.text())
     from lade.server.replicas import application
 
-    return application(settings, loader(loading, speed, own), scaling.scale(loading))
+    return application(settings, load, scaling.scale(loading))

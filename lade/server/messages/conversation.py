@@ -36,6 +36,8 @@ def as_chat(asked: CountRequest) -> ChatRequest:
     own = [tool for tool in asked.tools or () if tool.type in (None, "custom")]
     dropped = {f"tools.{tool.type}": "" for tool in asked.tools or () if tool.type not in (None, "custom")}
     choice, messages = asked.tool_choice, messages_of(asked)
+    if not messages:
+        raise invalid("messages", "messages: nobody says anything: give text")
     goes_on = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     return chat_request(
         asked,

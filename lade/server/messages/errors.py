@@ -8,6 +8,7 @@ from typing import Any
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lade.server.errors import internal
 from lade.server.exchange import Exchange
 from lade.server.replies import encoded
 
@@ -69,7 +70,13 @@ class MessagesForm:
             else:
                 await send(message)
 
-        await self._app(scope, receive, send_in_form)
+        try:
+            await self._app(scope, receive, send_in_form)
+        except Exception:
+            exchange = Exchange.of(scope)
+            if exchange.status == 0:  # nobody else would say so in this form
+                await internal(exchange.id).response()(scope, receive, send_in_form)
+            raise
 
 
 async def _send_error(start: Message, body: bytes, request_id: str, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""The nginx of docs/howto/replicas.md before two servers, where there is an nginx."""
+"""The nginx and the HAProxy of docs/howto/replicas.md before two servers, where they are installed."""
 
 import json
 import re
@@ -13,11 +13,9 @@ import httpx2 as httpx
 import pytest
 from scale_toys import saved
 
-NGINX = shutil.which("nginx")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(NGINX is None, reason="there is no nginx in PATH"),
 ]
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "howto" / "replicas.md").read_text(encoding="utf-8")
@@ -30,9 +28,9 @@ def free_port():
         return listening.getsockname()[1]
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory):
-    folder, _, _ = saved(tmp_path_factory.mktemp("models") / "toy")
+@pytest.fixture
+def servers(tmp_path):
+    folder, _, _ = saved(tmp_path / "toy")
     ports, processes = [free_port(), free_port()], []
     for port in ports:
         command = [sys.executable, "-m", "lade", "serve", "--model", str(folder), "--port", str(port), "--json", "-q"]
@@ -46,21 +44,40 @@ def servers(tmp_path_factory):
         process.communicate()
 
 
-@pytest.fixture(scope="module")
-def client(servers, tmp_path_factory):
-    (text,) = re.findall(r"^```nginx\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    folder, port = tmp_path_factory.mktemp("nginx"), free_port()
-    for old, new in zip(("8001", "8002", "listen 8000"), (*servers, f"listen {port}"), strict=True):
+def from_page(kind, listens, servers, port):
+    """The configuration of the page, with other ports."""
+    (text,) = re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    for old, new in zip(("8001", "8002", f"{listens}8000"), (*servers, f"{listens}{port}"), strict=True):
         assert old in text
         text = text.replace(old, str(new))
+    return text
+
+
+def nginx(folder, servers, port):
+    text = from_page("nginx", "listen ", servers, port)
     scratch = "".join(f"{name}_temp_path {folder};" for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
     own = f"pid {folder}/pid; error_log {folder}/errors; daemon off; events {{}} http {{ access_log off; {scratch}\n"
     (folder / "nginx.conf").write_text(f"{own}{text}}}\n")
-    process = subprocess.Popen([NGINX, "-p", str(folder), "-c", str(folder / "nginx.conf")])
+    return ["nginx", "-p", str(folder), "-c", str(folder / "nginx.conf")]
+
+
+def haproxy(folder, servers, port):
+    (folder / "haproxy.cfg").write_text(from_page("haproxy", "bind :", servers, port))
+    return ["haproxy", "-db", "-f", str(folder / "haproxy.cfg")]
+
+
+@pytest.fixture(params=[nginx, haproxy])
+def balancer(request, servers, tmp_path):
+    """A client of one, and whether that tries a full server's request at the next one."""
+    name, port = request.param.__name__, free_port()
+    if shutil.which(name) is None:
+        pytest.skip(f"there is no {name} in PATH")
+    process = subprocess.Popen(request.param(tmp_path, servers, port))
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60.0) as made:
         while not answers(made):
+            assert process.poll() is None, "it does not start"
             time.sleep(0.1)
-        yield made
+        yield made, name == "nginx"
     process.terminate()
     process.wait(30)
 
@@ -77,7 +94,8 @@ def server_of(client, session):
     return answer.json()["model"] if answer.status_code == 200 else answer.status_code
 
 
-def test_sessions_stay_streams_flow_and_the_other_one_takes_over(client, servers):
+def test_sessions_stay_streams_flow_and_the_other_one_takes_over(balancer, servers):
+    client, goes_on = balancer
     sessions = [f"s{number}" for number in range(8)]
     at = {session: server_of(client, session) for session in sessions}
     assert set(at.values()) == {f"toy-{port}" for port in servers}, "both are used"
@@ -93,7 +111,8 @@ def test_sessions_stay_streams_flow_and_the_other_one_takes_over(client, servers
         client.stream("POST", CHAT, json=body, headers=headers),
         client.stream("POST", CHAT, json=body, headers=headers),
     ):
-        assert server_of(client, "s0") in set(at.values()) - {at["s0"]}, "its row and its place are taken"
+        elsewhere = set(at.values()) - {at["s0"]} if goes_on else {503}
+        assert server_of(client, "s0") in elsewhere, "its row and its place are taken"
     servers[port].kill()
     servers[port].wait()
     assert server_of(client, "s0") in set(at.values()) - {at["s0"]}

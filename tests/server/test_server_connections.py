@@ -1,0 +1,158 @@
+"""What clients can do without sending a request: connect, send slowly, send no HTTP."""
+
+import json
+import socket
+import time
+
+import pytest
+from served import running, until
+
+from lade.server import connection
+
+HEAD = b"GET /version HTTP/1.1\r\nhost: localhost\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+HEADERS_S = 0.4
+
+
+@pytest.fixture(scope="module")
+def impatient():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connection, "HEADERS_S", HEADERS_S)
+        with running() as server:
+            yield server
+
+
+def connected(server):
+    return socket.create_connection(("127.0.0.1", server.port), timeout=20)
+
+
+def rest_of(client):
+    """What comes until the server closes: heads without their lengths, and bodies."""
+    raw = b""
+    while part := client.recv(2**16):
+        raw += part
+    return raw
+
+
+def nothing(client):
+    """Whether the server closes without a word, however that is done."""
+    try:
+        return client.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def answer(raw):
+    head, _, body = raw.partition(b"\r\n\r\n")
+    assert b"content-type: application/json" in head.lower() and b"connection: close" in head.lower()
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+def test_headers_that_come_slowly_are_not_waited_for(impatient):
+    start = time.monotonic()
+    with connected(impatient) as client:
+        for letter in HEAD:  # each byte in time, all together not
+            try:
+                client.sendall(bytes([letter]))
+            except OSError:
+                break
+            time.sleep(0.05)
+            if time.monotonic() - start > 2 * HEADERS_S:
+                break
+        status, error = answer(rest_of(client))
+    assert (status, error["type"], error["code"]) == (408, "invalid_request_error", "request_timeout")
+    assert "0.4 s" in error["message"]
+
+
+def test_a_connection_without_a_request_is_closed(impatient):
+    for sent in (b"", b"\r\n"):
+        start = time.monotonic()
+        with connected(impatient) as client:
+            client.sendall(sent)
+            assert rest_of(client) == b""
+        assert HEADERS_S * 0.9 < time.monotonic() - start < 15
+
+
+def test_the_second_request_of_a_connection_is_not_waited_for_either(impatient):
+    with connected(impatient) as client:
+        client.sendall(HEAD + b"\r\n" + HEAD)
+        raw = rest_of(client)
+    assert raw.startswith(b"HTTP/1.1 200 OK")
+    assert answer(raw[raw.rindex(b"HTTP/1.1") :])[0] == 408
+
+
+def test_between_requests_there_is_more_time_but_not_for_what_is_none(impatient):
+    with connected(impatient) as client:
+        for _ in range(2):
+            client.sendall(HEAD + b"\r\n")
+            raw = b""
+            while not raw.endswith(b"}"):
+                raw += client.recv(2**16)
+            assert raw.startswith(b"HTTP/1.1 200 OK")
+            time.sleep(2 * HEADERS_S)
+        client.sendall(b"\r\n")
+        assert rest_of(client) == b""
+
+
+def test_what_takes_long_for_other_reasons_is_waited_for(impatient):
+    """A slow body, an answer that takes long, and half of the next request meanwhile."""
+    body = json.dumps({"prompt": "abc", "max_tokens": 450, "ignore_eos": True, "lookahead": None}).encode()
+    with connected(impatient) as client:
+        client.sendall(POST + b"content-length: %d\r\n\r\n" % len(body))
+        for at in range(0, len(body), 10):
+            client.sendall(body[at : at + 10])
+            time.sleep(3 * HEADERS_S / (len(body) / 10))
+        client.sendall(HEAD)
+        raw = rest_of(client)
+    assert raw.startswith(b"HTTP/1.1 200 OK") and b'"finish_reason":"length"' in raw
+    assert raw.count(b"HTTP/1.1") == 2 and answer(raw[raw.rindex(b"HTTP/1.1") :])[0] == 408
+
+
+def test_headers_have_a_bound(impatient):
+    with connected(impatient) as client:
+        client.sendall(HEAD + b"x: " + b"y" * (connection.MOST_HEADER_BYTES + 1 - len(HEAD) - 3))
+        status, error = answer(rest_of(client))
+    assert status == 431 and error["code"] == "headers_too_large"
+    large = {"x": "y" * (connection.MOST_HEADER_BYTES // 2)}
+    assert impatient.http.get("/version", headers=large).status_code == 200
+
+
+def test_what_is_no_http_is_told_so_in_json(impatient):
+    for sent in (b"hello\r\n\r\n", HEAD + b"content-length: x\r\n\r\n", b"GET http://[ HTTP/1.1\r\n\r\n"):
+        with connected(impatient) as client:
+            client.sendall(sent)
+            status, error = answer(rest_of(client))
+        assert (status, error["code"]) == (400, "invalid_http")
+
+
+def test_too_many_connections_are_refused_in_json_and_far_too_many_closed(monkeypatch):
+    monkeypatch.setattr(connection, "CONNECTIONS", 3)
+    monkeypatch.setattr(connection, "HEADERS_S", 60.0)
+    with running() as server:
+        server.http.get("/version")
+        others = [connected(server) for _ in range(3)]
+        until(lambda: len(server.server.server_state.connections) == 4)
+        refused = server.http.get("/version")
+        error = refused.json()["error"]
+        assert (refused.status_code, error["type"], error["code"]) == (503, "overloaded_error", "too_many_connections")
+        assert refused.headers["retry-after"] == "1" and refused.headers["connection"] == "close"
+        assert server.http.get("/live").status_code == 200, "orchestrators are answered"
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        assert server.http.post("/v1/messages", json=body).status_code == 529
+        others += [connected(server) for _ in range(5)]
+        until(lambda: len(server.server.server_state.connections) <= 6, 5.0)
+        with connected(server) as client:
+            client.settimeout(5)
+            assert nothing(client)
+        for other in others:
+            other.close()
+        until(lambda: server.http.get("/version").status_code == 200)
+
+
+def test_what_is_written_is_sent_at_once(server):
+    """Not when the client has acknowledged what came before."""
+    with connected(server):
+        until(lambda: server.server.server_state.connections)
+        for each in list(server.server.server_state.connections):
+            accepted = each.transport.get_extra_info("socket")
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
