@@ -138,12 +138,6 @@ def led_by_this_process(model: PreTrainedModel) -> Call | None:
     team = team_of(model)
     if team is None:
         return None
-    if team.parts:
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: the rows of an engine share one cache, and with lade.parallel each process has "
-            "its own",
-            "split the model over the processes (tp_plan), or serve a copy in each of them",
-        )
     if not team.leads:
         raise UnsupportedModelError(
             f"{type(model).__name__}: process {team.channel.rank} of {team.channel.size} has no requests of its own",

@@ -170,6 +170,11 @@ def measure_step_cost(
     return StepCost.of(samples, measured_at=time.time())
 
 
+def sizes_for(processes: int) -> Sequence[int]:
+    """The sizes to measure where so many processes feed a part of each tree: with several, one size more."""
+    return SIZES if processes == 1 else (*SIZES, KNOTS[-1])
+
+
 def check_sizes(sizes: Sequence[int]) -> None:
     """Raise `ValueError` unless there are sizes, all of them knots of a `StepCost`."""
     foreign = [size for size in sizes if size not in KNOTS]
