@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lade.bench.forecast.roofline import DEVICES, FREE
-from lade.bench.forecast.shared import LOGIT_BYTES, MESSAGE_S, PARTS, VOCABULARY, Sharing
+from lade.bench.forecast.shared import MESSAGE_S, PARTS, READOUT_BYTES, Sharing
 from lade.cli.bench.plan_inputs import HardwareSpec
 from lade.cli.options import decoding as options
 from lade.cli.options.grouping import in_panel
@@ -185,8 +185,8 @@ def assumptions_of_sharing(sharing: Sharing, interconnect: str) -> list[str]:
         f"pass takes {1e6 * MESSAGE_S:g} us. Assumed, not measured.",
         f"Tensor parallel: {sharing.devices} devices take a share of the pass each, with two exchanges a layer; a "
         "layer has 12 times the square of its width in parameters.",
-        f"Lookahead parallel: the largest part of a tree is {sizes} tokens; logits of {VOCABULARY:,} words in "
-        f"{LOGIT_BYTES} bytes go to the first device.",
+        f"Lookahead parallel: the largest part of a tree is {sizes} tokens; {READOUT_BYTES} bytes of each go to the "
+        "first device, as in greedy decoding. Where tokens are drawn, whole rows of logits do.",
     ]
 
 
