@@ -21,7 +21,7 @@ from lade.model.shapes import batch_bucket
 from lade.model.token_embeddings import token_embeddings
 from lade.tuning import cost_file as store
 from lade.tuning.cost_key import key_of
-from lade.tuning.measure import measure_step_cost, sizes_for
+from lade.tuning.measure import measure_step_cost
 from lade.tuning.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
@@ -132,8 +132,7 @@ def _measured(model: PreTrainedModel, runner: EagerRunner, batch: int) -> StepCo
     devices = {parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"}
     try:
         with torch.random.fork_rng(devices=sorted(devices)):
-            vocabulary = token_embeddings(model).weight.shape[0]
-            cost = measure_step_cost(runner, vocabulary=vocabulary, sizes=sizes_for(runner.parts), batch=batch)
+            cost = measure_step_cost(runner, vocabulary=token_embeddings(model).weight.shape[0], batch=batch)
     except torch.OutOfMemoryError:
         if runner.eager() is runner:
             raise
