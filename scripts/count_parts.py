@@ -1,6 +1,6 @@
 """How large the largest part of a tree is when several processes share it, and what the tree yields, by its budget.
 
-    python scripts/count_parts.py [--model lade/embedded/model] [--budgets 16,32,64,128] [--processes 2,4,8]
+    python scripts/count_parts.py [--model lade/embedded/model] [--budgets 16,32,64,128,256,512] [--processes 2,4,8]
 
 Counts only, no times: they are the same on any machine. Prompts are those that come with the package.
 """
@@ -39,7 +39,7 @@ class Noted:
 
 def main(
     model: Annotated[Path, typer.Option()] = Path("lade/embedded/model"),
-    budgets: Annotated[str, typer.Option()] = "16,32,64,128",
+    budgets: Annotated[str, typer.Option()] = "16,32,64,128,256,512",
     processes: Annotated[str, typer.Option()] = "2,4,8",
     prompts: Annotated[int, typer.Option()] = 8,
     tokens: Annotated[int, typer.Option()] = 100,

@@ -50,7 +50,7 @@ app.command("warm", epilog=warm.EXAMPLE)(warm.warm)
 app.command("pack", epilog=pack.EXAMPLE)(pack.pack)
 app.add_typer(bench.app, name="bench")
 app.command("export-recipe", epilog=export_recipe.EXAMPLE)(export_recipe.export_recipe)
-app.command("plan", epilog=plan.EXAMPLE, hidden=True)(plan.moved)
+app.command("plan", epilog=plan.EXAMPLE)(plan.plan)
 app.command("demo", epilog=demo.EXAMPLE)(demo.demo)
 
 

@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from lade.cluster.channel import Channel
 from lade.cluster.parcel import set_generator_states, unpacked
+from lade.cluster.parts import PartRunner
 from lade.cluster.trees import Flat, digest, grown
 from lade.decoding.tree import TokenTree
 from lade.errors import ClusterError
@@ -82,6 +83,13 @@ class Follower:
         trees, cache = [grown(*each) for each in flat], self._cache(number)
         _compare(sent, trees, cache)
         self._runner().forward(trees, [tree.ids[:1] for tree in trees], cache)
+
+    def _read(self, number: int, flat: list[Flat], wants_entries: bool, sent: int) -> None:
+        trees, cache = [grown(*each) for each in flat], self._cache(number)
+        _compare(sent, trees, cache)
+        runner = self._runner()
+        assert isinstance(runner, PartRunner), "only parts of a tree are read where they were fed"
+        runner.read(trees, [tree.ids[:1] for tree in trees], cache, wants_entries=wants_entries)
 
     def _extend(self, number: int, flat: list[Flat], held: list[int], sent: int) -> None:
         trees, cache = [grown(*each) for each in flat], self._cache(number)

@@ -152,10 +152,13 @@ class LeadingCache(TreeCache):
 
     def copy_row(self, row: int, tokens: int) -> TreeCache:
         """See `TreeCache`."""
-        copy = LeadingCache(self._leader)
+        copy = self._empty()
         self._leader.defer("copy", self.number, copy.number, row, tokens)
-        copy.layers = super().copy_row(row, tokens).layers
+        copy.adopt(super().copy_row(row, tokens))
         return copy
+
+    def _empty(self) -> LeadingCache:
+        return LeadingCache(self._leader)
 
 
 class LeadingRunner(EagerRunner):

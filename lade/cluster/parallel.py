@@ -21,8 +21,9 @@ def parallel(model: ModelT) -> ModelT:
     """Decode a model by all processes of this job together: lookahead parallelism.
 
     Every process has the whole model, and feeds a part of each token tree; see `lade.cluster.parts`. From then on they
-    all call `lade.generate` or `lade.stream`, and all return the tokens of plain `model.generate` in one process. Where
-    this pays, and where splitting the model pays more, is in docs/several-devices.md.
+    all call `lade.generate` or `lade.stream`, and all return the tokens of plain `model.generate` in one process. The
+    first one may open a `lade.Engine`, while the others call `lade.follow(model)`. Where this pays, and where splitting
+    the model pays more, is in docs/several-devices.md.
 
         # torchrun --nproc-per-node 2 script.py
         model = lade.parallel(AutoModelForCausalLM.from_pretrained(name))

@@ -25,6 +25,11 @@ def runner_for(
     return eager_runner_for(model, plan, generation_config)
 
 
+def reader_of(runner: EagerRunner) -> LeadingPartRunner | None:
+    """See `lade.decoding.loop.DecodeLoop.reader`: where all logits are in one process, they are read there."""
+    return runner if isinstance(runner, LeadingPartRunner) else None
+
+
 def eager_runner_for(model: PreTrainedModel, plan: MaskPlan, generation_config: GenerationConfig) -> EagerRunner:
     """One that captures nothing."""
     leader = leader_of(model)

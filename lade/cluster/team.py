@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
@@ -23,6 +24,8 @@ from lade.model.tensor_parallel import tensor_parallel_size
 from lade.stats import Step
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class Team:
@@ -124,6 +127,13 @@ class Call:
         finally:
             self._leave()
 
+    def close(self, problem: BaseException | None = None) -> None:
+        """End it where nobody is left to whom an error could be raised: what others that have gone miss is logged."""
+        try:
+            self.end(problem=problem)
+        except ClusterError as gone:
+            logger.error("%s", gone)
+
     def _leave(self) -> None:
         self._team.leader = None
         self._team.busy.release()
@@ -138,12 +148,6 @@ def led_by_this_process(model: PreTrainedModel) -> Call | None:
     team = team_of(model)
     if team is None:
         return None
-    if team.parts:
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: the rows of an engine share one cache, and with lade.parallel each process has "
-            "its own",
-            "split the model over the processes (tp_plan), or serve a copy in each of them",
-        )
     if not team.leads:
         raise UnsupportedModelError(
             f"{type(model).__name__}: process {team.channel.rank} of {team.channel.size} has no requests of its own",
@@ -192,10 +196,13 @@ def steps_together(model: PreTrainedModel, begin: Callable[[], Iterator[Step]], 
 
 
 def dismiss(model: PreTrainedModel) -> None:
-    """Tell the other processes that this one, the first, makes no more calls. No-op if they are gone."""
+    """Tell the other processes that this one, the first, makes no more calls; those that have gone need not hear it."""
     team = _teams.get(model)
     if team is not None and dist.is_initialized():
-        team.channel.send([("dismiss",)])
+        try:
+            team.channel.send([("dismiss",)])
+        except ClusterError as problem:
+            logger.error("%s", problem)
 
 
 def follow_call(team: Team, model: PreTrainedModel, plainly: Plainly) -> Any:

@@ -21,9 +21,10 @@ from torch.nn.functional import pad
 
 from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.decoding.drafting.drafter import Drafter
-from lade.decoding.readout import read
+from lade.decoding.readout import Readout, read
 from lade.decoding.row import Row, RowStep
 from lade.decoding.tree import TokenTree
+from lade.decoding.verify import Greedy
 from lade.stats import Stats, Step
 
 
@@ -47,6 +48,9 @@ class KVCache(Protocol):
         """Keep only these rows, in this order."""
         ...
 
+
+_UNSEEN = torch.empty(0)
+"""In place of logits that were read elsewhere."""
 
 CacheT = TypeVar("CacheT", bound=KVCache)
 CacheT_contra = TypeVar("CacheT_contra", bound=KVCache, contravariant=True)
@@ -85,6 +89,21 @@ class Runner(Protocol[CacheT_contra]):
         ...
 
 
+class Reader(Protocol[CacheT_contra]):
+    """Makes the same passes where nobody needs the logits themselves: they are read where they are."""
+
+    def readouts(
+        self,
+        trees: Sequence[TokenTree],
+        rows: Sequence[Sequence[int]],
+        cache: CacheT_contra,
+        *,
+        wants_entries: bool,
+    ) -> list[Readout]:
+        """Feed one tree a row; what is read of the logits at its nodes."""
+        ...
+
+
 @dataclass
 class DecodeLoop(Generic[CacheT]):
     """Decodes the rows of one batch until their stop rules end them.
@@ -97,6 +116,7 @@ class DecodeLoop(Generic[CacheT]):
         budget: one size for the trees of all rows; None if each row decides for itself.
         isolate: whether an error that a row's processors or stop rules raise ends that row alone; the row then has it
             as its `problem`. Else it ends the step, and `run` raises it.
+        reader: makes the passes whose rows all take the argmax; None where `runner` does.
         leaving: called with each row that has ended, and its number in the cache, before the cache loses it.
         settled: `[B]`, how many tokens of each row in the cache are certainly text. After an interrupted forward pass
             some layers or all hold more, which has to be dropped before the cache is used again.
@@ -108,6 +128,7 @@ class DecodeLoop(Generic[CacheT]):
     stats: Stats | None = None
     budget: BatchBudget | None = None
     isolate: bool = False
+    reader: Reader[CacheT] | None = None
     leaving: Callable[[Row, int], None] | None = None
     settled: list[int] = field(init=False)
 
@@ -153,9 +174,17 @@ class DecodeLoop(Generic[CacheT]):
         parts, fed = self._draft(), 0
         try:
             trees, texts = [part.draft.tree for part in parts], [part.row.tokens for part in parts]
-            logits = self.runner.forward(trees, texts, self.cache)  # [B, S, V]
-            fed = logits.shape[1]
-            self._verify(parts, logits)
+            if self.reader is not None and all(isinstance(part.row.chooser, Greedy) for part in parts):
+                wants_entries = any(part.draft.wants_entries for part in parts)
+                readouts = self.reader.readouts(trees, texts, self.cache, wants_entries=wants_entries)
+                fed = max(map(len, trees))
+                for part, readout in zip(parts, readouts, strict=True):
+                    part.logits, part.readout = _UNSEEN, readout
+            else:
+                logits = self.runner.forward(trees, texts, self.cache)  # [B, S, V]
+                fed = logits.shape[1]
+                self._choose(parts, logits)
+            self._verify(parts)
             self._learn(parts)
         finally:  # after any error, too: drop what was not accepted, report what was emitted
             if fed:
@@ -178,13 +207,16 @@ class DecodeLoop(Generic[CacheT]):
             row.steps += 1
         return [RowStep(row, each.draft()) for row, each in zip(self.rows, candidates, strict=True)]
 
-    def _verify(self, parts: Sequence[RowStep], logits: torch.Tensor) -> None:
-        """Walk through the rows' trees, one after the other, up to the first error unless rows are isolated."""
+    def _choose(self, parts: Sequence[RowStep], logits: torch.Tensor) -> None:
+        """Choose at all nodes at once, in rows that do so, and read the logits `[B, S, V]`."""
         for place, part in enumerate(parts):
             fed = len(part.draft.tree)
             part.logits = logits[place] if fed == logits.shape[1] else logits[place, :fed]
             part.choose_all()
         _read(parts, logits)
+
+    def _verify(self, parts: Sequence[RowStep]) -> None:
+        """Walk through the rows' trees, one after the other, up to the first error unless rows are isolated."""
         for part in parts:
             if part.row.problem is None:
                 part.walk()

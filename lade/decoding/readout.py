@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from lade.decoding import kernels
@@ -52,12 +54,38 @@ def read(logits: torch.Tensor, choices: torch.Tensor | None = None, *, wants_ent
     """
     if logits.device.type != "cpu":
         return _read_remotely(logits, choices, wants_entries=wants_entries)
-    chosen = None if choices is None else choices.tolist()
+    argmax_ids, entries = _read_here(logits, wants_entries=wants_entries)
+    return Readout(argmax_ids.tolist(), entries, None if choices is None else choices.tolist())
+
+
+def packed(logits: torch.Tensor, *, wants_entries: bool) -> torch.Tensor:
+    """What `read` would read, where the logits are: int32 `[M, 1 + WIDTH]`, or `[M, 1]` without entries.
+
+    Args:
+        logits: `[M, V]` in any floating dtype.
+        wants_entries: whether to find the entries, too.
+    """
+    if logits.device.type != "cpu":
+        logits = logits.float().contiguous()
+        ids = logits.argmax(dim=-1, keepdim=True).int()
+        return torch.cat([ids, _entries(logits)], dim=1) if wants_entries else ids
+    argmax_ids, entries = _read_here(logits, wants_entries=wants_entries)
+    columns = [argmax_ids[:, None].astype(np.int32), *(() if entries is None else (entries,))]
+    return torch.from_numpy(np.concatenate(columns, axis=1))
+
+
+def unpacked(found: torch.Tensor) -> Readout:
+    """The readout that `packed` has packed, after one copy to the host."""
+    numbers = found.cpu().numpy()
+    return Readout(numbers[:, 0].tolist(), numbers[:, 1:].copy() if numbers.shape[1] > 1 else None)
+
+
+def _read_here(logits: torch.Tensor, *, wants_entries: bool) -> tuple[npt.NDArray[np.int64], Ints | None]:
+    """Argmax and entries of logits on the host."""
     if not wants_entries:  # numpy's argmax is ten times as fast as torch's, and takes the first one too
-        return Readout(logits.float().numpy().argmax(axis=-1).tolist(), None, chosen)
+        return logits.float().numpy().argmax(axis=-1), None
     logits = logits.float().contiguous()
-    argmax_ids, entries = kernels.entries_of(logits.numpy(), _maxima(logits).numpy(), _BLOCK)
-    return Readout(argmax_ids.tolist(), entries, chosen)
+    return kernels.entries_of(logits.numpy(), _maxima(logits).numpy(), _BLOCK)
 
 
 def _maxima(logits: torch.Tensor) -> torch.Tensor:
@@ -71,10 +99,7 @@ def _maxima(logits: torch.Tensor) -> torch.Tensor:
 
 def _read_remotely(logits: torch.Tensor, choices: torch.Tensor | None, *, wants_entries: bool) -> Readout:
     """Logits on another device: all is found there, and copied at once."""
-    logits = logits.float().contiguous()
-    parts = [logits.argmax(dim=-1, keepdim=True).int()]
-    if wants_entries:
-        parts.append(_entries(logits))
+    parts = [packed(logits, wants_entries=wants_entries)]
     if choices is not None:
         parts.append(choices[:, None].int())
     found = torch.cat(parts, dim=1).cpu().numpy()  # [M, 1 + WIDTH + 1]

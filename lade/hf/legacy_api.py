@@ -105,7 +105,7 @@ def config_lade(
         GUESS_SET_SIZE: G.
         ALWAYS_FWD_ONE: 1 (the default) moves the window by one position a step. 0 is not available.
         SPLIT_FLAG: accepted without effect on the tokens; the original library splits its attention with it.
-        DIST_WORKERS: 1. More than one (lookahead parallelism) is not available.
+        DIST_WORKERS: 1. More than one is not available here: `lade.parallel` has several processes share each tree.
         POOL_FROM_PROMPT: 1 takes n-grams of the prompt and of the accepted text into the pool.
         backend: the backend of `DIST_WORKERS`; without effect.
         USE_FLASH: 0. Flash attention kernels take no tree mask, so 1 is not available: SDPA is used.
@@ -128,7 +128,7 @@ def config_lade(
     for name, value, quiet, instead in (
         ("ALWAYS_FWD_ONE", ALWAYS_FWD_ONE, (None, 1, True), "the window moves by one position a step"),
         ("SPLIT_FLAG", SPLIT_FLAG, (None, 0, False), "one attention call serves the whole tree"),
-        ("DIST_WORKERS", DIST_WORKERS, (None, 0, 1), "one process decodes"),
+        ("DIST_WORKERS", DIST_WORKERS, (None, 0, 1), "one process decodes; see lade.parallel"),
         ("USE_FLASH", USE_FLASH, (None, 0, False), "attention runs on the model's own SDPA or eager kernels"),
     ):
         if value not in quiet:

@@ -12,9 +12,10 @@ from typing import Any
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
-from lade.cluster.runners import runner_for
+from lade.cluster.runners import reader_of, runner_for
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.batch_budget import BatchBudget
+from lade.decoding.drafting.controller import most_fed
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.drafting.habits import Habits
@@ -80,11 +81,15 @@ class Session:
         self._draws = Draws(len(self._texts)) if self._is_batch and sampled else None
         self._cost = None if drafter else self._cost_of_steps(config, runner)
         self._habits = self._habits_for(config)
-        self._budget = BatchBudget(self._cost, self._habits) if isinstance(self._cost, BatchCost) else None
+        self._most, self._budget = most_fed(runner.parts), None
+        if isinstance(self._cost, BatchCost):
+            self._budget = BatchBudget(self._cost, self._habits, self._most)
         self._rows = self._make_rows(self._drafters(config, drafter))
         self._known = sys.maxsize  # tokens of the text that the caller knows
         cache: Any = self._cache  # of the runner's own kind
-        self._loop = DecodeLoop(list(self._rows), runner.for_prompts(images), cache, stats, self._budget)
+        self._loop = DecodeLoop(
+            list(self._rows), runner.for_prompts(images), cache, stats, self._budget, reader=reader_of(runner)
+        )
 
     @property
     def _is_batch(self) -> bool:
@@ -137,6 +142,7 @@ class Session:
             cost=self._cost,
             budget=self._budget,
             habits=self._habits,
+            most=self._most,
         )
         sources = sources_for(self._prepared, config, len(self._texts))
         constraints = constraints_for(self._prepared, self._texts.ids)

@@ -239,8 +239,16 @@ class TreeCache(Cache):
     @property
     def token_bytes(self) -> int:
         """Bytes of one token of one row, in all layers together; 0 before the first pass."""
-        buffers = [buffer for layer in self.attending for buffer in layer.buffers.values()]
-        return sum(buffer.shape[1] * buffer.shape[3] * buffer.element_size() for buffer in buffers)
+        return sum(self.device_bytes.values())
+
+    @property
+    def device_bytes(self) -> dict[torch.device, int]:
+        """Those bytes by the device that has them: a model's layers may lie on several."""
+        found: dict[torch.device, int] = {}
+        for buffer in (buffer for layer in self.attending for buffer in layer.buffers.values()):
+            size = buffer.shape[1] * buffer.shape[3] * buffer.element_size()
+            found[buffer.device] = found.get(buffer.device, 0) + size
+        return found
 
     @property
     def state_bytes(self) -> int:
@@ -282,6 +290,11 @@ class TreeCache(Cache):
             one = slice(row, row + 1), slice(None), slice(tokens)
             copy.layers.append(TreeLayer.of(layer.keys[one], layer.values[one]))
         return copy
+
+    def adopt(self, other: TreeCache) -> None:
+        """Become another cache of rows of text, which is not used any more."""
+        self.layers, other.layers = other.layers, []
+        self._groups.clear()
 
     def leave(self, row: int) -> None:
         """Evict a row; the last one takes its place and its number."""

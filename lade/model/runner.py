@@ -46,6 +46,8 @@ class EagerRunner:
     """Whether `extend` feeds nodes again that an earlier pass has fed."""
     processes = 1
     """How many make its passes together."""
+    parts = 1
+    """Into how many parts it cuts each tree, each of which a process of its own feeds."""
     step_sizes: Sequence[int] = ()
     """Tokens a row that passes are padded to, ascending: what lies between costs as much. None where they are not."""
 

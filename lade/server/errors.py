@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from lade.errors import ConfigError, EngineClosedError, EngineFullError, InputError, UnsupportedError
+from lade.errors import ClusterError, ConfigError, EngineClosedError, EngineFullError, InputError, UnsupportedError
 from lade.server.replies import Json
 
 logger = logging.getLogger(__name__)
@@ -93,6 +93,9 @@ def error_for(problem: BaseException, request_id: str) -> ApiError:
             return invalid(None, problem.reason, "unsupported_parameter")
         case InputError():
             return invalid(None, str(problem), "too_large_for_server")
+        case ClusterError():
+            logger.error("%s failed: %s", request_id, problem)  # its words are ours: nothing of a request is in them
+            return internal(request_id)
     logger.error("%s failed", request_id, exc_info=problem)
     return internal(request_id)
 

@@ -14,7 +14,6 @@ from typing import Literal
 
 from lade.config import Lookahead
 from lade.model.recurrent.cores import is_recurrent
-from lade.model.runner import input_device
 from lade.model.support.supports import unwrap
 from lade.server.access_log import AccessLog
 from lade.server.answer_form import Forms
@@ -29,7 +28,7 @@ from lade.server.settings import Settings
 from lade.server.templates import ChatTemplate
 from lade.server.token_text import TokenText
 from lade.server.warm_up import warm_up
-from lade.serving.capacity import default_max_tokens
+from lade.serving.capacity import default_max_tokens, weight_shares
 from lade.serving.engine import Engine
 from lade.serving.handle import Handle
 from lade.serving.snapshot import Snapshot
@@ -126,7 +125,7 @@ class Service:
             return 0
         if given is not None:
             return given
-        return 0 if is_recurrent(inner) else int(_SHARE_OF_CACHE * default_max_tokens(1, input_device(inner)))
+        return 0 if is_recurrent(inner) else int(_SHARE_OF_CACHE * default_max_tokens(weight_shares(inner)))
 
     def _take(self, model: ServedModel) -> None:
         self._model = model

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from lade.cluster.runners import runner_for
+from lade.cluster.runners import reader_of, runner_for
 from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.drafting.factory import drafter_for
@@ -66,29 +66,31 @@ class Batch:
         self._model, self._prefill_tokens = model, prefill_tokens
         self._runner = runner_for(model, plan, GenerationConfig())
         self._prefill_runner = self._runner.eager()
-        token_bytes, state_bytes = self._row_bytes()
+        device_bytes, state_bytes = self._row_bytes()
+        token_bytes = sum(device_bytes.values())
         if max_tokens is None:
             release(model)  # what no generation is using is free
-            max_tokens = default_max_tokens(token_bytes, self._runner.device)
+            max_tokens = default_max_tokens(device_bytes)
         self._cache = self._runner.new_cache(limit=max_tokens)
         state_slots = -(-state_bytes // token_bytes)
         capacity = Capacity(max_rows, max_tokens, token_bytes, self._runner.sizing, state_slots)
         own_kind: Any = self._cache  # the one that this runner expects
-        self._loop = DecodeLoop([], self._runner, own_kind, isolate=True, leaving=self._shelve)
+        reader = reader_of(self._runner)
+        self._loop = DecodeLoop([], self._runner, own_kind, isolate=True, reader=reader, leaving=self._shelve)
         self.seats, self._reuse = Seats(capacity, headroom), Reuse(prefix_cache)
         self.prefix_cache = prefix_cache
         self._cost: BatchCost | None = None
         self.tally = Tally()
 
-    def _row_bytes(self) -> tuple[int, int]:
-        """Bytes of a slot and of a row's states, found by feeding a token: no two families keep the same.
+    def _row_bytes(self) -> tuple[dict[torch.device, int], int]:
+        """Bytes of a slot by device, and of a row's states, found by feeding a token: no two families keep the same.
 
         Where a cached token takes no bytes, since all layers are recurrent, a slot is one byte of the states.
         """
         cache = self._prefill_runner.tree_cache()
         with torch.random.fork_rng(devices=[]):
             self._prefill_runner.prefill([[0]], cache)
-        return max(1, cache.token_bytes), cache.state_bytes
+        return cache.device_bytes or {self._runner.device: 1}, cache.state_bytes
 
     @property
     def capacity(self) -> Capacity:

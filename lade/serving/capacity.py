@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.controller import LARGEST
 from lade.errors import InputError
 from lade.model.kv_cache import TreeCache
 from lade.model.row_cache import BufferSizes
+from lade.model.runner import input_device
 
 _SHARE_OF_HOST, _SHARE_OF_DEVICE = 0.25, 0.8
 _PEAK = 2.75
@@ -119,19 +121,39 @@ def largest_tree(config: LookaheadConfig) -> int:
     return LARGEST if config.budget is None else config.budget
 
 
-def default_max_tokens(token_bytes: int, device: torch.device) -> int:
-    """As many as fit in a quarter of the host's memory, or as take four fifths of what is free on a CUDA device.
+def default_max_tokens(token_bytes: Mapping[torch.device, float]) -> int:
+    """As many as fit in a quarter of the host's memory, or as take four fifths of what is free on a device of its own.
 
-    There the cache may grow to its greatest size at the worst moment, and takes no more.
+    There the cache may grow to its greatest size at the worst moment, and takes no more. Where layers lie on several
+    devices, the one that has room for the fewest decides.
+
+    Args:
+        token_bytes: what one token of one row takes on each device.
     """
-    memory = _SHARE_OF_DEVICE / _PEAK * _free_bytes(device) if device.type == "cuda" else _SHARE_OF_HOST * _host_bytes()
-    return max(1, int(memory) // token_bytes)
+    return max(1, min(int(_cache_bytes(device) / size) for device, size in token_bytes.items()))
+
+
+def weight_shares(model: PreTrainedModel) -> dict[torch.device, float]:
+    """What part of a model's weights lies on each device: about that of a text's keys and values, too."""
+    weights: dict[torch.device, float] = {}
+    for weight in model.parameters():
+        if weight.device.type != "meta":  # offloaded ones are computed on a device that has others, too
+            weights[weight.device] = weights.get(weight.device, 0.0) + weight.nbytes
+    total = sum(weights.values())
+    return {device: size / total for device, size in weights.items()} or {input_device(model): 1.0}
+
+
+def _cache_bytes(device: torch.device) -> float:
+    """What keys and values may take there."""
+    on_device = device.type != "cpu" and hasattr(torch.get_device_module(device), "mem_get_info")
+    return _SHARE_OF_DEVICE / _PEAK * _free_bytes(device) if on_device else _SHARE_OF_HOST * _host_bytes()
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Free memory of a CUDA device, with what torch keeps for later allocations."""
-    free: int = torch.cuda.mem_get_info(device)[0]
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    """Free memory of a device, with what torch keeps for later allocations."""
+    memory = torch.get_device_module(device)
+    free: int = memory.mem_get_info(device)[0]
+    return free + int(memory.memory_reserved(device)) - int(memory.memory_allocated(device))
 
 
 def _host_bytes() -> int:

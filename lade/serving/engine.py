@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -114,7 +113,7 @@ class Engine:
                 led.end(problem=problem)
             raise
         self.token_bytes, self.max_tokens = batch.capacity.token_bytes, batch.capacity.max_tokens
-        self._scheduler = Scheduler(batch, max_waiting, None if led is None else partial(led.end, None))
+        self._scheduler = Scheduler(batch, max_waiting, None if led is None else led.close)
         self._finalizer = weakref.finalize(
             self, self._scheduler.close
         )  # also when it is forgotten, and when Python ends

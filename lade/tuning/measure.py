@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from time import perf_counter
 
+from lade.cluster.runners import reader_of
 from lade.decoding.tree import ROOT, TokenTree
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
@@ -57,7 +58,7 @@ class StepTimer:
         depth = runner.room(0)
         self.cached = cached if depth is None else min(cached, max(1, depth - _DEPTH))
         self.largest = min(largest, vocabulary)  # nodes must have tokens of their own, else the tree would merge them
-        self._runner, self._batch = runner, batch
+        self._runner, self._batch, self._reader = runner, batch, reader_of(runner)
         self._tokens = random.Random(0).sample(range(vocabulary), self.largest)
         self._text = [self._tokens[i % self.largest] for i in range(self.cached)]
         self._room = runner.room(self.cached)
@@ -70,7 +71,11 @@ class StepTimer:
     def __call__(self, size: int) -> float:
         """Seconds of one pass that feeds `size` tokens a row, 1 to `largest`."""
         tree = self._tree(size)
-        self._runner.forward([tree] * self._batch, [[*self._text, tree.ids[ROOT]]] * self._batch, self._cache)
+        trees, rows = [tree] * self._batch, [[*self._text, tree.ids[ROOT]]] * self._batch
+        if self._reader is None:
+            self._runner.forward(trees, rows, self._cache)
+        else:  # as greedy decoding does; steps that need whole rows of logits are soon found to take longer
+            self._reader.readouts(trees, rows, self._cache, wants_entries=True)
         self._cache.keep([[]] * self._batch, fed=size)
         return self._runner.forward_s
 
@@ -135,7 +140,7 @@ def measure_step_cost(
     runner: EagerRunner,
     *,
     vocabulary: int,
-    sizes: Sequence[int] = SIZES,
+    sizes: Sequence[int] | None = None,
     cached: int = CACHED_TOKENS,
     batch: int = 1,
     budget_s: float = BUDGET_S,
@@ -146,7 +151,7 @@ def measure_step_cost(
     Args:
         runner: runs the model.
         vocabulary: V, number of token ids that the model knows.
-        sizes: some of `KNOTS`, the most telling ones first.
+        sizes: some of `KNOTS`, the most telling ones first; None for those of `sizes_for`.
         cached: tokens in the cache while it is measured; fewer if the model has no positions for them.
         batch: B, rows that are all equal.
         budget_s: seconds for all passes but those of the cache's first tokens; the first two sizes take what they take.
@@ -159,6 +164,7 @@ def measure_step_cost(
     >>> cost.seconds(16) / cost.seconds(1)
     1.3
     """
+    sizes = sizes_for(runner.parts) if sizes is None else sizes
     check_sizes(sizes)
     before = runner.forward_s
     samples: dict[int, list[float]] = {}
@@ -168,6 +174,11 @@ def measure_step_cost(
             samples.setdefault(size, []).append(seconds)
     runner.forward_s = before
     return StepCost.of(samples, measured_at=time.time())
+
+
+def sizes_for(processes: int) -> Sequence[int]:
+    """The sizes to measure where so many processes feed a part of each tree: with several, one size more."""
+    return SIZES if processes == 1 else (*SIZES, KNOTS[-1])
 
 
 def check_sizes(sizes: Sequence[int]) -> None:

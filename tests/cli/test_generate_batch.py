@@ -507,7 +507,7 @@ def test_a_prompt_that_is_too_long(generate, prompts, out, no_engine):
 def test_a_prompt_that_is_too_long_for_the_engine(generate, prompts, out, monkeypatch):
     with prompts.open("a") as file:
         file.write(json.dumps({"prompt": "x" * 200}) + '\n{"prompt": "short"}\n')
-    monkeypatch.setattr(serving_batch, "default_max_tokens", lambda token_bytes, device: 200)
+    monkeypatch.setattr(serving_batch, "default_max_tokens", lambda token_bytes: 200)
     fails(generate("--out", out), f"{str(prompts)!r} line 9", "212 tokens of prompt and answer")
     assert not out.exists()
 

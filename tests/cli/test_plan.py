@@ -214,16 +214,14 @@ def test_help_has_an_example_and_all_devices(plan):
     from lade.bench.forecast.roofline import DEVICES
 
     out = " ".join(plan("--help").stdout.replace("│", " ").split())
-    assert "lade bench plan --params 7B" in out and all(name in out for name in DEVICES)
+    assert "lade plan --params 7B" in out and all(name in out for name in DEVICES)
 
 
-def test_the_old_name_works_and_says_the_new_one(lade, plan):
-    arguments = ("--params", "7B", *PEAKS)
-    old, new = lade("plan", *arguments), plan(*arguments)
-    assert old.exit_code == 0 and old.stdout == new.stdout
-    assert (
-        old.stderr
-        == "warning: lade plan is now lade bench plan; the old name will go in a later version\n" + new.stderr
-    )
-    assert "bench plan" not in new.stderr
-    assert "Estimate speeds" in lade("bench", "--help").stdout and "Estimate speeds" not in lade("--help").stdout
+def test_both_names_are_one_command(lade, plan):
+    arguments = ("--params", "7B", *PEAKS, "--devices", "2", "--interconnect", "pcie", "--layers", "32")
+    short, long = lade("plan", *arguments), plan(*arguments)
+    assert short.exit_code == 0 and "lookahead parallel over 2" in " ".join(short.stdout.split())
+    assert (short.stdout, short.stderr) == (long.stdout, long.stderr)
+    assert "Estimate speeds" in lade("bench", "--help").stdout and "Estimate speeds" in lade("--help").stdout
+    helps = [" ".join(each.stdout.split()) for each in (lade("plan", "--help"), plan("--help"))]
+    assert all("--interconnect" in text and "Example: lade plan --params 7B" in text for text in helps)

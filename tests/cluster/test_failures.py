@@ -5,12 +5,14 @@ import signal
 import time
 
 import pytest
+import torch
 from processes import in_processes
 from split_toys import saved, split, whole
 from test_tensor_parallel import IDS, SMALL, raised
 from torch import distributed as dist
 
 import lade
+from lade.cluster import identity
 
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
 
@@ -61,3 +63,31 @@ def test_the_others_hear_of_it(happens, rank, parts, llama):
     assert kind == "ClusterError" and "start all of them again" in words
     assert seconds < 30
     assert again[0] == "ClusterError" and "not connected any more" in again[1]
+
+
+def refused(places, versions, rank):
+    """What `lade.parallel` raises where this process has that model and that version."""
+    identity.__version__ = versions[rank]
+    return raised(lambda: lade.parallel(whole(places[rank])))
+
+
+@pytest.mark.parametrize("what", ["the model's files", "lade's version"])
+def test_parallel_processes_with_other_models_or_versions_are_refused(what, llama, tmp_path):
+    model = whole(llama)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[3, 3] += 1.0
+    model.save_pretrained(tmp_path)
+    places, versions = ([llama, tmp_path], ["1", "1"]) if "files" in what else ([llama, llama], ["1", "2"])
+    first, second = in_processes(2, lambda rank: refused(places, versions, rank))
+    assert first == second and first[0] == "ClusterError" and what in first[1]
+
+
+@pytest.mark.slow
+def test_a_parallel_process_that_comes_late_is_waited_for(llama):
+    def late(rank):
+        model = lade.parallel(whole(llama))
+        time.sleep(10 * rank)
+        return lade.generate(model, IDS, max_new_tokens=5, lookahead=SMALL).tolist()
+
+    first, second = in_processes(2, late)
+    assert first == second == whole(llama).generate(IDS, max_new_tokens=5).tolist()

@@ -7,10 +7,17 @@ import torch
 from processes import in_processes
 from split_toys import saved, whole
 from test_tensor_parallel import IDS, PAPER, SAMPLED, SMALL, TWO, both, raised
+from torch import distributed as dist
 from transformers import MambaConfig, MambaForCausalLM
 
 import lade
 from lade import LookaheadConfig, Memory, Stats
+from lade.cluster import leader as leading
+from lade.cluster import parts
+from lade.decoding.drafting.controller import LARGEST, most_fed
+from lade.hf import session
+from lade.model.runner import EagerRunner
+from lade.tuning.step_cost import StepCost
 
 MAMBA = MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
@@ -55,6 +62,127 @@ def test_every_process_returns_what_one_writes_alone(kind, size, folder):
     assert in_processes(size, lambda rank: written(place, CASES, rank)) == [expected] * size
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["llama", "mistral-window"])
+def test_eight_processes(kind, folder):
+    place, expected = saved(kind, folder), dict.fromkeys(CASES, True)
+    assert in_processes(8, lambda rank: written(place, CASES, rank), seconds=500) == [expected] * 8
+
+
+class Free(StepCost):
+    """More tokens cost next to nothing, whatever passes really take."""
+
+    def observe(self, size, seconds):
+        pass
+
+
+def in_large_trees(place, rank):
+    """Whether texts are those of plain decoding, the size of the largest tree, and of this process's largest pass."""
+    session.step_cost_for = lambda model, runner, batch=1: Free.of({1: [1.0], 256: [1.001]})
+    reference, model, memory, trees, fed, right = whole(place), lade.parallel(whole(place)), Memory(), [0], [], []
+    flat, forward = leading.flat, EagerRunner.forward
+
+    def sent(tree):
+        trees.append(len(tree))
+        return flat(tree)
+
+    def noted(runner, trees, *rest):
+        fed.extend(map(len, trees))
+        return forward(runner, trees, *rest)
+
+    parts.flat, leading.flat, EagerRunner.forward = sent, sent, noted
+    for seed in range(2):
+        for ids, arguments in ((IDS, SAMPLED), (IDS, {"do_sample": False}), (TWO, SAMPLED)):
+            torch.manual_seed(seed)
+            expected = both(reference.generate(ids, max_new_tokens=100, **arguments))
+            torch.manual_seed(seed)
+            config = LookaheadConfig(memory=memory)
+            right.append(both(lade.generate(model, ids, max_new_tokens=100, lookahead=config, **arguments)) == expected)
+    return [all(right), max(trees), max(fed)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_adaptive_trees_are_as_large_as_all_processes_feed(size, folder):
+    place = saved("llama", folder)
+    answers = in_processes(size, lambda rank: in_large_trees(place, rank))
+    assert all(right for right, _, _ in answers)
+    (_, largest, _), most = answers[0], max(fed for _, _, fed in answers)
+    if size == 1:
+        assert largest == most == LARGEST
+    else:
+        assert LARGEST < largest <= most_fed(size) and most < 0.8 * largest
+
+
+@pytest.mark.measured_cost
+@pytest.mark.distributed
+def test_passes_are_measured_together(folder):
+    place, cases = saved("llama", folder), ["greedy", "batch"]
+    assert in_processes(2, lambda rank: written(place, cases, rank)) == [dict.fromkeys(cases, True)] * 2
+
+
+def brought(place, rank):
+    """Bytes that this process sends after its passes, and the nodes that it has fed, by way of choosing."""
+    model, gather, found, sent = lade.parallel(whole(place)), dist.gather, [], []
+
+    def noted(tensor, *rest, **more):
+        sent.append(tensor.numel() * tensor.element_size())
+        return gather(tensor, *rest, **more)
+
+    dist.gather = noted
+    for arguments in ({"do_sample": False}, SAMPLED):
+        for config in (LookaheadConfig(budget=24), PAPER):
+            sent.clear()
+            lade.generate(model, IDS, max_new_tokens=40, lookahead=config, **arguments)
+            found.append([len(sent), max(sent)])
+    return found
+
+
+@pytest.mark.distributed
+def test_greedy_decoding_brings_no_rows_of_logits(folder):
+    first, second = in_processes(2, lambda rank: brought(saved("llama", folder), rank))
+    assert first == second and all(times > 5 for times, _ in first)
+    adaptive, paper, *sampled = [most for _, most in first]
+    row = 8 * whole(saved("llama", folder)).config.vocab_size
+    assert adaptive <= 24 * 28 and paper <= 40 * 4 and all(most >= 4 * row for most in sampled)
+
+
+def served(place, rank):
+    model = lade.parallel(whole(place))
+    if rank:
+        return [lade.follow(model), raised(lambda: lade.Engine(model))]
+    with lade.Engine(model, prefix_cache=2**20, max_rows=3) as engine:
+        handles = [
+            engine.add(row[:length], seed=3, max_new_tokens=30, **arguments)
+            for row in TWO
+            for length in (12, 7)
+            for arguments in ({"do_sample": True}, {"do_sample": False}, {"repetition_penalty": 1.2})
+        ]
+        found = [handle.result()[0].tolist() for handle in handles]
+        longer = [engine.add(torch.tensor(text), max_new_tokens=20) for text in found]
+        found += [handle.result()[0].tolist() for handle in longer]
+        engine.add(TWO[0], max_new_tokens=400).cancel()
+    return [found, min(handle.cached_tokens for handle in longer)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_engine_s_requests_get_their_own_tokens(size, folder):
+    place = saved("llama", folder)
+    reference, expected = whole(place), []
+    for row in TWO:
+        for length in (12, 7):
+            for arguments in ({"do_sample": True}, {"do_sample": False}, {"repetition_penalty": 1.2}):
+                torch.manual_seed(3)
+                expected.append(reference.generate(row[None, :length], max_new_tokens=30, **arguments)[0].tolist())
+    expected += [reference.generate(torch.tensor([text]), max_new_tokens=20)[0].tolist() for text in expected]
+    (found, cached), *others = in_processes(size, lambda rank: served(place, rank))
+    assert found == expected and cached > 30, "some process lacks the last tokens of some of these texts"
+    for followed, (name, words) in others:
+        assert followed is None and name == "UnsupportedModelError" and "lade.follow" in words
+
+
 def steps(place, rank, size):
     """How many steps a text takes, and the mean size of the passes of this process; a long path cannot be cut."""
     model, stats = whole(place), Stats()
@@ -85,14 +213,13 @@ def test_what_is_not_served_is_refused(folder):
     def refusals(rank):
         model = lade.parallel(whole(saved("llama", folder)))
         beams = raised(lambda: lade.generate(model, IDS, num_beams=2, max_new_tokens=4, lookahead=PAPER))
-        engine = raised(lambda: lade.Engine(model))
         recurrent = raised(lambda: lade.parallel(MambaForCausalLM(MAMBA).eval()))
-        return [beams, engine, recurrent]
+        return [beams, recurrent]
 
     saved("llama", folder)
     first, second = in_processes(2, refusals)
     assert first == second
-    said = ["num_beams", "lade.parallel", "recurrent"]
+    said = ["num_beams", "recurrent"]
     assert all(
         name.startswith("Unsupported") and words in text for (name, text), words in zip(first, said, strict=True)
     )

@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -85,3 +87,84 @@ def test_a_server_starts_torchrun_and_ends_when_told(folder):
             server.kill()
     alone = json.loads(run(ALONE, *generate(folder, "once upon")))
     assert text == alone["text"]
+
+
+def descendants(pid):
+    """Numbers of the processes that this one has started, and of those that they have."""
+    children = [int(each) for task in Path(f"/proc/{pid}/task").glob("*/children") for each in task.read_text().split()]
+    return children + [each for child in children for each in descendants(child)]
+
+
+def of_rank(rank, pids):
+    """The one of these processes that torchrun has given this rank."""
+    return next(pid for pid in pids if f"RANK={rank}" in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+
+
+def is_there(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@contextmanager
+def started(command, tmp_path):
+    """A command and the file of what it says to its users; whatever it has started has ended afterwards."""
+    said, pids = tmp_path / "stderr", []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with said.open("w") as stderr:
+        process = subprocess.Popen(
+            [*map(str, command)], stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
+        )
+    try:
+        yield process, said
+    finally:
+        pids = [process.pid, *descendants(process.pid)]
+        for pid in pids:
+            if is_there(pid):
+                os.kill(pid, signal.SIGKILL)
+        process.stdout.close()
+        process.wait()
+
+
+def killed(process, rank):
+    """Kill a rank, wait for the end of the command: its exit code, and which processes of it are still there."""
+    pids = descendants(process.pid)
+    os.kill(of_rank(rank, pids), signal.SIGKILL)
+    start = time.monotonic()
+    code = process.wait(timeout=30)
+    time.sleep(max(0.0, 1.0 - (time.monotonic() - start)))
+    return code, [pid for pid in pids if is_there(pid)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_is_killed_ends_the_run_with_an_error(rank, folder, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"text {number}"}) + "\n" for number in range(3000)))
+    with started([*TORCHRUN, *generate(folder, "--prompt-file", prompts)], tmp_path) as (process, said):
+        assert json.loads(process.stdout.readline())["token_ids"]
+        code, left = killed(process, rank)
+        assert code != 0 and not left, said.read_text()[-3000:]
+        text = said.read_text()
+        assert "another process of this job has gone" in text and f"local_rank: {rank}" in text and "SIGKILL" in text
+        assert "Traceback" not in text.partition("torch/distributed/elastic")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_server_that_loses_a_process_ends_with_an_error(rank, busy, folder, tmp_path):
+    command = [*ALONE, "serve", "--model", folder, "--tensor-parallel", 2, "--port", 0, "--json"]
+    with started(command, tmp_path) as (process, said):
+        url = json.loads(process.stdout.readline())["url"]
+        if busy:
+            body = json.dumps({"model": "llama", "prompt": "once", "max_tokens": 450, "stream": True}).encode()
+            request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+            answer = urllib.request.urlopen(request, timeout=SECONDS)
+            answer.readline()
+        code, left = killed(process, rank)
+        assert code != 0 and not left, said.read_text()[-3000:]
+        text = said.read_text()
+        assert "another process of this job has gone" in text and f"local_rank: {rank}" in text and "SIGKILL" in text
+        assert "Exception in thread" not in text and "Application shutdown failed" not in text

@@ -55,8 +55,16 @@ class _Backend(backend_registration._DummyBackendModule):
     def empty_cache(self) -> None:
         """There is none."""
 
+    free = (2**40, 2**40)
+
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        return 2**40, 2**40
+        return self.free[torch.device(device).index or 0], 2**40
+
+    def memory_reserved(self, device: Any = None) -> int:
+        return 0
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return 0
 
     def get_rng_state(self, device: Any = 0) -> torch.Tensor:
         return torch.get_rng_state()

@@ -16,6 +16,7 @@ from families import family
 
 import lade
 from lade import LookaheadConfig
+from lade.serving.batch import Batch
 
 torch.set_num_threads(1)  # those of the process that was forked are not here
 FIRST = f"{NAME}:0"
@@ -70,3 +71,16 @@ def compared(case):
         except Exception as problem:
             return f"{type(problem).__name__}: {problem}".splitlines()[0]
     return "equal" if torch.equal(ours, expected) else f"{ours.tolist()} instead of {expected.tolist()}"
+
+
+def rows_on_both():
+    """Bytes of a token by device, and the slots of an engine by what is free on the first device and on the second."""
+    with Devices():
+        model = split(family("llama").build())
+        plan, found = lade.supports(model).plan, []
+        for free in ((2**20, 2**30), (2**30, 2**20), (2**20, 2**20)):
+            getattr(torch, NAME).free = free
+            batch = Batch(model, plan, prefill_tokens=8, max_rows=2, max_tokens=None)
+            found.append(batch.capacity.max_tokens)
+        device_bytes, _ = batch._row_bytes()
+        return {"bytes": {str(device): size for device, size in device_bytes.items()}, "slots": found}

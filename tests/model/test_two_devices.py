@@ -39,3 +39,15 @@ def test_with_any_arguments_and_method(arguments):
 def test_other_families(name):
     cases = [f"default/{arguments}/{name}" for arguments in ("greedy", "batch")] + [f"paper/sampled/{name}"]
     assert compared(cases) == dict.fromkeys(cases, "equal")
+
+
+def test_an_engine_has_room_where_both_devices_have_it():
+    def found():
+        import split_models
+
+        return split_models.rows_on_both()
+
+    rows = in_fork(found, seconds=100)
+    first, second = rows["bytes"].values()
+    assert rows["slots"] == [int(0.8 / 2.75 * 2**20 / size) for size in (first, second, max(first, second))]
+    assert list(rows["bytes"]) == ["fake:0", "fake:1"] and first == second

@@ -373,7 +373,7 @@ def test_what_is_free_on_a_device_is_shared_by_all_that_is_there_at_once(monkeyp
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700, 2000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)
-    tokens = default_max_tokens(10, torch.device("cuda"))
+    tokens = default_max_tokens({torch.device("cuda"): 10})
     assert 27.5 * tokens <= 0.8 * 1000 < 27.5 * (tokens + 1), "2.75 of it, in four fifths of what torch can have"
 
 

@@ -17,6 +17,8 @@ from lade.tuning.measure import SIZES, StepTimer, measure_step_cost, samples_of
 class KnownRunner:
     """Its passes take `cost(size)` seconds of its own clock; every `busy`-th of them ten times as long."""
 
+    parts = 1
+
     def __init__(self, cost, *, room=None, busy=0):
         self.cost, self.limit, self.busy = cost, room, busy
         self.now, self.forward_s = 0.0, 123.0
@@ -78,6 +80,13 @@ def test_sizes_take_turns():
     runner = KnownRunner(knee)
     measure(runner, budget_s=60.0)
     assert runner.sizes == [*SIZES] * 9
+
+
+def test_larger_trees_are_measured_where_several_processes_feed_them():
+    runner = KnownRunner(knee)
+    runner.parts = 2
+    assert measure(runner, budget_s=60.0).seconds(256) == pytest.approx(knee(256))
+    assert runner.sizes == [*SIZES, 256] * 9
 
 
 @pytest.mark.parametrize("scale", [0.01, 0.1, 1.0, 10.0, 100.0])

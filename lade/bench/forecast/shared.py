@@ -4,9 +4,10 @@ Tensor parallelism divides the pass, and adds two exchanges a layer, one message
 
     t_TP(S) = t(S) / P + 2 L (latency + 2 (P - 1) / P x S x hidden x 2 bytes / bandwidth) + message
 
-Lookahead parallelism has each device feed a part of the tree, and the logits of the parts brought together:
+Lookahead parallelism has each device feed a part of the tree, and what was read of the parts brought together; this is
+greedy decoding, for which 28 bytes a node do:
 
-    t_LP(S) = t(largest part of S) + latency + (P - 1) x part x vocabulary x 2 bytes / bandwidth + message
+    t_LP(S) = t(largest part of S) + latency + (P - 1) x part x 28 bytes / bandwidth + message
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 from lade.bench.forecast.roofline import Roofline
 
-VOCABULARY, LOGIT_BYTES, STATE_BYTES = 128_000, 2, 2
+STATE_BYTES, READOUT_BYTES = 2, 28
 MESSAGE_S = 1e-4
 """Assumed of the message that announces a pass, between processes of one host."""
 
@@ -37,9 +38,9 @@ class Interconnect:
 INTERCONNECTS = {"nvlink": Interconnect(200e9, 12e-6), "pcie": Interconnect(20e9, 35e-6)}
 
 PARTS = {
-    2: ((13.9, 9.0), (29.4, 17.2), (59.7, 33.8), (106.6, 57.5)),
-    4: ((13.9, 6.9), (29.4, 11.8), (59.7, 21.2), (106.6, 33.7)),
-    8: ((13.9, 6.5), (29.4, 9.7), (59.7, 15.4), (106.6, 22.3)),
+    2: ((15.6, 9.5), (31.3, 17.9), (62.6, 33.9), (124.2, 65.5), (246.6, 126.2), (491.3, 251.7)),
+    4: ((15.6, 6.8), (31.3, 11.3), (62.6, 19.9), (124.2, 36.7), (246.6, 66.6), (491.3, 132.3)),
+    8: ((15.6, 5.9), (31.3, 8.7), (62.6, 13.5), (124.2, 22.6), (246.6, 37.3), (491.3, 73.2)),
 }
 """By the number of devices: mean tokens fed, and mean size of the largest part, as docs/several-devices.md has them."""
 
@@ -69,7 +70,7 @@ class Sharing:
     def lookahead_parallel_s(self, roofline: Roofline, size: float) -> float:
         """The same, the tree being cut."""
         part, link = self.largest_part(size), self.interconnect
-        sent = (self.devices - 1) * part * VOCABULARY * LOGIT_BYTES
+        sent = (self.devices - 1) * part * READOUT_BYTES
         return roofline.seconds(part) + link.latency_s + sent / link.bandwidth + MESSAGE_S
 
     def largest_part(self, size: float) -> float:

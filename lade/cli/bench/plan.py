@@ -1,4 +1,4 @@
-"""`lade bench plan`: what to expect on hardware one does not have yet, with every assumption printed."""
+"""`lade plan`, also `lade bench plan`: what to expect on hardware one does not have yet, all assumptions printed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lade.bench.forecast.roofline import DEVICES, FREE
-from lade.bench.forecast.shared import LOGIT_BYTES, MESSAGE_S, PARTS, VOCABULARY, Sharing
+from lade.bench.forecast.shared import MESSAGE_S, PARTS, READOUT_BYTES, Sharing
 from lade.cli.bench.plan_inputs import HardwareSpec
 from lade.cli.options import decoding as options
 from lade.cli.options.grouping import in_panel
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from lade.bench.forecast.forecast import Measured, Prediction
     from lade.bench.forecast.roofline import Roofline
 
-EXAMPLE = "Example:  [bold]lade bench plan --params 7B --device h100-sxm --results results.json --out plan.svg[/bold]"
-MOVED = "lade plan is now lade bench plan; the old name will go in a later version"
+EXAMPLE = "Example:  [bold]lade plan --params 7B --device h100-sxm --results results.json --out plan.svg[/bold]"
 
 _results = in_panel("Results")
 _SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -75,13 +74,6 @@ def plan(
             from lade.bench.forecast.figure import draw
 
             draw(forecast.roofline, forecast.predictions, f"{hardware.params} parameters, {_named(hardware)}", out)
-
-
-@functools.wraps(plan)
-def moved(**values: Any) -> None:
-    """Stands in for the command under its old name."""
-    typer.secho(f"warning: {MOVED}", err=True, fg=typer.colors.YELLOW)
-    plan(**values)
 
 
 @dataclass(frozen=True)
@@ -193,8 +185,8 @@ def assumptions_of_sharing(sharing: Sharing, interconnect: str) -> list[str]:
         f"pass takes {1e6 * MESSAGE_S:g} us. Assumed, not measured.",
         f"Tensor parallel: {sharing.devices} devices take a share of the pass each, with two exchanges a layer; a "
         "layer has 12 times the square of its width in parameters.",
-        f"Lookahead parallel: the largest part of a tree is {sizes} tokens; logits of {VOCABULARY:,} words in "
-        f"{LOGIT_BYTES} bytes go to the first device.",
+        f"Lookahead parallel: the largest part of a tree is {sizes} tokens; {READOUT_BYTES} bytes of each go to the "
+        "first device, as in greedy decoding. Where tokens are drawn, whole rows of logits do.",
     ]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lade.decoding.drafting.controller import Controller
+from lade.decoding.drafting.controller import LARGEST, Controller
 from lade.decoding.drafting.habits import Habits
 from lade.decoding.drafting.tree_size import PassCost
 
@@ -27,15 +27,18 @@ class BatchBudget:
     Args:
         cost: what a forward pass of the batch costs, by the size of each row's tree.
         habits: see `Controller`.
+        most: likewise.
     """
 
-    most = Controller.most
-    """See `Budget`."""
-
-    def __init__(self, cost: PassCost, habits: Habits | None = None) -> None:
-        self._controller = Controller(cost, habits)
+    def __init__(self, cost: PassCost, habits: Habits | None = None, most: int = LARGEST) -> None:
+        self._controller = Controller(cost, habits, most)
         self._skipping: bool | None = None
         self._size = 1
+
+    @property
+    def most(self) -> int:
+        """See `Budget`."""
+        return self._controller.most
 
     def skip_drafting(self) -> bool:
         """See `Budget`: all rows skip it in the same steps."""

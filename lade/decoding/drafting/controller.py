@@ -19,10 +19,13 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from lade.decoding.drafting.habits import Habits
+from lade.decoding.drafting.longer_cost import LongerCost
 from lade.decoding.drafting.tree_size import PassCost
 
 LARGEST = 128
-"""Tokens fed per step at most."""
+"""Tokens fed per step at most, by one process."""
+LARGEST_SHARED = 512
+"""The same by several, each of which feeds a part."""
 NEWS = 0.006
 """Tokens that one more node saves later by what its logits tell about the text."""
 TUITION = 0.15
@@ -48,19 +51,23 @@ _SURPRISE, _MOST_CHECKS = 0.15, 4  # a plain step that took so much more or less
 _TRIAL_AFTER, _TRIAL_SIZE = 192, 4  # plain steps, and tokens fed then
 
 
+def most_fed(processes: int) -> int:
+    """Tokens per step at most, where so many processes feed a part of each tree: about as many each as one alone."""
+    return LARGEST if processes == 1 else min(LARGEST * processes, LARGEST_SHARED)
+
+
 class Controller:
     """Decides about the trees of one row; see `Budget`.
 
     Args:
         cost: what a forward pass costs; it learns from every step.
         habits: what earlier texts have taught; they learn from every step, too. None for none.
+        most: tokens fed per step at most; see `most_fed`.
     """
 
-    most = LARGEST
-    """See `Budget`."""
-
-    def __init__(self, cost: PassCost, habits: Habits | None = None) -> None:
-        self._cost = cost
+    def __init__(self, cost: PassCost, habits: Habits | None = None, most: int = LARGEST) -> None:
+        self._cost = cost if most < len(cost.table) else LongerCost(cost, most)
+        self._most = most
         self._habits = Habits() if habits is None else habits
         self._tokens, self._seconds = _STEPS * 1.0, _STEPS * cost.table[1]
         self._idle = min(self._habits.idle, _PATIENCE + _KEPT_IDLE)  # times in a row that plain decoding was chosen
@@ -68,6 +75,11 @@ class Controller:
         self._checks = 0  # plain steps in a row that were taken to see what they cost
         self._since_plain = 0  # steps
         self._promised = 0.0  # tokens that the guesses being fed are expected to bring
+
+    @property
+    def most(self) -> int:
+        """See `Budget`."""
+        return self._most
 
     @property
     def rate(self) -> float:
@@ -87,7 +99,7 @@ class Controller:
     def thresholds(self) -> list[tuple[int, float]]:
         """See `Budget`: the usual size, then the corners of the cost's hull, between which all nodes cost the same."""
         least, trust = int(self._habits.usual), self._habits.trust
-        most = min(LARGEST, _SPREAD * least + _LEAP)
+        most = min(self._most, _SPREAD * least + _LEAP)
         corners = [size for size in self._cost.corners if least < size < most] + [most]
         prices = (max(0.0, price) / trust for price in self._prices(corners))
         return [(least, 0.0), *zip(corners, prices, strict=True)]
@@ -119,7 +131,7 @@ class Controller:
 
     def fill_to(self, size: int) -> int:
         """See `Budget`: to the usual size, and as far as a node costs less than its news is worth."""
-        ends = [min(corner, LARGEST) for corner in self._cost.corners]  # the hull may go straight on beyond the largest
+        ends = [min(corner, self._most) for corner in self._cost.corners]  # the hull may go straight on beyond it
         affordable = [end for end, price in zip(ends, self._prices(ends), strict=True) if price <= 0.0]
         return max([size, int(self._habits.usual), *affordable])
 

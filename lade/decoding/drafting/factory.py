@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
 from lade.decoding.drafting.constraint import Constraint
-from lade.decoding.drafting.controller import Controller
+from lade.decoding.drafting.controller import LARGEST, Controller
 from lade.decoding.drafting.drafter import Drafter, Source
 from lade.decoding.drafting.habits import Habits
 from lade.decoding.drafting.lookahead import LookaheadDrafter
@@ -23,6 +23,7 @@ def drafter_for(
     cost: PassCost | None = None,
     budget: Budget | None = None,
     habits: Habits | None = None,
+    most: int = LARGEST,
     sources: Sequence[Source] = (),
     constraint: Constraint | None = None,
 ) -> Drafter:
@@ -35,6 +36,7 @@ def drafter_for(
         cost: what a forward pass costs; the adaptive method needs it if it has no budget.
         budget: shared with other rows; None for one of its own.
         habits: of a budget of its own, learned from earlier texts; None for none.
+        most: tokens fed per step at most, by a budget of its own that goes by the cost.
         sources: guesses beside the method's own.
         constraint: what must follow, and what cannot.
 
@@ -48,7 +50,7 @@ def drafter_for(
     if budget is None and config.budget is not None:
         budget = FixedBudget(config.budget)
     if budget is None and cost is not None:
-        budget = Controller(cost, habits)
+        budget = Controller(cost, habits, most)
     if budget is None:
         raise ValueError("the adaptive method needs the cost of a pass, or a budget: give LookaheadConfig(budget=...)")
     return AdaptiveDrafter(
