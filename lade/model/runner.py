@@ -145,6 +145,16 @@ class EagerRunner:
         """Whether prompts of several lengths are fed in one pass where that costs less than passes of their own."""
         return self._prompt_passes.pad and not self._core_patches and not self._slot_patches.pick_keys
 
+    @property
+    def pass_tokens(self) -> int:
+        """What a prefill costs beside its tokens, in tokens."""
+        return PASS_TOKENS.get(self.device.type, PASS_TOKENS["cuda"])
+
+    def padded(self, lengths: Sequence[int]) -> int:
+        """Tokens that a prefill of prompts of these lengths feeds, padding included."""
+        prompts = Counter(lengths)
+        return sum(max(group) * sum(prompts[length] for length in group) for group in self._groups(prompts))
+
     @torch.no_grad()
     def prefill(
         self, rows: Sequence[Sequence[int]], cache: TreeCache, hook: PromptLogitsHook | None = None
@@ -182,7 +192,7 @@ class EagerRunner:
         """Which lengths are fed together, given the number of prompts of each."""
         if not self.pads or self.positions.changes_by(max(prompts)):
             return [{length} for length in sorted(prompts)]
-        return grouped(prompts, PASS_TOKENS.get(self.device.type, PASS_TOKENS["cuda"]))
+        return grouped(prompts, self.pass_tokens)
 
     def _prefill_prepared(
         self, prompts: PreparedPrompts, cache: TreeCache, hook: PromptLogitsHook | None

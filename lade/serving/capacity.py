@@ -13,6 +13,7 @@ from lade.decoding.drafting.controller import LARGEST
 from lade.errors import InputError
 from lade.model.kv_cache import TreeCache
 from lade.model.row_cache import BufferSizes
+from lade.model.runner import EagerRunner
 
 _SHARE_OF_HOST, _SHARE_OF_DEVICE = 0.25, 0.8
 _PEAK = 2.75
@@ -126,6 +127,17 @@ def default_max_tokens(token_bytes: int, device: torch.device) -> int:
     """
     memory = _SHARE_OF_DEVICE / _PEAK * _free_bytes(device) if device.type == "cuda" else _SHARE_OF_HOST * _host_bytes()
     return max(1, int(memory) // token_bytes)
+
+
+def row_bytes(runner: EagerRunner) -> tuple[int, int]:
+    """Bytes of a slot and of a row's states, found by feeding a token: no two families keep the same.
+
+    Where a cached token takes no bytes, since all layers are recurrent, a slot is one byte of the states.
+    """
+    cache = runner.tree_cache()
+    with torch.random.fork_rng(devices=[]):
+        runner.prefill([[0]], cache)
+    return max(1, cache.token_bytes), cache.state_bytes
 
 
 def _free_bytes(device: torch.device) -> int:
