@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-PASS_TOKENS = {"cpu": 48, "cuda": 256}
+PASS_TOKENS = {"cpu": 64, "cuda": 256}
 """What a pass costs beside its tokens, in tokens, by the type of device. On a CPU three models of 0.3 to 134 million
 parameters took 45 to 75. A GPU reads all weights in the time in which it multiplies some hundred tokens by them."""
 
