@@ -181,6 +181,15 @@ class TreeCache(Cache):
                 recurrent.keep(last)
         self.settle()
 
+    def trim(self, lengths: Sequence[int]) -> None:
+        """After a plain pass over rows that were padded behind: row b keeps its first `lengths[b]` tokens.
+
+        There may be no layers with states, which would have taken in the padding.
+        """
+        for layer in self.attending:
+            layer.lengths = list(lengths)
+        self.settle()
+
     def repeat(self, tokens: int) -> None:
         """Append so many tokens to every row: copies of the keys and values that it holds, as many times as it takes.
 

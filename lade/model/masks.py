@@ -103,6 +103,7 @@ class MaskPlan:
         additive: whether masks are added to the scores (eager attention) or boolean (SDPA).
         compact: whether its attention knows `TreeMask`.
         placed: whether its attention wants a `PlacedMask`.
+        pads: whether nothing that stands behind a token reaches it, so that prompts may be padded there.
     """
 
     spans: Mapping[str, AttentionSpan | None]
@@ -110,6 +111,7 @@ class MaskPlan:
     additive: bool
     compact: bool = False
     placed: bool = False
+    pads: bool = False
 
     @property
     def attends(self) -> bool:

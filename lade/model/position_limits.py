@@ -62,6 +62,10 @@ class Positions:
             return 0
         return next((limit - 1 - cached for limit in self.limits if cached < limit), 0)
 
+    def changes_by(self, length: int) -> bool:
+        """Whether frequencies are others, or recomputed, in a pass whose longest row has so many tokens."""
+        return any(limit is not None and length > limit for limit in (self.longrope_switch, self.dynamic))
+
 
 def _rope_parameters(config: PretrainedConfig) -> list[Mapping[str, Any]]:
     rope: Mapping[str, Any] = field(config, "rope_parameters") or {}

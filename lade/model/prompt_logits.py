@@ -57,19 +57,24 @@ class HiddenStates:
             The number of a token, and logits `[B, T, V]` from there on, on the device of `logits`. In a model that is
             split over several devices the head may lie on another one.
         """
-        head = self._model.get_output_embeddings()
-        states = self._states
-        if head is None or states is None:
-            return
-        if not _can_read(head, states):
-            return  # something lies between decoder and head: nothing is known about the prompt then
-        last = head(states[:, -1])
-        scale = (last * logits.to(last.device)).sum() / (last * last).sum()
-        piece = max(1, _PIECE_LOGITS // (logits.shape[0] * logits.shape[1]))
-        first = length - states.shape[1]
-        for start in range(0, states.shape[1], piece):
-            # In place, since these are the largest tensors of a call: some take longer to allocate than to compute.
-            yield first + start, head(states[:, start : start + piece]).mul_(scale).to(logits.device)
+        if self._states is not None:
+            yield from logits_of(self._model, self._states, logits, length)
+
+
+def logits_of(
+    model: Any, states: torch.Tensor, logits: torch.Tensor, length: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """See `HiddenStates.prompt_logits`; of states `[B, T, H]`, which are those of the prompts' last tokens."""
+    head = model.get_output_embeddings()
+    if head is None or not _can_read(head, states):
+        return  # something lies between decoder and head: nothing is known about the prompt then
+    last = head(states[:, -1])
+    scale = (last * logits.to(last.device)).sum() / (last * last).sum()
+    piece = max(1, _PIECE_LOGITS // (logits.shape[0] * logits.shape[1]))
+    first = length - states.shape[1]
+    for start in range(0, states.shape[1], piece):
+        # In place, since these are the largest tensors of a call: some take longer to allocate than to compute.
+        yield first + start, head(states[:, start : start + piece]).mul_(scale).to(logits.device)
 
 
 def _can_read(head: Any, states: torch.Tensor) -> bool:

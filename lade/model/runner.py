@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Self
 
@@ -18,7 +19,9 @@ from lade.model.kv_cache import TreeCache
 from lade.model.masks import Inputs, MaskPlan
 from lade.model.position_limits import Positions
 from lade.model.prepared_prompts import PreparedPrompts
+from lade.model.prompt_groups import PASS_TOKENS, grouped
 from lade.model.prompt_logits import HiddenStates
+from lade.model.prompt_pass import PromptPasses
 from lade.model.recurrent.cores import CorePatches
 from lade.model.recurrent.layer import layers_for
 from lade.model.recurrent.tree_pass import TreePass
@@ -61,6 +64,7 @@ class EagerRunner:
         survey = Survey.of(model)
         self._slot_patches, self._core_patches = SlotPatches(survey), CorePatches(survey)
         self._accepts, self._cache_name = accepted(model), cache_name(model) or "past_key_values"
+        self._prompt_passes = PromptPasses(model, plan, generation_config, self.device)
         self._prompts: PreparedPrompts | None = None
 
     @property
@@ -140,13 +144,29 @@ class EagerRunner:
         end = min(length, fed + (max(most, 2) if self._core_patches else most))
         return length if self._core_patches and end == length - 1 else end
 
+    @property
+    def pads(self) -> bool:
+        """Whether prompts of several lengths are fed in one pass where that costs less than passes of their own."""
+        return self._prompt_passes.pad and not self._core_patches and not self._slot_patches.pick_keys
+
+    @property
+    def pass_tokens(self) -> int:
+        """What a prefill costs beside its tokens, in tokens."""
+        return PASS_TOKENS.get(self.device.type, PASS_TOKENS["cuda"])
+
+    def padded(self, lengths: Sequence[int]) -> int:
+        """Tokens that a prefill of prompts of these lengths feeds, padding included."""
+        prompts = Counter(lengths)
+        return sum(max(group) * sum(prompts[length] for length in group) for group in self._groups(prompts))
+
     @torch.no_grad()
     def prefill(
         self, rows: Sequence[Sequence[int]], cache: TreeCache, hook: PromptLogitsHook | None = None
     ) -> torch.Tensor:
-        """Feed what `cache` does not hold yet, as transformers does it (in chunks if configured), but without padding.
+        """Feed what `cache` does not hold yet, as transformers does it (in chunks if configured), each prompt once.
 
-        Rows of equal length are fed together, each distinct prompt once, into caches that are then joined.
+        Prompts of several lengths are padded, behind their last token, where that saves more than it costs; others are
+        fed into caches of their own, which are then joined. An empty cache is for rows of any length.
 
         Returns:
             Logits of each row's last token, `[B, V]`; the language model head runs on that token only.
@@ -156,13 +176,14 @@ class EagerRunner:
         sharing: dict[tuple[int, ...], list[int]] = {}  # numbers of the rows that share each prompt
         for number, row in enumerate(rows):
             sharing.setdefault(tuple(row), []).append(number)
-        if len(sharing) == len(rows) and len(set(map(len, sharing))) == 1:
+        groups = self._groups(Counter(map(len, sharing)))
+        if len(sharing) == len(rows) and len(groups) == 1:
             return self._prefill(rows, list(sharing.values()), cache, hook)
         parts: list[TreeCache] = []
         places: list[tuple[int, int]] = [(0, 0)] * len(rows)
         logits: list[torch.Tensor] = [torch.empty(0)] * len(rows)
-        for length in sorted(set(map(len, sharing))):
-            prompts = [prompt for prompt in sharing if len(prompt) == length]
+        for lengths in groups:
+            prompts = [prompt for prompt in sharing if len(prompt) in lengths]
             parts.append(TreeCache())
             part_logits = self._prefill(prompts, [sharing[prompt] for prompt in prompts], parts[-1], hook)
             for place, prompt in enumerate(prompts):
@@ -170,6 +191,12 @@ class EagerRunner:
                     places[number], logits[number] = (len(parts) - 1, place), part_logits[place]
         cache.join(parts, places)
         return torch.stack(logits)
+
+    def _groups(self, prompts: Mapping[int, int]) -> list[set[int]]:
+        """Which lengths are fed together, given the number of prompts of each."""
+        if not self.pads or self.positions.changes_by(max(prompts)):
+            return [{length} for length in sorted(prompts)]
+        return grouped(prompts, self.pass_tokens)
 
     def _prefill_prepared(
         self, prompts: PreparedPrompts, cache: TreeCache, hook: PromptLogitsHook | None
@@ -200,47 +227,19 @@ class EagerRunner:
         cache: TreeCache,
         hook: PromptLogitsHook | None,
     ) -> torch.Tensor:
-        """Feed prompts of equal length; `sharing` are the numbers of the rows of each. Logits `[P, V]`."""
+        """Feed prompts in one pass; `sharing` are the numbers of the rows of each. Logits `[P, V]`."""
         cached = cache.get_seq_length()
         forgotten = self._core_patches.forgets and len(prompts[0]) - cached > 1
         whole = self.switch.recomputes(prompts, cache) or not cached or forgotten
         try:
             if whole:
                 cache.reset()
-            return self._feed_prompts(prompts, sharing, cache, hook)
+            self._begin_prompt(cache)
+            return self._prompt_passes.feed(prompts, sharing, cache, hook)
         except BaseException:
             if whole:  # some layers hold tokens that others lack, and none what they held before
                 cache.reset()
             raise
-
-    def _feed_prompts(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sharing: Sequence[Sequence[int]],
-        cache: TreeCache,
-        hook: PromptLogitsHook | None,
-    ) -> torch.Tensor:
-        ids = torch.tensor(prompts, device=self.device)
-        kwargs: dict[str, Any] = {self._cache_name: cache, "use_cache": True}
-        if "position_ids" in self._accepts:
-            kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        if "logits_to_keep" in self._accepts:
-            kwargs["logits_to_keep"] = 1
-        cached = cache.get_seq_length()
-        if cached and self.plan.attends:
-            kwargs["attention_mask"] = torch.ones_like(ids)  # by its width transformers knows what is cached already
-        self._begin_prompt(cache)
-        with HiddenStates(self.model) if hook else nullcontext() as hidden:
-            missing = ids if self.plan.attends else ids[:, cached:]  # of states transformers does not know how much
-            output = self.model._prefill(missing, self.generation_config, kwargs)
-        cache.count(len(ids), ids.shape[1] - cached)
-        cache.settle()
-        logits: torch.Tensor = output.logits[:, -1]
-        if hook and hidden:
-            for start, piece in hidden.prompt_logits(logits, ids.shape[1]):
-                for same_prompt, prompt_logits in zip(sharing, piece, strict=True):
-                    hook(same_prompt, start, prompt_logits)
-        return logits
 
     def _begin_prompt(self, cache: TreeCache) -> None:
         """Have recurrent layers take part in a prefill."""

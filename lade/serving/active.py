@@ -43,7 +43,8 @@ class ActiveRequest:
     @property
     def text(self) -> list[int]:
         """What has to be fed before it can join the batch: the prompt; of an answer that goes on, all but the root."""
-        assert self.row is not None
+        if self.row is None:
+            return self.request.ids
         return self.row.tokens[:-1] if self.row.written else self.row.tokens
 
     @property

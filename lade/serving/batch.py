@@ -1,7 +1,10 @@
-"""Continuous batching: requests join one by one, are prefilled in pieces, decoded together, and leave as they end."""
+"""Continuous batching: requests are prefilled together or in pieces, decoded together, and leave as they end."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -21,21 +24,24 @@ from lade.hf.output import Output
 from lade.model.masks import MaskPlan
 from lade.model.select_runner import release
 from lade.serving.active import ActiveRequest
-from lade.serving.capacity import Capacity, default_max_tokens
+from lade.serving.capacity import Capacity, default_max_tokens, row_bytes
 from lade.serving.request import Request
 from lade.serving.reuse import Reuse
 from lade.serving.seats import HEADROOM, Seats
 from lade.serving.snapshot import Tally
+from lade.serving.together import first_together
 from lade.stats import Step
 from lade.tuning.batch_cost import BatchCost
 from lade.tuning.cost_cache import habits_of, save_refreshed, step_cost_for
+
+logger = logging.getLogger(__name__)
 
 
 class Batch:
     """Prefill and decode steps of all active requests; not to be used by two threads at a time.
 
     An error in a request's processors, criteria or `on_step` ends that request alone. One in a forward pass ends all
-    requests that took part in it.
+    requests that took part in it; but prompts whose common pass fails are fed again, each by itself.
 
     Args:
         model: one that `lade.supports`.
@@ -66,7 +72,7 @@ class Batch:
         self._model, self._prefill_tokens = model, prefill_tokens
         self._runner = runner_for(model, plan, GenerationConfig())
         self._prefill_runner = self._runner.eager()
-        device_bytes, state_bytes = self._row_bytes()
+        device_bytes, state_bytes = row_bytes(self._prefill_runner)
         token_bytes = sum(device_bytes.values())
         if max_tokens is None:
             release(model)  # what no generation is using is free
@@ -81,16 +87,6 @@ class Batch:
         self.prefix_cache = prefix_cache
         self._cost: BatchCost | None = None
         self.tally = Tally()
-
-    def _row_bytes(self) -> tuple[dict[torch.device, int], int]:
-        """Bytes of a slot by device, and of a row's states, found by feeding a token: no two families keep the same.
-
-        Where a cached token takes no bytes, since all layers are recurrent, a slot is one byte of the states.
-        """
-        cache = self._prefill_runner.tree_cache()
-        with torch.random.fork_rng(devices=[]):
-            self._prefill_runner.prefill([[0]], cache)
-        return cache.device_bytes or {self._runner.device: 1}, cache.state_bytes
 
     @property
     def capacity(self) -> Capacity:
@@ -129,12 +125,11 @@ class Batch:
         if weighs and self._loop.budget is None:
             self._cost = BatchCost(lambda rows: step_cost_for(self._model, self._runner, batch=rows), 1)
             self._loop.budget = BatchBudget(self._cost, habits_of(self._model, self._cost.current, "engine"))
-        budget = self._loop.budget if weighs else None
         drafter = drafter_for(
             config,
             request.excluded,
             vocabulary=vocabulary_of(self._model),
-            budget=budget,
+            budget=self._loop.budget if weighs else None,
             sources=request.sources,
             constraint=request.constraint,
         )
@@ -172,45 +167,115 @@ class Batch:
 
     def _prefill(self) -> None:
         left = self._prefill_tokens
-        while left > 0 and self.seats.prefilling:
-            active = self.seats.prefilling[0]
-            try:
-                left -= self._prefill_piece(active, left)
-            except Exception as problem:  # noqa: BLE001 - whatever it is, the request's handle gets it
-                self._end(active, problem)
-                if self._loop.rows and self._cache.room == (0, 0):  # the decoding rows have lost their cache
-                    self._end_rows(problem)
+        while left > 0 and (line := self.seats.prefilling):
+            group = first_together(line, left, self._prefill_runner, self._reuse)
+            if len(group) > 1:
+                left -= self._prefill_together(group)
+            elif left < self._prefill_tokens and self._can_wait(line[0], left):
+                break
+            else:
+                left -= self._prefill_piece(line[0], left)
+
+    def _can_wait(self, active: ActiveRequest, left: int) -> bool:
+        """Whether less than a pass costs would be fed of a text, which needs one more later on anyway."""
+        return left < min(len(active.text) - active.fed, self._prefill_runner.pass_tokens) and not active.pinned
+
+    @contextmanager
+    def _blaming(self, active: ActiveRequest) -> Iterator[None]:
+        """A block whose errors end a request."""
+        try:
+            yield
+        except Exception as problem:  # noqa: BLE001 - whatever it is, the request's handle gets it
+            self._end(active, problem)
+            if self._loop.rows and self._cache.room == (0, 0):  # the decoding rows have lost their cache
+                self._end_rows(problem)
 
     def _prefill_piece(self, active: ActiveRequest, most: int) -> int:
         """Feed some `most` tokens of a text at most, a prompt with images whole; after the last one the row joins.
 
         Returns:
-            How many tokens were fed.
+            How many tokens were fed; 0 after an error, which ends the request.
+        """
+        with self._blaming(active):
+            start = perf_counter()
+            row, before = self._begun(active), active.fed
+            text, images, goes_on = active.text, active.request.images, bool(row.written)
+            end = len(text) if images else self._prefill_runner.piece_end(before, most, len(text))
+            runner = self._prefill_runner.for_prompts(images)
+            logits = runner.prefill([text[:end]], active.cache, None if goes_on else prompt_hook([row]))  # [1, V]
+            active.fed = end
+            self._spent(start, [] if goes_on else [active])
+            if end == len(text):
+                self._finish_text(
+                    active, row, logits, None if goes_on else read(logits, wants_entries=False).argmax_ids
+                )
+            return end - before
+        return 0
+
+    def _prefill_together(self, group: Sequence[ActiveRequest]) -> int:
+        """Feed whole prompts in one pass; then their rows join.
+
+        Returns:
+            How many tokens were fed, padding included.
+        """
+        start, rows = perf_counter(), {}
+        for active in group:
+            with self._blaming(active):
+                rows[active] = self._begun(active)
+        try:
+            logits, argmax_ids = self._read_prompts(rows)
+        except Exception as problem:  # noqa: BLE001 - whose it is shows when each prompt is fed by itself
+            logger.info("prompts cannot be fed together, so each is by itself: %s: %s", type(problem).__name__, problem)
+            argmax_ids = []
+        if not argmax_ids:  # here, where what the error's frames held is freed
+            for active in rows:
+                active.start_over()
+            return sum([self._prefill_piece(active, len(active.text)) for active in rows])
+        self._spent(start, rows)
+        for place, (active, row) in enumerate(rows.items()):
+            with self._blaming(active):
+                self._finish_text(active, row, logits[place : place + 1], argmax_ids[place : place + 1])
+        return self._prefill_runner.padded([len(active.text) for active in group])
+
+    def _read_prompts(self, rows: Mapping[ActiveRequest, Row]) -> tuple[torch.Tensor, list[int]]:
+        """Feed the prompts of rows, each of which then has its cache; logits `[B, V]` of last tokens, and argmax."""
+        texts, cache = [active.text for active in rows], self._prefill_runner.tree_cache()
+        logits = self._prefill_runner.prefill(texts, cache, prompt_hook(list(rows.values())))
+        for place, active in enumerate(rows):
+            active.cache, active.fed = cache.copy_row(place, len(texts[place])), len(texts[place])
+        return logits, read(logits, wants_entries=False).argmax_ids
+
+    def _finish_text(
+        self, active: ActiveRequest, row: Row, logits: torch.Tensor, argmax_ids: Sequence[int] | None
+    ) -> None:
+        """A text has been fed: its row joins, with a first token unless its answer goes on.
+
+        Args:
+            active: the request.
+            row: its row.
+            logits: `[1, V]`, of the last token.
+            argmax_ids: `[1]`; None for an answer that goes on.
         """
         start = perf_counter()
-        row, before = self._begun(active), active.fed
-        text, images, goes_on = active.text, active.request.images, bool(row.written)
-        end = len(text) if images else self._prefill_runner.piece_end(before, most, len(text))
-        runner = self._prefill_runner.for_prompts(images)
-        logits = runner.prefill([text[:end]], active.cache, None if goes_on else prompt_hook([row]))  # [1, V]
-        active.fed, whole = end, end == len(text)
-        if begins := whole and not goes_on:
+        if argmax_ids is not None:
             active.request.images = None
             self._reuse.put_prompt(active)
-            row.choose_first(logits, read(logits, wants_entries=False).argmax_ids)
-        seconds = perf_counter() - start
-        self.tally.add_prefill(seconds)
-        if not goes_on:
-            active.seconds += seconds
-        if whole:
-            self._join(active, row)
-        if begins:
+            row.choose_first(logits, argmax_ids)
+            self._spent(start, [active])
+        self._join(active, row)
+        if argmax_ids is not None:
             self._loop.drop_finished()  # the first token may have been the last
             cached = active.handle.cached_tokens
-            step = Step(0, row.written, ["prefill"], end - cached, active.seconds)
-            self.tally.add_first(step, end, cached)
+            step = Step(0, row.written, ["prefill"], active.fed - cached, active.seconds)
+            self.tally.add_first(step, active.fed, cached)
             self._deliver(active, step)
-        return end - before
+
+    def _spent(self, start: float, begun: Iterable[ActiveRequest]) -> None:
+        """Count the time since `start` as prefill, and for requests whose answers begin."""
+        seconds = perf_counter() - start
+        self.tally.add_prefill(seconds)
+        for active in begun:
+            active.seconds += seconds
 
     def _begun(self, active: ActiveRequest) -> Row:
         """The row of a request whose text is going to be fed; it takes what is known of the text."""

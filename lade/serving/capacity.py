@@ -14,7 +14,7 @@ from lade.decoding.drafting.controller import LARGEST
 from lade.errors import InputError
 from lade.model.kv_cache import TreeCache
 from lade.model.row_cache import BufferSizes
-from lade.model.runner import input_device
+from lade.model.runner import EagerRunner, input_device
 
 _SHARE_OF_HOST, _SHARE_OF_DEVICE = 0.25, 0.8
 _PEAK = 2.75
@@ -147,6 +147,17 @@ def _cache_bytes(device: torch.device) -> float:
     """What keys and values may take there."""
     on_device = device.type != "cpu" and hasattr(torch.get_device_module(device), "mem_get_info")
     return _SHARE_OF_DEVICE / _PEAK * _free_bytes(device) if on_device else _SHARE_OF_HOST * _host_bytes()
+
+
+def row_bytes(runner: EagerRunner) -> tuple[dict[torch.device, int], int]:
+    """Bytes of a slot by device, and of a row's states, found by feeding a token: no two families keep the same.
+
+    Where a cached token takes no bytes, since all layers are recurrent, a slot is one byte of the states.
+    """
+    cache = runner.tree_cache()
+    with torch.random.fork_rng(devices=[]):
+        runner.prefill([[0]], cache)
+    return cache.device_bytes or {runner.device: 1}, cache.state_bytes
 
 
 def _free_bytes(device: torch.device) -> int:

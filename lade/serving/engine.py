@@ -58,6 +58,7 @@ class Engine:
             recurrent, tokens take no memory, and slots are bytes of states.
         max_waiting: requests that may wait, beside those that there are free rows for.
         prefill_tokens: of new prompts, fed between two steps at most, so that a long one does not hold up the others.
+            Prompts that are read in one pass are padded to the longest, which counts.
             Models with recurrent layers are fed two at least, and those of Mamba 1 whole prompts.
             A prompt with images is fed at once.
         prefix_cache: bytes of texts, prompts and answers, that are kept beside the cache: a prompt that begins like one

@@ -63,7 +63,8 @@ class Request:
         sources: what guesses beside its method.
         constraint: what a grammar says about guesses; None where there is none.
         need: the room that it can come to take.
-        prompt_tokens: of the prompt, without padding.
+        ids: of the prompt, without padding.
+        prompt_tokens: how many these are.
         images: the prompt where it has more than text in it, until it is prefilled; else None.
 
     Raises:
@@ -87,9 +88,9 @@ class Request:
         _, texts, self.images = check(prepared, plan=plan)
         if len(texts) > 1:
             refuse(f"num_return_sequences={generation_config.num_return_sequences}", "add a request for each of them")
-        self._prepared, self._ids = replace(prepared, model_kwargs={}), texts.ids[0]  # images take memory
+        self._prepared, self.ids = replace(prepared, model_kwargs={}), texts.ids[0]  # images take memory
         self.need = Need(generation_config.max_length - texts.hidden[0], largest_tree(config))
-        self.prompt_tokens = len(self._ids)
+        self.prompt_tokens = len(self.ids)
         _check_positions(prepared.model, self.need.tokens)
         if generation_config.prefill_chunk_size is not None and is_recurrent(prepared.model):
             chunks = f"prefill_chunk_size={generation_config.prefill_chunk_size}"
@@ -107,7 +108,7 @@ class Request:
         sampler = None
         if self.seed is not None:
             sampler = LoneSampler(torch.Generator(self._prepared.input_ids.device).manual_seed(self.seed))
-        return row_for(self._prepared, 0, self._ids, drafter, sampler=sampler, record=self._record)
+        return row_for(self._prepared, 0, self.ids, drafter, sampler=sampler, record=self._record)
 
     def reason(self, row: Row) -> StopReason | None:
         """What ended the row; None if nothing did."""

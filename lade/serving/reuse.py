@@ -13,7 +13,7 @@ from lade.decoding.drafting.said import NotingDrafter, Said
 from lade.decoding.row import Row
 from lade.model.kv_cache import TreeCache
 from lade.serving.active import ActiveRequest
-from lade.serving.shelf import LEAST, Shelf, ShelvedText
+from lade.serving.shelf import LEAST, Shelf, ShelvedText, common
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,16 @@ class Reuse:
         if row.drafter.wants_prompt_entries:
             for start, entries in known.said.runs(tokens):
                 row.drafter.learn_prompt(row.tokens, start, entries)
+
+    def knows(self, active: ActiveRequest) -> bool:
+        """Whether much of a text that has not been fed can be taken."""
+        return self._serves(active) and self.shelf.knows(active.request.scope, active.text)
+
+    def will_know(self, active: ActiveRequest, other: ActiveRequest) -> bool:
+        """Whether much of its text can be taken once another one, of which nothing is known, has been fed."""
+        if not self._serves(active) or active.request.scope != other.request.scope or len(other.text) < 2 * LEAST:
+            return False
+        return common(np.array(active.text), np.array(other.text)) >= LEAST
 
     def put_prompt(self, active: ActiveRequest) -> None:
         """Keep a prompt that has just been fed, where much of it was new: those that wait may begin like it."""

@@ -63,19 +63,26 @@ class Shelf:
 
     def find(self, scope: str | None, tokens: Sequence[int]) -> tuple[ShelvedText, int] | None:
         """The text of a scope that has the most first tokens in common with these, and how many; None below `LEAST`."""
-        wanted = np.asarray(tokens, dtype=np.int64)
-        found = [(_common(text.tokens, wanted), number) for number, text in self._of(scope)]
-        common, number = max(found, default=(0, 0))
-        if common < LEAST:
+        length, number = self._longest(scope, tokens)
+        if length < LEAST:
             return None
         text = self._texts.pop(number)
         self._texts.append(text)
-        return text, common
+        return text, length
+
+    def knows(self, scope: str | None, tokens: Sequence[int]) -> bool:
+        """Whether `find` finds one."""
+        return self._longest(scope, tokens)[0] >= LEAST
+
+    def _longest(self, scope: str | None, tokens: Sequence[int]) -> tuple[int, int]:
+        """How many first tokens a text has in common with these at most, and its number."""
+        wanted = np.asarray(tokens, dtype=np.int64)
+        return max(((common(text.tokens, wanted), number) for number, text in self._of(scope)), default=(0, 0))
 
     def lacks(self, scope: str | None, tokens: Sequence[int]) -> bool:
         """Whether no text begins with these tokens, and they are worth a place."""
         wanted = np.asarray(tokens, dtype=np.int64)
-        known = any(_common(text.tokens, wanted) == len(wanted) for _, text in self._of(scope))
+        known = any(common(text.tokens, wanted) == len(wanted) for _, text in self._of(scope))
         return len(wanted) >= LEAST and not known
 
     def put(self, text: ShelvedText) -> None:
@@ -83,7 +90,7 @@ class Shelf:
         if text.nbytes > self.max_bytes:
             return
         for number, other in reversed(list(self._of(text.scope))):
-            if _common(other.tokens, text.tokens) == len(other.tokens):
+            if common(other.tokens, text.tokens) == len(other.tokens):
                 self._drop(number)
         while self.nbytes + text.nbytes > self.max_bytes:
             self._drop(0)
@@ -102,7 +109,7 @@ class Shelf:
         self.nbytes -= self._texts.pop(number).nbytes
 
 
-def _common(one: Tokens, other: Tokens) -> int:
+def common(one: Tokens, other: Tokens) -> int:
     """How many first tokens two texts have in common."""
     length = min(len(one), len(other))
     differ = one[:length] != other[:length]

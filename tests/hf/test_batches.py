@@ -217,23 +217,30 @@ def test_rows_that_have_ended_are_not_fed(passes):
     assert sum(rows) == stats.steps
 
 
-def test_prompts_are_fed_by_length_and_those_that_are_alike_once(passes):
+def test_prompts_are_fed_together_and_those_that_are_alike_once(passes):
     short, long = random_texts(5, 9)
     texts = [long, short, long, random_texts(9, seed=3)[0], short]
     arguments = {**padded(texts), "max_new_tokens": 4, "pad_token_id": PAD}
     lade.generate(MODELS["llama"], lookahead=PAPER, **arguments)
-    assert passes[:2] == [(1, 5), (2, 9)] and passes[2][0] == 5
+    assert passes[0] == (3, 9) and passes[1][0] == 5
     passes.clear()
     lade.generate(MODELS["llama"], lookahead=PAPER, do_sample=True, num_return_sequences=3, **arguments)
-    assert passes[:2] == [(1, 5), (2, 9)] and passes[2][0] == 15
+    assert passes[0] == (3, 9) and passes[1][0] == 15
 
 
-def test_rows_of_equal_length_need_no_joining(monkeypatch):
+def test_prompts_of_very_unlike_lengths_are_fed_apart(passes):
+    assert_same(MODELS["llama"], **padded(random_texts(4, 90, 7, 84)), max_new_tokens=10)
+    assert passes[0] == (4, 90), "plain decoding's own"
+    assert passes[10:12] == [(2, 7), (2, 90)]
+
+
+@pytest.mark.parametrize("lengths", [(6, 6, 6), (6, 3, 9)])
+def test_rows_that_are_fed_together_need_no_joining(lengths, monkeypatch):
     def never(*arguments):
         raise AssertionError("nothing to join")
 
     monkeypatch.setattr(TreeCache, "join", never)
-    assert_same(MODELS["llama"], **padded(random_texts(6, 6, 6)), max_new_tokens=10)
+    assert_same(MODELS["llama"], **padded(random_texts(*lengths)), max_new_tokens=10)
 
 
 @pytest.mark.parametrize("chunk", [1, 4])

@@ -9,7 +9,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GenerationConfig, Gran
 
 import lade
 from lade.model import prompt_logits as hidden
-from lade.model import runner
+from lade.model import prompt_pass
 from lade.model.kv_cache import TreeCache
 from lade.model.prompt_logits import HiddenStates
 from lade.model.runner import EagerRunner
@@ -53,7 +53,7 @@ def kept_by(model, ids, **arguments):
             return super().prompt_logits(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "HiddenStates", Watched)
+        patch.setattr(prompt_pass, "HiddenStates", Watched)
         pieces, _ = shown(model, ids, **arguments)
     return found, pieces
 

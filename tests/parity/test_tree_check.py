@@ -50,7 +50,7 @@ def test_a_probe_costs_a_handful_of_small_passes() -> None:
 
     model.register_forward_pre_hook(count, with_kwargs=True)
     lade.supports(model)
-    assert len(fed) <= 14 and sum(fed) < 100
+    assert len(fed) <= 15 and sum(fed) < 120
     fed.clear()
     lade.supports(model)
     assert not fed

@@ -8,6 +8,7 @@ import pytest
 import torch
 from serving_toys import engine_threads
 
+from lade.model.prompt_pass import PromptPasses
 from lade.serving import batch
 from lade.testing import nearly_flat_cost
 
@@ -34,3 +35,17 @@ def no_thread_stays():
     while engine_threads() and time.monotonic() < end:
         time.sleep(0.01)
     assert not engine_threads(), "an engine was left open"
+
+
+@pytest.fixture
+def fed(monkeypatch):
+    """Shapes of what prefill feeds, pass by pass, padding included."""
+    shapes, feed = [], PromptPasses.feed
+
+    def watched(self, prompts, sharing, cache, hook):
+        if prompts != [[0]]:  # which an engine feeds to find out what a row takes
+            shapes.append((len(prompts), max(map(len, prompts)) - cache.get_seq_length()))
+        return feed(self, prompts, sharing, cache, hook)
+
+    monkeypatch.setattr(PromptPasses, "feed", watched)
+    return shapes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -20,6 +20,7 @@ from lade.model.masks import MaskPlan
 from lade.model.recurrent.cores import CorePatches
 from lade.model.signature import CACHE_NAMES, cache_name
 from lade.model.support.adapters import why_adapted_otherwise
+from lade.model.support.behind_check import can_be_padded
 from lade.model.support.foreign_code import foreign_code
 from lade.model.support.lengths import named_lengths
 from lade.model.support.linear_check import why_inexact
@@ -252,7 +253,7 @@ def _has_listed_decoder(model: PreTrainedModel, config: PretrainedConfig) -> boo
 def _listed(model: PreTrainedModel, config: PretrainedConfig) -> Support:
     name = type(model).__name__
     try:
-        return Support(name, plan=plan_for(config, by_layer_type=_takes_dict(config)))
+        return Support(name, plan=replace(plan_for(config, by_layer_type=_takes_dict(config)), pads=True))
     except ValueError as problem:
         return Support(name, f"it {problem}")
 
@@ -280,7 +281,7 @@ def _check(model: PreTrainedModel, config: PretrainedConfig) -> Support:
             findings.append(f"{type(problem).__name__}: {problem}".splitlines()[0])
             continue
         if error <= tolerance(model):
-            return Support(name, plan=plan)
+            return Support(name, plan=replace(plan, pads=can_be_padded(model, plan)))
         findings.append(f"logits differ by {error:.2g} standard deviations")
     reason = f"a tree pass does not equal plain passes on it ({'; '.join(findings)})"
     return Support(name, reason)

@@ -1,0 +1,171 @@
+"""Prompts of several lengths in one pass: each gets what it gets alone, in its cache, its logits, and what is shown."""
+
+import pytest
+import torch
+from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, GenerationConfig, LlamaForCausalLM
+
+import lade
+from lade.model import prompt_groups, prompt_logits, runner
+from lade.model.invariant import make_invariant
+from lade.model.kv_cache import TreeCache
+from lade.model.runner import EagerRunner
+from lade.model.support import behind_check
+from lade.testing import toy_model
+
+LENGTHS = 9, 30, 17, 9, 30
+CLOSE = {
+    "rtol": 1e-4,
+    "atol": 1e-4,
+}  # norms and rotations are in float32; a token that sees padding is 0.1 off and more
+
+
+def texts(*lengths):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, 48, (length,), generator=generator).tolist() for length in lengths]
+
+
+def capped():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.5, "sliding_window": 6}
+    config = Gemma2Config(**sizes, **heads, final_logit_softcapping=5.0, attn_implementation="eager")
+    return Gemma2ForCausalLM(config).double().eval()
+
+
+MODELS = {
+    "llama": toy_model("llama"),
+    "gpt2": toy_model("gpt2"),
+    "qwen3": toy_model("qwen3", attention="eager"),
+    "windows and a cap": capped(),
+}
+
+
+def runner_of(model, **arguments):
+    return EagerRunner(model, lade.supports(model).require(), GenerationConfig(**arguments))
+
+
+class Fed:
+    """What a runner's prefill of these prompts returns, shows and leaves, and the shapes that its model was fed."""
+
+    def __init__(self, runs, prompts):
+        self.cache, self.shown, self.shapes = TreeCache(), [], []
+        embeddings = runs.model.get_input_embeddings()
+        watch = embeddings.register_forward_pre_hook(lambda module, args: self.shapes.append(tuple(args[0].shape)))
+        self.logits = runs.prefill(prompts, self.cache, lambda *shown: self.shown.append(shown))
+        watch.remove()
+
+
+def alone(monkeypatch):
+    """Have prompts of each length go in a pass of their own."""
+    monkeypatch.setattr(runner, "PASS_TOKENS", dict.fromkeys(prompt_groups.PASS_TOKENS, 0))
+
+
+def assert_same(one, other):
+    torch.testing.assert_close(one.logits, other.logits, **CLOSE)
+    assert one.cache.lengths == other.cache.lengths
+    for layer, expected in zip(one.cache.layers, other.cache.layers, strict=True):
+        for row, length in enumerate(one.cache.lengths):
+            for name in ("keys", "values"):
+                states, wanted = (getattr(each, name)[row, :, :length] for each in (layer, expected))
+                torch.testing.assert_close(states, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("repeated", [False, True])
+def test_they_get_what_they_get_alone(family, repeated, monkeypatch):
+    """What is shown of them comes in the same calls, too, the last tokens of longer ones in pieces."""
+    monkeypatch.setattr(prompt_logits, "MOST_TOKENS", 20)
+    monkeypatch.setattr(prompt_logits, "_PIECE_LOGITS", 48 * 16)
+    prompts, runs = texts(*LENGTHS), runner_of(MODELS[family])
+    prompts += prompts[:1] * repeated
+    together = Fed(runs, prompts)
+    alone(monkeypatch)
+    apart = Fed(runs, prompts)
+    assert together.shapes == [(5, 30)] and apart.shapes == [(2, 9), (1, 17), (2, 30)]
+    assert_same(together, apart)
+    assert [shown[:2] for shown in together.shown] == [shown[:2] for shown in apart.shown]
+    for (_, _, logits), (*_, expected) in zip(together.shown, apart.shown, strict=True):
+        torch.testing.assert_close(logits, expected, **CLOSE)
+
+
+def test_the_head_runs_on_last_tokens_alone():
+    model, seen = MODELS["llama"], []
+    watch = model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape)))
+    runner_of(model).prefill(texts(*LENGTHS), TreeCache())
+    watch.remove()
+    assert seen == [(5, 1, 32)] and not model.model._forward_hooks
+
+
+def test_those_that_would_take_more_padding_than_a_pass_costs_go_apart():
+    fed = Fed(runner_of(MODELS["llama"]), texts(10, 100, 12, 90))
+    assert fed.shapes == [(2, 12), (2, 100)]
+
+
+@pytest.mark.parametrize("what", ["chunks", "frequencies"])
+def test_where_padding_is_not_exact_they_go_apart(what, monkeypatch):
+    model = toy_model("llama")
+    if what == "chunks":
+        runs = runner_of(model, prefill_chunk_size=64)
+    else:
+        model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+        model.config.max_position_embeddings = 29
+        runs = runner_of(model)
+    assert Fed(runs, texts(*LENGTHS)).shapes == [(2, 9), (1, 17), (2, 30)]
+    assert runs.pads == (what == "frequencies")
+
+
+def test_an_error_leaves_an_empty_cache():
+    cache, prompts = TreeCache(), [[1, 2, 3], [4, 1000]]
+    with pytest.raises(IndexError):
+        runner_of(MODELS["llama"]).prefill(prompts, cache)
+    assert not cache.layers and not MODELS["llama"].model._forward_hooks
+
+
+@pytest.mark.by_processor
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_invariant_model_gives_the_same_bits(dtype, monkeypatch):
+    monkeypatch.setattr(make_invariant, "TEXTS", (61,))
+    model = lade.invariant(toy_model(dtype=dtype))
+    prompts, runs = texts(*LENGTHS), runner_of(model)
+    together = Fed(runs, prompts)
+    assert together.shapes == [(5, 30)]
+    for prompt, logits in zip(prompts, together.logits, strict=True):
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            expected = model(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1).logits[0, -1]
+        assert torch.equal(logits, expected)
+
+
+class LooksBothWays(LlamaForCausalLM):
+    """Its first pass mixes all of the prompt into each token; what comes after looks back alone."""
+
+    def forward(self, input_ids=None, past_key_values=None, **arguments):
+        states = self.get_input_embeddings()(input_ids)
+        if past_key_values is None or not past_key_values.get_seq_length():
+            states = states + states.mean(1, keepdim=True)
+        return super().forward(inputs_embeds=states, past_key_values=past_key_values, **arguments)
+
+
+class Own(LlamaForCausalLM):
+    """Someone's own class that does what it should."""
+
+
+@pytest.mark.parametrize("kind", [LooksBothWays, Own])
+def test_a_model_that_no_test_vouches_for_is_tried(kind):
+    toy = MODELS["llama"]
+    model = kind(toy.config).double().eval()
+    model.load_state_dict(toy.state_dict())
+    runs, prompts = runner_of(model), texts(*LENGTHS)
+    assert runs.pads == (kind is Own)
+    logits = runs.prefill(prompts, TreeCache())
+    expected = torch.stack([runs.prefill([prompt], TreeCache())[0] for prompt in prompts])
+    torch.testing.assert_close(logits, expected, **CLOSE)
+
+
+def test_a_model_that_fails_on_padded_prompts_is_fed_them_apart(monkeypatch):
+    def fail(*arguments, **named):
+        raise RuntimeError("no such shape")
+
+    model = Own(MODELS["llama"].config).double().eval()
+    monkeypatch.setattr(TreeCache, "trim", fail)
+    assert not behind_check.can_be_padded(model, lade.supports(MODELS["llama"]).require())
