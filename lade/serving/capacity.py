@@ -157,7 +157,8 @@ def row_bytes(runner: EagerRunner) -> tuple[dict[torch.device, int], int]:
     cache = runner.tree_cache()
     with torch.random.fork_rng(devices=[]):
         runner.prefill([[0]], cache)
-    return cache.device_bytes or {runner.device: 1}, cache.state_bytes
+    device_bytes = {device: size for device, size in cache.device_bytes.items() if size}
+    return device_bytes or {runner.device: 1}, cache.state_bytes
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -17,6 +17,7 @@ from families import family
 import lade
 from lade import LookaheadConfig
 from lade.serving.batch import Batch
+from lade.serving.capacity import row_bytes
 
 torch.set_num_threads(1)  # those of the process that was forked are not here
 FIRST = f"{NAME}:0"
@@ -82,5 +83,5 @@ def rows_on_both():
             getattr(torch, NAME).free = free
             batch = Batch(model, plan, prefill_tokens=8, max_rows=2, max_tokens=None)
             found.append(batch.capacity.max_tokens)
-        device_bytes, _ = batch._row_bytes()
+        device_bytes, _ = row_bytes(batch._prefill_runner)
         return {"bytes": {str(device): size for device, size in device_bytes.items()}, "slots": found}
