@@ -137,6 +137,10 @@ def killed(process, rank):
     return code, [pid for pid in pids if is_there(pid)]
 
 
+LOST = ("another process of this job has gone", "a pass of 2 processes failed")
+"""What the process that is left says, between two passes or within one: `start all of them again` follows."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_that_is_killed_ends_the_run_with_an_error(rank, folder, tmp_path):
@@ -147,7 +151,7 @@ def test_a_process_that_is_killed_ends_the_run_with_an_error(rank, folder, tmp_p
         code, left = killed(process, rank)
         assert code != 0 and not left, said.read_text()[-3000:]
         text = said.read_text()
-        assert "another process of this job has gone" in text and f"local_rank: {rank}" in text and "SIGKILL" in text
+        assert any(words in text for words in LOST) and f"local_rank: {rank}" in text and "SIGKILL" in text
         assert "Traceback" not in text.partition("torch/distributed/elastic")[0]
 
 
@@ -166,5 +170,5 @@ def test_a_server_that_loses_a_process_ends_with_an_error(rank, busy, folder, tm
         code, left = killed(process, rank)
         assert code != 0 and not left, said.read_text()[-3000:]
         text = said.read_text()
-        assert "another process of this job has gone" in text and f"local_rank: {rank}" in text and "SIGKILL" in text
+        assert any(words in text for words in LOST) and f"local_rank: {rank}" in text and "SIGKILL" in text
         assert "Exception in thread" not in text and "Application shutdown failed" not in text
