@@ -15,6 +15,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -99,7 +100,7 @@ def serving(model: str | None, params: float | None, rows: int) -> Iterator[tupl
     with terminal() as term:
         loaded = load(Loading(model=model), term=term)
     if params:
-        loaded.model = inflate(loaded.model, params)
+        loaded = replace(loaded, model=inflate(loaded.model, params))
     served = ServedModel(loaded.model, loaded.tokenizer, context=loaded.context)
     # nothing is kept between requests: both arms draft alike in every round
     service = Service(Settings(max_rows=rows, max_waiting=4 * rows, share="none"), lambda: served)
