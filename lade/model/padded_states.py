@@ -7,17 +7,15 @@ the last tokens, and the model itself makes logits of them, scaled and capped as
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from lade.model import prompt_logits
-from lade.model.thread_hooks import hooked
 
 
-class PaddedStates:
+class PaddedStates(prompt_logits.DecoderOutput):
     """Has the model compute the logits of last tokens alone, while the context is open and this thread calls it.
 
     Args:
@@ -27,19 +25,9 @@ class PaddedStates:
     """
 
     def __init__(self, model: PreTrainedModel, lengths: Sequence[int], *, kept: bool) -> None:
-        self._model: Any = model
+        super().__init__(model)
         self._lengths, self._kept = lengths, kept
         self._states: dict[int, torch.Tensor] = {}  # by length, `[B, T, H]` of the last tokens of these prompts
-        self._hook = hooked(self._model.get_decoder(), after=self._collect)
-
-    def __enter__(self) -> PaddedStates:
-        self._hook.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hook.__exit__(kind, problem, trace)
 
     def _collect(self, output: Any) -> Any:
         states: torch.Tensor = output[0]  # [P, W, H]

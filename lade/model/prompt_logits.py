@@ -6,9 +6,10 @@ states before the head are small. The head then runs over them in pieces.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import PreTrainedModel
@@ -20,15 +21,14 @@ MOST_TOKENS = 1024
 _PIECE_LOGITS = 2**24
 
 
-class HiddenStates:
-    """Collects what the base model returns to this thread while the context is open."""
+class DecoderOutput(ABC):
+    """Sees what the base model returns to this thread while the context is open."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model: Any = model
-        self._states: torch.Tensor | None = None  # [B, T, H], of the last tokens
         self._hook = hooked(self._model.get_decoder(), after=self._collect)
 
-    def __enter__(self) -> HiddenStates:
+    def __enter__(self) -> Self:
         self._hook.__enter__()
         return self
 
@@ -36,6 +36,18 @@ class HiddenStates:
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._hook.__exit__(kind, problem, trace)
+
+    @abstractmethod
+    def _collect(self, output: Any) -> Any:
+        """Take in what was returned; what is returned instead, None for the same."""
+
+
+class HiddenStates(DecoderOutput):
+    """Collects what the base model returns to this thread while the context is open."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self._states: torch.Tensor | None = None  # [B, T, H], of the last tokens
 
     def _collect(self, output: Any) -> None:
         states: torch.Tensor = output[0]  # [B, T, H]
