@@ -168,3 +168,11 @@ def test_sums_are_right_whatever_lies_between_and_however_many_threads_there_are
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     in_threads, _ = weighted_sums(weights, value)
     assert torch.equal(values, transposed) and torch.equal(values, in_threads)
+
+
+def test_numbers_that_are_none_stay_with_their_query():
+    weights, value = torch.rand(1, 1, 5, 150), torch.randn(1, 1, 150, 24)
+    values, _ = weighted_sums(weights, value)
+    weights[:, :, 4] = torch.nan
+    beside, _ = weighted_sums(weights, value)
+    assert torch.equal(values[:, :, :4], beside[:, :, :4]) and beside[:, :, 4].isnan().all()
