@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lade.decoding.drafting import controller as controller_module
+from lade.decoding.drafting import news as news_module
 from lade.decoding.drafting.controller import LARGEST, TUITION, Controller
+from lade.decoding.drafting.habits import Habits
 from lade.decoding.drafting.tree_size import FixedBudget
 from lade.tuning.step_cost import KNOTS, StepCost
 
@@ -125,12 +127,13 @@ def test_better_scores_never_mean_a_smaller_tree(increments, scores, factor):
     better = [1.0, *(factor * score for score in scores[1:])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(controller_module, "TUITION", 0.0)
-        patch.setattr(controller_module, "NEWS", 0.0)
+        patch.setattr(news_module, "NEWS", 0.0)
         ours = [Controller(any_cost(increments)).choose(each) for each in (scores, better)]
     assert ours[0] <= ours[1]
 
 
-def test_the_faster_decoding_has_been_the_more_a_step_must_yield():
+def test_the_faster_decoding_has_been_the_more_a_step_must_yield(monkeypatch):
+    monkeypatch.setattr(news_module, "NEWS", 0.0)  # counts the more, the more guesses bring
     scores, sizes = [1.0] + [0.9**n for n in range(1, 40)], []
     for emitted in (1, 2, 4, 8):
         cost = cost_of(TIMID)
@@ -149,7 +152,7 @@ def test_the_size_maximises_what_a_step_yields_less_what_its_time_is_worth(incre
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(controller_module, "TUITION", 0.0)
-        patch.setattr(controller_module, "NEWS", 0.0)
+        patch.setattr(news_module, "NEWS", 0.0)
         cost = any_cost(increments)
         controller = after(cost, [(seen, accepted, 0.0) for seen, accepted, _ in history])
         rate = controller.rate
@@ -164,12 +167,12 @@ def test_the_usual_size_is_fed_where_that_costs_less_than_the_tuition(increments
     """Everything counts: a node's news, the library's own time, and the tuition."""
     cost = any_cost(increments)
     controller = after(cost, history)
-    rate, news, habits = controller.rate, controller._news, controller._habits
+    rate, use, habits = controller.rate, controller._use_of_news, controller._habits
     worth = {
         size: 1.0
         + habits.trust * sum(scores[1:size])
-        + size * news
-        - rate * (cost.table[size] + (size > 1) * (size + controller_module._LEAST_NODES) * habits.node_s)
+        + use * news_module.taught(size)
+        - rate * (cost.table[size] + ((size + controller_module._LEAST_NODES) * habits.node_s if size > 1 else 0.0))
         for size in range(1, len(scores) + 1)
     }
     best = max(worth.values())
@@ -181,17 +184,42 @@ def test_the_usual_size_is_fed_where_that_costs_less_than_the_tuition(increments
         assert worth[usual] <= best - TUITION + 1e-9
 
 
-@pytest.mark.parametrize(("news", "size"), [(0.005, 1), (0.02, 51)])
+@pytest.mark.parametrize(("news", "size"), [(0.01, 1), (0.19, 10), (1.0, 51)])
 def test_what_a_node_teaches_counts_for_it(monkeypatch, news, size):
     """A node costs a hundredth of a plain step, and is never accepted."""
-    monkeypatch.setattr(controller_module, "NEWS", news)
+    monkeypatch.setattr(news_module, "NEWS", news)
     monkeypatch.setattr(controller_module, "TUITION", 0.0)
     assert Controller(cost_of({1: 1.0, 256: 3.55})).choose([1.0] + [1e-9] * 50) == size
 
 
+def test_each_node_teaches_less_than_the_one_before():
+    gains = [news_module.taught(size) - news_module.taught(size - 1) for size in range(2, LARGEST)]
+    assert news_module.taught(1) == 0.0 and gains == sorted(gains, reverse=True)
+    assert gains[20:] == pytest.approx([news_module.taught_by_last(size) for size in range(22, LARGEST)], rel=0.03)
+
+
+def test_looking_without_feeding_does_not_make_nodes_dear():
+    """The library's own time is mostly that of looking: 290 us, and 7 us for each node."""
+    cost, habits = cost_of({1: 1.0, 256: 1.2}), Habits()
+    controller = Controller(cost, habits)
+    for _ in range(200):
+        take(controller, cost, 1, 1, own_s=290e-6)
+    own_s = habits.node_s * (16 + controller_module._LEAST_NODES)
+    assert own_s == pytest.approx(290e-6 + 15 * 7e-6, rel=0.1)
+
+
+def test_a_plain_step_is_weighed_with_its_own_time_too(monkeypatch):
+    """It takes 1.2 of its pass, one with guesses 1.25: they are fed if they bring a tenth, and not if a hundredth."""
+    monkeypatch.setattr(controller_module, "TUITION", 0.0)
+    cost, habits = cost_of({1: 1.0, 8: 1.0, 256: 100.0}), Habits(gain=0.0)
+    habits.plain_own_s, habits.node_s = 0.2 * PLAIN_S, 0.25 * PLAIN_S / (8 + controller_module._LEAST_NODES)
+    assert Controller(cost, habits).choose([1.0, *[0.0143] * 7]) == 8
+    assert Controller(cost, habits).choose([1.0, *[0.0014] * 7]) == 1
+
+
 def test_what_was_usual_is_fed_for_a_while_and_not_for_ever(monkeypatch):
     """Forty nodes cost some 0.1 tokens, less than the tuition; four times as much is too dear."""
-    monkeypatch.setattr(controller_module, "NEWS", 0.0)
+    monkeypatch.setattr(news_module, "NEWS", 0.0)
     monkeypatch.setattr(controller_module, "TUITION", 0.15)
     poor = [1.0] + [1e-6] * 60
     first, last = [], []

@@ -20,20 +20,19 @@ from itertools import accumulate
 
 from lade.decoding.drafting.habits import Habits
 from lade.decoding.drafting.longer_cost import LongerCost
+from lade.decoding.drafting.news import taught, taught_by_last
 from lade.decoding.drafting.tree_size import PassCost
 
 LARGEST = 128
 """Tokens fed per step at most, by one process."""
 LARGEST_SHARED = 512
 """The same by several, each of which feeds a part."""
-NEWS = 0.006
-"""Tokens that one more node saves later by what its logits tell about the text."""
 TUITION = 0.15
 """Tokens that feeding the usual size may cost, for what it teaches, where less would yield more now."""
-_GAIN_OF_NEWS = 0.3
+_GAIN_OF_NEWS = 0.5
 _SPREAD, _LEAP = 2, 8  # a tree has at most _SPREAD times the usual size, and _LEAP nodes more
 _STEPS = 24  # that averages are over
-_LEAST_NODES = 6  # the library's time of a step is that of the nodes fed and of this many more
+_LEAST_NODES = 40  # the library's time of a step is that of the nodes fed and of this many more
 _MOST_OWN, _LEAST_OWN_S = (
     6.0,
     0.001,
@@ -87,14 +86,14 @@ class Controller:
         return max(self._tokens / self._seconds, 1.0 / self._cost.table[1])
 
     @property
-    def _news(self) -> float:
-        """What a node is worth beside its score; nothing, if what is learned never helps."""
-        return NEWS * min(1.0, self._habits.gain / _GAIN_OF_NEWS)
+    def _use_of_news(self) -> float:
+        """How far what nodes teach counts; not at all, if what is learned never helps."""
+        return min(1.0, self._habits.gain / _GAIN_OF_NEWS)
 
     def _prices(self, sizes: Sequence[int]) -> list[float]:
         """What the last token of a tree of each of these sizes costs, in tokens, less what its news is worth."""
-        rate, news, toll, node_s = self.rate, self._news, self._habits.toll, self._habits.node_s
-        return [rate * (toll * self._cost.marginals[size - 1] + node_s) - news for size in sizes]
+        rate, use, toll, node_s = self.rate, self._use_of_news, self._habits.toll, self._habits.node_s
+        return [rate * (toll * self._cost.marginals[size - 1] + node_s) - use * taught_by_last(size) for size in sizes]
 
     def thresholds(self) -> list[tuple[int, float]]:
         """See `Budget`: the usual size, then the corners of the cost's hull, between which all nodes cost the same."""
@@ -120,13 +119,16 @@ class Controller:
 
     def _worth(self, scores: Sequence[float]) -> list[float]:
         """By size, from 1 on: what a step is expected to yield, less what its time would yield elsewhere."""
-        rate, news, table, habits = self.rate, self._news, self._cost.table, self._habits
+        rate, use, table, habits = self.rate, self._use_of_news, self._cost.table, self._habits
         toll, trust, node_s = habits.toll, habits.trust, habits.node_s
         worth = [
-            1.0 + trust * (yielded - 1.0) + news * size - rate * (toll * table[size] + node_s * (size + _LEAST_NODES))
+            1.0
+            + trust * (yielded - 1.0)
+            + use * taught(size)
+            - rate * (toll * table[size] + node_s * (size + _LEAST_NODES))
             for size, yielded in enumerate(accumulate(scores), start=1)
         ]
-        worth[0] = 1.0 + news - rate * table[1]  # plain decoding soon skips the search, which costs time, too
+        worth[0] = 1.0 - rate * (table[1] + habits.plain_own_s)  # plain decoding soon skips the search
         return worth
 
     def fill_to(self, size: int) -> int:
@@ -154,7 +156,9 @@ class Controller:
         habits, table = self._habits, self._cost.table
         expected, usual_s = table[min(fed, len(table) - 1)], habits.node_s * (fed + _LEAST_NODES)
         own_s = min(seconds - forward_s, _MOST_OWN * max(usual_s, _LEAST_OWN_S))
-        if not (self._skip or self._checks):
+        if self._skip or self._checks:
+            habits.plain_own_s += (own_s - habits.plain_own_s) / _STEPS
+        else:
             habits.node_s += (own_s / (fed + _LEAST_NODES) - habits.node_s) / _STEPS
         self._tokens += emitted - self._tokens / _STEPS
         self._seconds += expected * (1.0 if fed == 1 else habits.toll) + own_s - self._seconds / _STEPS

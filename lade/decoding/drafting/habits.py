@@ -48,7 +48,8 @@ class Habits:
     Attributes:
         usual: tokens that steps were worth feeding lately.
         gain: tokens that a step yields beyond the first.
-        node_s: seconds of the library's own time, per node.
+        node_s: seconds of the library's own time in steps that look for guesses, per node.
+        plain_own_s: seconds of it in steps that do not.
         idle: steps in a row in which nothing was worth feeding.
         since_guesses: steps since guesses were fed, in all texts: those of short ones must add up, or what was measured
             wrongly would stay unnoticed for good.
@@ -61,6 +62,7 @@ class Habits:
     usual: float = 2.0
     gain: float = 0.3
     node_s: float = 0.0
+    plain_own_s: float = 0.0
     idle: int = 0
     since_guesses: int = 0
     promised: float = _TOKENS / 4

@@ -1,0 +1,130 @@
+"""What the default method gains where passes take known times, however busy this machine is.
+
+    python scripts/simulated_controller.py --model FOLDER --prompts FILE.jsonl --limit 40
+
+The model runs and its tokens are real. What the controller is told of a step's time is made up: of passes by a curve
+through `PASSES_MS`, of the library's own work by `LOOK_S` and its like, with hiccups. So runs can be compared to the
+third digit, and two may run at once. Speeds are those of `plain` steps of `model.generate` over steps; a prompt's own
+time is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import lade
+from lade.decoding.drafting.controller import Controller
+from lade.decoding.drafting.tree_size import FixedBudget
+from lade.hf import session
+from lade.tuning import cost_cache
+from lade.tuning.step_cost import StepCost
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+PASSES_MS = {
+    "small": (2.04, 2.47, 2.80, 3.18, 3.60, 4.42, 6.1, 9.5),  # 3M parameters in float32, one thread of a Xeon
+    "large": (20.0, 20.3, 20.6, 21.0, 22.0, 24.5, 30.0, 45.0),
+    "steep": (2.0, 2.8, 3.6, 5.0, 7.5, 12.0, 22.0, 40.0),
+}
+OWN_S, LOOK_S, NODE_S = 112e-6, 175e-6, 7.2e-6
+"""The library's own time: of any step, of looking for guesses, and of a node; measured beside "small"."""
+GENERATE_OWN = 0.055
+"""What a step of `model.generate` takes beside its pass, as a share of it, beyond `OWN_S`."""
+
+
+class Clock:
+    """Seconds that steps took, made up."""
+
+    def __init__(self, passes_ms: tuple[float, ...]) -> None:
+        self._passes_s = [1e-3 * each for each in passes_ms]
+        self._luck = random.Random(1)
+        self.seconds = 0.0
+
+    def usual_s(self, size: int) -> float:
+        """Of a pass."""
+        return float(np.interp(size, SIZES, self._passes_s))
+
+    def step(self, size: int, looked: bool) -> tuple[float, float]:
+        """Of a step and of its pass; the clock goes on by the former."""
+        hiccup = 0.5 + self._luck.random() if self._luck.random() < 0.02 else abs(self._luck.gauss(0.0, 0.06))
+        forward_s = self.usual_s(size) * (1.0 + hiccup)
+        seconds = forward_s + OWN_S + (LOOK_S + NODE_S * (size - 1) if looked else 0.0)
+        self.seconds += seconds
+        return seconds, forward_s
+
+    def cost(self) -> StepCost:
+        """As it would have been measured."""
+        return StepCost.of({size: [self.usual_s(size)] * 4 for size in SIZES})
+
+
+def put_in_place(clock: Clock) -> None:
+    """Have the library go by this clock."""
+    observe = Controller.observe
+
+    def by_clock(self: Controller, fed: int, emitted: float, seconds: float, forward_s: float) -> None:
+        observe(self, fed, emitted, *clock.step(fed, looked=not (self._skip or self._checks)))
+
+    def fixed(self: FixedBudget, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
+        clock.step(fed, looked=True)
+
+    def curve(model: PreTrainedModel, *_: object, **__: object) -> StepCost:
+        curves = cost_cache._in_use.setdefault(model, {})
+        if "simulated" not in curves:
+            cost = clock.cost()
+            curves["simulated"] = cost_cache.CurveInUse({}, cost, cost.table)
+        return curves["simulated"].cost
+
+    Controller.observe, FixedBudget.observe = by_clock, fixed  # type: ignore[method-assign]
+    session.__dict__.update(step_cost_for=curve, save_refreshed=lambda *_, **__: None)
+
+
+def run(clock: Clock, name: str, model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace) -> None:
+    """One arm: `adaptive` or `budget=S`, with `:kept` for a memory that all prompts share."""
+    way, _, kept = name.partition(":")
+    budget = None if way == "adaptive" else int(way.removeprefix("budget="))
+    memory = lade.Memory() if kept else None
+    config = lade.LookaheadConfig(budget=budget, memory=memory)
+    cost_cache._in_use.clear()
+    stats, tokens, clock.seconds = lade.Stats(), 0, 0.0
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": args.temperature} if args.temperature else {}
+    sampling |= {"max_new_tokens": args.tokens, "pad_token_id": 0}
+    for number, prompt in enumerate(prompts):
+        torch.manual_seed(number)
+        text = lade.generate(model, input_ids=prompt, lookahead=config, stats=stats, **sampling)
+        tokens += text.shape[1] - prompt.shape[1]
+    plain_s = tokens * (clock.usual_s(1) * (1.0 + GENERATE_OWN) + OWN_S)
+    print(f"{name:20} S {stats.tokens_per_step:.2f}  speed {plain_s / clock.seconds:.3f}", flush=True)
+
+
+def main() -> None:
+    """Read the options and run all arms."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, required=True, help="a line of JSON with a field prompt for each")
+    parser.add_argument("--limit", type=int, default=40)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--machine", choices=PASSES_MS, default="small")
+    parser.add_argument("--arm", action="append", help="adaptive, adaptive:kept, budget=16, budget=16:kept")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    lines = args.prompts.read_text(encoding="utf-8").splitlines()[: args.limit]
+    prompts = [tokenizer(json.loads(line)["prompt"], return_tensors="pt").input_ids for line in lines]
+    clock = Clock(PASSES_MS[args.machine])
+    put_in_place(clock)
+    for arm in args.arm or ["adaptive", "adaptive:kept", "budget=16", "budget=16:kept"]:
+        run(clock, arm, model, prompts, args)
+
+
+if __name__ == "__main__":
+    main()
