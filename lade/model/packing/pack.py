@@ -30,11 +30,11 @@ from lade.model.packing.checks import (
     check_int8_layer,
     check_layer,
     check_model,
-    try_int8_kernel,
     try_kernel,
 )
 from lade.model.packing.codes import Codes
 from lade.model.packing.int8 import RELOAD_REMEDY, Int8Linear
+from lade.model.packing.integer_trial import input_dtype
 from lade.model.packing.linear import Guard, PackedLinear, weight_of
 
 logger = logging.getLogger(__name__)
@@ -218,7 +218,7 @@ def _try_kernels(kinds: Mapping[nn.Module, type[PackedLinear]]) -> None:
     for dtype in {weight_of(layer).dtype for layer, kind in kinds.items() if kind is PackedLinear}:
         try_kernel(dtype)
     for outputs, inputs in {_shape(layer) for layer, kind in kinds.items() if kind is Int8Linear}:
-        try_int8_kernel(inputs, outputs)
+        input_dtype(inputs, outputs)
 
 
 def _shape(layer: nn.Module) -> tuple[int, int]:
