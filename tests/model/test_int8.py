@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import lade
@@ -182,6 +183,34 @@ def test_a_prompt_of_an_invariant_model_is_one_product_for_each_layer(dtype, mon
     monkeypatch.setattr(int8, "multiplied", noted)
     logits(model, torch.randint(1, VOCABULARY, (1, 75)))
     assert fed == [75] * len(layers) != []
+
+
+@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
+def wide(request):
+    """So wide that sums go beyond 2^24, which the usual toys' do not: the form of its inputs is the processor's."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=576, intermediate_size=640, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
+        pad_token_id=0,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).eval().to(request.param)
+    return lade.invariant(packed(model, keep="lm_head"))
+
+
+def test_all_ways_of_decoding_write_the_tokens_of_plain_decoding(wide):
+    prompts = torch.randint(1, VOCABULARY, (3, 75))
+    given = {"max_new_tokens": 24, "do_sample": False}
+    alone = [wide.generate(prompt[None], **given) for prompt in prompts]
+    for lookahead in (lade.LookaheadConfig(7, 5, 7), lade.LookaheadConfig(budget=16)):
+        for prompt, expected in zip(prompts, alone, strict=True):
+            found = lade.generate(wide, input_ids=prompt[None], lookahead=lookahead, **given)
+            assert torch.equal(found, expected)
+        assert torch.equal(lade.generate(wide, input_ids=prompts, lookahead=lookahead, **given), torch.cat(alone))
+    with lade.Engine(wide, max_rows=2) as engine:
+        handles = [engine.add(prompt.tolist(), **given) for prompt in prompts]
+        assert all(torch.equal(each.result(), one) for each, one in zip(handles, alone, strict=True))
 
 
 def test_without_an_attention_that_rounds_alike_it_is_decoded_plainly():
