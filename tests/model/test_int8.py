@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 import lade
 from lade.errors import ConfigError, InputError, UnsupportedModelError
 from lade.model.invariant.padded_rows import PaddedRows
-from lade.model.packing import codes, folder, int8, integer_trial
+from lade.model.packing import codes, folder, int8, integer_trial, shared_inputs
 from lade.model.packing.int8 import Int8Linear
 from lade.model.packing.integer_product import fewest_rows, multiplied, prepacked
 from lade.model.packing.pack import int8_layers, kept_layers, packed_layers
@@ -143,6 +143,50 @@ def test_rows_of_zeros_and_inputs_of_any_shape():
     for unfit in (torch.randn(3, 23), torch.randn(3, 24).double()):
         with pytest.raises(RuntimeError, match=r"mat1 and mat2|dtype"):
             layer(unfit)
+
+
+@pytest.fixture
+def rounded(monkeypatch):
+    """Shapes of the inputs that were rounded."""
+    shapes = []
+
+    def noted(x, form):
+        shapes.append(tuple(x.shape))
+        return codes.quantised(x, form)
+
+    monkeypatch.setattr(shared_inputs, "quantised", noted)
+    return shapes
+
+
+@pytest.mark.parametrize(
+    "copied", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
+def test_layers_that_are_fed_one_tensor_round_it_once(rounded, copied):
+    model = copied(packed(build()))
+    for _ in range(2):
+        rounded.clear()
+        logits(model)
+        assert int8_layers(model) == 15 and len(rounded) == 2 * 4 + 1, "q, k, v; o; gate, up; down; the head"
+    expected = logits(model)
+    with torch.inference_mode():
+        assert torch.equal(model(IDS).logits, expected)
+
+
+@torch.no_grad()
+def test_an_input_that_was_written_into_is_rounded_anew(rounded):
+    model = packed(nn.Sequential(nn.Linear(24, 40), nn.Linear(24, 16), nn.Linear(24, 8)).eval())
+    x = torch.randn(3, 24)
+    first, second, third = model
+    first(x)
+    second(x)
+    assert len(rounded) == 1
+    x.mul_(torch.arange(24))
+    assert torch.equal(third(x), third(x.clone())) and len(rounded) == 3
+    given = x.numpy()  # which tells nobody
+    given *= -1
+    assert torch.equal(third(x), third(x.clone())) and len(rounded) == 5
+    del x, given
+    assert first(torch.randn(3, 24)).shape == (3, 40) and len(rounded) == 6
 
 
 # What a model writes

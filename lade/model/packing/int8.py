@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from lade.errors import UnsupportedModelError
-from lade.model.packing.codes import Codes, quantised
+from lade.model.packing.codes import Codes
 from lade.model.packing.integer_product import multiplied, prepacked
 from lade.model.packing.integer_trial import input_dtype
 from lade.model.packing.linear import PackedLinear
+from lade.model.packing.shared_inputs import SharedInputs
 
 MOST_INPUTS = 2**31 // (255 * 127)
 """Inputs of a layer whose sum of products fits into 32 bits whatever they are."""
@@ -32,6 +33,7 @@ class Int8Linear(PackedLinear):
         layer: an `nn.Linear`, or a `Conv1D`, whose weight is transposed.
         keep: whether the layer's own weight stays beside the packed one.
         codes: of its weight, where they are known; else they are made of it.
+        inputs: one for all layers of a model.
 
     Raises:
         UnsupportedModelError: no form of its inputs is multiplied exactly here.
@@ -43,9 +45,12 @@ class Int8Linear(PackedLinear):
     _scale: torch.Tensor
     _zeros: torch.Tensor
     _form: torch.dtype
+    _inputs: SharedInputs
 
-    def __init__(self, layer: nn.Module, *, keep: bool, codes: Codes | None = None) -> None:
-        self.__dict__["_given"] = codes
+    def __init__(
+        self, layer: nn.Module, *, keep: bool, codes: Codes | None = None, inputs: SharedInputs | None = None
+    ) -> None:
+        self.__dict__.update(_given=codes, _inputs=inputs or SharedInputs())
         super().__init__(layer, keep=keep)
 
     @torch.no_grad()
@@ -89,7 +94,7 @@ class Int8Linear(PackedLinear):
         return super()._dense_parameter()
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        codes, scale = quantised(x, self._form)  # [..., in], [..., 1]
+        codes, scale = self._inputs.quantised(x, self._form, id(self))  # [..., in], [..., 1]
         y = multiplied(codes, self._packed, self._scale, self._zeros).mul_(scale)  # [..., out] float32
         if self.bias is not None:
             y.add_(self.bias)

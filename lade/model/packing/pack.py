@@ -36,6 +36,7 @@ from lade.model.packing.codes import Codes
 from lade.model.packing.int8 import RELOAD_REMEDY, Int8Linear
 from lade.model.packing.integer_trial import input_dtype
 from lade.model.packing.linear import Guard, PackedLinear, weight_of
+from lade.model.packing.shared_inputs import SharedInputs
 
 logger = logging.getLogger(__name__)
 
@@ -122,10 +123,10 @@ def pack_layers(
         keep_original: see `pack`.
         codes: of layers whose int8 weights are known.
     """
-    places, shared, done = _places(model), shared_weights(model), list[PackedLinear]()
+    places, shared, done, inputs = _places(model), shared_weights(model), list[PackedLinear](), SharedInputs()
     try:
         for layer, kind in kinds.items():
-            known = {"codes": codes[layer]} if codes and layer in codes else {}
+            known: Any = {"codes": (codes or {}).get(layer), "inputs": inputs} if kind is Int8Linear else {}
             packed = kind(layer, keep=keep_original or id(layer.weight) in shared, **known)
             done.append(packed)
             _put(packed, places[layer])
