@@ -17,7 +17,9 @@ from typing import Annotated
 import torch
 import typer
 
-from lade.model.packing.int8 import multiplied, prepacked
+from lade.model.packing.codes import in_form
+from lade.model.packing.integer_product import multiplied, prepacked
+from lade.model.packing.integer_trial import input_dtype
 
 BYTES = 200e6
 """Of all weights of a shape, in 16 bits."""
@@ -37,7 +39,7 @@ def in_int8(outputs: int, inputs: int, count: int) -> Product:
     """The same in int8."""
     weights = [prepacked(torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)) for _ in range(count)]
     scale, zeros = torch.ones(outputs), torch.zeros(outputs, dtype=torch.int)
-    codes = torch.randint(1, 256, (64, inputs), dtype=torch.uint8)
+    codes = in_form(torch.randint(1, 256, (64, inputs), dtype=torch.uint8), input_dtype(inputs, outputs))
     return lambda rows: [multiplied(codes[:rows], weight, scale, zeros) for weight in weights]
 
 

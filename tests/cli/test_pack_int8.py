@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lade.model.packing import checks
+from lade.model.packing import integer_trial
 from lade.model.packing import pack as packing
 
 pytestmark = pytest.mark.usefixtures("rounds_alike")
@@ -70,7 +70,8 @@ def test_what_is_wrong_is_said(lade, folder, arguments, words, tmp_path, monkeyp
 
 
 def test_a_processor_without_the_kernel_is_an_error(lade, folder, text, small_layers_count, monkeypatch):
-    monkeypatch.setattr(checks, "multiplied", lambda *arguments: 1 / 0)
-    monkeypatch.setattr(checks, "prepacked", lambda values: (_ for _ in ()).throw(RuntimeError("no kernel")))
+    integer_trial._is_exact.cache_clear()
+    monkeypatch.setattr(integer_trial, "multiplied", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(integer_trial, "prepacked", lambda values: (_ for _ in ()).throw(RuntimeError("no kernel")))
     result = lade("pack", folder, "--check", text)
     assert result.exit_code == 2 and "no int8 kernel here (no kernel)" in result.stderr

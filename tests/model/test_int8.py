@@ -7,12 +7,15 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import lade
 from lade.errors import ConfigError, InputError, UnsupportedModelError
-from lade.model.packing import checks, codes, folder
+from lade.model.invariant.padded_rows import PaddedRows
+from lade.model.packing import codes, folder, int8, integer_trial, shared_inputs
 from lade.model.packing.int8 import Int8Linear
+from lade.model.packing.integer_product import fewest_rows, multiplied, prepacked
 from lade.model.packing.pack import int8_layers, kept_layers, packed_layers
 from lade.model.packing.quality import perplexity, watched
 from lade.testing import toy_model
@@ -22,6 +25,7 @@ pytestmark = pytest.mark.by_processor
 VOCABULARY = 48
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+FORMS = [torch.uint8, torch.int8]
 
 
 def build(family="llama", dtype=torch.float32):
@@ -37,6 +41,19 @@ def logits(model, ids=IDS):
     return model(ids).logits
 
 
+@pytest.fixture
+def untried():
+    """No trial is remembered, neither before nor after."""
+    integer_trial._is_exact.cache_clear()
+    yield
+    integer_trial._is_exact.cache_clear()
+
+
+def take(monkeypatch, form):
+    """Have layers take this form of input codes; both are exact for few inputs, and signed ones for many."""
+    monkeypatch.setattr(int8, "input_dtype", lambda inputs, outputs: form)
+
+
 def difference(found, expected):
     return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
 
@@ -45,7 +62,7 @@ def difference(found, expected):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(96, 64), (64, 300), (7, 3), (1, 33)], ids=str)
+@pytest.mark.parametrize("shape", [(96, 64), (64, 300), (7, 3), (1, 33), (40, 3000)], ids=str)
 @torch.no_grad()
 def test_a_row_has_the_same_bits_in_any_number_of_rows(shape, dtype):
     outputs, inputs = shape
@@ -63,13 +80,54 @@ def test_it_is_the_product_of_the_rounded_factors(layer):
     x = torch.randn(5, 24)
     weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
     rounded = codes.Codes.of(weight).dense(torch.float64)
-    values, scale = codes.quantised(x)
-    expected = (values.double() - codes.ZERO_POINT) * scale @ rounded.t()
+    values, scale = codes.quantised(x, torch.int8)
+    expected = values.double() * scale @ rounded.t()
     if layer.bias is not None:
         expected = expected + layer.bias
     model = packed(nn.Sequential(layer).eval())
     assert torch.allclose(model(x).double(), expected, rtol=1e-5, atol=1e-5)
     assert (rounded - weight).abs().max() <= weight.abs().max() / 254 * 1.001, "to the nearest of 255 steps"
+
+
+@torch.no_grad()
+def test_either_form_of_inputs_stands_for_the_same_integers():
+    near_ties = (torch.arange(-126, 127) + 0.5)[:, None] * torch.tensor([1 - 2**-23, 1, 1 + 2**-23])
+    x = torch.cat([near_ties.flatten(), torch.linspace(-127, 127, 5000), torch.tensor([127.0])])
+    for given in (
+        x,
+        torch.randn(7, 999) * 1e4,
+        torch.zeros(2, 3),
+        torch.randn(3, 50).bfloat16(),
+        torch.randn(9, 8).t(),
+    ):
+        (unsigned, one), (signed, other) = (codes.quantised(given, form) for form in FORMS)
+        assert torch.equal(unsigned.short() - 128, signed.short()) and torch.equal(one, other)
+        assert (unsigned.dtype, signed.dtype) == tuple(FORMS) and signed.is_contiguous() and signed.min() >= -127
+
+
+@torch.no_grad()
+def test_either_form_gives_the_same_bits(monkeypatch):
+    linear, x = nn.Linear(300, 40), torch.randn(50, 300)
+    found = []
+    for form in FORMS:
+        take(monkeypatch, form)
+        layer = Int8Linear(linear, keep=True)
+        assert layer._form == form
+        found.append([layer(x), *(layer(x[:rows]) for rows in (0, 1, 6, 7, 33))])
+    assert all(map(torch.equal, *found))
+
+
+@torch.no_grad()
+def test_signed_inputs_are_multiplied_exactly_in_few_rows_and_many():
+    for outputs, inputs in ((1, 700), (8, 5000), (100, 2000), (300, 600)):
+        integer_trial.input_dtype(inputs, outputs)  # or skip
+        values = torch.randint(100, 128, (outputs, inputs), dtype=torch.int8)
+        x = torch.randint(100, 128, (40, inputs), dtype=torch.int8)
+        packed, ones = prepacked(values), torch.ones(outputs)
+        expected = (x.long() @ values.long().t()).float()
+        for rows in {1, fewest_rows(outputs) - 1, fewest_rows(outputs), 40}:
+            found = multiplied(x[:rows], packed, ones, torch.zeros(outputs, dtype=torch.int))
+            assert torch.equal(found, expected[:rows])
 
 
 @torch.no_grad()
@@ -87,13 +145,62 @@ def test_rows_of_zeros_and_inputs_of_any_shape():
             layer(unfit)
 
 
+@pytest.fixture
+def rounded(monkeypatch):
+    """Shapes of the inputs that were rounded."""
+    shapes = []
+
+    def noted(x, form):
+        shapes.append(tuple(x.shape))
+        return codes.quantised(x, form)
+
+    monkeypatch.setattr(shared_inputs, "quantised", noted)
+    return shapes
+
+
+@pytest.mark.parametrize(
+    "copied", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
+def test_layers_that_are_fed_one_tensor_round_it_once(rounded, copied):
+    model = copied(packed(build()))
+    for _ in range(2):
+        rounded.clear()
+        logits(model)
+        assert int8_layers(model) == 15 and len(rounded) == 2 * 4 + 1, "q, k, v; o; gate, up; down; the head"
+    expected = logits(model)
+    with torch.inference_mode():
+        assert torch.equal(model(IDS).logits, expected)
+
+
+@torch.no_grad()
+def test_an_input_that_was_written_into_is_rounded_anew(rounded):
+    model = packed(nn.Sequential(nn.Linear(24, 40), nn.Linear(24, 16), nn.Linear(24, 8)).eval())
+    x = torch.randn(3, 24)
+    first, second, third = model
+    first(x)
+    second(x)
+    assert len(rounded) == 1
+    x.mul_(torch.arange(24))
+    found = third(x)
+    assert len(rounded) == 2 and torch.equal(found, third(x.clone()))
+    third(x)
+    given = x.numpy()  # which tells nobody
+    given *= -1
+    found = third(x)
+    assert torch.equal(found, third(x.clone()))
+    del x, given
+    assert first(torch.randn(3, 24)).shape == (3, 40)
+
+
 # What a model writes
 
 
-@pytest.mark.one_in(18)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
-def test_lookahead_writes_the_tokens_of_plain_decoding(family, dtype):
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_lookahead_writes_the_tokens_of_plain_decoding(form, family, dtype, monkeypatch):
+    take(monkeypatch, form)
     model = lade.invariant(packed(build(family, dtype)))
     assert int8_layers(model) == packed_layers(model) > 0 and lade.supports(model)
     left = {"input_ids": torch.tensor([[0, 0, 0, 7, 8, 9], [3, 1, 4, 1, 5, 9]])}
@@ -107,6 +214,50 @@ def test_lookahead_writes_the_tokens_of_plain_decoding(family, dtype):
                 plain = lookahead is None
                 texts.append(model.generate(**given) if plain else lade.generate(model, lookahead=lookahead, **given))
             assert torch.equal(texts[1], texts[0]) and torch.equal(texts[2], texts[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_prompt_of_an_invariant_model_is_one_product_for_each_layer(dtype, monkeypatch):
+    fed, product = list[int](), int8.multiplied
+
+    def noted(codes, *others):
+        fed.append(codes.shape[-2])
+        return product(codes, *others)
+
+    model = lade.invariant(packed(build(dtype=dtype), keep="lm_head"))
+    layers = [module for module in model.modules() if isinstance(module, Int8Linear)]
+    assert not any(isinstance(layer, PaddedRows) for layer in layers)
+    monkeypatch.setattr(int8, "multiplied", noted)
+    logits(model, torch.randint(1, VOCABULARY, (1, 75)))
+    assert fed == [75] * len(layers) != []
+
+
+@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
+def wide(request):
+    """So wide that sums go beyond 2^24, which the usual toys' do not: the form of its inputs is the processor's."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=576, intermediate_size=640, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
+        pad_token_id=0,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).eval().to(request.param)
+    return lade.invariant(packed(model, keep="lm_head"))
+
+
+def test_all_ways_of_decoding_write_the_tokens_of_plain_decoding(wide):
+    prompts = torch.randint(1, VOCABULARY, (3, 75))
+    given = {"max_new_tokens": 24, "do_sample": False}
+    alone = [wide.generate(prompt[None], **given) for prompt in prompts]
+    for lookahead in (lade.LookaheadConfig(7, 5, 7), lade.LookaheadConfig(budget=16)):
+        for prompt, expected in zip(prompts, alone, strict=True):
+            found = lade.generate(wide, input_ids=prompt[None], lookahead=lookahead, **given)
+            assert torch.equal(found, expected)
+        assert torch.equal(lade.generate(wide, input_ids=prompts, lookahead=lookahead, **given), torch.cat(alone))
+    with lade.Engine(wide, max_rows=2) as engine:
+        handles = [engine.add(prompt.tolist(), **given) for prompt in prompts]
+        assert all(torch.equal(each.result(), one) for each, one in zip(handles, alone, strict=True))
 
 
 def test_without_an_attention_that_rounds_alike_it_is_decoded_plainly():
@@ -152,9 +303,17 @@ def test_without_originals_unpacking_is_refused_and_nothing_changes():
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_copies_compute_the_same_bits(family, copied):
+def test_copies_compute_the_same_bits_also_where_another_form_is_exact(family, copied, monkeypatch):
+    take(monkeypatch, torch.int8)
     model = packed(build(family, torch.bfloat16))
-    assert torch.equal(logits(copied(model)), logits(model))
+    take(monkeypatch, torch.uint8)
+    again = copied(model)
+    assert forms(model) == {torch.int8} and forms(again) == {torch.uint8}
+    assert torch.equal(logits(again), logits(model))
+
+
+def forms(model):
+    return {module._form for module in model.modules() if isinstance(module, Int8Linear)}
 
 
 def test_a_state_has_what_the_integers_stand_for(tmp_path):
@@ -167,13 +326,16 @@ def test_a_state_has_what_the_integers_stand_for(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
-def test_a_saved_model_is_loaded_bit_for_bit(family, dtype, tmp_path, monkeypatch):
+def test_a_saved_model_is_loaded_bit_for_bit_whatever_form_is_exact(family, dtype, tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "_SHARD_BYTES", 20_000)
+    take(monkeypatch, torch.uint8)
     model = packed(build(family, dtype), keep=["layers.0.*"] if family == "llama" else ())
     lade.save_packed(model, tmp_path)
     assert len(list(tmp_path.glob("packed-*.safetensors"))) > 1
+    take(monkeypatch, torch.int8)
     found = lade.load_packed(tmp_path)
     assert torch.equal(logits(found), logits(model)) and not found.training
+    assert forms(model) == {torch.uint8} and forms(found) == {torch.int8}
     assert (int8_layers(found), kept_layers(found)) == (int8_layers(model), kept_layers(model))
     tied = [each.get_input_embeddings().weight is each.lm_head.weight for each in (found, model)]
     assert tied[0] == tied[1]
@@ -234,18 +396,40 @@ def test_what_cannot_be_is_refused_before_the_work(make, options, error, message
     assert list(model.modules()) == parts
 
 
-def test_a_kernel_that_is_gone_or_not_exact_is_refused(monkeypatch):
-    exact = checks.multiplied
-    monkeypatch.setattr(checks, "multiplied", lambda *arguments: exact(*arguments).clamp(max=2**15))
+def test_a_kernel_that_is_gone_or_not_exact_is_refused(monkeypatch, untried):
+    def limited(*arguments):
+        return multiplied(*arguments).clamp(max=2**15)
+
+    monkeypatch.setattr(integer_trial, "multiplied", limited)
     with pytest.raises(UnsupportedModelError, match="not exact on this processor"):
         packed(build())
+    integer_trial._is_exact.cache_clear()
 
     def gone(*arguments):
         raise RuntimeError("no kernel\nmore")
 
-    monkeypatch.setattr(checks, "multiplied", gone)
+    monkeypatch.setattr(integer_trial, "multiplied", gone)
     with pytest.raises(UnsupportedModelError, match=r"no int8 kernel here \(no kernel\)"):
         packed(build())
+
+
+@pytest.mark.parametrize(("tiles", "inputs"), [(True, 520), (True, 6000), (False, 520)])
+def test_signed_inputs_are_taken_beside_tiles_where_unsigned_ones_are_not_exact(tiles, inputs, monkeypatch, untried):
+    def rounded(codes, packed, scale, zeros):
+        """As beside AMX: sums of unsigned inputs are rounded to float32 before the zero's part is taken off."""
+        values = packed.to_dense().double()
+        sums = codes.double() @ values
+        zero = 128 * values.sum(0).float() if codes.dtype == torch.uint8 else torch.zeros(())
+        return (sums.float() - zero) * scale
+
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    monkeypatch.setattr(integer_trial, "multiplied", rounded)
+    assert integer_trial.input_dtype(500, 64) == torch.uint8, "no sum is large enough"
+    if tiles:
+        assert integer_trial.input_dtype(inputs, 64) == torch.int8
+    else:
+        with pytest.raises(UnsupportedModelError, match="not exact on this processor"):
+            integer_trial.input_dtype(inputs, 64)
 
 
 def test_interrupted_it_leaves_a_model_that_can_be_packed_again(monkeypatch):

@@ -10,8 +10,8 @@ from transformers.pytorch_utils import Conv1D
 
 from lade.errors import UnsupportedModelError
 from lade.model.invariance import refuse_invariant
-from lade.model.packing.codes import LARGEST, ZERO_POINT, scale_of
-from lade.model.packing.int8 import MOST_INPUTS, multiplied, prepacked
+from lade.model.packing.codes import scale_of
+from lade.model.packing.int8 import MOST_INPUTS
 from lade.model.packing.linear import UNPACK_REMEDY, PackedLinear, same_bits, short
 
 UNDERSTOOD: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D)
@@ -19,8 +19,6 @@ UNDERSTOOD: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU_REMEDY = "leave it unpacked, or load it on the CPU with dtype=torch.float32 or torch.bfloat16 and no device_map"
-INT8_REMEDY = "pack it without weights='int8'"
-_TRIED_ROWS, _TRIED_OUTPUTS = (1, 4, 17), 256
 
 
 def check_model(model: nn.Module) -> None:
@@ -105,33 +103,3 @@ def check_int8_layer(name: str, layer: Any) -> None:
         raise UnsupportedModelError(f"layer {name!r} has {weight.shape[1]} inputs, more than {MOST_INPUTS}", keep)
     if not scale_of(weight.detach()).isfinite().all():
         raise UnsupportedModelError(f"layer {name!r} has weights that are not finite", keep)
-
-
-@torch.no_grad()
-def try_int8_kernel(inputs: int, outputs: int) -> None:
-    """Raise `UnsupportedModelError` unless oneDNN multiplies int8 exactly here, the largest codes included.
-
-    Processors without such instructions (AVX-512 VNNI, AVX-VNNI, AMX) add pairs in 16 bits, and may cut them off.
-
-    Args:
-        inputs: of a layer.
-        outputs: of a layer; some are tried.
-    """
-    generator = torch.Generator().manual_seed(0)
-    outputs = min(outputs, _TRIED_OUTPUTS)
-    values = torch.randint(-LARGEST, LARGEST + 1, (outputs, inputs), generator=generator, dtype=torch.int8)
-    x = torch.randint(1, 256, (max(_TRIED_ROWS), inputs), generator=generator, dtype=torch.uint8)
-    values[0], x[0] = LARGEST, 255
-    ones, zeros = torch.ones(outputs), torch.zeros(outputs, dtype=torch.int)
-    try:
-        if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
-            raise RuntimeError("torch.backends.mkldnn is not available or not enabled")
-        packed = prepacked(values)
-        found = [multiplied(x[:rows], packed, ones, zeros) for rows in _TRIED_ROWS]
-        kept = torch.equal(packed.to_dense().t(), values)
-    except (RuntimeError, AttributeError) as problem:
-        reason = str(problem).splitlines()[0]
-        raise UnsupportedModelError(f"PyTorch has no int8 kernel here ({reason})", INT8_REMEDY) from problem
-    exact = ((x.double() - ZERO_POINT) @ values.double().t()).float()  # [rows, out]; float32 rounds large sums
-    if not kept or not all(torch.equal(part, exact[: len(part)]) for part in found):
-        raise UnsupportedModelError("PyTorch's int8 kernel is not exact on this processor", INT8_REMEDY)

@@ -10,7 +10,7 @@ import torch
 LARGEST = 127
 """Of a code, so that codes are symmetric; -128 is not used."""
 ZERO_POINT = 128
-"""The code of an input of 0: oneDNN's fast kernels multiply unsigned inputs with signed weights."""
+"""The unsigned code of an input of 0."""
 _TINY = 1e-30
 """Least scale of an input, so that a row of zeros is not divided by zero."""
 
@@ -44,18 +44,26 @@ def scale_of(weight: torch.Tensor) -> torch.Tensor:
     return weight.abs().amax(-1).float() / LARGEST
 
 
-def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantised(x: torch.Tensor, form: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Round inputs, each row by its own largest element: the codes of a row do not depend on the rows beside it.
 
     Every operation is exact, or rounds each element by itself.
 
     Args:
         x: `[..., in]`, floating point.
+        form: dtype of the codes, which stand for the same integers in either.
 
     Returns:
-        Codes `[..., in]` uint8, 1 to 255 with 128 for zero, contiguous; and what a step is worth, `[..., 1]` float32.
+        Codes `[..., in]`, contiguous: uint8, 1 to 255 with 128 for zero, or int8, -127 to 127; and what a step is
+        worth, `[..., 1]` float32.
     """
     scale = x.abs().amax(-1, keepdim=True).float().clamp_min_(_TINY).div_(LARGEST)
     # The conversion cuts off, so that the half makes it round.
     codes = (x / scale).add_(ZERO_POINT + 0.5).to(torch.uint8)
-    return codes.contiguous(), scale
+    return in_form(codes.contiguous(), form), scale
+
+
+def in_form(codes: torch.Tensor, form: torch.dtype) -> torch.Tensor:
+    """Unsigned codes, which are used up, in either form."""
+    # Without its zero point a code has the other first bit; rounding to signed codes at once would round otherwise.
+    return codes if form == torch.uint8 else codes.bitwise_xor_(ZERO_POINT).view(torch.int8)

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from lade.errors import UnsupportedModelError
-from lade.model.packing.codes import ZERO_POINT, Codes, quantised
+from lade.model.packing.codes import Codes
+from lade.model.packing.integer_product import multiplied, prepacked
+from lade.model.packing.integer_trial import input_dtype
 from lade.model.packing.linear import PackedLinear
+from lade.model.packing.shared_inputs import SharedInputs
 
-ROWS_PACKED_FOR = 4
-"""The rows that oneDNN is told of when it chooses a layout; without any it has none for some shapes."""
 MOST_INPUTS = 2**31 // (255 * 127)
 """Inputs of a layer whose sum of products fits into 32 bits whatever they are."""
 RELOAD_REMEDY = "load the model again, or pack it with keep_original=True to begin with"
@@ -32,6 +33,10 @@ class Int8Linear(PackedLinear):
         layer: an `nn.Linear`, or a `Conv1D`, whose weight is transposed.
         keep: whether the layer's own weight stays beside the packed one.
         codes: of its weight, where they are known; else they are made of it.
+        inputs: one for all layers of a model.
+
+    Raises:
+        UnsupportedModelError: no form of its inputs is multiplied exactly here.
 
     Attributes:
         weight: the layer's own parameter where it is kept; else one in the packed layout, int8, `[in, out]`.
@@ -39,9 +44,13 @@ class Int8Linear(PackedLinear):
 
     _scale: torch.Tensor
     _zeros: torch.Tensor
+    _form: torch.dtype
+    _inputs: SharedInputs
 
-    def __init__(self, layer: nn.Module, *, keep: bool, codes: Codes | None = None) -> None:
-        self.__dict__["_given"] = codes
+    def __init__(
+        self, layer: nn.Module, *, keep: bool, codes: Codes | None = None, inputs: SharedInputs | None = None
+    ) -> None:
+        self.__dict__.update(_given=codes, _inputs=inputs or SharedInputs())
         super().__init__(layer, keep=keep)
 
     @torch.no_grad()
@@ -49,8 +58,9 @@ class Int8Linear(PackedLinear):
         """Make the packed tensor, and give the dense `weight` up unless it is kept."""
         weight: Any = self._parameters["weight"]
         codes = self.__dict__.pop("_given", None) or Codes.of(self._turned(weight.detach()))
-        packed = prepacked(codes.values)
-        self.__dict__.update(_packed=packed, _scale=codes.scale, _zeros=torch.zeros(self.out_features, dtype=torch.int))
+        form = input_dtype(self.in_features, self.out_features)
+        packed, zeros = prepacked(codes.values), torch.zeros(self.out_features, dtype=torch.int)
+        self.__dict__.update(_packed=packed, _scale=codes.scale, _zeros=zeros, _form=form)
         if not self.keeps_original:
             integers = nn.Parameter(packed, requires_grad=False)  # gradients of integers there are none
             integers.__dict__.update(weight.__dict__)
@@ -84,7 +94,7 @@ class Int8Linear(PackedLinear):
         return super()._dense_parameter()
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        codes, scale = quantised(x)  # [..., in] uint8, [..., 1]
+        codes, scale = self._inputs.quantised(x, self._form, id(self))  # [..., in], [..., 1]
         y = multiplied(codes, self._packed, self._scale, self._zeros).mul_(scale)  # [..., out] float32
         if self.bias is not None:
             y.add_(self.bias)
@@ -100,27 +110,3 @@ class Int8Linear(PackedLinear):
             placeholder.__dict__.update(self._parameters["weight"].__dict__)
             state["_parameters"] = {**self._parameters, "weight": placeholder}
         return state
-
-
-def prepacked(values: torch.Tensor) -> torch.Tensor:
-    """Codes `[out, in]` in oneDNN's layout, as a tensor `[in, out]`."""
-    packed: torch.Tensor = torch.ops.onednn.qlinear_prepack(values.contiguous(), [ROWS_PACKED_FOR, values.shape[1]])
-    return packed
-
-
-def multiplied(codes: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
-    """Exact integer sums times `scale`.
-
-    Args:
-        codes: `[..., in]` uint8, contiguous.
-        packed: of `prepacked`.
-        scale: `[out]` float32, of the weights.
-        zeros: `[out]` int32, where the weights have their zero.
-
-    Returns:
-        `[..., out]` float32.
-    """
-    y: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
-        codes, 1.0, ZERO_POINT, packed, scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
-    )
-    return y

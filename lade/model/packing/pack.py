@@ -30,12 +30,13 @@ from lade.model.packing.checks import (
     check_int8_layer,
     check_layer,
     check_model,
-    try_int8_kernel,
     try_kernel,
 )
 from lade.model.packing.codes import Codes
 from lade.model.packing.int8 import RELOAD_REMEDY, Int8Linear
+from lade.model.packing.integer_trial import input_dtype
 from lade.model.packing.linear import Guard, PackedLinear, weight_of
+from lade.model.packing.shared_inputs import SharedInputs
 
 logger = logging.getLogger(__name__)
 
@@ -122,10 +123,10 @@ def pack_layers(
         keep_original: see `pack`.
         codes: of layers whose int8 weights are known.
     """
-    places, shared, done = _places(model), shared_weights(model), list[PackedLinear]()
+    places, shared, done, inputs = _places(model), shared_weights(model), list[PackedLinear](), SharedInputs()
     try:
         for layer, kind in kinds.items():
-            known = {"codes": codes[layer]} if codes and layer in codes else {}
+            known: Any = {"codes": (codes or {}).get(layer), "inputs": inputs} if kind is Int8Linear else {}
             packed = kind(layer, keep=keep_original or id(layer.weight) in shared, **known)
             done.append(packed)
             _put(packed, places[layer])
@@ -218,7 +219,7 @@ def _try_kernels(kinds: Mapping[nn.Module, type[PackedLinear]]) -> None:
     for dtype in {weight_of(layer).dtype for layer, kind in kinds.items() if kind is PackedLinear}:
         try_kernel(dtype)
     for outputs, inputs in {_shape(layer) for layer, kind in kinds.items() if kind is Int8Linear}:
-        try_int8_kernel(inputs, outputs)
+        input_dtype(inputs, outputs)
 
 
 def _shape(layer: nn.Module) -> tuple[int, int]:
