@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lade import LookaheadConfig, Stats
+from lade.decoding.drafting.agreement import Agreement
 from lade.decoding.drafting.drafter import Guess
 from lade.decoding.drafting.factory import drafter_for
-from lade.decoding.drafting.followed import ANCHOR, LONGEST_CHAIN, Agreement, OwnText, Prediction
+from lade.decoding.drafting.followed import ANCHOR, LONGEST_CHAIN, OwnText, Prediction
 from lade.decoding.drafting.ranking import ranked
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
