@@ -105,7 +105,9 @@ class AdaptiveDrafter(Drafter):
             ranking = ranked(scores, paths, scored, most=self.budget.most, max_depth=max_depth)
             scores = ranking.scores
         others = [guess for guess in guesses if not guess.scores]
-        return Candidates(scores, partial(self._assembled, context, max_depth, scores, alone, ranking, others, len(lead)))
+        return Candidates(
+            scores, partial(self._assembled, context, max_depth, scores, alone, ranking, others, len(lead))
+        )
 
     def _lead(self, context: Sequence[int], max_depth: int | None) -> Sequence[int]:
         """What must follow, as far as it may be fed."""

@@ -57,9 +57,7 @@ class Followed(ABC):
 
     name: str
 
-    def __init__(
-        self, text: Sequence[int], excluded: Collection[int] = (), agreement: Agreement | None = None
-    ) -> None:
+    def __init__(self, text: Sequence[int], excluded: Collection[int] = (), agreement: Agreement | None = None) -> None:
         self._text, self._excluded = list(text), frozenset(excluded)
         self._agreement = Agreement() if agreement is None else agreement
         self._places: list[Place] = []
