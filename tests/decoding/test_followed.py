@@ -118,7 +118,7 @@ def test_short_matches_are_doubted_from_the_first_miss_on_until_a_long_one_is_se
 
 
 class TimedRunner(FunctionRunner):
-    """Whose passes take what they took with a small model, by the clock `now`; and the library a tenth of a plain one."""
+    """Whose passes take what a small model takes, by the clock `now`; and the library a tenth of a plain one."""
 
     def __init__(self, text: list[int]) -> None:
         super().__init__(lambda known: follow(text, list(known)), VOCABULARY)
