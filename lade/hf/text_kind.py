@@ -11,8 +11,6 @@ def kind_of_text(prepared: Prepared, config: LookaheadConfig) -> str:
     """A name of the kind of text that a call asks for, such as "sampled at 0.7, with a memory"."""
     generation_config = prepared.generation_config
     kind = f"sampled at {generation_config.temperature or 1.0:.1f}" if generation_config.do_sample else "greedy"
-    if prepared.predictions:
-        kind += ", predicted"
     if any(isinstance(each, GrammarProcessor) for each in prepared.logits_processor):
         kind += ", by a grammar"
     return kind if config.memory is None else f"{kind}, with a memory"

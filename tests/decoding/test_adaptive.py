@@ -17,7 +17,7 @@ from lade import LookaheadConfig, Memory, Stats
 from lade.decoding.drafting import best_first as growth_module
 from lade.decoding.drafting.adaptive import LEAST_COLUMNS, NGRAM, AdaptiveDrafter
 from lade.decoding.drafting.controller import LARGEST, Controller
-from lade.decoding.drafting.drafter import Draft
+from lade.decoding.drafting.drafter import Draft, Guess
 from lade.decoding.drafting.tree_size import FixedBudget
 from lade.decoding.kernels import ORDERS, TEXT_ORDERS
 from lade.decoding.readout import read
@@ -51,8 +51,13 @@ class SetBudget:
     def thresholds(self) -> list[tuple[int, float]]:
         return [(self.grown // 2 + 1, 0.0), (self.grown, 1e-6)]
 
-    def choose(self, scores: Sequence[float]) -> int:
+    trust = 1.0
+
+    def choose(self, scores: Sequence[float], alone: Sequence[float] | None = None) -> int:
         return min(self.chosen, len(scores))
+
+    def pays(self, scores: Sequence[float]) -> bool:
+        return sum(scores) > 1.0
 
     def fill_to(self, size: int) -> int:
         return max(size, self.most)
@@ -226,6 +231,22 @@ def test_a_resting_step_feeds_one_token_and_asks_for_nothing():
             assert len(verdict.tokens) == 1
             assert (len(memory), drafter.window.rows) == (known, rows)
         assert budget.observed[-1] == (len(draft.tree), len(verdict.tokens), 1e-3, 5e-4)
+
+
+@pytest.mark.parametrize(("scores", "fed"), [([0.4, 0.3, 0.2], 0), ([0.9, 0.8, 0.7], 3), ((), 3)])
+def test_a_resting_step_feeds_a_guess_that_pays_by_itself_and_nothing_of_the_memory(scores, fed):
+    """And one of which nothing is known."""
+
+    class Other:
+        def guesses(self, context: Sequence[int]) -> list[Guess]:
+            return [Guess([21, 22, 23], "other", scores)]
+
+    memory, text = filled_memory(0, texts=100), [1, 2, 3]
+    drafter = drafter_of(memory, SetBudget(20, 20, 4, [True]), text, sources=[Other()])
+    tree = drafter.draft([*text, 4], None).tree
+    assert tree.sources[1:] == ["other"] * fed
+    awake = drafter_of(memory, SetBudget(20, 20, 20), text, sources=[Other()])
+    assert "memory" in awake.draft([*text, 4], None).tree.sources, "or else this shows nothing"
 
 
 def test_what_the_model_says_to_the_prompt_is_kept_under_the_prompts_ends():

@@ -9,15 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lade import LookaheadConfig, Stats
+from lade.decoding.drafting.agreement import Agreement, DoubtedAgreement
 from lade.decoding.drafting.drafter import Guess
 from lade.decoding.drafting.factory import drafter_for
-from lade.decoding.drafting.followed import ANCHOR, LONGEST_CHAIN, Agreement, OwnText, Prediction
+from lade.decoding.drafting.followed import ANCHOR, LONGEST_CHAIN, OwnText, Prediction
 from lade.decoding.drafting.ranking import ranked
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Greedy
 from lade.testing import FunctionRunner, ListCache, nearly_flat_cost
+from lade.tuning.step_cost import StepCost
 
 VOCABULARY, PROMPT = 400, [1, 2, 3]
 BUDGET = LookaheadConfig(budget=12)
@@ -99,6 +101,53 @@ def test_likelihoods_are_those_of_late():
             agreement.learn(5, hit)
         assert (agreement.probability(5) > bound) is hit
     assert agreement.probability(4) == agreement.probability(7) != agreement.probability(8)
+
+
+def test_short_matches_are_doubted_from_the_first_miss_on_until_a_long_one_is_seen():
+    agreement, hopeful = DoubtedAgreement(), Agreement()
+    short = range(4)
+    assert [agreement.probability(length) for length in short] == [hopeful.probability(length) for length in short]
+    agreement.learn(0, hit=False)
+    assert all(agreement.probability(length) < 0.5 * hopeful.probability(length) for length in short)
+    for agreed in range(8):
+        assert agreement.probability(1) < 0.4
+        agreement.learn(agreed, hit=True)
+    assert all(agreement.probability(length) >= hopeful.probability(length) for length in short)
+    agreement.learn(8, hit=False)
+    assert agreement.probability(1) == hopeful.probability(1), "one change is no reason to doubt the text again"
+
+
+class TimedRunner(FunctionRunner):
+    """Whose passes take what a small model takes, by the clock `now`; and the library a tenth of a plain one."""
+
+    def __init__(self, text: list[int]) -> None:
+        super().__init__(lambda known: follow(text, list(known)), VOCABULARY)
+        self.now = 0.0
+        self.cost = StepCost.of({size: [1e-3 * times] for size, times in ((1, 1.0), (2, 1.3), (16, 2.2), (128, 4.0))})
+
+    def forward(self, trees, rows, cache):
+        self.forward_s = self.cost.seconds(max(map(len, trees)))
+        self.now += self.forward_s + 1e-4
+        return super().forward(trees, rows, cache)
+
+
+@pytest.mark.parametrize("other", ["another order", "drawn"])
+def test_noise_costs_hardly_anything(other, monkeypatch):
+    """In passes by a given cost, a word of every third being common, so that places are found all the time."""
+    rng = random.Random(7)
+    answer = [rng.choice([10, 11, 12, 13]) if place % 3 == 0 else token for place, token in enumerate(noise(8, 400))]
+    wrong = rng.sample(answer, len(answer)) if other == "another order" else rng.choices(range(10, VOCABULARY), k=400)
+    text, seconds = [*PROMPT, *answer], []
+    for sources in ([], [Prediction(wrong)]):
+        runner = TimedRunner(text)
+        monkeypatch.setattr("lade.decoding.loop.perf_counter", lambda clock=runner: clock.now)
+        drafter = drafter_for(LookaheadConfig(), cost=runner.cost, sources=sources)
+        row = Row(PROMPT, drafter, Greedy(), lambda tokens: len(tokens) >= len(text))
+        for _ in DecodeLoop([row], runner, ListCache()).run():
+            pass
+        assert row.tokens == text
+        seconds.append(runner.now)
+    assert seconds[1] < 1.01 * seconds[0]
 
 
 def test_copies_from_the_prompt_are_drafted_as_long_chains():

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import accumulate, groupby, pairwise
 
 import pytest
-from growing import grown
+from growing import grown, weighed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,7 +65,7 @@ def after(cost: FrozenCost, history: Sequence[tuple[list[float], float, float]])
     controller = Controller(cost)
     for scores, accepted, own in history:
         if not controller.skip_drafting():
-            size = controller.choose(scores)
+            size = controller.choose(weighed(scores, controller.trust))
             take(controller, cost, size, 1 + int(accepted * (size - 1)), own * PLAIN_S)
     return controller
 
@@ -159,7 +159,7 @@ def test_the_size_maximises_what_a_step_yields_less_what_its_time_is_worth(incre
         trust = controller._habits.trust
         sizes = range(1, len(scores) + 1)
         worth = {size: 1.0 + trust * sum(scores[1:size]) - rate * cost.table[size] for size in sizes}
-        assert worth[controller.choose(scores)] == pytest.approx(max(worth.values()), abs=1e-9)
+        assert worth[controller.choose(weighed(scores, trust))] == pytest.approx(max(worth.values()), abs=1e-9)
 
 
 @given(rising, steps, falling_scores)
@@ -176,7 +176,7 @@ def test_the_usual_size_is_fed_where_that_costs_less_than_the_tuition(increments
         for size in range(1, len(scores) + 1)
     }
     best = max(worth.values())
-    size = controller.choose(scores)
+    size = controller.choose(weighed(scores, habits.trust))
     usual = min(usual_size(controller), len(scores))
     if worth[size] < best - 1e-9:
         assert size == usual and worth[size] > best - TUITION - 1e-9
@@ -255,7 +255,7 @@ def test_growing_in_stages_comes_to_the_tree_that_growing_to_the_end_would_come_
     stages = controller.thresholds()
     everything = scores[: stages[-1][0]]
     patient, staged = copy.deepcopy(controller), grown(scores, stages)
-    sizes = patient.choose(everything), controller.choose(staged)
+    sizes = [each.choose(weighed(some, each.trust)) for each, some in ((patient, everything), (controller, staged))]
     rate = patient.rate
 
     def worth(size: int) -> float:
@@ -400,3 +400,55 @@ def test_the_cost_is_told_of_the_models_time_alone():
     cost = cost_of(FLAT)
     Controller(cost).observe(7, 2, 0.5, 0.3)
     assert cost.passes == [(7, 0.3)]
+
+
+# ------------------------------------------------------------------------------------------- guesses from other texts
+
+
+USUAL = {1: 1.0, 2: 1.4, 16: 2.0, 256: 12.0}
+
+
+def test_a_chain_pays_where_it_would_be_fed_if_there_was_nothing_else():
+    controller = Controller(cost_of(USUAL))
+    for scores in ([], [0.01], [0.3] * 3, [0.9, 0.8, 0.7], [0.99] * 20):
+        assert controller.pays(scores) is (copy.deepcopy(controller).choose([1.0, *scores]) > 1)
+    assert not controller.pays([0.3]) and controller.pays([0.99] * 20)
+
+
+def test_a_plain_step_that_is_due_is_taken_whatever_chain_there_is():
+    cost = cost_of(FLAT)
+    controller = Controller(cost)
+    for _ in range(1000):
+        if controller.skip_drafting():
+            break
+        assert controller.pays([0.9] * 9)
+        take(controller, cost, 4, 2)
+    assert not controller.pays([0.9] * 9)
+    take(controller, cost, 1, 1)
+    assert not controller.skip_drafting() and controller.pays([0.9] * 9)
+
+
+def test_chains_of_other_texts_teach_nothing_about_the_memory():
+    """Neither that it finds much, when they come true, nor that it deserves no trust, when they do not."""
+    cost = cost_of(FLAT)
+    alone, beside = Controller(cost), Controller(cost)
+    for brought in (60, 1):
+        for _ in range(30):
+            for controller in (alone, beside):
+                take(controller, cost, controller.choose([1.0, 0.1]), 1)
+            take(beside, cost, beside.choose([1.0] + [0.95] * 60, [1.0, 0.1]), brought)
+            take(beside, cost, beside.choose([1.0] + [0.95] * 60, []), brought)  # while no search is made
+    habits = beside._habits
+    assert (habits.trust, habits.gain) == (alone._habits.trust, alone._habits.gain)
+    assert habits.usual < 2.0 + 1e-9
+
+
+def test_rests_of_the_search_grow_although_chains_are_fed():
+    cost = cost_of(USUAL)
+    controller, searched = Controller(cost), []
+    for step in range(200):
+        searched.append(not controller.skip_drafting())
+        chain, own = step % 2, [1.0] if searched[-1] else []
+        size = controller.choose([1.0] + [0.95] * 12, own) if chain else controller.choose(own) if own else 1
+        take(controller, cost, size, 1 + 9 * chain, 0.2 * PLAIN_S)
+    assert sum(searched[100:]) < 20

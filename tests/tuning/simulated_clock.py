@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
-from growing import grown
+from growing import grown, weighed
 
 from lade.decoding.drafting.controller import Controller
 from lade.tuning.step_cost import KNOTS, StepCost
@@ -144,7 +144,7 @@ def controlled_seconds(machine: Machine, text: Text, controller: Controller, sta
         size, emitted, own_s = 1, 1, OWN_S
         if not controller.skip_drafting():
             scores, yielded = text.step(place)
-            size = controller.choose(grown(scores, controller.thresholds()))
+            size = controller.choose(weighed(grown(scores, controller.thresholds()), controller.trust))
             emitted, own_s = yielded(size), OWN_S + LOOK_S + NODE_S * size
         forward_s = machine.seconds(place, size)
         controller.observe(size, emitted, forward_s + own_s, forward_s)

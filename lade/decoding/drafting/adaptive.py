@@ -29,6 +29,8 @@ COLUMNS, NGRAM = 16, 5
 """Sizes of the lookahead window; each step plants as many of its columns as there is room for."""
 LEAST_COLUMNS = 3
 """A smaller window finds nothing worth its cells."""
+_NOTHING = ((1, 0.0),)
+"""Thresholds of a tree that is its root."""
 
 
 class AdaptiveDrafter(Drafter):
@@ -88,19 +90,24 @@ class AdaptiveDrafter(Drafter):
         """See `Drafter`."""
         lead = self._lead(context, max_depth)
         guesses = self._guesses(context, lead)
-        if self.budget.skip_drafting() and not guesses and not lead:
+        resting = self.budget.skip_drafting() and not lead
+        if resting and not any(not guess.scores or self.budget.pays(guess.scores) for guess in guesses):
             return Candidates((), lambda: Draft(TokenTree(context[-1], max_depth)))
         self._grower.begin(context, lead)
-        scores = self._grower.grow(self.memory, self.budget.thresholds(), max_depth)
+        scores = self._grower.grow(self.memory, _NOTHING if resting else self.budget.thresholds(), max_depth)
         if self._constraint is not None:
             scores = self._fitting(scores)
-        ranking = None
+        if (trust := self.budget.trust) < 1.0:
+            scores = [1.0, *(trust * score for score in scores[1:])]
+        ranking, alone = None, None
         if scored := [guess for guess in guesses if guess.scores]:
-            paths = self._grower.paths(len(scores))
+            paths, alone = self._grower.paths(len(scores)), () if resting else scores
             ranking = ranked(scores, paths, scored, most=self.budget.most, max_depth=max_depth)
             scores = ranking.scores
         others = [guess for guess in guesses if not guess.scores]
-        return Candidates(scores, partial(self._assembled, context, max_depth, scores, ranking, others, len(lead)))
+        return Candidates(
+            scores, partial(self._assembled, context, max_depth, scores, alone, ranking, others, len(lead))
+        )
 
     def _lead(self, context: Sequence[int], max_depth: int | None) -> Sequence[int]:
         """What must follow, as far as it may be fed."""
@@ -137,12 +144,13 @@ class AdaptiveDrafter(Drafter):
         context: Sequence[int],
         max_depth: int | None,
         scores: Sequence[float],
+        alone: Sequence[float] | None,
         ranking: Ranking | None,
         others: Sequence[Guess],
         lead: int,
     ) -> Draft:
         """The best candidates; guesses of unknown worth and the window take what is left."""
-        tree, size = TokenTree(context[-1], max_depth), self.budget.choose(scores)
+        tree, size = TokenTree(context[-1], max_depth), self.budget.choose(scores, alone)
         grown = size if ranking is None else ranking.grown[size - 1]
         self._grower.hang(tree, grown)
         if ranking is not None:

@@ -65,9 +65,18 @@ class BatchBudget:
             mean[: max(1, len(scores))] += scores or [1.0]
         self._size = self._controller.choose((mean / len(candidates)).tolist())
 
-    def choose(self, scores: Sequence[float]) -> int:
+    @property
+    def trust(self) -> float:
+        """See `Budget`."""
+        return self._controller.trust
+
+    def choose(self, scores: Sequence[float], alone: Sequence[float] | None = None) -> int:
         """See `Budget`: as many as in all other rows, if there are as many."""
         return min(self._size, len(scores))
+
+    def pays(self, scores: Sequence[float]) -> bool:
+        """See `Budget`: if all rows had such a guess."""
+        return self._controller.pays(scores)
 
     def fill_to(self, size: int) -> int:
         """See `Budget`: a row with fewer candidates than others fills up, which costs nothing."""

@@ -74,6 +74,7 @@ class Controller:
         self._checks = 0  # plain steps in a row that were taken to see what they cost
         self._since_plain = 0  # steps
         self._promised = 0.0  # tokens that the guesses being fed are expected to bring
+        self._of_memory = True  # whether all of these are the memory's
 
     @property
     def most(self) -> int:
@@ -97,35 +98,55 @@ class Controller:
 
     def thresholds(self) -> list[tuple[int, float]]:
         """See `Budget`: the usual size, then the corners of the cost's hull, between which all nodes cost the same."""
-        least, trust = int(self._habits.usual), self._habits.trust
+        least, trust = int(self._habits.usual), self.trust
         most = min(self._most, _SPREAD * least + _LEAP)
         corners = [size for size in self._cost.corners if least < size < most] + [most]
         prices = (max(0.0, price) / trust for price in self._prices(corners))
         return [(least, 0.0), *zip(corners, prices, strict=True)]
 
-    def choose(self, scores: Sequence[float]) -> int:
+    @property
+    def trust(self) -> float:
         """See `Budget`."""
-        worth, habits = self._worth(scores), self._habits
-        best = worth.index(max(worth)) + 1
-        self._idle = habits.idle = self._idle + 1 if best == 1 else 0
-        habits.usual += (best - habits.usual) / _STEPS
+        return self._habits.trust
+
+    def choose(self, scores: Sequence[float], alone: Sequence[float] | None = None) -> int:
+        """See `Budget`."""
+        worth, habits = self._worth(scores, self._use_of_news), self._habits
+        best = _best(worth)
+        self._note_search(best if alone is None else _best(self._worth(alone, self._use_of_news)) if alone else 0)
         usual = min(int(habits.usual), len(scores))
         if usual > best and worth[usual - 1] > worth[best - 1] - TUITION:
             best = usual
         elif best == 1 and habits.since_guesses >= _TRIAL_AFTER:
             best = min(_TRIAL_SIZE, len(scores))
-        self._promised = sum(scores[1:best])
+        promised = sum(scores[1:best])
+        self._of_memory = alone is None or 2.0 * sum(alone[1:best]) >= promised
+        self._promised = promised / habits.trust
         return best
 
-    def _worth(self, scores: Sequence[float]) -> list[float]:
+    def _note_search(self, best: int) -> None:
+        """Take in how many of the memory's candidates would be fed if there were no others; 0 if it was not searched.
+
+        What another text makes expect says nothing about what there is to be found, and what it teaches.
+        """
+        if not best:
+            return
+        self._idle = self._habits.idle = self._idle + 1 if best == 1 else 0
+        self._habits.usual += (best - self._habits.usual) / _STEPS
+
+    def pays(self, scores: Sequence[float]) -> bool:
+        """See `Budget`."""
+        table = self._cost.table
+        if self._checks or sum(scores) <= self.rate * (table[2] - table[1]):
+            return False  # a plain step is due, or they bring no more than the first of them costs
+        return _best(self._worth([1.0, *scores], use_of_news=0.0)) > 1  # the memory learns little from another text
+
+    def _worth(self, scores: Sequence[float], use_of_news: float) -> list[float]:
         """By size, from 1 on: what a step is expected to yield, less what its time would yield elsewhere."""
-        rate, use, table, habits = self.rate, self._use_of_news, self._cost.table, self._habits
-        toll, trust, node_s = habits.toll, habits.trust, habits.node_s
+        rate, table, habits = self.rate, self._cost.table, self._habits
+        toll, node_s = habits.toll, habits.node_s
         worth = [
-            1.0
-            + trust * (yielded - 1.0)
-            + use * taught(size)
-            - rate * (toll * table[size] + node_s * (size + _LEAST_NODES))
+            yielded + use_of_news * taught(size) - rate * (toll * table[size] + node_s * (size + _LEAST_NODES))
             for size, yielded in enumerate(accumulate(scores), start=1)
         ]
         worth[0] = 1.0 - rate * (table[1] + habits.plain_own_s)  # plain decoding soon skips the search
@@ -156,13 +177,14 @@ class Controller:
         habits, table = self._habits, self._cost.table
         expected, usual_s = table[min(fed, len(table) - 1)], habits.node_s * (fed + _LEAST_NODES)
         own_s = min(seconds - forward_s, _MOST_OWN * max(usual_s, _LEAST_OWN_S))
-        if self._skip or self._checks:
+        if fed == 1 and (self._skip or self._checks):
             habits.plain_own_s += (own_s - habits.plain_own_s) / _STEPS
-        else:
+        elif not (self._skip or self._checks):
             habits.node_s += (own_s / (fed + _LEAST_NODES) - habits.node_s) / _STEPS
         self._tokens += emitted - self._tokens / _STEPS
         self._seconds += expected * (1.0 if fed == 1 else habits.toll) + own_s - self._seconds / _STEPS
-        habits.gain += (emitted - 1.0 - habits.gain) / _STEPS
+        if fed == 1 or self._of_memory:
+            habits.gain += (emitted - 1.0 - habits.gain) / _STEPS
         if fed == 1:
             self._observe_plain(forward_s / expected)
         else:
@@ -180,7 +202,13 @@ class Controller:
     def _observe_guesses(self, ratio: float, brought: float) -> None:
         """A pass over guesses took so many times what was expected, and brought so many tokens."""
         self._habits.guessing.add(ratio)
-        self._habits.learn_yield(self._promised, brought)
+        if self._of_memory:
+            self._habits.learn_yield(self._promised, brought)
         self._since_plain += 1
         if ratio > 1.0 - _SURPRISE:  # else the next trial comes at once
             self._habits.since_guesses = 0
+
+
+def _best(worth: Sequence[float]) -> int:
+    """The size that is worth most, from 1 on."""
+    return worth.index(max(worth)) + 1

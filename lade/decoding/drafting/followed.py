@@ -15,29 +15,23 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from itertools import accumulate, takewhile
-from operator import mul
+from itertools import takewhile
 from typing import NamedTuple
 
+from lade.decoding.drafting.agreement import LONGEST_MATCH, Agreement, DoubtedAgreement
 from lade.decoding.drafting.drafter import Guess
 
 LONGEST_CHAIN = 64
 """Tokens guessed at a time."""
-LONGEST_MATCH = 32
-"""Agreement beyond so many tokens is not told apart."""
 ANCHOR = 6
 """Tokens by which a copy is recognised."""
 _TAKEN_BACK = 128
 """Tokens at the end of a row that may be other ones the next time."""
 _PLACES = 64  # places where the last token stands that are looked at
 _AFTERMATH = 16  # tokens after a departure in which the text may go on as if one token had been exchanged for another
+_BEGINNING = 4  # tokens that are supposed to have agreed before the first one
+_FOLLOWING = 4  # tokens that agree where one that does not may be an exchange
 _FAINTEST = 0.02  # what is less likely to be accepted is not guessed
-
-_PRIOR_HITS = (1.2, 1.8, 2.6, 3.2, 3.6, 3.8, 3.9)
-_PRIOR_WEIGHT = 4.0
-"""By the bit length of the agreement, 0 being the place behind a token that was exchanged for another: how many of
-four tokens are expected to be the text's."""
-_MEMORY = 64  # tokens that a likelihood is averaged over
 
 
 class Place(NamedTuple):
@@ -49,31 +43,13 @@ class Place(NamedTuple):
     """Tokens before it that came as expected."""
 
 
-class Agreement:
-    """How likely an expected token is to come, by the number of tokens before it that came as expected."""
-
-    def __init__(self) -> None:
-        self._hits = list(_PRIOR_HITS)
-        self._weights = [_PRIOR_WEIGHT] * len(_PRIOR_HITS)
-
-    def probability(self, agreed: int) -> float:
-        """Of the next token, after so many have agreed."""
-        kind = _kind(agreed)
-        return self._hits[kind] / self._weights[kind]
-
-    def learn(self, agreed: int, hit: bool) -> None:
-        """Take in whether the next token came as expected, after so many had."""
-        kind, keep = _kind(agreed), 1 - 1 / _MEMORY
-        self._hits[kind] = keep * self._hits[kind] + hit
-        self._weights[kind] = keep * self._weights[kind] + 1
-
-
 class Followed(ABC):
     """A `Source` for one row: what comes next in a text, while the row follows it.
 
     Args:
         text: ids.
         excluded: ids that are never guessed (end of sequence, padding): guesses end before them.
+        agreement: learns how likely its tokens are to come.
 
     Attributes:
         name: of its guesses in `Step.sources`.
@@ -81,9 +57,9 @@ class Followed(ABC):
 
     name: str
 
-    def __init__(self, text: Sequence[int], excluded: Collection[int] = ()) -> None:
+    def __init__(self, text: Sequence[int], excluded: Collection[int] = (), agreement: Agreement | None = None) -> None:
         self._text, self._excluded = list(text), frozenset(excluded)
-        self._agreement = Agreement()
+        self._agreement = Agreement() if agreement is None else agreement
         self._places: list[Place] = []
         self._length, self._last = 0, -1  # of the row's text when these were found, and its last token
         self._exchanged = 0  # number of the token expected next if each since the departure stands for one of the text
@@ -105,12 +81,12 @@ class Followed(ABC):
 
     def _learned(self, place: Place, new: Sequence[int]) -> int:
         """Take in how many of the `new` tokens, from the first one on, were those that a place had made expect."""
-        pairs = zip(new, self._text[place.start : place.start + len(new)], strict=False)
-        agreed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        for number in range(agreed):
-            self._agreement.learn(place.agreed + number, hit=True)
-        if agreed < len(new) and place.start + agreed < len(self._text):
-            self._agreement.learn(place.agreed + agreed, hit=False)
+        agreed = 0
+        for came, expected in zip(new, self._text[place.start : place.start + len(new)], strict=False):
+            self._agreement.learn(place.agreed + agreed, hit=came == expected)
+            if came != expected:
+                break
+            agreed += 1
         return agreed
 
     def _after(self, new: Sequence[int], context: Sequence[int], agreed: Sequence[int]) -> list[Place]:
@@ -121,7 +97,7 @@ class Followed(ABC):
             place = self._places[0]
             if agreed[0] == len(new):
                 return [Place(place.start + len(new), place.agreed + len(new))]
-            if place.agreed:
+            if place.agreed >= _FOLLOWING:
                 self._exchanged, self._aftermath = place.start + len(new), _AFTERMATH
         return self._found(context)
 
@@ -141,12 +117,17 @@ class Followed(ABC):
         return length
 
     def _guesses_from(self, place: Place) -> Iterator[Guess]:
-        tokens = self._text[place.start : place.start + LONGEST_CHAIN]
-        free = list(takewhile(lambda token: token not in self._excluded, tokens))
-        steps = (self._agreement.probability(place.agreed + number) for number in range(len(free)))
-        scores = list(takewhile(lambda score: score >= _FAINTEST, accumulate(steps, mul)))
-        if scores:
-            yield Guess(free[: len(scores)], self.name, scores)
+        scores, score = list[float](), 1.0
+        for number in range(min(LONGEST_CHAIN, len(self._text) - place.start)):
+            score *= self._agreement.probability(place.agreed + number)
+            if score < _FAINTEST:
+                break
+            scores.append(score)
+        tokens = self._text[place.start : place.start + len(scores)]
+        if not self._excluded.isdisjoint(tokens):
+            tokens = list(takewhile(lambda token: token not in self._excluded, tokens))
+        if tokens:
+            yield Guess(tokens, self.name, scores[: len(tokens)])
 
 
 class Prediction(Followed):
@@ -155,7 +136,7 @@ class Prediction(Followed):
     name = "prediction"
 
     def __init__(self, text: Sequence[int], excluded: Collection[int] = ()) -> None:
-        super().__init__(text, excluded)
+        super().__init__(text, excluded, DoubtedAgreement())
         self._numbers: dict[int, list[int]] = defaultdict(list)
         for number, token in enumerate(self._text):
             self._numbers[token].append(number)
@@ -163,7 +144,7 @@ class Prediction(Followed):
     def guesses(self, context: Sequence[int]) -> list[Guess]:
         """See `Followed`; the answer may begin as the text does."""
         if not self._length and len(context) > 1:  # prefill has yielded one token
-            self._length, self._last, self._places = len(context) - 1, context[-2], [Place(0, 0)]
+            self._length, self._last, self._places = len(context) - 1, context[-2], [Place(0, _BEGINNING)]
         return super().guesses(context)
 
     def _behind_tail(self, context: Sequence[int]) -> Place | None:
@@ -221,8 +202,3 @@ class OwnText(Followed):
             return None
         agreed = self._agreeing_before(number, context)
         return Place(number + 1, agreed) if agreed >= ANCHOR else None
-
-
-def _kind(agreed: int) -> int:
-    """Which lengths of agreement are counted together: 0, 1, 2 and 3, 4 to 7, ... and from `LONGEST_MATCH` on."""
-    return min(agreed, LONGEST_MATCH).bit_length()

@@ -41,8 +41,22 @@ class Budget(Protocol):
         """Sizes up to which to grow, each with the score that a node must exceed to be added on the way there."""
         ...
 
-    def choose(self, scores: Sequence[float]) -> int:
-        """How many of the candidates to feed, given their scores, the root's 1.0 first."""
+    @property
+    def trust(self) -> float:
+        """What guesses of the memory bring of what their scores promise."""
+        ...
+
+    def choose(self, scores: Sequence[float], alone: Sequence[float] | None = None) -> int:
+        """How many of the candidates to feed.
+
+        Args:
+            scores: how likely each is to be accepted, the root's 1.0 first; the memory's times `trust`.
+            alone: likewise of those of the memory; empty if it was not searched, None where there are no others.
+        """
+        ...
+
+    def pays(self, scores: Sequence[float]) -> bool:
+        """Whether some tokens of a guess with these scores would be fed, if there were no others."""
         ...
 
     def fill_to(self, size: int) -> int:
@@ -81,9 +95,18 @@ class FixedBudget:
         """See `Budget`."""
         return [(self.size, 0.0)]
 
-    def choose(self, scores: Sequence[float]) -> int:
+    @property
+    def trust(self) -> float:
+        """See `Budget`."""
+        return 1.0
+
+    def choose(self, scores: Sequence[float], alone: Sequence[float] | None = None) -> int:
         """See `Budget`."""
         return len(scores)
+
+    def pays(self, scores: Sequence[float]) -> bool:
+        """See `Budget`."""
+        return True
 
     def fill_to(self, size: int) -> int:
         """See `Budget`."""
