@@ -85,5 +85,5 @@ def test_a_worker_process_sends_its_error_to_the_parent():
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         answer = pool.apply_async(lade.LookaheadConfig, kwds={"window": -1})
         with pytest.raises(lade.ConfigError, match=r"^window=-1 is not valid: give ") as caught:
-            answer.get(timeout=20)
+            answer.get(timeout=200)
     assert (caught.value.field, caught.value.value) == ("window", -1)

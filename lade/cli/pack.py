@@ -16,7 +16,10 @@ from lade.cli.terminal import Terminal, terminal
 from lade.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from lade.cli.loading.loaded_model import LoadedModel
+    from lade.model.packing.linear import PackedLinear
     from lade.model.packing.quality import LayerError
 
 EXAMPLE = "Example:  [bold]lade pack gpt2 --check text.txt --keep lm_head --save ./gpt2-int8[/bold]"
@@ -116,7 +119,7 @@ def _pack(
     facts: dict[str, Any] = {"model": loaded.name, "dtype": loaded.dtype, "weights": weights}
     before, ids = _bytes(model), _encoded(loaded, text, wanted) if wanted.check is not None else []
     window = min(LONGEST_WINDOW, loaded.context or LONGEST_WINDOW)
-    packing.packable(model, weights=weights, keep=wanted.keep or ())  # what is wrong is said before the work
+    _refuse_useless(packing.packable(model, weights=weights, keep=wanted.keep or ()), wanted)
     if ids:
         term.working("reading the text with the model as it is")
         facts |= {"tokens": len(ids), "window": window, "perplexity_before": perplexity(model, ids, window)}
@@ -133,6 +136,26 @@ def _pack(
         save_packed(model, wanted.save, loaded.tokenizer)
         facts["saved"] = str(wanted.save)
     return facts, errors
+
+
+def _refuse_useless(kinds: Mapping[Any, type[PackedLinear]], wanted: PackOptions) -> None:
+    """What would be wrong at the end is said before the work.
+
+    Raises:
+        ConfigError: all layers that are large enough keep their dtype.
+        InputError: no layer is large enough; or the folder to write cannot be written.
+    """
+    from lade.model.packing.folder import check_target
+    from lade.model.packing.int8 import Int8Linear
+    from lade.model.packing.pack import MIN_WEIGHTS
+
+    small = f"linear layers below {MIN_WEIGHTS:,} weights stay as they are"
+    if not kinds:
+        raise InputError(f"there is nothing to round to int8: {small}; give a larger model")
+    if not any(issubclass(kind, Int8Linear) for kind in kinds.values()):
+        raise ConfigError("keep", ",".join(wanted.keep or ()), f"it leaves no layer to round: {small}; keep fewer")
+    if wanted.save is not None:
+        check_target(wanted.save)
 
 
 def _encoded(loaded: LoadedModel, text: str, wanted: PackOptions) -> list[int]:

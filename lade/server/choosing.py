@@ -91,7 +91,8 @@ def generate_arguments(body: Decoding, model: ServedModel, prompt_tokens: int) -
         arguments["logits_processor"] = [Penalties(presence, frequency, prompt_length=prompt_tokens)]
     if body.logit_bias:
         _check_ids("logit_bias", body.logit_bias, model)
-        arguments["sequence_bias"] = [[[token], float(bias)] for token, bias in body.logit_bias.items()]
+        # as a dictionary: of pairs in a list transformers before 5.23 refuse the id 0
+        arguments["sequence_bias"] = {(token,): float(bias) for token, bias in body.logit_bias.items()}
     ends = [] if body.ignore_eos else model.ends
     if body.ignore_eos or body.stop_token_ids:
         _check_ids("stop_token_ids", body.stop_token_ids or [], model)

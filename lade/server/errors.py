@@ -140,7 +140,8 @@ async def _invalid_body(request: Request, problem: Exception) -> Response:
 def validation_error(found: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     """The one of pydantic's errors that says most: where there are several forms of a value, the one that fits best."""
     places = [_place(each, body) for each in found]
-    deepest = max(range(len(found)), key=lambda number: len(places[number][0]))
+    # of those that are equally deep one that found the type right: `[]` for a text or a list lacks items
+    deepest = max(range(len(found)), key=lambda at: (len(places[at][0]), not str(found[at]["type"]).endswith("_type")))
     (names, value), what = places[deepest], str(found[deepest]["msg"]).removeprefix("Value error, ")
     param = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names).removeprefix(".")
     number = isinstance(value, bool | int | float) and len(str(value)) < _LONGEST_VALUE

@@ -45,9 +45,11 @@ async def tokenize(service: Service, asked: TokenizeText | TokenizeChat) -> dict
     """The ids of a text or a conversation, in vLLM's form.
 
     Raises:
-        ApiError: the model is not served, or its template refuses the conversation.
+        ApiError: the model is not served, or its template refuses the conversation; or there is a text beside it.
     """
     refusals.check_model(asked.model, service.settings)
+    if (asked.model_extra or {}).keys() & {"prompt", "messages"}:
+        raise invalid("prompt", "prompt: there are messages, too: leave out one of them")
     tokenizer = service.model.tokenizer
 
     def encode() -> list[int]:

@@ -75,3 +75,20 @@ def test_a_processor_without_the_kernel_is_an_error(lade, folder, text, small_la
     monkeypatch.setattr(integer_trial, "prepacked", lambda values: (_ for _ in ()).throw(RuntimeError("no kernel")))
     result = lade("pack", folder, "--check", text)
     assert result.exit_code == 2 and "no int8 kernel here (no kernel)" in result.stderr
+
+
+def test_what_would_be_wrong_at_the_end_is_said_before_the_text_is_read(lade, folder, text, tmp_path, monkeypatch):
+    from lade.model.packing import quality
+
+    monkeypatch.setattr(quality, "perplexity", None)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "model.safetensors").write_text("x")
+    wrong = {"another model": ["--save", tmp_path / "other"], "is no folder": ["--save", text]}
+    for says, arguments in {"there is nothing to round": [], **wrong}.items():
+        if arguments:
+            monkeypatch.setattr(packing, "packable", with_small_layers(packing.packable))
+        result = lade("pack", folder, "--check", text, *arguments)
+        assert result.exit_code == 2 and says in result.stderr, result.stderr
+    result = lade("pack", folder, "--check", text, "--keep", "*", "--save", tmp_path / "new")
+    assert result.exit_code == 2 and "keep='*' is not valid: it leaves no layer to round" in result.stderr
+    assert not (tmp_path / "new").exists()

@@ -16,8 +16,14 @@ import torch
 
 
 def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
+    """One that no system gives to whoever takes any, and that no other process of tests looks at first."""
+    for port in range(20_000 + os.getpid() % 10_000, 32_000):
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                return port
+        except OSError:
+            continue
+    raise AssertionError("no port is free")
 
 
 def ask(url, body=None):
@@ -163,7 +169,7 @@ def test_signals_end_a_process(signals, templated):
             if signals == 2:
                 time.sleep(0.1)
                 process.send_signal(signal.SIGTERM)
-                assert process.wait(5) == 143
+                assert process.wait(60) == 143
                 return
             assert stream.read().endswith(b"data: [DONE]\n\n")
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0

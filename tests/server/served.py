@@ -163,6 +163,35 @@ def until(true: Callable[[], Any], seconds: float = SOON) -> None:
         time.sleep(0.005)
 
 
+class Passes:
+    """A `wait` of `slow_served`: passes are made when a test lets them, so that it needs no clock."""
+
+    def __init__(self) -> None:
+        self._allowed = threading.Semaphore(0)
+
+    def __call__(self, pass_s: float) -> None:
+        if pass_s:  # else the server is not ready yet
+            assert self._allowed.acquire(timeout=SOON), "no pass is allowed"
+
+    def let(self, passes: int = 1) -> None:
+        self._allowed.release(passes)
+
+    def let_all(self) -> None:
+        self.let(10**6)
+
+
+def until_placed(server: Running, passes: Passes, rows: int, waiting: int) -> None:
+    """Wait until so many requests have a row, and so many wait; whoever waits for a row has to have passes made."""
+
+    def placed() -> bool:
+        now = server.service.snapshot()
+        if now.rows < rows and now.waiting:
+            passes.let()
+        return bool((now.rows, now.waiting) == (rows, waiting))
+
+    until(placed)
+
+
 def slow_served(
     pass_s: float = 0.01, failing: Callable[[], bool] = lambda: False, wait: Callable[[float], None] = time.sleep
 ) -> ServedModel:

@@ -12,17 +12,17 @@ from lade.server.keys import Key, Keys
 from lade.server.listen import SWITCH_S
 
 TIMES = 12
-SOON_S, LATEST_S = 0.1, 2.0
-"""A median, and the slowest of some dozen, which a machine that others use may hold up."""
+SOON, LATEST = 2, 20
+"""Passes made meanwhile: a median, and the most of some dozen. Seconds would be more where others use the machine."""
 KEY = {"authorization": "Bearer sk-1"}
 LONG = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 480, "ignore_eos": True, "lookahead": None}
 CHAT = "/v1/chat/completions"
 
 
 def spin(seconds):
-    """As the code of a model between its kernels: Python's lock is held."""
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
+    """As the code of a model between its kernels: Python's lock is held, for seconds of this thread's own."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
         pass
 
 
@@ -76,12 +76,12 @@ def begun(server):
     ],
 )
 def test_refusals_come_at_once_while_others_are_decoded(busy, status, path, asked):
-    seconds = []
+    passes = []
     for _ in range(TIMES):
-        start = time.perf_counter()
+        before = busy.service.snapshot().passes
         response = busy.http.post(path, **{"headers": KEY, **asked})
-        seconds.append(time.perf_counter() - start)
+        passes.append(busy.service.snapshot().passes - before)
         assert response.status_code == status and response.json()["error"]["message"], response.text
     now = busy.service.snapshot()
     assert (now.rows, now.waiting) == (2, 1), "it was busy all the time"
-    assert statistics.median(seconds) < SOON_S and max(seconds) < LATEST_S, seconds
+    assert statistics.median(passes) <= SOON and max(passes) <= LATEST, passes

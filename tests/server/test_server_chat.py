@@ -64,10 +64,10 @@ def test_without_a_seed_one_is_drawn_and_told(server):
 @pytest.mark.parametrize(
     ("fields", "arguments"),
     [
-        ({"logit_bias": {"70": 30, "71": -100}}, {"sequence_bias": [[[70], 30.0], [[71], -100.0]]}),
+        ({"logit_bias": {"70": 30, "71": -100}}, {"sequence_bias": {(70,): 30.0, (71,): -100.0}}),
         ({"stop_token_ids": [40, 41]}, {"eos_token_id": [0, 40, 41]}),
-        ({"ignore_eos": True, "logit_bias": {"0": 5}}, {"eos_token_id": None, "sequence_bias": [[[0], 5.0]]}),
-        ({"min_tokens": 9, "logit_bias": {"0": 60}}, {"min_new_tokens": 9, "sequence_bias": [[[0], 60.0]]}),
+        ({"ignore_eos": True, "logit_bias": {"0": 5}}, {"eos_token_id": None, "sequence_bias": {(0,): 5.0}}),
+        ({"min_tokens": 9, "logit_bias": {"0": 60}}, {"min_new_tokens": 9, "sequence_bias": {(0,): 60.0}}),
         ({"min_p": 0.1}, {"min_p": 0.1}),
     ],
 )

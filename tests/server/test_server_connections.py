@@ -1,5 +1,6 @@
 """What clients can do without sending a request: connect, send slowly, send no HTTP."""
 
+import contextlib
 import json
 import socket
 import time
@@ -29,8 +30,9 @@ def connected(server):
 def rest_of(client):
     """What comes until the server closes: heads without their lengths, and bodies."""
     raw = b""
-    while part := client.recv(2**16):
-        raw += part
+    with contextlib.suppress(ConnectionError):  # what was sent to a server that had closed already resets it
+        while part := client.recv(2**16):
+            raw += part
     return raw
 
 
@@ -140,9 +142,8 @@ def test_too_many_connections_are_refused_in_json_and_far_too_many_closed(monkey
         body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
         assert server.http.post("/v1/messages", json=body).status_code == 529
         others += [connected(server) for _ in range(5)]
-        until(lambda: len(server.server.server_state.connections) <= 6, 5.0)
+        until(lambda: len(server.server.server_state.connections) <= 6)
         with connected(server) as client:
-            client.settimeout(5)
             assert nothing(client)
         for other in others:
             other.close()

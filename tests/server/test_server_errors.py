@@ -81,12 +81,20 @@ def test_what_is_not_served_is_refused(server, fields, param):
 
 def test_prompts_of_completions_are_checked(server):
     check(server.complete(5), 400, INVALID, "invalid_value", "prompt")
-    check(server.complete([]), 400, INVALID, "invalid_value", "prompt")
+    assert "at least 1 item" in check(server.complete([]), 400, INVALID, "invalid_value", "prompt")
+    assert "at least 1 item" in check(server.complete([[]]), 400, INVALID, "invalid_value", "prompt[0]")
     assert "257" in check(server.complete([[5], [9999]]), 400, INVALID, "invalid_value", "prompt")
     check(server.complete("", max_tokens=3), 400, INVALID, "invalid_value")
     check(server.complete("x", suffix="y"), 400, INVALID, "unsupported_parameter", "suffix")
     check(server.complete("x", best_of=2), 400, INVALID, "unsupported_parameter", "best_of")
     check(server.complete("x", echo=True, logprobs=1), 400, INVALID, "unsupported_parameter", "echo")
+
+
+def test_a_text_or_a_conversation_is_tokenized_and_not_both(server):
+    response = server.http.post("/tokenize", json={"prompt": "abc", "messages": HI})
+    assert "leave out one of them" in check(response, 400, INVALID, "invalid_value", "prompt")
+    for alone in ({"prompt": "abc"}, {"messages": HI}):
+        assert server.http.post("/tokenize", json=alone).json()["count"] > 0
 
 
 def test_a_prompt_as_long_as_the_context_is_refused_with_both_numbers(server):

@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from served import MODEL, SERVED, SETTINGS, Running, running, slow_served, until
+from served import MODEL, SERVED, SETTINGS, SOON, Passes, Running, running, slow_served, until, until_placed
 
 import lade
 from lade.errors import InputError
@@ -61,24 +61,27 @@ def test_a_model_that_cannot_be_loaded_ends_the_server():
 
     made = Running(SETTINGS, load)
     made.thread.start()
-    made.thread.join(20)
+    made.thread.join(SOON)
     assert not made.thread.is_alive() and str(made.service.problem) == "there is no such model"
 
 
 def test_answers_end_before_the_server_does():
-    with running(slow_served(), shutdown_timeout=30.0) as server:
-        results = []
-        threads = [stream(server, results, max_tokens=60) for _ in range(3)]
-        until(lambda: server.service.snapshot().rows == 3)
+    passes = Passes()
+    with running(slow_served(wait=passes), shutdown_timeout=60.0) as server:
+        results, threads = [], []
+        for row in (1, 2, 3):
+            threads.append(stream(server, results, max_tokens=60))
+            until_placed(server, passes, rows=row, waiting=0)
         server.server.handle_exit(15, None)
         response = server.chat(max_tokens=1)
         assert response.status_code == 503 and response.json()["error"]["code"] == "server_shutting_down"
         assert response.headers["connection"] == "close"
         assert server.http.get("/ready").json() == {"status": "draining"}
+        passes.let_all()
         for thread in threads:
             thread.join()
         assert [raw.endswith(b"data: [DONE]\n\n") for raw in results] == [True] * 3
-        server.thread.join(10)
+        server.thread.join(SOON)
         assert not server.thread.is_alive()
 
 
@@ -96,7 +99,7 @@ def test_answers_that_take_too_long_end_with_an_error():
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "server_shutting_down"
         assert b"[DONE]" not in results[0]
         assert plain[0].status_code == 503 and plain[0].json()["error"]["code"] == "server_shutting_down"
-        server.thread.join(10)
+        server.thread.join(SOON)
         assert not server.thread.is_alive()
 
 
@@ -134,7 +137,7 @@ def test_an_engine_that_breaks_down_ends_the_server(monkeypatch):
         assert live.status_code == 503 and live.json() == {"status": "dead", "reason": "MemoryError: nothing left"}
         assert server.http.get("/ready").status_code == 503
         assert server.chat(max_tokens=3).json()["error"]["code"] == "engine_dead"
-        server.thread.join(10)
+        server.thread.join(SOON)
         assert not server.thread.is_alive()
 
 

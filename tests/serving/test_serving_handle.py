@@ -123,21 +123,21 @@ async def collected(handle):
 def test_coroutines_wait_without_blocking_anyone(handle):
     async def main():
         readers = [asyncio.create_task(collected(handle)) for _ in range(3)]
-        ticks = 0
+        ticks, free = threading.Semaphore(0), []
 
         def tell():
             for index in range(20):
+                free.append(ticks.acquire(timeout=SOON / 20))  # each waits for another turn of the loop
                 handle.tell(step(index, index), 0.0)
-                time.sleep(0.002)
             handle.end("result")
 
         thread = threading.Thread(target=tell)
         thread.start()
         while not all(reader.done() for reader in readers):
-            ticks += 1
+            ticks.release()
             await asyncio.sleep(0.001)
         thread.join()
-        assert ticks > 5
+        assert all(free), "a reader that waits holds the loop up"
         assert all([each.index for each in reader.result()] == list(range(20)) for reader in readers)
         assert [each.index for each in await collected(handle)] == list(range(20)), "it has ended already"
         assert not handle._watchers

@@ -184,7 +184,7 @@ def test_a_snapshot_never_waits(gate):
         handles = [engine.add(random_ids(4), on_step=gate, max_new_tokens=9) for _ in range(3)]
         assert gate.reached.wait(SOON)
         with ThreadPoolExecutor(1) as pool:
-            told = pool.submit(engine.snapshot).result(5.0)
+            told = pool.submit(engine.snapshot).result(SOON)
         assert (told.rows, told.waiting, told.closed) == (1, 2, False)
         gate.opened.set()
         seen = []

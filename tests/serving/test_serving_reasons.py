@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from serving_toys import PAD, VOCABULARY, FailsAt, alone, random_ids
+from serving_toys import PAD, VOCABULARY, FailsAt, Gate, alone, random_ids
 from transformers import StoppingCriteria
 
 from lade import Engine
@@ -91,15 +91,18 @@ def test_a_request_that_did_not_end_by_itself():
 
 
 def test_where_its_time_went():
-    def slow(step):
-        time.sleep(0.05)
-
+    gate = Gate()
     with Engine(LLAMA, max_rows=1, prefill_tokens=2) as engine:
-        first = engine.add(random_ids(9), lookahead=None, on_step=slow, max_new_tokens=5)
+        start = time.perf_counter()
+        first = engine.add(random_ids(9), lookahead=None, on_step=gate, max_new_tokens=5)
+        assert gate.reached.wait(SOON)
+        most = time.perf_counter() - start
         second = engine.add(random_ids(9), max_new_tokens=5)
         assert second.queue_s is None and second.prefill_s is None
+        time.sleep(most + 0.05)
+        gate.opened.set()
         assert first.result(SOON) is not None and second.result(SOON) is not None
-        assert second.queue_s > 0.2 > first.queue_s, "it waited for the whole of the first"
+        assert second.queue_s > most > first.queue_s, "it waited for the whole of the first"
         assert all(handle.prefill_s >= handle.stats.prefill_s for handle in (first, second))
         assert first.prompt_tokens == 9
         padded = torch.tensor([[PAD, PAD, 7, 8]])

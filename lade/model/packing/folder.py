@@ -58,6 +58,18 @@ class Index:
     files: list[str] = field(default_factory=list)
 
 
+def check_target(folder: Path) -> None:
+    """Whether a packed model may be written there.
+
+    Raises:
+        InputError: it is no folder, or holds another model.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{str(folder)!r} is no folder: give the name of one")
+    if any(not file.name.startswith("packed-") for file in folder.glob("*.safetensors")):
+        raise InputError(f"the folder {str(folder)!r} holds another model: give an empty one")
+
+
 def save_packed(model: PreTrainedModel, folder: str | os.PathLike[str], tokenizer: Any = None) -> None:
     """Write a model that is packed in int8 into a folder, from which `load_packed` and `lade --model` load it.
 
@@ -68,16 +80,15 @@ def save_packed(model: PreTrainedModel, folder: str | os.PathLike[str], tokenize
 
     Raises:
         UnsupportedModelError: no layer is in int8, or its class is not one of transformers.
-        InputError: the folder holds another model.
+        InputError: the folder is none, or holds another model.
     """
     target = Path(folder)
+    check_target(target)
     architecture = type(model).__name__
     if not any(isinstance(module, Int8Linear) for module in model.modules()):
         raise UnsupportedModelError(f"no layer of this {architecture} is in int8", "write it with save_pretrained")
     if getattr(transformers, architecture, None) is not type(model):
         raise UnsupportedModelError(f"{architecture} is no class of transformers", "pack it anew where you need it")
-    if any(not file.name.startswith("packed-") for file in target.glob("*.safetensors")):
-        raise InputError(f"the folder {str(target)!r} holds another model: give an empty one")
     target.mkdir(parents=True, exist_ok=True)
     (target / INDEX).unlink(missing_ok=True)  # until all is there again, this is no model
     index = Index(FORMAT, architecture)
