@@ -43,7 +43,7 @@ class AdaptiveDrafter(Drafter):
         budget: decides how large trees are.
         excluded: ids after which nothing is guessed (end of sequence, padding).
         vocabulary: ids below it can be fed; a memory may know others, of another model.
-        read_prompts: whether to learn from the logits of the prompt.
+        read_prompts: whether to learn from the prompt, and to look for its end, and the row's, in the text before.
         sources: guesses beside those of the memory.
         constraint: what must follow, and what cannot: the tree begins with the one, and has nothing of the other, nor
             a window.
@@ -90,6 +90,8 @@ class AdaptiveDrafter(Drafter):
         guesses = self._guesses(context, lead)
         if self.budget.skip_drafting() and not guesses and not lead:
             return Candidates((), lambda: Draft(TokenTree(context[-1], max_depth)))
+        if self.wants_prompt_entries:
+            self._grower.read(context)
         self._grower.begin(context, lead)
         scores = self._grower.grow(self.memory, self.budget.thresholds(), max_depth)
         if self._constraint is not None:
