@@ -44,7 +44,7 @@ AT_PLACE, AT_TOKEN, NEAR = 0, 1, 2
 SPOTS = 8
 """Earlier places that are kept of a node: those behind the longest ends of its text that stood there before."""
 LATEST, EACH, TOLD = 0, 1, 2
-"""What followed at these places: the latest of the longest end, and all as often as each; and how many kinds of rows."""
+"""Rows of what followed there: at the latest place of the longest end, and at each; and how many kinds there are."""
 LONGEST = max(LENGTHS)
 WIDTH = 6
 """Tokens kept of a row."""
@@ -534,7 +534,7 @@ def _mix(
     tokens: Any,
     odds: Any,
 ) -> Any:
-    """All tokens that some row, note or earlier place suggests, with their log-odds; one that lacks a token says `FLOOR`.
+    """All tokens that a row, note or earlier place suggests, with their log-odds; one that lacks a token says `FLOOR`.
 
     Few arrays are handed over, here and below: a call with the whole of `Work` takes longer than what it does.
     """
@@ -594,6 +594,7 @@ def _tell(text: Any, spots: Any, count: Any, longest: Any, rows: Any) -> Any:
         different += 1
     return 2 * _end_kind(longest) + (1 if different == 1 else 0)
 
+
 @_inlined
 def _expand(work: Any, node: Any, young: Any, old: Any, weights: Any) -> None:
     """Ask the memory, and the notes, about a node, once."""
@@ -631,6 +632,20 @@ def _value(rows: Any, kind: Any, token: Any) -> Any:
     return np.int32(0)
 
 
+@_inlined
+def _learn_told(work: Any, node: Any, chosen: Any, rate: Any) -> None:
+    """Move the weights of what earlier places told of a node."""
+    rows, weights = work.told_rows[node], work.told_weights[work.told[node]]
+    for at in range(work.offers[node]):
+        token, log_odds = work.tokens[node, at], work.odds[node, at]
+        if token != chosen and log_odds < _NEGLIGIBLE:
+            continue
+        error = (1.0 if token == chosen else 0.0) - _probability(log_odds)
+        for kind in range(TOLD):
+            weights[kind] += rate * error * (FLOOR + SCALE * _value(rows, kind, token))
+        weights[TOLD] += rate * error
+
+
 @_compiled(_WORK, _TABLE, _TABLE, _MATRIX, _LONGS, _LONGS, _DOUBLE)
 def learn_weights(
     work: Work,
@@ -658,7 +673,6 @@ def learn_weights(
         found, heard = work.found[node], work.heard[node]
         line, gradient, rows = _line(found, heard), np.zeros(END + 1), work.rows[node]
         near, near_gradient, near_rows = work.near[node], np.zeros(NEAR), work.near_rows[node]
-        told, told_gradient, told_rows = work.told[node], np.zeros(TOLD), work.told_rows[node]
         for at in range(work.offers[node]):
             token, log_odds = work.tokens[node, at], work.odds[node, at]
             if token != chosen[step] and log_odds < _NEGLIGIBLE:
@@ -670,9 +684,6 @@ def learn_weights(
             for kind in range(NEAR):
                 if near >> kind & 1:
                     near_gradient[kind] += error * (FLOOR + SCALE * _value(near_rows, kind, token))
-            if told >= 0:
-                for kind in range(TOLD):
-                    told_gradient[kind] += error * (FLOOR + SCALE * _value(told_rows, kind, token))
             gradient[END] += error
         for kind in range(END + 1):
             weights[line, kind] += rate * gradient[kind]
@@ -680,10 +691,8 @@ def learn_weights(
             for kind in range(NEAR):
                 work.near_weights[near, kind] += rate * near_gradient[kind]
             work.near_weights[near, NEAR] += rate * gradient[END]
-        if told >= 0:
-            for kind in range(TOLD):
-                work.told_weights[told, kind] += _CAUTION * rate * told_gradient[kind]
-            work.told_weights[told, TOLD] += _CAUTION * rate * gradient[END]
+        if work.told[node] >= 0:
+            _learn_told(work, node, chosen[step], _CAUTION * rate)
 
 
 # ------------------------------------------------------------------------------------------------------------- growth

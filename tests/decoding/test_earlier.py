@@ -29,7 +29,10 @@ texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 
 def links_of(text: list[int]) -> list[int]:
-    return [max((before for before in range(number) if text[before] == text[number]), default=-1) for number in range(len(text))]
+    return [
+        max((before for before in range(number) if text[before] == text[number]), default=-1)
+        for number in range(len(text))
+    ]
 
 
 def places_of(text: list[int], path: list[int]) -> list[tuple[int, int]]:
@@ -91,7 +94,7 @@ def test_what_followed_counts_as_often_as_it_did():
     assert [entry & TOKEN for entry in latest] == [9, *[TOKEN] * (WIDTH - 1)]
     values = {entry & TOKEN: FLOOR + SCALE * (entry >> 21) for entry in each if entry & TOKEN != TOKEN}
     assert values == pytest.approx({9: np.log(1 / 3.4), 7: np.log(2 / 2.4), 8: np.log(1 / 3.4)}, abs=SCALE)
-    assert FLOOR <= min(values.values()) and max(values.values()) <= CEILING
+    assert min(values.values()) >= FLOOR and max(values.values()) <= CEILING
 
 
 def chance(text: list[int], *, read: bool) -> float:
@@ -142,7 +145,9 @@ def quotes() -> tuple[list[int], list[int]]:
     rng = random.Random(0)
     prompt = rng.choices(range(10, 150), k=600)
     starts = [rng.randrange(580) for _ in range(40)]
-    return prompt, [token for start in starts for token in (*rng.sample(range(10, 150), 2), *prompt[start : start + 12])]
+    return prompt, [
+        token for start in starts for token in (*rng.sample(range(10, 150), 2), *prompt[start : start + 12])
+    ]
 
 
 def tokens_per_step(prompt: list[int], answer: list[int]) -> float:

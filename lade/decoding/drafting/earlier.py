@@ -35,7 +35,9 @@ class EarlierText:
         self._take_back(same)
         if len(tokens) > len(self.text):
             more = 2 * len(tokens) - len(self.text)
-            self.text, self.links = (np.concatenate([each, np.zeros(more, np.int32)]) for each in (self.text, self.links))
+            self.text, self.links = (
+                np.concatenate([each, np.zeros(more, np.int32)]) for each in (self.text, self.links)
+            )
         for number, token in enumerate(tokens[same:], start=same):
             self.text[number], self.links[number] = token, self._latest.get(token, -1)
             self._latest[token] = number
