@@ -41,6 +41,10 @@ LINES = (len(ORDERS) + 1) * (len(TEXT_ORDERS) + 1)
 """Number of sets of weights: one for each number of rows of either kind that may be found."""
 AT_PLACE, AT_TOKEN, NEAR = 0, 1, 2
 """Kinds of notes: what was said at a place, and at a token there; and how many kinds there are."""
+SPOTS = 8
+"""Earlier places that are kept of a node: those behind the longest ends of its text that stood there before."""
+LATEST, EACH, TOLD = 0, 1, 2
+"""Rows of what followed there: at the latest place of the longest end, and at each; and how many kinds there are."""
 LONGEST = max(LENGTHS)
 WIDTH = 6
 """Tokens kept of a row."""
@@ -57,11 +61,37 @@ TINY = 1e-9
 _NEGLIGIBLE = -4.6  # log-odds of about 1 %; of tokens below it only the chosen one is learned from
 _FAR = -12.0  # what is so far below the best score adds nothing to a sum
 _MIX, _SEED = np.uint64(0x9E3779B97F4A7C15), np.uint64(0x243F6A8885A308D3)
-_MOST = (END + NEAR) * WIDTH
+_MOST = (END + NEAR + TOLD) * WIDTH
 _NOTES = 2048  # slots; a later note takes the place of an earlier one
 
 # By the kinds that there are notes of, one bit each: the weight of each, and a bias. About what they become.
 _NEAR_WEIGHTS = ((0.0, 0.0, 0.0), (0.05, 0.0, 0.15), (0.0, 0.1, 0.3), (0.05, 0.1, 0.45))
+
+_LOOKED_AT = 64  # places where the last token stood before
+_LONGEST_END = 32  # agreement beyond so many tokens is not told apart
+_END_KINDS = 7  # 1, 2, 3, 4 and 5, 6 and 7, 8 to 15, and more tokens
+_NOT_SEEN = 0.4  # of what followed at some places, something else is as likely as if it had been there so often
+_CAUTION = 0.3  # of the rate of learning: ends of a text come in many lengths, few of them often
+
+# By the length of the longest end that stood there before, and whether all these places were followed by the same: the
+# weight of either row, and a bias. An eighth of what they become where a text is quoted:
+# what a model writes by itself wants them small.
+_TOLD_WEIGHTS = (
+    (0.0, 0.05, 0.02),
+    (0.02, 0.04, 0.0),
+    (0.0, 0.03, 0.01),
+    (0.03, 0.03, 0.0),
+    (0.01, 0.04, 0.0),
+    (0.08, 0.02, 0.02),
+    (0.03, 0.04, 0.0),
+    (0.08, 0.02, 0.02),
+    (0.05, 0.03, 0.02),
+    (0.09, 0.03, 0.03),
+    (0.08, 0.04, 0.02),
+    (0.15, 0.04, 0.03),
+    (0.08, 0.03, 0.02),
+    (0.1, 0.05, 0.02),
+)
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -92,7 +122,15 @@ class Work(NamedTuple):
         keys: float64 `[2 N]`, of a heap: the score that the next child of a node has, or may have.
         nodes, ranks: int32 `[2 N]`, of the same heap: which node, and which of its children; -1 where the node has not
             been looked up.
-        used: int64 `[3]`, how many nodes there are, how many entries of the heap, and the place of the root.
+        used: int64 `[4]`, how many nodes there are, how many entries of the heap, the place of the root, and how many
+            tokens of the text have been read.
+        text, links: int32 `[T]`, the text, and where each of its tokens stood before that, -1 for nowhere.
+        spots: int32 `[N, SPOTS]`, the numbers of the tokens that follow at earlier places, the longest ends first.
+        agreed: int32 `[N, SPOTS]`, how many tokens before each are those at the end of the node's text.
+        spot_counts: int32 `[N]`, how many such places there are.
+        told: int32 `[N]`, which of `told_weights` are in use; -1 where there are no such places.
+        told_rows: int32 `[N, TOLD, WIDTH]`, what followed there.
+        told_weights: float64 `[2 * _END_KINDS, TOLD + 1]`, the weight of either row, and a bias.
     """
 
     ids: Ints
@@ -114,12 +152,20 @@ class Work(NamedTuple):
     nodes: Ints
     ranks: Ints
     used: npt.NDArray[np.int64]
+    text: Ints
+    links: Ints
+    spots: Ints
+    agreed: Ints
+    spot_counts: Ints
+    told: Ints
+    told_rows: Ints
+    told_weights: Doubles
 
     @classmethod
     def of(cls, room: int) -> Work:
         """Empty, with room for N nodes."""
-        ints = [np.empty(room, np.int32) for _ in range(7)]
-        ids, parents, depths, found, heard, near, offers = ints
+        ints = [np.empty(room, np.int32) for _ in range(9)]
+        ids, parents, depths, found, heard, near, offers, spot_counts, told = ints
         return cls(
             ids=ids,
             parents=parents,
@@ -139,12 +185,20 @@ class Work(NamedTuple):
             keys=np.empty(2 * room + 2),
             nodes=np.empty(2 * room + 2, np.int32),
             ranks=np.empty(2 * room + 2, np.int32),
-            used=np.zeros(3, np.int64),
+            used=np.zeros(4, np.int64),
+            text=np.zeros(1, np.int32),
+            links=np.zeros(1, np.int32),
+            spots=np.empty((room, SPOTS), np.int32),
+            agreed=np.empty((room, SPOTS), np.int32),
+            spot_counts=spot_counts,
+            told=told,
+            told_rows=np.empty((room, TOLD, WIDTH), np.int32),
+            told_weights=np.array(_TOLD_WEIGHTS),
         )
 
     def widened(self, room: int) -> Work:
         """The same with more room."""
-        wider = Work.of(room)
+        wider = Work.of(room)._replace(text=self.text, links=self.links)
         for before, after in zip(cast(Iterable[Any], self), cast(Iterable[Any], wider), strict=True):
             after[: len(before)] = before
         return wider
@@ -475,10 +529,13 @@ def _mix(
     near_rows: Any,
     near: Any,
     near_weights: Any,
+    told_rows: Any,
+    told: Any,
+    told_weights: Any,
     tokens: Any,
     odds: Any,
 ) -> Any:
-    """All tokens that some row or note suggests, with their log-odds; one that lacks a token says `FLOOR`.
+    """All tokens that a row, note or earlier place suggests, with their log-odds; one that lacks a token says `FLOOR`.
 
     Few arrays are handed over, here and below: a call with the whole of `Work` takes longer than what it does.
     """
@@ -490,13 +547,53 @@ def _mix(
     for kind in range(NEAR):
         if near >> kind & 1:
             base += FLOOR * near_weights[near, kind]
+    if told >= 0:
+        base += told_weights[told, TOLD]
+        for kind in range(TOLD):
+            base += FLOOR * told_weights[told, kind]
     for kind in range(END):
         if _has(found, heard, kind):
             offers = _add_row(rows, kind, weights[line, kind], base, tokens, odds, offers)
     for kind in range(NEAR):
         if near >> kind & 1:
             offers = _add_row(near_rows, kind, near_weights[near, kind], base, tokens, odds, offers)
+    if told >= 0:
+        for kind in range(TOLD):
+            offers = _add_row(told_rows, kind, told_weights[told, kind], base, tokens, odds, offers)
     return offers
+
+
+@_inlined
+def _end_kind(agreed: Any) -> Any:
+    """Which lengths of an end are counted together; see `_END_KINDS`."""
+    if agreed <= 3:
+        return agreed - 1
+    if agreed <= 7:
+        return 3 if agreed <= 5 else 4
+    return 5 if agreed <= 15 else 6
+
+
+@_inlined
+def _tell(text: Any, spots: Any, count: Any, longest: Any, rows: Any) -> Any:
+    """Write down what followed at earlier places, at least one; returns which weights are in use."""
+    for place in range(WIDTH):
+        rows[LATEST, place] = rows[EACH, place] = TOKEN
+    different = 0
+    for at in range(count):
+        token, same, known = text[spots[at]], 0, False
+        for other in range(count):
+            if text[spots[other]] == token:
+                same += 1
+                known = known or other < at
+        if known or token < 0 or token >= TOKEN:
+            continue
+        if different == 0:
+            rows[LATEST, 0] = 255 << BITS | token
+        value = (math.log(same / (count - same + _NOT_SEEN)) - FLOOR) / SCALE
+        if different < WIDTH:
+            rows[EACH, different] = np.int32(min(max(value + 0.5, 0.0), 255.0)) << BITS | token
+        different += 1
+    return 2 * _end_kind(longest) + (1 if different == 1 else 0)
 
 
 @_inlined
@@ -506,9 +603,14 @@ def _expand(work: Any, node: Any, young: Any, old: Any, weights: Any) -> None:
         rows, near_rows, near_weights = work.rows[node], work.near_rows[node], work.near_weights
         found, heard = _look_up(young, old, work.tails[node], rows)
         near = _recall(work.notes, work.used[2] + work.depths[node], work.ids[node], near_rows)
-        work.found[node], work.heard[node], work.near[node] = found, heard, near
+        told, told_rows, told_weights = -1, work.told_rows[node], work.told_weights
+        if work.spot_counts[node] > 0:
+            told = _tell(work.text, work.spots[node], work.spot_counts[node], work.agreed[node, 0], told_rows)
+        work.found[node], work.heard[node], work.near[node], work.told[node] = found, heard, near, told
         tokens, odds = work.tokens[node], work.odds[node]
-        work.offers[node] = _mix(rows, found, heard, weights, near_rows, near, near_weights, tokens, odds)
+        work.offers[node] = _mix(
+            rows, found, heard, weights, near_rows, near, near_weights, told_rows, told, told_weights, tokens, odds
+        )
 
 
 @_inlined
@@ -529,6 +631,20 @@ def _value(rows: Any, kind: Any, token: Any) -> Any:
         if rows[kind, place] & TOKEN == token:
             return rows[kind, place] >> BITS
     return np.int32(0)
+
+
+@_inlined
+def _learn_told(work: Any, node: Any, chosen: Any, rate: Any) -> None:
+    """Move the weights of what earlier places told of a node."""
+    rows, weights = work.told_rows[node], work.told_weights[work.told[node]]
+    for at in range(work.offers[node]):
+        token, log_odds = work.tokens[node, at], work.odds[node, at]
+        if token != chosen and log_odds < _NEGLIGIBLE:
+            continue
+        error = (1.0 if token == chosen else 0.0) - _probability(log_odds)
+        for kind in range(TOLD):
+            weights[kind] += rate * error * (FLOOR + SCALE * _value(rows, kind, token))
+        weights[TOLD] += rate * error
 
 
 @_compiled(_WORK, _TABLE, _TABLE, _MATRIX, _LONGS, _LONGS, _DOUBLE)
@@ -576,6 +692,8 @@ def learn_weights(
             for kind in range(NEAR):
                 work.near_weights[near, kind] += rate * near_gradient[kind]
             work.near_weights[near, NEAR] += rate * gradient[END]
+        if work.told[node] >= 0:
+            _learn_told(work, node, chosen[step], _CAUTION * rate)
 
 
 # ------------------------------------------------------------------------------------------------------------- growth
@@ -620,7 +738,43 @@ def _add(work: Any, parent: Any, token: Any) -> Any:
     for place in range(LONGEST - 1):
         work.tails[node, place + 1] = work.tails[parent, place]
     work.tails[node, 0] = token
+    count = 0
+    for at in range(work.spot_counts[parent]):
+        spot = work.spots[parent, at]
+        if work.text[spot] == token and spot + 1 < work.used[3]:
+            work.spots[node, count], work.agreed[node, count] = spot + 1, work.agreed[parent, at] + 1
+            count += 1
+    work.spot_counts[node] = count
     return node
+
+
+@_inlined
+def _find_spots(text: Any, links: Any, last: Any, spots: Any, agreed: Any) -> Any:
+    """The places behind the longest ends of a text that stood there before, later ones first; returns how many.
+
+    Args:
+        text: see `Work`.
+        links: likewise.
+        last: the number of its last token.
+        spots: `[SPOTS]`, to be written.
+        agreed: `[SPOTS]`, likewise.
+    """
+    count, number, looked_at = 0, links[last], 0
+    while number >= 0 and looked_at < _LOOKED_AT:
+        length = 1
+        while length < _LONGEST_END and length <= number and text[number - length] == text[last - length]:
+            length += 1
+        place = count
+        while place > 0 and length > agreed[place - 1]:
+            if place < SPOTS:
+                spots[place], agreed[place] = spots[place - 1], agreed[place - 1]
+            place -= 1
+        if place < SPOTS:
+            spots[place], agreed[place] = number + 1, length
+            count = min(count + 1, SPOTS)
+        number = links[number]
+        looked_at += 1
+    return count
 
 
 @_inlined
@@ -657,12 +811,18 @@ def note(work: Work, entries: Ints) -> None:
 
 @_compiled(_WORK, _INT, _LONGS, _DOUBLE)
 def plant(work: Work, root: int, tail: npt.NDArray[np.int64], promise: float) -> None:
-    """Begin a new tree, whose root is token number `root` of the text, the last one of `tail`."""
+    """Begin a new tree, whose root is token number `root` of the text, the last one of `tail`.
+
+    Earlier places are known where the text has been read up to there.
+    """
     work.ids[0], work.parents[0], work.depths[0] = tail[tail.shape[0] - 1], -1, 0
     work.scores[0], work.found[0] = 1.0, -1
     for place in range(LONGEST):
         work.tails[0, place] = tail[tail.shape[0] - 1 - place] if place < tail.shape[0] else -1
     work.used[0], work.used[1], work.used[2] = 1, 0, root
+    work.spot_counts[0] = 0
+    if work.used[3] == root + 1:
+        work.spot_counts[0] = _find_spots(work.text, work.links, root, work.spots[0], work.agreed[0])
     _push(work.keys, work.nodes, work.ranks, work.used, promise, 0, -1)
 
 

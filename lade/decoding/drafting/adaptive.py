@@ -45,7 +45,7 @@ class AdaptiveDrafter(Drafter):
         budget: decides how large trees are.
         excluded: ids after which nothing is guessed (end of sequence, padding).
         vocabulary: ids below it can be fed; a memory may know others, of another model.
-        read_prompts: whether to learn from the logits of the prompt.
+        read_prompts: whether to learn from the prompt, and to look for its end, and the row's, in the text before.
         sources: guesses beside those of the memory.
         constraint: what must follow, and what cannot: the tree begins with the one, and has nothing of the other, nor
             a window.
@@ -93,6 +93,8 @@ class AdaptiveDrafter(Drafter):
         resting = self.budget.skip_drafting() and not lead
         if resting and not any(not guess.scores or self.budget.pays(guess.scores) for guess in guesses):
             return Candidates((), lambda: Draft(TokenTree(context[-1], max_depth)))
+        if self.wants_prompt_entries:
+            self._grower.read(context)
         self._grower.begin(context, lead)
         scores = self._grower.grow(self.memory, _NOTHING if resting else self.budget.thresholds(), max_depth)
         if self._constraint is not None:

@@ -2,7 +2,9 @@
 
 Beside the memory's rows there are notes, for one text: what the model said at the places ahead, at rejected nodes too,
 is a guess for the same place again, whatever comes to stand before it. That is the idea of Jacobi decoding (arXiv
-2305.10427), with whole rows in place of single tokens.
+2305.10427), with whole rows in place of single tokens. And where the end of a text stood before, what followed there is
+a guess, too, as SuffixDecoding (arXiv 2411.04975) makes them; here it is weighed together with what the memory says, so
+that a short end counts for something where both agree, and for little where they do not.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lade.decoding import kernels
+from lade.decoding.drafting.earlier import EarlierText
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.mixer import RATE
 from lade.decoding.kernels import LONGEST, Ints
@@ -39,6 +42,13 @@ class TreeGrower:
         self._excluded = np.array(sorted(excluded), dtype=np.int64)
         self._vocabulary = _NO_LIMIT if vocabulary is None else vocabulary
         self._work = kernels.Work.of(_ROOM)
+        self._earlier = EarlierText()
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Look for the end of this text earlier in it, in the tree that begins behind it."""
+        self._earlier.read(tokens)
+        self._work = self._work._replace(text=self._earlier.text, links=self._earlier.links)
+        self._work.used[3] = len(tokens)
 
     def begin(self, tokens: Sequence[int], lead: Sequence[int] = ()) -> None:
         """A new tree, whose root is the last of `tokens`; behind it a chain of tokens that are known to follow."""
@@ -90,6 +100,7 @@ class TreeGrower:
         work, count = self._work, len(nodes)
         parents = np.searchsorted(nodes, work.parents[nodes[1:]])
         columns: list[npt.NDArray[Any]] = [work.ids, work.depths, work.scores, work.tails, work.found, work.heard]
+        columns += [work.near, work.near_rows, work.spots, work.agreed, work.spot_counts, work.told, work.told_rows]
         for column in (*columns, work.rows, work.offers, work.tokens, work.odds):
             column[:count] = column[nodes]
         work.parents[1:count], work.used[0] = parents, count

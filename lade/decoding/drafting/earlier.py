@@ -1,0 +1,54 @@
+"""A text as the kernels look through it: where each token stood before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+import numpy as np
+
+from lade.decoding.kernels import Ints
+
+_TAKEN_BACK = 128  # tokens at the end of a row that may be other ones the next time
+_ROOM = 1024  # tokens, at first
+
+
+class EarlierText:
+    """The text of one row, which grows; its last tokens may be taken back.
+
+    Attributes:
+        text: `[T]`, ids; those that have been read come first.
+        links: `[T]`, the number of the token before each that is the same one, -1 where there is none.
+    """
+
+    def __init__(self) -> None:
+        self.text: Ints = np.zeros(_ROOM, np.int32)
+        self.links: Ints = np.zeros(_ROOM, np.int32)
+        self._known: list[int] = []
+        self._latest: dict[int, int] = {}  # number of each token where it stood last
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Read what is new in a text that begins with the one that was read before, but for some tokens at its end."""
+        late = max(0, min(len(self._known), len(tokens)) - _TAKEN_BACK)
+        pairs = zip(self._known[late:], tokens[late:], strict=False)
+        same = late + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        self._take_back(same)
+        if len(tokens) > len(self.text):
+            more = 2 * len(tokens) - len(self.text)
+            self.text, self.links = (
+                np.concatenate([each, np.zeros(more, np.int32)]) for each in (self.text, self.links)
+            )
+        for number, token in enumerate(tokens[same:], start=same):
+            self.text[number], self.links[number] = token, self._latest.get(token, -1)
+            self._latest[token] = number
+        self._known += tokens[same:]
+
+    def _take_back(self, kept: int) -> None:
+        """Forget all tokens but the first ones."""
+        for number in range(len(self._known) - 1, kept - 1, -1):
+            before = int(self.links[number])
+            if before < 0:
+                del self._latest[self._known[number]]
+            else:
+                self._latest[self._known[number]] = before
+        del self._known[kept:]

@@ -1,0 +1,181 @@
+"""Earlier places: what followed the end of a text where it stood before is weighed together with the memory."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memories import learn, rows_of
+
+import lade
+from lade import LookaheadConfig, Stats
+from lade.decoding.drafting import best_first
+from lade.decoding.drafting.best_first import TreeGrower
+from lade.decoding.drafting.earlier import EarlierText
+from lade.decoding.drafting.factory import drafter_for
+from lade.decoding.drafting.followed import OwnText
+from lade.decoding.kernels import CEILING, EACH, FLOOR, LATEST, SCALE, SPOTS, TOKEN, TOLD, WIDTH
+from lade.decoding.loop import DecodeLoop
+from lade.decoding.row import Row
+from lade.decoding.tree import ROOT, TokenTree
+from lade.decoding.verify import Greedy
+from lade.memory import Memory
+from lade.testing import FunctionRunner, ListCache, nearly_flat_cost, toy_model
+
+texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+
+
+def links_of(text: list[int]) -> list[int]:
+    return [
+        max((before for before in range(number) if text[before] == text[number]), default=-1)
+        for number in range(len(text))
+    ]
+
+
+def places_of(text: list[int], path: list[int]) -> list[tuple[int, int]]:
+    """Behind the longest ends of the text, and then its path, that stood in the text before: place and length."""
+    found = []
+    for number in range(len(text) - 2, -1, -1):
+        agreed = 0
+        while agreed < 32 and agreed <= number and text[number - agreed] == text[len(text) - 1 - agreed]:
+            agreed += 1
+        if agreed:
+            found.append((number + 1, agreed))
+    kept = sorted(found[:64], key=lambda each: -each[1])[:SPOTS]
+    for token in path:
+        kept = [(start + 1, agreed + 1) for start, agreed in kept if text[start] == token and start + 1 < len(text)]
+    return kept
+
+
+@settings(max_examples=examples(60))
+@given(st.lists(texts, min_size=1, max_size=6), st.data())
+def test_links_are_those_of_the_text_that_was_read_last(pieces, data):
+    earlier, text = EarlierText(), []
+    for piece in pieces:
+        text = text[: data.draw(st.integers(0, len(text)))] + piece
+        earlier.read(text)
+        assert earlier.text[: len(text)].tolist() == text
+        assert earlier.links[: len(text)].tolist() == links_of(text)
+
+
+def test_long_texts_have_room():
+    earlier, text = EarlierText(), random.Random(0).choices(range(9), k=5000)
+    for end in (1, 1000, 1025, 5000):
+        earlier.read(text[:end])
+    assert earlier.links[:5000].tolist()[-500:] == links_of(text)[-500:]
+
+
+@settings(max_examples=examples(60))
+@given(texts, st.lists(st.integers(0, 3), max_size=5))
+def test_a_node_has_the_places_behind_the_longest_ends_of_its_text(text, path):
+    growth, tree = TreeGrower(), TokenTree(text[-1])
+    growth.read(text)
+    growth.begin(text)
+    tree.add_path(path, "pool")
+    growth.follow(tree, 1)
+    work = growth._work
+    for node in range(len(tree)):
+        count = work.spot_counts[node]
+        pairs = zip(work.spots[node, :count].tolist(), work.agreed[node, :count].tolist(), strict=True)
+        assert list(pairs) == places_of(text, path[:node])
+
+
+def test_what_followed_counts_as_often_as_it_did():
+    growth, tree = TreeGrower(), TokenTree(1)
+    text = [1, 7, 1, 8, 1, 7, 2, 1, 9, 1]  # the end alone was followed by 7, 8, 7 and 9
+    growth.read(text)
+    growth.begin(text)
+    growth.follow(tree, 1)
+    growth.learn(Memory(), [ROOT], [7], rows_of([{7: 255}]))  # asks about the root
+    latest, each = ([int(entry) for entry in growth._work.told_rows[0, kind]] for kind in (LATEST, EACH))
+    assert [entry & TOKEN for entry in latest] == [9, *[TOKEN] * (WIDTH - 1)]
+    values = {entry & TOKEN: FLOOR + SCALE * (entry >> 21) for entry in each if entry & TOKEN != TOKEN}
+    assert values == pytest.approx({9: np.log(1 / 3.4), 7: np.log(2 / 2.4), 8: np.log(1 / 3.4)}, abs=SCALE)
+    assert min(values.values()) >= FLOOR and max(values.values()) <= CEILING
+
+
+def chance(text: list[int], *, read: bool) -> float:
+    """Of 8, of which a memory is half sure behind a 3."""
+    memory, growth = Memory(), TreeGrower()
+    learn(memory, [[3]], [{8: 150}])
+    if read:
+        growth.read(text)
+    growth.begin(text)
+    scores = growth.grow(memory, [(9, 0.0)])
+    return dict(zip(growth.paths(len(scores)), scores, strict=True))[8,]
+
+
+def test_agreement_raises_and_disagreement_lowers_what_the_memory_says():
+    agreeing, other = [1, 2, 3, 8, 5, 1, 2, 3], [1, 2, 3, 9, 5, 1, 2, 3]
+    assert chance(agreeing, read=False) == chance(other, read=False) == chance([4, 3], read=True)
+    assert chance(other, read=True) < 0.9 * chance(other, read=False)
+    assert chance(agreeing, read=True) > 1.1 * chance(agreeing, read=False)
+
+
+def test_nothing_is_told_of_another_text_than_the_one_that_was_read():
+    growth = TreeGrower()
+    growth.read([1, 2, 3, 1])
+    growth.begin([1, 2, 3, 1, 2])
+    assert growth.grow(Memory(), [(5, 0.0)]) == [1.0]
+    growth.read([1, 2, 3, 1, 2])
+    growth.begin([1, 2, 3, 1, 2])
+    growth.grow(Memory(), [(5, 0.0)])
+    assert growth.paths(2)[1] == (3,)
+
+
+def test_how_far_earlier_places_are_to_be_trusted_is_learned():
+    growth, text = TreeGrower(), [1, 2, 3]
+    for end in range(60):
+        text = [*text, 1, 2]  # never followed by what followed it before
+        growth.read(text)
+        growth.begin(text)
+        growth.follow(TokenTree(2), 1)
+        text = [*text, 50 + end]
+        growth.learn(Memory(), [ROOT], text[-1:], rows_of([{text[-1]: 255}]))
+    learned, prior = growth._work.told_weights, TreeGrower()._work.told_weights
+    assert (learned[:, TOLD] < prior[:, TOLD]).any()
+    assert (learned[-1] == prior[-1]).all(), "no end was so long"
+
+
+def quotes() -> tuple[list[int], list[int]]:
+    """A prompt, and an answer that quotes from it, a few tokens at a time."""
+    rng = random.Random(0)
+    prompt = rng.choices(range(10, 150), k=600)
+    starts = [rng.randrange(580) for _ in range(40)]
+    return prompt, [
+        token for start in starts for token in (*rng.sample(range(10, 150), 2), *prompt[start : start + 12])
+    ]
+
+
+def tokens_per_step(prompt: list[int], answer: list[int]) -> float:
+    text = [*prompt, *answer]
+    drafter = drafter_for(LookaheadConfig(budget=12), cost=nearly_flat_cost(), sources=[OwnText()])
+    row = Row(prompt, drafter, Greedy(), lambda tokens: len(tokens) >= len(text))
+
+    def follow(known: list[int]) -> int:
+        on_the_way = len(known) < len(text) and list(known) == text[: len(known)]
+        return text[len(known)] if on_the_way else (7 * known[-1] + len(known)) % 150
+
+    stats = Stats()
+    for _ in DecodeLoop([row], FunctionRunner(follow, 150), ListCache(), stats).run():
+        pass
+    assert row.tokens == text
+    return stats.tokens_per_step
+
+
+def test_short_quotes_are_drafted_from_their_first_tokens_on(monkeypatch):
+    ours = tokens_per_step(*quotes())
+    monkeypatch.setattr(best_first.TreeGrower, "read", lambda self, tokens: None)
+    assert ours > 1.05 * tokens_per_step(*quotes())
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+@settings(max_examples=examples(10), deadline=None)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.sampled_from([2, 9, 40]))
+def test_texts_that_repeat_are_those_of_plain_generation(dtype, prompt, budget):
+    model, ids = toy_model("llama", vocabulary=6, dtype=dtype), torch.tensor([prompt])
+    ours = lade.generate(model, input_ids=ids, max_new_tokens=60, lookahead=LookaheadConfig(budget=budget))
+    assert torch.equal(ours, model.generate(input_ids=ids, max_new_tokens=60))
