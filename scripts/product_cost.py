@@ -20,6 +20,7 @@ import typer
 from lade.model.packing.codes import in_form
 from lade.model.packing.integer_product import multiplied, prepacked
 from lade.model.packing.integer_trial import input_dtype
+from lade.model.packing.layout import packed_weight
 
 BYTES = 200e6
 """Of all weights of a shape, in 16 bits."""
@@ -29,8 +30,8 @@ Product = Callable[[int], object]
 
 def in_own_dtype(outputs: int, inputs: int, count: int, dtype: torch.dtype) -> Product:
     """All products with weights of this dtype, of as many rows as it is called with."""
-    pack, linear = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise
-    weights = [pack(torch.randn(outputs, inputs).to(dtype)) for _ in range(count)]
+    linear = torch.ops.mkldnn._linear_pointwise
+    weights = [packed_weight(torch.randn(outputs, inputs).to(dtype)) for _ in range(count)]
     x = torch.randn(64, inputs).to(dtype)
     return lambda rows: [linear(x[:rows], weight, None, "none", [], "") for weight in weights]
 

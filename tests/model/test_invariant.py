@@ -12,6 +12,8 @@ from transformers import (
     BartForConditionalGeneration,
     BloomConfig,
     BloomForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     PhiConfig,
     PhiForCausalLM,
 )
@@ -29,6 +31,7 @@ from lade.model.invariant.padded_rows import (
     padding_of,
 )
 from lade.model.invariant.row_trial import cancelling, padding_for
+from lade.model.invariant.weights import _joined
 from lade.model.invariant_attention import attention
 from lade.testing import toy_model
 
@@ -92,6 +95,11 @@ def many_rows_differ(x: torch.Tensor) -> torch.Tensor:
     return summed(x.flip(-1) if len(x) > 32 or len(x) % 4 else x)
 
 
+def rows_differ_from(*numbers: int):
+    """A kernel that sums otherwise for these numbers of rows."""
+    return lambda x: summed(x.flip(-1) if len(x) in numbers else x)
+
+
 def rows_see_each_other(x: torch.Tensor) -> torch.Tensor:
     return x / x.abs().max()
 
@@ -103,6 +111,11 @@ def rows_see_each_other(x: torch.Tensor) -> torch.Tensor:
         (lone_rows_differ, RowPadding(least=2)),
         (odd_rows_differ, RowPadding(2, 2)),
         (many_rows_differ, RowPadding(4, 4, most=32)),
+        (rows_differ_from(500), RowPadding(most=128)),
+        (rows_differ_from(*range(129, 1000)), RowPadding(most=128)),
+        (rows_differ_from(1, 104, *range(129, 1000)), RowPadding(2, 2, most=96)),
+        (rows_differ_from(78, *range(129, 1000)), RowPadding(most=64)),
+        (rows_differ_from(*range(61, 1000)), RowPadding(most=48)),
         (rows_see_each_other, None),
     ],
 )
@@ -113,6 +126,20 @@ def test_the_trial_of_rows_finds_the_least_padding(layer, padding, dtype):
 
     weight = cancelling(torch.empty(1, 48, dtype=dtype))[0]
     assert padding_for(weighted, 48, dtype) == padding
+
+
+@pytest.mark.parametrize(
+    ("paddings", "padding"),
+    [
+        ([RowPadding(8, 8, most=96), RowPadding(32, 32)], RowPadding(32, 32, most=96)),
+        ([RowPadding(most=48), RowPadding(32, 32, most=64)], RowPadding(32, 32, most=32)),
+        ([RowPadding(most=48), RowPadding(multiple=64)], None),
+        ([RowPadding(most=32), RowPadding(64)], None),
+        ([RowPadding(), None], None),
+    ],
+)
+def test_one_padding_does_for_several_products(paddings, padding):
+    assert _joined(paddings) == padding
 
 
 def test_many_rows_are_fed_in_pieces():
@@ -275,6 +302,33 @@ def test_another_number_of_threads_is_decoded_plainly():
     finally:
         torch.set_num_threads(threads)
     assert lade.supports(model)
+
+
+@pytest.fixture(scope="module")
+def wide_model():
+    """Packed layers of several numbers of inputs, for which kernels have several ways to sum; few of each."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 640, "intermediate_size": 4160, "num_hidden_layers": 1, "num_attention_heads": 10}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, dtype=HALF)).to(HALF).eval()
+    return lade.pack(model, min_weights=1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("first", [1, 33, 129, 299])
+def test_a_prompt_rounds_alike_however_it_is_cut(wide_model, first):
+    lade.invariant(wide_model)
+    ids = torch.randint(64, (1, 300), generator=torch.Generator().manual_seed(1))
+    whole = wide_model(ids).logits
+    before = wide_model(ids[:, :first])
+    behind = wide_model(ids[:, first:], past_key_values=before.past_key_values)
+    assert torch.equal(torch.cat([before.logits, behind.logits], 1), whole)
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="no tiles, which have ways of their own to sum")
+def test_with_tiles_a_packed_layer_is_fed_all_rows_at_once_unless_it_has_many_inputs(wide_model):
+    layer = lade.invariant(wide_model).model.layers[0].mlp
+    assert padding_of(layer.up_proj) == NO_PADDING
+    assert padding_of(layer.down_proj) == RowPadding(most=32)
 
 
 def test_packed_layers_are_padded():

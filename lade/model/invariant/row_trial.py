@@ -13,13 +13,17 @@ import torch
 
 from lade.model.invariant.padded_rows import RowPadding, call_padded
 
-ROWS = (*range(1, 65), 200)
+ROWS = (*range(1, 129), 200, 500)
 """Numbers of rows that are compared."""
 _SHIFTS = 64
+_FEW, _SEVERAL = (1, 2, 4), (8, 16, 32)
+_MANY, _LESS = (128, 96, 64), (48, 32)  # rows at a time, where there are kernels for many rows
 PADDINGS = (
-    *(RowPadding(least, multiple) for least in (1, 2, 4) for multiple in sorted({1, least})),
-    *(RowPadding(each, each) for each in (8, 16, 32)),
-    *(RowPadding(each, each, most=32) for each in (1, 2, 4, 8, 16, 32)),  # where there are kernels for many rows
+    *(RowPadding(least, multiple) for least in _FEW for multiple in sorted({1, least})),
+    *(RowPadding(each, each, most) for each in _FEW for most in _MANY),
+    *(RowPadding(each, each) for each in _SEVERAL),
+    *(RowPadding(each, each, most) for each in _FEW for most in _LESS),
+    *(RowPadding(each, each, most) for each in _SEVERAL for most in (*_MANY, *_LESS) if most % each == 0),
     *(RowPadding(least) for least in (64, 128)),  # of tiny layers, which have kernels of their own
 )
 """What is tried, the cheapest first."""
@@ -71,7 +75,8 @@ def _order(features: int) -> torch.Tensor:
 def _rounds_alike(layer: Layer, x: torch.Tensor, padding: RowPadding) -> bool:
     """Whether rows `[N, in]` have the same bits in every pass over some of them, wherever in it they stand."""
     expected = _outputs(layer, x, padding)
-    parts = (slice(first, first + rows) for rows in ROWS for first in _firsts(rows))
+    tried = (rows for rows in ROWS if padding.most is None or rows <= padding.most)  # more are fed as so many
+    parts = (slice(first, first + rows) for rows in tried for first in _firsts(rows))
     return all(
         all(
             torch.equal(each, whole[part])

@@ -17,6 +17,7 @@ from lade.model.invariant.experts import expert_product, has_own_gate
 from lade.model.invariant.padded_rows import RowPadding, note_padding, pad_rows
 from lade.model.invariant.row_trial import cancelling, padding_for
 from lade.model.packing.int8 import Int8Linear
+from lade.model.packing.layout import packed_weight
 from lade.model.packing.linear import short
 
 VECTORS = RowPadding(multiple=32)
@@ -91,7 +92,9 @@ def _joined(paddings: list[RowPadding | None]) -> RowPadding | None:
         return None
     least, multiple = max(each.least for each in known), max(each.multiple for each in known)
     most = min((each.most for each in known if each.most is not None), default=None)
-    return RowPadding(least, multiple, most) if most is None or least <= most else None
+    if most is not None:
+        most = most // multiple * multiple
+    return RowPadding(least, multiple, most) if most is None or max(least, multiple) <= most else None
 
 
 def _is_mixture(layer: Any) -> bool:
@@ -115,7 +118,7 @@ def _weights_of_trial(layer: Any) -> Iterator[None]:
     try:
         if packed is not None:
             drawn = cancelling(torch.empty(packed.shape, dtype=packed.dtype))
-            vars(layer)["_packed"] = torch.ops.mkldnn._reorder_linear_weight(drawn)
+            vars(layer)["_packed"] = packed_weight(drawn)
         for name, weight in own.items():
             if weight is None or type(weight.data) is not torch.Tensor or not weight.dtype.is_floating_point:
                 continue

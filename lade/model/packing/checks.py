@@ -12,6 +12,7 @@ from lade.errors import UnsupportedModelError
 from lade.model.invariance import refuse_invariant
 from lade.model.packing.codes import scale_of
 from lade.model.packing.int8 import MOST_INPUTS
+from lade.model.packing.layout import packed_weight
 from lade.model.packing.linear import UNPACK_REMEDY, PackedLinear, same_bits, short
 
 UNDERSTOOD: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D)
@@ -79,7 +80,7 @@ def try_kernel(dtype: torch.dtype) -> None:
     try:
         if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
             raise RuntimeError("torch.backends.mkldnn is not available or not enabled")
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        packed = packed_weight(weight)
         found = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
         right = same_bits(packed.to_dense(), weight)
     except (RuntimeError, AttributeError) as problem:

@@ -9,6 +9,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lade.errors import UnsupportedModelError
+from lade.model.packing.layout import packed_weight
 
 UNPACK_REMEDY = "call lade.unpack(model) first"
 
@@ -56,7 +57,7 @@ class PackedLinear(nn.Module):
         """Make the packed tensor of the dense `weight`, and give that up unless it is kept."""
         weight: Any = self._parameters["weight"]
         dense = weight.detach()
-        packed = torch.ops.mkldnn._reorder_linear_weight(self._turned(dense))
+        packed = packed_weight(self._turned(dense))
         self.__dict__["_packed"] = packed
         if self.keeps_original:
             return
