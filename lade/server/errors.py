@@ -140,12 +140,16 @@ async def _invalid_body(request: Request, problem: Exception) -> Response:
 def validation_error(found: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     """The one of pydantic's errors that says most: where there are several forms of a value, the one that fits best."""
     places = [_place(each, body) for each in found]
-    # of those that are equally deep one that found the type right: `[]` for a text or a list lacks items
-    deepest = max(range(len(found)), key=lambda at: (len(places[at][0]), not str(found[at]["type"]).endswith("_type")))
+    deepest = max(range(len(found)), key=lambda at: (len(places[at][0]), _fit(str(found[at]["type"]))))
     (names, value), what = places[deepest], str(found[deepest]["msg"]).removeprefix("Value error, ")
     param = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names).removeprefix(".")
     number = isinstance(value, bool | int | float) and len(str(value)) < _LONGEST_VALUE
     return invalid(param or None, f"{param or 'the body'}: {what}{f' (it is {value!r})' if number else ''}")
+
+
+def _fit(kind: str) -> int:
+    """How well a value fitted one of several forms: `[]` for a text or a list is a list that lacks items."""
+    return 0 if kind == "missing" else 1 if kind.endswith("_type") else 2
 
 
 def _place(found: Mapping[str, Any], body: Any) -> tuple[list[str | int], Any]:

@@ -184,7 +184,7 @@ def test_the_usual_size_is_fed_where_that_costs_less_than_the_tuition(increments
         assert worth[usual] <= best - TUITION + 1e-9
 
 
-@pytest.mark.parametrize(("news", "size"), [(0.01, 1), (0.19, 10), (1.0, 51)])
+@pytest.mark.parametrize(("news", "size"), [(0.01, 1), (0.22, 7), (2.0, 51)])
 def test_what_a_node_teaches_counts_for_it(monkeypatch, news, size):
     """A node costs a hundredth of a plain step, and is never accepted."""
     monkeypatch.setattr(news_module, "NEWS", news)
@@ -196,6 +196,14 @@ def test_each_node_teaches_less_than_the_one_before():
     gains = [news_module.taught(size) - news_module.taught(size - 1) for size in range(2, LARGEST)]
     assert news_module.taught(1) == 0.0 and gains == sorted(gains, reverse=True)
     assert gains[20:] == pytest.approx([news_module.taught_by_last(size) for size in range(22, LARGEST)], rel=0.03)
+
+
+@pytest.mark.parametrize("cost", [0.001, 0.01, 0.1])
+def test_the_most_that_is_worth_it_teaches_as_much_as_it_costs(cost):
+    size = news_module.most_worth(cost, 0.5)
+    teaches = [0.5 * news_module.taught_by_last(each) for each in (max(2, size), size + 1)]
+    assert teaches[1] < cost and (teaches[0] >= cost or size <= 1)
+    assert news_module.most_worth(cost, 0.0) <= 1 < LARGEST < news_module.most_worth(0.0, 0.5)
 
 
 def test_looking_without_feeding_does_not_make_nodes_dear():
@@ -259,7 +267,7 @@ def test_growing_in_stages_comes_to_the_tree_that_growing_to_the_end_would_come_
     rate = patient.rate
 
     def worth(size: int) -> float:
-        own = patient._news * size - rate * patient._habits.node_s * size
+        own = patient._use_of_news * news_module.taught(size) - rate * patient._habits.node_s * size
         return 1.0 + patient._habits.trust * sum(scores[1:size]) + own - rate * patient._cost.table[size]
 
     assert sizes[0] == sizes[1] or worth(sizes[0]) == pytest.approx(worth(sizes[1]), abs=1e-6)
@@ -302,7 +310,7 @@ def test_exploring_goes_as_far_as_the_curve_is_flat():
 
 def test_nothing_is_explored_where_what_is_learned_never_helps():
     """A step that yields three tokens in the time of three plain ones leaves the rate as it is."""
-    cost = cost_of({1: 1.0, 256: 1.2})
+    cost = cost_of({1: 1.0, 256: 1.15})
     controller = Controller(cost)
     assert controller.fill_to(1) == LARGEST
     for _ in range(400):

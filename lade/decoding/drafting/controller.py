@@ -16,11 +16,11 @@ a plain one now and then shows what plain decoding takes, and where none does, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from lade.decoding.drafting.habits import Habits
 from lade.decoding.drafting.longer_cost import LongerCost
-from lade.decoding.drafting.news import taught, taught_by_last
+from lade.decoding.drafting.news import most_worth, taught, taught_by_last
 from lade.decoding.drafting.tree_size import PassCost
 
 LARGEST = 128
@@ -29,7 +29,7 @@ LARGEST_SHARED = 512
 """The same by several, each of which feeds a part."""
 TUITION = 0.15
 """Tokens that feeding the usual size may cost, for what it teaches, where less would yield more now."""
-_GAIN_OF_NEWS = 0.5
+_GAIN_OF_NEWS = 0.8
 _SPREAD, _LEAP = 2, 8  # a tree has at most _SPREAD times the usual size, and _LEAP nodes more
 _STEPS = 24  # that averages are over
 _LEAST_NODES = 40  # the library's time of a step is that of the nodes fed and of this many more
@@ -91,18 +91,26 @@ class Controller:
         """How far what nodes teach counts; not at all, if what is learned never helps."""
         return min(1.0, self._habits.gain / _GAIN_OF_NEWS)
 
-    def _prices(self, sizes: Sequence[int]) -> list[float]:
-        """What the last token of a tree of each of these sizes costs, in tokens, less what its news is worth."""
-        rate, use, toll, node_s = self.rate, self._use_of_news, self._habits.toll, self._habits.node_s
-        return [rate * (toll * self._cost.marginals[size - 1] + node_s) - use * taught_by_last(size) for size in sizes]
+    def _cost_of_node(self, size: int) -> float:
+        """What the last node of a tree of this size costs, in tokens."""
+        return self.rate * (self._habits.toll * self._cost.marginals[size - 1] + self._habits.node_s)
 
     def thresholds(self) -> list[tuple[int, float]]:
-        """See `Budget`: the usual size, then the corners of the cost's hull, between which all nodes cost the same."""
+        """See `Budget`: the usual size, then the corners of the cost's hull, between which all nodes cost the same.
+
+        Of those before a corner the first teaches most: by its price none is missed that would be worth feeding.
+        """
         least, trust = int(self._habits.usual), self.trust
         most = min(self._most, _SPREAD * least + _LEAP)
         corners = [size for size in self._cost.corners if least < size < most] + [most]
-        prices = (max(0.0, price) / trust for price in self._prices(corners))
-        return [(least, 0.0), *zip(corners, prices, strict=True)]
+        prices = (
+            self._cost_of_node(corner) - self._use_of_news * taught_by_last(before + 1)
+            for before, corner in pairwise([least, *corners])
+        )
+        return [
+            (least, 0.0),
+            *((corner, max(0.0, price) / trust) for corner, price in zip(corners, prices, strict=True)),
+        ]
 
     @property
     def trust(self) -> float:
@@ -154,9 +162,9 @@ class Controller:
 
     def fill_to(self, size: int) -> int:
         """See `Budget`: to the usual size, and as far as a node costs less than its news is worth."""
-        ends = [min(corner, self._most) for corner in self._cost.corners]  # the hull may go straight on beyond it
-        affordable = [end for end, price in zip(ends, self._prices(ends), strict=True) if price <= 0.0]
-        return max([size, int(self._habits.usual), *affordable])
+        ends = (min(corner, self._most) for corner in self._cost.corners)  # the hull may go straight on beyond it
+        worth = (min(end, most_worth(self._cost_of_node(end), self._use_of_news)) for end in ends)
+        return max([size, int(self._habits.usual), *worth])
 
     def skip_drafting(self) -> bool:
         """See `Budget`: for longer and longer, if the search costs time and has found nothing worth feeding.

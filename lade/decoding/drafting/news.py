@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 
-NEWS = 0.19
+NEWS = 0.22
 """Tokens. Where the rows of rejected nodes were not learned, some 15 a step, stories yielded 0.36 tokens a step less
-(docs/lab-log.md, "What feeding teaches"); this says 0.41."""
+(docs/lab-log.md, "What feeding teaches"); this says 0.47 where they are of use."""
 _FIRST = 2.0
 
 
@@ -22,3 +22,8 @@ def taught(size: int) -> float:
 def taught_by_last(size: int) -> float:
     """What the last of so many nodes adds to that."""
     return NEWS / (_FIRST + size - 1)
+
+
+def most_worth(cost: float, use: float) -> int:
+    """The largest size whose last node teaches as much as it costs, in tokens, if what it teaches is of so much use."""
+    return int(min(use * NEWS / cost if cost > 0.0 else math.inf, 1e6) + 1.0 - _FIRST)
