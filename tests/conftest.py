@@ -17,7 +17,7 @@ from lade.testing import nearly_flat_cost, toy_model
 from lade.tuning import cost_file as store
 from lade.tuning import cost_key
 
-# `make test` tries fewer examples than `make test-slow`, see `effort`, and the same ones every time, as CI does in both.
+# `make test` tries fewer examples than `make test-slow`, see `effort`, and the same ones each time; CI does so in both.
 for profile, most, same in (("quick", 25, True), ("thorough", 40, bool(os.environ.get("CI")))):
     settings.register_profile(
         profile,
