@@ -29,10 +29,12 @@ class EarlierText:
 
     def read(self, tokens: Sequence[int]) -> None:
         """Read what is new in a text that begins with the one that was read before, but for some tokens at its end."""
-        late = max(0, min(len(self._known), len(tokens)) - _TAKEN_BACK)
-        pairs = zip(self._known[late:], tokens[late:], strict=False)
-        same = late + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        self._take_back(same)
+        same = len(self._known)
+        late = max(0, min(same, len(tokens)) - _TAKEN_BACK)
+        if self._known[late:] != list(tokens[late:same]):
+            pairs = zip(self._known[late:], tokens[late:], strict=False)
+            same = late + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            self._take_back(same)
         if len(tokens) > len(self.text):
             more = 2 * len(tokens) - len(self.text)
             self.text, self.links = (
