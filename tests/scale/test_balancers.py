@@ -94,25 +94,35 @@ def server_of(client, session):
     return answer.json()["model"] if answer.status_code == 200 else answer.status_code
 
 
-def test_sessions_stay_streams_flow_and_the_other_one_takes_over(balancer, servers):
-    client, goes_on = balancer
-    sessions = [f"s{number}" for number in range(8)]
-    at = {session: server_of(client, session) for session in sessions}
-    assert set(at.values()) == {f"toy-{port}" for port in servers}, "both are used"
-    assert {session: server_of(client, session) for session in sessions} == at
-    headers, times = {"x-session-id": "s0"}, []
-    with client.stream("POST", CHAT, json={**ASKED, "max_tokens": 400, "stream": True}, headers=headers) as response:
-        for _ in response.iter_raw():
-            times.append(time.monotonic())
-    assert len(times) > 10 and times[-1] - times[0] > 0.1, "pieces come as they are written"
-    port = int(at["s0"].removeprefix("toy-"))
-    body = {**ASKED, "max_tokens": 450, "stream": True, "lookahead": None}
+def flows(client, headers):
+    """Whether the pieces of a stream come over a fifth of its time at least; held back they come all at once."""
+    times, body = [time.monotonic()], {**ASKED, "max_tokens": 400, "stream": True}
+    with client.stream("POST", CHAT, json=body, headers=headers) as response:
+        times += [time.monotonic() for _ in response.iter_raw()]
+    return len(times) > 10 and times[-1] - times[1] > 0.2 * (times[-1] - times[0])
+
+
+def server_beside_two_streams(client, session):
+    """Which one answers while two streams of this session take its row and its place."""
+    body, headers = {**ASKED, "max_tokens": 450, "stream": True, "lookahead": None}, {"x-session-id": session}
     with (
         client.stream("POST", CHAT, json=body, headers=headers),
         client.stream("POST", CHAT, json=body, headers=headers),
     ):
-        elsewhere = set(at.values()) - {at["s0"]} if goes_on else {503}
-        assert server_of(client, "s0") in elsewhere, "its row and its place are taken"
+        return server_of(client, session)
+
+
+def test_sessions_stay_streams_flow_and_the_other_one_takes_over(balancer, servers):
+    client, goes_on = balancer
+    sessions = [f"s{number}" for number in range(32)]  # by hash: fewer may all fall to one
+    at = {session: server_of(client, session) for session in sessions}
+    assert set(at.values()) == {f"toy-{port}" for port in servers}, "both are used"
+    assert {session: server_of(client, session) for session in sessions} == at
+    # on a busy machine one try may be delayed
+    assert any(flows(client, {"x-session-id": "s0"}) for _ in range(5)), "pieces come as they are written"
+    elsewhere = set(at.values()) - {at["s0"]} if goes_on else {503}
+    assert any(server_beside_two_streams(client, "s0") in elsewhere for _ in range(5)), "its row and place are taken"
+    port = int(at["s0"].removeprefix("toy-"))
     servers[port].kill()
     servers[port].wait()
     assert server_of(client, "s0") in set(at.values()) - {at["s0"]}
