@@ -21,6 +21,7 @@ import os
 import re
 import shlex
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -179,17 +180,18 @@ def _overview(folder: Path) -> str:
 
 
 def _told(above: Path, folder: Path) -> str:
-    rows, machines = [], dict[str, None]()
+    rows, machines = [], defaultdict[str, dict[str, None]](dict)
     for name, meaning in FIRST_SCREEN.items():
         file = above / folder / name / "results.json"
         if file.exists():
             results = Results.load(file)
-            machines[f"{_machine(results)}, commit {results.environment.commit}"] = None
+            machines[_machine(results)][str(results.environment.commit)] = None
             rows.append(
                 [f"[{meaning}]({folder / name})", _speedup(results, "adaptive"), _speedup(results, "adaptive-warm")]
             )
     table = _table(["speed-up over `model.generate`", "default", "memory kept"], rows, left=1)
-    return "\n\n".join([table, *(f"Measured on {machine}." for machine in machines)]) if rows else NOT_YET
+    measured = (f"Measured on {machine}, commit {', '.join(commits)}." for machine, commits in machines.items())
+    return "\n\n".join([table, *measured]) if rows else NOT_YET
 
 
 def _speedup(results: Results, method: str) -> str:
