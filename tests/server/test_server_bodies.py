@@ -18,27 +18,30 @@ BODIES = Path(__file__).parent / "bodies"
 PATHS = {"codex": "/v1/responses", "claude_code": "/v1/messages?beta=true"}
 GREEDY = {"temperature": 0, "lookahead": None}
 OFFERED = {
-    "codex": "[exec_command][write_stdin][update_plan][list_mcp_resources][read_mcp_resource][view_image]"
+    "codex": "[exec_command][write_stdin][update_plan]{}[list_mcp_resources][read_mcp_resource][view_image]"
     "[collaboration__spawn_agent][collaboration__wait_agent][collaboration__close_agent]"
     "[mcp__tickets__find][mcp__tickets__close]",
     "claude_code": "[Task][TaskOutput][Bash][Grep][ExitPlanMode][Read][Edit][NotebookEdit][WebFetch][TaskUpdate]"
-    "[TaskList][mcp__tickets__find]",
+    "[TaskList][mcp__tickets__find]{}",
 }
+NEWEST = {"codex": "[request_user_input]", "claude_code": "[ReportFindings][Workflow]"}
+CODEX = (
+    "<user><environment_context><cwd>/a</cwd><shell>bash</shell></environment_context>|<user>Which tickets are open?|"
+)
+CLAUDE_CODE = "<system>Be a coder.\n\n\nBe brief.|<user><system-reminder>the date</system-reminder>\nWhich files?"
 SEEN = {
-    ("codex", 0): "<system>Be a coder.|<system><permissions>read only</permissions>|"
-    "<user><environment_context><cwd>/a</cwd><shell>bash</shell></environment_context>|<user>Which tickets are open?|",
-    ("claude_code", 0): "<system>Be a coder.\n\n\nBe brief.|"
-    "<user><system-reminder>the date</system-reminder>\nWhich files?|",
-}
-SEEN["codex", 1] = SEEN["codex", 0] + (
+    ("codex", 0): f"<system>Be a coder.|<system><skills>none</skills>|{CODEX}",
+    ("codex", 1): f"<system>Be a coder.|<system><permissions>read only</permissions>|{CODEX}"
     '<assistant>(look first)I look.!mcp__tickets__find{"query": "open"}|<tool>two: 7, 9|'
     '<assistant>(and files)!exec_command{"cmd": "ls"}|<tool>Exit code: 0\nOutput:\na b|'
-    '<assistant>!apply_patch{"input": "*** Begin Patch"}|<tool>done|<user>ready|<user>Go on.|'
-)
-SEEN["claude_code", 1] = SEEN["claude_code", 0] + (
-    '<assistant>(look first)I look.!Bash{"command": "ls"}!Read{"file_path": "/a"}|<tool>a b|<tool>1\tno|'
-    "<user>Be quick.|<assistant>Two files.|<user>And now?|"
-)
+    '<assistant>!apply_patch{"input": "*** Begin Patch"}|<tool>done|<user>ready|<user>Go on.|',
+    ("claude_code", 0): f"{CLAUDE_CODE}\n\nThere is one agent.|",
+    (
+        "claude_code",
+        1,
+    ): f'{CLAUDE_CODE}|<assistant>(look first)I look.!Bash{{"command": "ls"}}!Read{{"file_path": "/a"}}|'
+    "<tool>a b|<tool>1\tno|<user>Be quick.|<assistant>Two files.|<user>And now?|",
+}
 DROPPED = {
     "codex": "tools.custom, tools.web_search",
     "claude_code": "context_management, output_config.effort, tools.web_search_20250305",
@@ -62,7 +65,7 @@ def sent(server, client, number, **more):
 
 @pytest.mark.parametrize(("client", "number"), list(SEEN))
 def test_all_of_a_body_is_taken_and_the_model_sees_what_it_says(agents, client, number):
-    prompt = f"{OFFERED[client]}{SEEN[client, number]}<assistant>"
+    prompt = f"{OFFERED[client].format('' if number else NEWEST[client])}{SEEN[client, number]}<assistant>"
     ids = TOKENIZER(prompt)["input_ids"]
     streamed = sent(agents, client, number, **GREEDY, max_tokens=20)
     assert streamed.status_code == 200, streamed.text
@@ -145,7 +148,7 @@ def test_codex_is_told_of_calls_by_namespace(agents, monkeypatch):
     done = [data["name"] for name, data in events if name == "response.function_call_arguments.done"]
     assert done == ["find", "exec_command"]
     offered = events[-1][1]["response"]["tools"]
-    assert [tool["type"] for tool in offered] == ["function"] * 6 + ["namespace"] * 2
+    assert [tool["type"] for tool in offered] == ["function"] * 7 + ["namespace"] * 2
     assert offered[-1] == recorded("codex")["bodies"][0]["tools"][-1]
 
 
