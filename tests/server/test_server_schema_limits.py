@@ -1,6 +1,7 @@
 """How long schemas may be: each by itself, without what it says to readers; and those of many tools together."""
 
 import json
+from pathlib import Path
 
 import pytest
 from served import byte_tokenizer
@@ -10,9 +11,14 @@ from lade.hf.grammar.grammar import Grammar
 from lade.server.answer_form import asked_form, length_of
 from lade.server.call_grammar import asked_calls
 from lade.server.errors import ApiError
+from lade.server.messages.conversation import as_chat as from_blocks
+from lade.server.messages.schemas import MessagesRequest
+from lade.server.responses.conversation import as_chat as from_items
+from lade.server.responses.schemas import ResponsesRequest
 from lade.server.schemas import ChatRequest
 from lade.server.settings import LONGEST_SCHEMA, LONGEST_TOOLS, MOST_TOOLS
 
+BODIES = Path(__file__).parent / "bodies"
 VOCABULARY = vocabulary_of_tokenizer(byte_tokenizer())
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -59,6 +65,17 @@ def test_a_schema_that_is_too_long_is_refused():
 def test_calls_follow_the_schemas_of_as_many_tools_as_agents_have():
     tools = [tool(number, schema(150, notes=2000)) for number in range(MOST_TOOLS - 100)]
     assert len(json.dumps(tools)) > 2 * 10**6 and not any(free(calls_of(tools)))
+
+
+def test_calls_follow_every_schema_of_codex_and_claude_code():
+    for client, kind, as_chat in (
+        ("codex", ResponsesRequest, from_items),
+        ("claude_code", MessagesRequest, from_blocks),
+    ):
+        body = json.loads((BODIES / f"{client}.json").read_text(encoding="utf-8"))["bodies"][0]
+        calls = asked_calls(as_chat(kind.model_validate(body)), VOCABULARY)
+        odd = [call.name for call in calls.tools if call.arguments == Grammar.json_object()]
+        assert len(calls.tools) > 10 and not odd
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
