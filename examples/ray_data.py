@@ -32,7 +32,7 @@ class Predictor:
 
 if __name__ == "__main__":
     source, out, name, actors, memory = [*sys.argv[1:], *[str(model_path()), "2", None][len(sys.argv) - 3 :]]
-    pool = ray.data.ActorPoolStrategy(size=int(actors))
+    pool = ray.data.ActorPoolStrategy(min_size=1, max_size=int(actors))
     prompts = ray.data.read_json(source).repartition(4 * int(actors))
     arguments = {"fn_constructor_args": (name, memory), "batch_size": 16, "compute": pool, "num_cpus": 0.5}
     prompts.map_batches(Predictor, **arguments).write_json(out)  # half a core is booked: reading and writing want some

@@ -3,12 +3,12 @@
 Measures first: passes and tokens of one engine with 1, 2, 4, ... rows. Then requests arrive at random in a simulation
 that takes these costs, on one replica and on several; one load is tried on the engine, too, with the same arrivals.
 
-Usage: python scripts/capacity.py [rows] [tokens] [requests]
+Usage: python scripts/capacity.py [rows] [tokens] [requests] [--model NAME]
 """
 
+import argparse
 import random
 import statistics
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -119,9 +119,15 @@ def told(found):
 
 
 def main():
-    most, tokens, count = (int(word) for word in [*sys.argv[1:], *("16", "100", "200")[len(sys.argv) - 1 :]])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="?", type=int, default=16, help="that an engine may have")
+    parser.add_argument("tokens", nargs="?", type=int, default=100, help="of an answer")
+    parser.add_argument("requests", nargs="?", type=int, default=200, help="that arrive at a replica")
+    parser.add_argument("--model", help="a folder, or a hub id; the embedded model by default")
+    given = parser.parse_args()
+    most, tokens, count = given.rows, given.tokens, given.requests
     with terminal() as term:
-        loaded = load(Loading(), term=term, pack=None, images=None)
+        loaded = load(Loading(model=given.model), term=term, pack=None, images=None)
     texts = [loaded.tokenizer(text)["input_ids"] for text in prompts()]
     sizes = [2**power for power in range(most.bit_length())]
     costs = {rows: measured(loaded.model, texts, rows, tokens) for rows in sizes}

@@ -19,7 +19,7 @@ from lade.cli.options import decoding as options
 from lade.cli.progress import Progress
 from lade.cli.prompts import Prompt, read_file
 from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
-from lade.errors import ConfigError, InputError
+from lade.errors import ConfigError, InputError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from lade.cli.encoder import Encoder
@@ -180,7 +180,11 @@ def _run(
 ) -> None:
     from lade.cli.run import check_served
     from lade.config import LookaheadConfig
+    from lade.model.support.supports import supports
 
+    support = supports(loaded.model)
+    if not support:
+        raise UnsupportedModelError(str(support), "lade generate decodes it plainly, and uses no memory")
     memory, goes_on = job.memory(loaded), job.goes_on
     check_served(loaded, LookaheadConfig(memory=memory))
     if goes_on:

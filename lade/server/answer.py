@@ -46,7 +46,6 @@ class Answer(ABC):
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
     id_prefix: ClassVar[str]
-    ping: ClassVar[bytes] = sse.PING
 
     def __init__(self, service: Service, exchange: Exchange, body: Decoding) -> None:
         self.service, self.body = service, body
@@ -239,20 +238,21 @@ class Answer(ABC):
             async with aclosing(self._steps(self.service.settings.ping_s)) as pieces:
                 async for found in pieces:
                     if found is None:
-                        yield self.ping
+                        yield self.ping()
                         continue
-                    if not begun:
-                        begun = True
-                        for event in self._first():
-                            yield event
-                    for event in self._chunks(*found):
+                    for event in (*(() if begun else self._first()), *self._chunks(*found)):
                         yield event
+                    begun = True
             self.ended()
             for event in self._last():
                 yield event
         except Exception as problem:  # noqa: BLE001 - the status was sent: only an event can tell
             for event in self._broken(self._failed(problem)):
                 yield event
+
+    def ping(self) -> bytes:
+        """What is sent when nothing has come for a while."""
+        return sse.PING
 
     def _first(self) -> Iterator[bytes]:
         """The events of a stream before its first token, when there is one."""

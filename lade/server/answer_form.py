@@ -18,6 +18,9 @@ from lade.server.settings import LONGEST_SCHEMA
 
 INVALID = "invalid_schema"
 _ANY_TEXT = ("text", None)
+_NOTES = frozenset(["description", "title", "$comment", "$schema"])
+_VALUES = frozenset(["const", "enum", "default", "examples"])
+"""Members of a schema that are no schemas."""
 
 
 class Forms:
@@ -154,11 +157,21 @@ def _check_length(given: Any, param: str) -> None:
 
 
 def length_of(given: Any) -> int:
-    """Characters of a text, or of JSON; more than any that is served where it is too deep to be written."""
+    """Characters of a text, or of JSON without its notes; more than any that is served where it is too deep."""
     try:
-        return len(given if isinstance(given, str) else json.dumps(given))
+        return len(given if isinstance(given, str) else json.dumps(_without_notes(given)))
     except RecursionError:
         return sys.maxsize
+
+
+def _without_notes(schema: Any) -> Any:
+    """A schema without what is only for its readers, which is most of what coding agents send and takes no time."""
+    if isinstance(schema, list):
+        return [_without_notes(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {name: part for name, part in schema.items() if not (name in _NOTES and isinstance(part, str))}
+    return {name: part if name in _VALUES else _without_notes(part) for name, part in kept.items()}
 
 
 def refuse_other_ends(body: Decoding, param: str) -> None:

@@ -51,6 +51,10 @@ class Body:
         if kind != "application/json":
             why = f"the body is {kind or 'of no type'}: send JSON with the header  content-type: application/json"
             return ApiError(415, INVALID, why, code="unsupported_media_type")
+        coding = headers.get("content-encoding", "identity").lower()
+        if coding != "identity":
+            why = f"the body is compressed ({coding[:20]}): send it as it is"
+            return ApiError(415, INVALID, why, code="unsupported_media_type")
         length = headers.get("content-length", "0")
         if not length.isdigit() or len(length) > 18 or int(length) > _DISCARDED * self._most_bytes:
             return self._too_large()

@@ -61,7 +61,7 @@ def asked_calls(body: ChatRequest, vocabulary: Vocabulary) -> Calls | None:
     forced = choice not in (None, "auto", "none")
     names = [_function(tool).get("name") for tool in tools]
     nameless = [number for number, name in enumerate(names) if not (isinstance(name, str) and _NAME.fullmatch(name))]
-    if choice == "none" or not (forced or (tools and not nameless and length_of(tools) <= LONGEST_TOOLS)):
+    if choice == "none" or not (forced or (tools and not nameless)):
         return None
     if not tools:
         raise invalid("tool_choice", "tool_choice: there are no tools to call: give tools")
@@ -72,7 +72,11 @@ def asked_calls(body: ChatRequest, vocabulary: Vocabulary) -> Calls | None:
     if choice not in (None, "auto", "required") and named not in names:
         raise invalid("tool_choice", 'tool_choice: give "auto", "none", "required", or the name of one of tools')
     numbers = range(len(tools)) if named is None else [names.index(named)]
-    made = [_call(tools[number], f"tools[{number}].function", vocabulary) for number in numbers]
+    made, left = list[Call](), LONGEST_TOOLS
+    for number in numbers:
+        length = length_of(_schema(tools[number]))
+        made.append(_call(tools[number], f"tools[{number}].function", vocabulary, length, left))
+        left -= length if length <= min(left, LONGEST_SCHEMA) else 0
     return Calls(made, forced, body.parallel_tool_calls is not False and named is None)
 
 
@@ -87,13 +91,19 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
     return inner if isinstance(inner, dict) else {}
 
 
-def _call(tool: dict[str, Any], place: str, vocabulary: Vocabulary) -> Call:
+def _schema(tool: dict[str, Any]) -> Any:
+    return _function(tool).get("parameters") or {"type": "object"}
+
+
+def _call(tool: dict[str, Any], place: str, vocabulary: Vocabulary, length: int, left: int) -> Call:
+    """One of them; `length` is its schema's, and `left` how long those of a request may still be together."""
     function = _function(tool)
-    schema = function.get("parameters") or {"type": "object"}
     try:
-        if length_of(schema) > LONGEST_SCHEMA:
+        if length > LONGEST_SCHEMA:
             raise InputError(f"it has more than {LONGEST_SCHEMA} characters")
-        made = schema_of(schema)
+        if length > left:
+            raise InputError(f"with the schemas of the tools before it, it has more than {LONGEST_TOOLS} characters")
+        made = schema_of(_schema(tool))
         vocabulary.matcher(made.source)
     except InputError as problem:
         if function.get("strict"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import time
@@ -24,6 +25,8 @@ _REFUSED_AT_A_TIME = 64
 _LOAD = 0.75
 """Of its rows that a replica should have taken before there is another one."""
 _CHECK_S, _POLL_S = 5.0, 0.1
+_RAISED = re.compile(r"[\w.]*(?:Error|Exception): (.+)")
+"""The last line of a traceback."""
 _ATTEMPTS = 2
 """To load a model: one that cannot be loaded is not to be tried for minutes."""
 
@@ -150,5 +153,21 @@ def _start(made: Any) -> None:
 
     try:
         serve.run(made, name=NAME, route_prefix="/")
-    except RuntimeError as problem:  # Ray's, with a traceback of the replica in its message
-        raise InputError(f"the replicas cannot be started: {problem}; try lade serve without --replicas") from problem
+    except RuntimeError as problem:
+        why = _reason() or f"{problem}; try lade serve without --replicas"
+        raise InputError(f"the replicas cannot be started: {why}") from problem
+
+
+def _reason() -> str | None:
+    """What a replica raised when it loaded its model, if that is known.
+
+    Ray's own error says only that there are no replicas; a deployment's status ends with the replica's traceback.
+    """
+    from ray import serve
+
+    found = serve.status().applications.get(NAME)
+    for deployment in found.deployments.values() if found is not None else ():
+        last = deployment.message.rstrip().rpartition("\n")[2]
+        if raised := _RAISED.match(last):
+            return raised[1]
+    return None

@@ -8,9 +8,9 @@ from typing import Any
 
 from lade.server.keys import NO_KEYS, Keys
 
-MOST_CHOICES, MOST_PROMPTS, MOST_MESSAGES, MOST_TOOLS = 16, 64, 4096, 128
+MOST_CHOICES, MOST_PROMPTS, MOST_MESSAGES, MOST_TOOLS = 16, 64, 4096, 512
 MOST_STOPS, LONGEST_STOP, MOST_BIASES, MOST_TOP_LOGPROBS = 16, 256, 1024, 20
-LONGEST_SCHEMA = 32 * 2**10  # characters, of JSON; one that is written to be slow then takes half a second
+LONGEST_SCHEMA = 32 * 2**10  # characters, of JSON, notes apart; one that is written to be slow takes half a second
 LONGEST_TOOLS = 2 * LONGEST_SCHEMA
 """Of one request."""
 

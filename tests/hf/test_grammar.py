@@ -14,6 +14,7 @@ import lade
 from lade import Grammar, InputError, LookaheadConfig, MissingExtraError, Stats
 from lade.embedded.files import model_path
 from lade.hf.batch_rules import must_go_together
+from lade.hf.grammar.compiled import vocabulary_of_tokenizer
 from lade.testing import toy_model
 
 TOKENIZER = AutoTokenizer.from_pretrained(model_path())
@@ -269,3 +270,14 @@ def test_pydantic_models_and_json_are_schemas_too():
     schema = closed(a=CITY)
     assert Grammar.json_schema(json.dumps(schema)) == Grammar.json_schema(schema)
     assert '"legs"' in Grammar.json_schema(Pet).source
+
+
+def test_that_names_of_members_are_texts_need_not_be_said():
+    names = {"propertyNames": {"type": "string"}}
+    record = {"type": "object", "additionalProperties": {"type": "integer"}}
+    noted = {"type": "object", "properties": {"a": {"anyOf": [{**record, **names}]}, "b": {"const": names}}, **names}
+    bare = {"type": "object", "properties": {"a": {"anyOf": [record]}, "b": {"const": names}}}
+    assert Grammar.json_schema(noted) == Grammar.json_schema(bare)
+    vocabulary = vocabulary_of_tokenizer(TOKENIZER)
+    with pytest.raises(InputError, match="propertyNames"):
+        vocabulary.matcher(Grammar.json_schema({**record, "propertyNames": {"pattern": "^a"}}).source)

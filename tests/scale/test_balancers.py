@@ -89,8 +89,8 @@ def answers(client):
         return False
 
 
-def server_of(client, session):
-    answer = client.post(CHAT, json={**ASKED, "max_tokens": 2}, headers={"x-session-id": session})
+def server_of(client, session, header="x-session-id"):
+    answer = client.post(CHAT, json={**ASKED, "max_tokens": 2}, headers={header: session})
     return answer.json()["model"] if answer.status_code == 200 else answer.status_code
 
 
@@ -118,6 +118,8 @@ def test_sessions_stay_streams_flow_and_the_other_one_takes_over(balancer, serve
     at = {session: server_of(client, session) for session in sessions}
     assert set(at.values()) == {f"toy-{port}" for port in servers}, "both are used"
     assert {session: server_of(client, session) for session in sessions} == at
+    for header in ("session-id", "x-claude-code-session-id"):
+        assert {session: server_of(client, session, header) for session in sessions} == at, "as other clients name it"
     # on a busy machine one try may be delayed
     assert any(flows(client, {"x-session-id": "s0"}) for _ in range(5)), "pieces come as they are written"
     elsewhere = set(at.values()) - {at["s0"]} if goes_on else {503}

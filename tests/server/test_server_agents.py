@@ -203,7 +203,7 @@ def test_a_turn_by_messages(agents, monkeypatch):
     assert whole.json()["content"] == [block]
     assert whole.headers["x-lade-ignored"].split(", ") == [
         "context_management",
-        "output_config",
+        "output_config.effort",
         "tools.web_search_20250305",
     ]
 

@@ -128,6 +128,15 @@ def test_a_form_is_told_which_header_is_missing(server):
     assert "content-type: application/json" in check(response, 415, INVALID, "unsupported_media_type")
 
 
+def test_a_compressed_body_is_refused_as_that(server):
+    headers = {"content-type": "application/json", "content-encoding": "zstd"}
+    response = server.http.post("/v1/chat/completions", content=b"(\xb5/\xfd", headers=headers)
+    assert "zstd" in check(response, 415, INVALID, "unsupported_media_type")
+    headers["content-encoding"] = "identity"
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": 1})
+    assert server.http.post("/v1/chat/completions", content=body, headers=headers).status_code == 200
+
+
 def test_a_large_body_is_refused_however_it_comes(server):
     body = json.dumps({"messages": [{"role": "user", "content": "x" * 5 * 2**20}]}).encode()
     headers, path = {"content-type": "application/json"}, "/v1/chat/completions"

@@ -9,6 +9,7 @@ from fastapi.testclient import TestClient
 from served import SERVED, SETTINGS
 
 from lade.errors import InputError
+from lade.server import replicas
 from lade.server.replicas import Replica, Scale, application
 
 
@@ -68,3 +69,32 @@ def test_a_replica_whose_model_cannot_be_loaded_says_why(told):
 
     with pytest.raises(InputError, match="no such model"):
         Replica(SETTINGS, load)
+
+
+def refused(told, monkeypatch, message):
+    """What a user is told where Ray Serve has tried in vain."""
+
+    def run(made, **arguments):
+        raise RuntimeError("Deploying application lade failed: Failed to update the deployments ['lade'].")
+
+    deployments = {"lade": SimpleNamespace(message=message)}
+    status = SimpleNamespace(applications={"lade": SimpleNamespace(deployments=deployments)})
+    monkeypatch.setattr(sys.modules["ray.serve"], "run", run, raising=False)
+    monkeypatch.setattr(sys.modules["ray.serve"], "status", lambda: status, raising=False)
+    with pytest.raises(InputError) as raised:
+        replicas._start("an application")
+    return str(raised.value)
+
+
+def test_what_kept_the_replicas_from_starting_is_told_in_its_own_words(told, monkeypatch):
+    # as Ray 2.60 has it: the traceback of the last attempt, in colours
+    of_ray = (
+        "The deployment failed to start 2 times in a row. See controller logs for details. Error:\n"
+        "\x1b[36mray::ServeReplica:lade:lade.initialize_and_get_metadata()\x1b[39m (pid=1)\n"
+        "RuntimeError: Traceback (most recent call last):\n"
+        '  File "model.py", line 1, in find\n'
+        "lade.errors.InputError: model folder 'x' does not exist: check the path\n"
+    )
+    why = refused(told, monkeypatch, of_ray)
+    assert why == "the replicas cannot be started: model folder 'x' does not exist: check the path"
+    assert refused(told, monkeypatch, "no cores").endswith("['lade'].; try lade serve without --replicas")

@@ -11,6 +11,9 @@ from lade.errors import InputError, MissingExtraError
 from lade.hf.grammar.compiled import Vocabulary, shortened, vocabulary_of_tokenizer
 from lade.hf.grammar.processor import GrammarProcessor
 
+_VALUES = frozenset(["const", "enum", "default", "examples"])
+"""Members of a schema that are no schemas."""
+
 
 @dataclass(frozen=True)
 class Grammar:
@@ -43,7 +46,7 @@ class Grammar:
         of_model = getattr(schema, "model_json_schema", None)
         given = of_model() if of_model is not None else schema
         try:
-            text = given if isinstance(given, str) else json.dumps(given, allow_nan=False)
+            text = given if isinstance(given, str) else json.dumps(_said(given), allow_nan=False)
             return cls(_llguidance().grammar_from_json_schema(text, overrides={"whitespace_flexible": whitespace}))
         except (TypeError, ValueError, RecursionError) as problem:
             raise InputError(f"the schema cannot be used: {shortened(str(problem))}") from problem
@@ -112,6 +115,19 @@ class Grammar:
 def processor_of(grammars: Sequence[Grammar], vocabulary: Vocabulary) -> GrammarProcessor:
     """One that has for each prompt of a batch its grammar, or for all of them the same; raises like `processor`."""
     return GrammarProcessor([vocabulary.matcher(grammar.source) for grammar in grammars], vocabulary)
+
+
+def _said(schema: Any) -> Any:
+    """A schema without `"propertyNames": {"type": "string"}`, which is so in any JSON, and which llguidance refuses.
+
+    What describes records in TypeScript writes it for each of them.
+    """
+    if isinstance(schema, list | tuple):
+        return [_said(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    kept = {name: part for name, part in schema.items() if (name, part) != ("propertyNames", {"type": "string"})}
+    return {name: part if name in _VALUES else _said(part) for name, part in kept.items()}
 
 
 def _text(value: object, name: str) -> str:

@@ -31,10 +31,13 @@ class MessagesAnswer(ItemAnswer):
 
     endpoint = "messages"
     kind, id_prefix = "message", "msg_"
-    ping = sse.event({"type": "ping"}, "ping")
 
     def __init__(self, service: Service, exchange: Exchange, asked: MessagesRequest) -> None:
         super().__init__(service, exchange, as_chat(asked))
+
+    def ping(self) -> bytes:
+        """See `Answer.ping`."""
+        return sse.event({"type": "ping"}, "ping")
 
     def message(self) -> dict[str, Any]:
         """See `ItemAnswer.message`."""

@@ -8,7 +8,16 @@ from typing import Any
 
 from lade.server.as_chat import chat_request
 from lade.server.errors import invalid, unsupported
-from lade.server.messages.schemas import Block, CountRequest, MessagesRequest, Thinking, Tool, ToolChoice, Turn
+from lade.server.messages.schemas import (
+    Block,
+    CountRequest,
+    MessagesRequest,
+    OutputConfig,
+    Thinking,
+    Tool,
+    ToolChoice,
+    Turn,
+)
 from lade.server.schemas import ChatRequest
 
 _BILLING = "x-anthropic-billing-header"
@@ -16,7 +25,6 @@ _BILLING = "x-anthropic-billing-header"
 _REFUSED = {
     "mcp_servers": "no server is asked for tools: give tools that the client runs",
     "container": "nothing is run here: leave it out",
-    "output_format": "schemas are for /v1/chat/completions",
 }
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 Messages = list[dict[str, Any]]
@@ -48,9 +56,11 @@ def as_chat(asked: CountRequest) -> ChatRequest:
         parallel_tool_calls=None
         if choice is None or choice.disable_parallel_tool_use is None
         else not choice.disable_parallel_tool_use,
+        response_format=_form(asked),
         chat_template_kwargs={**_thinking(asked.thinking), **(asked.chat_template_kwargs or {})} or None,
         continue_final_message=goes_on or None,
         **dropped,
+        **_dropped_options(asked.output_config),
     )
 
 
@@ -157,8 +167,23 @@ def _text(block: Block, place: str) -> str:
 
 def _function(tool: Tool) -> dict[str, Any]:
     described = {} if tool.description is None else {"description": tool.description}
+    strict = {} if tool.strict is None else {"strict": tool.strict}
     parameters = tool.input_schema or {"type": "object", "properties": {}}
-    return {"type": "function", "function": {"name": tool.name, **described, "parameters": parameters}}
+    return {"type": "function", "function": {"name": tool.name, **described, "parameters": parameters, **strict}}
+
+
+def _form(asked: CountRequest) -> dict[str, Any] | None:
+    """The form of the answer as a `response_format`; `output_format` is the older name of it."""
+    config = asked.output_config
+    found = config.format if config is not None and config.format is not None else asked.output_format
+    if found is None or found.get("type") != "json_schema":
+        return found
+    return {"type": "json_schema", "json_schema": {"schema": found.get("schema")}}
+
+
+def _dropped_options(config: OutputConfig | None) -> dict[str, str]:
+    """What is said of the output besides its form, such as how much effort it is worth, to be named as ignored."""
+    return {f"output_config.{name}": "" for name in (config and config.model_extra) or ()}
 
 
 def _tool_choice(choice: ToolChoice) -> Any:

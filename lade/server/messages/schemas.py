@@ -48,6 +48,7 @@ class Tool(Model):
     type: str | None = Field(None, max_length=64)
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
     cache_control: Any = None
 
 
@@ -60,10 +61,16 @@ class ToolChoice(Model):
 
 
 class Thinking(Model):
-    """Whether the model is to think first."""
+    """Whether the model is to think first; all types but one say in some way that it is."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: str = Field(max_length=64)
     budget_tokens: int | None = None
+
+
+class OutputConfig(Model):
+    """The form of the answer."""
+
+    format: dict[str, Any] | None = None
 
 
 class CountRequest(Decoding):
@@ -74,6 +81,8 @@ class CountRequest(Decoding):
     tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     cache_control: Any = None
 

@@ -13,6 +13,7 @@ from lade.server.exchange import Exchange
 from lade.server.item_answer import Event, ItemAnswer
 from lade.server.responses.conversation import as_chat
 from lade.server.responses.schemas import ResponsesRequest
+from lade.server.responses.tools import Tools
 from lade.server.runs import Change, Run
 from lade.server.service import Service
 
@@ -21,6 +22,7 @@ _TEXTS = {"thought": "response.reasoning_text", "text": "response.output_text"}
 _ARGUMENTS = "response.function_call_arguments"
 _FIELDS = {"messages": "input", "response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
 """What the chat API calls fields of this one."""
+_SERVED = ("function", "namespace")
 
 
 class ResponsesAnswer(ItemAnswer):
@@ -37,7 +39,7 @@ class ResponsesAnswer(ItemAnswer):
 
     def __init__(self, service: Service, exchange: Exchange, asked: ResponsesRequest) -> None:
         super().__init__(service, exchange, as_chat(asked))
-        self._asked, self._sent = asked, 0
+        self._asked, self._sent, self._tools = asked, 0, Tools(asked.tools)
 
     def message(self) -> dict[str, Any]:
         """See `ItemAnswer.message`."""
@@ -74,12 +76,20 @@ class ResponsesAnswer(ItemAnswer):
         elif change.what == "grown":
             yield f"{_ARGUMENTS}.delta", {**place, "delta": change.text}
         else:
-            yield f"{_ARGUMENTS}.done", {**place, "name": run.call["function"]["name"], "arguments": run.text}
+            name = self._tools.told(run.call["function"]["name"])["name"]
+            yield f"{_ARGUMENTS}.done", {**place, "name": name, "arguments": run.text}
             yield "response.output_item.done", {"output_index": run.index, "item": self._item(run)}
 
     def last(self) -> Iterator[Event]:
         """See `ItemAnswer.last`."""
         yield f"response.{self._status()}", {"response": self.message()}
+
+    def _first(self) -> Iterator[bytes]:
+        return iter(()) if self._sent else super()._first()
+
+    def ping(self) -> bytes:
+        """See `Answer.ping`: events, because Codex gives up on a stream without any, whatever comments it has."""
+        return b"".join(map(self.encoded, list(self.first())[-1:]) if self._sent else self._first())
 
     def broken(self, error: ApiError) -> Iterator[Event]:
         """See `ItemAnswer.broken`."""
@@ -136,7 +146,7 @@ class ResponsesAnswer(ItemAnswer):
             "temperature": drawing["temperature"] if asked.temperature is None else asked.temperature,
             "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
             "tool_choice": asked.tool_choice or "auto",
-            "tools": [tool.model_dump() for tool in asked.tools or () if tool.type == "function"],
+            "tools": [tool.model_dump(exclude_unset=True) for tool in asked.tools or () if tool.type in _SERVED],
             "top_p": drawing["top_p"] if asked.top_p is None else asked.top_p,
             "truncation": "disabled",
             "user": asked.user,
@@ -167,14 +177,8 @@ class ResponsesAnswer(ItemAnswer):
                 return {**item, "type": "reasoning", "summary": [], "content": content}
             case "text":
                 return {**item, "type": "message", "role": "assistant", "content": content}
-        function = run.call["function"]
-        return {
-            **item,
-            "type": "function_call",
-            "call_id": run.call["id"],
-            "name": function["name"],
-            "arguments": run.text,
-        }
+        told = self._tools.told(run.call["function"]["name"])
+        return {**item, "type": "function_call", "call_id": run.call["id"], **told, "arguments": run.text}
 
 
 def _part(run: Run) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 from lade.server.as_chat import chat_request
 from lade.server.errors import invalid, unsupported
-from lade.server.responses.schemas import InputItem, InputPart, ResponsesRequest, Tool
+from lade.server.responses.schemas import InputItem, InputPart, ResponsesRequest
+from lade.server.responses.tools import Tools, flat_name
 from lade.server.schemas import ChatRequest
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -36,18 +38,17 @@ def as_chat(asked: ResponsesRequest) -> ChatRequest:
         raise unsupported("n", "n: a response is one answer: ask /v1/chat/completions")
     if _LOGPROBS in (asked.include or ()):
         raise unsupported("include", f"include: {_LOGPROBS}: logprobs are for /v1/chat/completions")
-    functions = [tool for tool in asked.tools or () if tool.type == "function"]
-    dropped = {f"tools.{tool.type}": None for tool in asked.tools or () if tool.type != "function"}
+    tools = Tools(asked.tools)
     return chat_request(
         asked,
         messages=messages_of(asked),
-        tools=[_function(tool) for tool in functions] or None,
+        tools=tools.functions or None,
         tool_choice=_tool_choice(asked.tool_choice),
         parallel_tool_calls=asked.parallel_tool_calls,
         max_completion_tokens=asked.max_output_tokens,
         reasoning_effort=None if asked.reasoning is None else asked.reasoning.effort,
         response_format=_format(asked),
-        **dict.fromkeys(dropped, ""),
+        **{f"tools.{kind}": "" for kind in tools.dropped},
     )
 
 
@@ -60,16 +61,17 @@ def messages_of(asked: ResponsesRequest) -> Messages:
     for number, item in enumerate(asked.input):
         place = f"input[{number}]"
         match item.type:
-            case "message":
+            case "message" | "agent_message":
                 _add_message(made, item, place)
             case "reasoning":
                 parts = item.content if isinstance(item.content, list) else item.summary
                 thought = "".join(part.text or "" for part in parts or item.summary or ())
                 _assistant(made, "content", "tool_calls")["reasoning_content"] = thought
-            case "function_call":
-                names[_required(item, "call_id", place)] = _required(item, "name", place)
-                _assistant(made).setdefault("tool_calls", []).append(_call(item, place))
-            case "function_call_output":
+            case "function_call" | "custom_tool_call":
+                call = _call(item, place)
+                names[call["id"]] = call["function"]["name"]
+                _assistant(made).setdefault("tool_calls", []).append(call)
+            case "function_call_output" | "custom_tool_call_output":
                 made.append(_tool_message(item, names, place))
             case _:
                 why = f"{place}: an item of type {item.type!r} is not served: send messages, function calls and outputs"
@@ -78,7 +80,7 @@ def messages_of(asked: ResponsesRequest) -> Messages:
 
 
 def _add_message(made: Messages, item: InputItem, place: str) -> None:
-    role = _required(item, "role", place)
+    role = _required(item, "role", place) if item.type == "message" else "user"  # what another agent says
     if item.content is None:
         raise invalid(f"{place}.content", f"{place}.content: a message needs a text, or parts: give one")
     content = _content(item.content, f"{place}.content")
@@ -97,8 +99,13 @@ def _assistant(made: Messages, *taken: str) -> dict[str, Any]:
 
 
 def _call(item: InputItem, place: str) -> dict[str, Any]:
-    function = {"name": item.name, "arguments": _required(item, "arguments", place)}
-    return {"id": item.call_id, "type": "function", "function": function}
+    """A call; that of a custom tool, made with another server, has one text for arguments."""
+    call_id, name = _required(item, "call_id", place), flat_name(_required(item, "name", place), item.namespace)
+    if item.type == "custom_tool_call":
+        arguments = json.dumps({"input": _required(item, "input", place)}, ensure_ascii=False)
+    else:
+        arguments = _required(item, "arguments", place)
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _tool_message(item: InputItem, names: dict[str, str], place: str) -> dict[str, Any]:
@@ -134,14 +141,9 @@ def _content(content: str | Sequence[InputPart], place: str) -> str | list[dict[
     return made
 
 
-def _function(tool: Tool) -> dict[str, Any]:
-    fields = {"name": tool.name, "description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
-    return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
-
-
 def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
     if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
+        return {"type": "function", "function": {"name": flat_name(choice.get("name"), choice.get("namespace"))}}
     return choice
 
 

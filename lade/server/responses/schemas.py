@@ -20,7 +20,7 @@ class InputPart(Model):
 
 
 class InputItem(Model):
-    """An item: a message, a call of a function, its output, or a thought. Which fields it needs, its type decides."""
+    """An item: a message, a call of a tool, its output, or a thought. Which fields it needs, its type decides."""
 
     type: str = Field("message", max_length=64)
     role: str | None = Field(None, min_length=1, max_length=64)
@@ -28,7 +28,9 @@ class InputItem(Model):
     summary: list[InputPart] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: Text | None = None
+    input: Text | None = None
     output: Text | list[InputPart] | None = None
 
 
@@ -47,10 +49,11 @@ class TextOptions(Model):
 
 
 class Tool(Model):
-    """A tool; functions are what is served."""
+    """A tool; functions are what is served, alone or in namespaces."""
 
     type: str = Field(max_length=64)
     name: str | None = None
+    tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
