@@ -18,7 +18,7 @@ LONG = "a" * 5000  # longer than a name of a file may be
 @pytest.fixture(autouse=True)
 def nothing_is_loaded(monkeypatch):
     """All of it is found out before a model is."""
-    from lade.cli.loading import load as loading
+    from lade.cli.loading import from_pretrained as loading
 
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", None)
 
