@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import lade
-from lade.decoding import kernels
+from lade.decoding import compilation
 from lade.model.support import tree_check as probe
 from lade.model.support.supports import supports
 from lade.testing import toy_model
@@ -95,21 +95,21 @@ def test_layers_that_are_packed(log):
 
 
 def test_inner_loops_that_are_compiled(log):
-    kernels._log_first_compilation.cache_clear()
+    compilation._log_first_compilation.cache_clear()
     for name in ("learn", "grow"):
-        kernels._log_compilation(SimpleNamespace(stats=SimpleNamespace(cache_hits={}), __name__=name), 1.25)
+        compilation._log_compilation(SimpleNamespace(stats=SimpleNamespace(cache_hits={}), __name__=name), 1.25)
     assert of_level(log(), "INFO") == ["compiling the inner loops, once on this machine: some seconds"]
     assert of_level(log(), "DEBUG") == ["compiled learn in 1.2 s", "compiled grow in 1.2 s"]
 
 
 def test_inner_loops_whose_machine_code_was_kept(log):
-    kernels._log_compilation(SimpleNamespace(stats=SimpleNamespace(cache_hits={1: 1}), __name__="learn"), 0.01)
-    kernels._log_compilation(len, 0.01)  # as with numba switched off
+    compilation._log_compilation(SimpleNamespace(stats=SimpleNamespace(cache_hits={1: 1}), __name__="learn"), 0.01)
+    compilation._log_compilation(len, 0.01)  # as with numba switched off
     assert log() == []
 
 
 def test_a_function_that_is_compiled_now(log):
     names = {}
     exec(compile("def double(x):\n    return 2 * x", "nowhere", "exec"), names)  # whose machine code cannot be kept
-    assert kernels._compiled(numba.int64)(names["double"])(21) == 42
+    assert compilation.compiled(numba.int64)(names["double"])(21) == 42
     assert of_level(log(), "DEBUG")[-1].startswith("compiled double in ")

@@ -73,6 +73,7 @@ def generate(
 
         split, pack, invariant = connected(term) if crew is None else 1, speed.pack, speed.invariant
         loaded = load(loading, term=term, pack=pack, images=bool(image), invariant=invariant, processes=split)
+        form.check(grammar, loaded.tokenizer, loaded.model.generation_config.eos_token_id)
         lookahead = remembering(loaded, lookahead, speed.memory)
         plan = GenerationPlan(loaded, Encoder(loaded, template), lookahead, choices, max_new_tokens, grammar)
         with leading(loaded.model, split) as leads:

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 MOST_TRIED = 10**9
 """Parameters of a model that is tried."""
-EXAMPLE = "Example:  [bold]lade info --model gpt2[/bold]"
+EXAMPLE = "Example:  [bold]lade info gpt2[/bold]"
 
 
 @options.grouped
 def info(
+    model_argument: options.NamedModel = None,
     *,
     loading: options.Loading,
     json: options.Json = False,
@@ -30,7 +31,7 @@ def info(
     with terminal(output) as term:
         from lade.cli.loading.load import load
 
-        facts = _facts(load(loading, term=term))
+        facts = _facts(load(loading.named(model_argument), term=term))
         if json:
             term.write_json(facts)
             return

@@ -39,9 +39,7 @@ class PackOptions:
         save: folder; None: nothing is written.
     """
 
-    model_argument: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="Folder or hub id; the same as --model.", show_default=False)
-    ] = None
+    model_argument: options.NamedModel = None
     check: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A text: perplexity before and after, and each layer's error.")
     ] = None
@@ -89,9 +87,7 @@ def pack(
     """
     with terminal(output) as term:
         text = wanted.text()
-        if wanted.model_argument is not None:
-            loading = replace(loading, model=wanted.model_argument)
-        loading = replace(loading, weights=loading.weights or WEIGHTS[0])
+        loading = replace(loading.named(wanted.model_argument), weights=loading.weights or WEIGHTS[0])
         loading.check()
         from lade.cli.loading.load import load
 

@@ -11,7 +11,7 @@ from transformers import StoppingCriteriaList, StopStringCriteria
 
 from lade.cli.interrupt import Interrupt
 from lade.cli.loading import checkpoint
-from lade.cli.loading.load import BEAM_FIELDS, SAMPLING_FIELDS
+from lade.cli.loading.generation_defaults import BEAM_FIELDS, SAMPLING_FIELDS
 from lade.cli.loading.loaded_model import LoadedModel
 from lade.cli.options.decoding import GREEDY, Choices
 from lade.cli.terminal import Terminal

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -190,7 +189,7 @@ def _run(
     if goes_on:
         term.say(f"continuing with the {len(memory)} contexts of {str(job.out)!r}; --fresh begins again", "dim")
     start = perf_counter()
-    result = _fill(memory, encode, loaded, job, prompts, term)
+    result = _Filling(memory, encode, loaded, job, term).run(prompts)
     if json:
         facts = {"model": loaded.name, "dtype": loaded.dtype, "packed": loaded.packed, "continued": goes_on}
         term.write_json({**facts, **_figures(result, memory, job.out, perf_counter() - start)})
@@ -203,63 +202,61 @@ def _run(
         raise typer.Exit(EXIT_SKIPPED)
 
 
-def _fill(
-    memory: Memory,
-    encode: Encoder,
-    loaded: LoadedModel,
-    job: WarmOptions,
-    prompts: list[tuple[str, Prompt]],
-    term: Terminal,
-) -> WarmResult:
-    """Answer the prompts, and save: every minute, and at the end, Ctrl-C or not."""
-    from lade.cli.interrupt import Interrupt
+@dataclass
+class _Filling:
+    """A memory that learns from a model's answers, one prompt after the other.
 
-    result, saved_at = WarmResult(), perf_counter()
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    with Interrupt() as interrupt:  # for what lies between two generations; they have one of their own
-        with Progress(*columns, console=term.err, transient=True, disable=not term.animated) as progress:
-            task = progress.add_task("prompts", total=len(prompts))
-            for done in _answered(memory, encode, loaded, job, prompts, term, result):
-                progress.update(task, completed=done, description=f"prompts · {result.rate:.2f} tokens a step")
-                if perf_counter() - saved_at > SAVE_EVERY_S:
-                    memory.save(job.out, loaded.tokenizer)
-                    saved_at = perf_counter()
-                result.interrupted |= interrupt.requested
-                if result.interrupted:
-                    break
-        if result.runs:  # else an empty memory might take the place of a good one
-            memory.save(job.out, loaded.tokenizer)
-        result.interrupted |= interrupt.requested
-    return result
+    Attributes:
+        result: what has come of it so far.
+    """
 
+    memory: Memory
+    encode: Encoder
+    loaded: LoadedModel
+    job: WarmOptions
+    term: Terminal
+    result: WarmResult = field(default_factory=WarmResult)
 
-def _answered(
-    memory: Memory,
-    encode: Encoder,
-    loaded: LoadedModel,
-    job: WarmOptions,
-    prompts: list[tuple[str, Prompt]],
-    term: Terminal,
-    result: WarmResult,
-) -> Iterator[int]:
-    """Answer one prompt after the other; yields how many are done."""
-    from lade.cli.run import decode
-    from lade.config import LookaheadConfig
+    def run(self, prompts: list[tuple[str, Prompt]]) -> WarmResult:
+        """Answer the prompts, and save: every minute, and at the end, Ctrl-C or not."""
+        from lade.cli.interrupt import Interrupt
 
-    config = LookaheadConfig(memory=memory)
-    for number, (name, prompt) in enumerate(prompts, start=1):
+        result, saved_at = self.result, perf_counter()
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        with Interrupt() as interrupt:  # for what lies between two generations; they have one of their own
+            with Progress(*columns, console=self.term.err, transient=True, disable=not self.term.animated) as progress:
+                task = progress.add_task("prompts", total=len(prompts))
+                for done, (name, prompt) in enumerate(prompts, start=1):
+                    self._answer(name, prompt)
+                    progress.update(task, completed=done, description=f"prompts · {result.rate:.2f} tokens a step")
+                    if perf_counter() - saved_at > SAVE_EVERY_S:
+                        self._save()
+                        saved_at = perf_counter()
+                    result.interrupted |= interrupt.requested
+                    if result.interrupted:
+                        break
+            if result.runs:  # else an empty memory might take the place of a good one
+                self._save()
+            result.interrupted |= interrupt.requested
+        return result
+
+    def _answer(self, name: str, prompt: Prompt) -> None:
+        from lade.cli.run import decode
+        from lade.config import LookaheadConfig
+
         try:
-            ids = encode(prompt)
+            ids = self.encode(prompt)
         except InputError as problem:
-            term.say(f"skipped: {name}: {problem}", "yellow")
-            result.skipped.append((name, str(problem)))
-            yield number
-            continue
-        room = loaded.room(ids, job.max_new_tokens, within=True)
-        run = decode(loaded, ids, lookahead=config, max_new_tokens=room, term=term, on_step=lambda step: None)
-        result.runs.append(run.stats)
-        result.interrupted = run.interrupted
-        yield number
+            self.term.say(f"skipped: {name}: {problem}", "yellow")
+            self.result.skipped.append((name, str(problem)))
+            return
+        config, room = LookaheadConfig(memory=self.memory), self.loaded.room(ids, self.job.max_new_tokens, within=True)
+        run = decode(self.loaded, ids, lookahead=config, max_new_tokens=room, term=self.term, on_step=lambda step: None)
+        self.result.runs.append(run.stats)
+        self.result.interrupted = run.interrupted
+
+    def _save(self) -> None:
+        self.memory.save(self.job.out, self.loaded.tokenizer)
 
 
 def _figures(result: WarmResult, memory: Memory, out: Path, seconds: float) -> dict[str, Any]:

@@ -1,9 +1,12 @@
 """The adaptive method's inner loops, compiled: the memory's tables, the mixing of rows, the growth of trees.
 
-numba compiles each of them when it is first called on a machine, in some seconds all together, and keeps the machine
-code beside this file, or in the user's cache folder where that cannot be written: plain decoding and the paper's method
-call none, and `compile_all` compiles them ahead of time. All of it is in one file with all the constants it depends on,
-since numba looks at the file alone to see whether its machine code is up to date.
+Each is compiled when it is first called on a machine (`compilation`), some seconds all together; plain decoding and the
+paper's method call none. numba keeps the machine code beside this file, or in the user's cache folder where that cannot
+be written.
+
+**Why this is one long file.** Machine code contains what a kernel calls, and the values of its constants, but numba
+takes it for up to date as long as the kernel's own file has not changed. Were a helper or a constant in another file,
+whoever changed it would go on running the old one. So everything that is compiled into a kernel stands here.
 
 Tokens of a context, its *tail*, are int32 `[LONGEST]`, the last one first, -1 before the text. Entries of a row are
 int32: a token in the lower `BITS` bits, its value above; so entries sort by value. Tables are int32 `[C, 2 + WIDTH]`,
@@ -13,18 +16,15 @@ slot is taken: its lowest bits tell the number of the order, from 1 on.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable
-from functools import cache
-from time import perf_counter
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
-logger = logging.getLogger(__name__)
+from lade.decoding.compilation import compiled
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
@@ -210,70 +210,6 @@ _INT, _DOUBLE = numba.int64, numba.float64
 _WORK = cast(Any, numba).typeof(Work.of(1))
 
 
-class Kernel:
-    """A function that is compiled, or whose machine code is read from numba's cache, when it is first called.
-
-    Args:
-        function: of numpy arrays and numbers.
-        types: of its arguments, as numba calls them.
-        options: of `numba.njit`.
-    """
-
-    def __init__(self, function: Callable[..., Any], types: tuple[object, ...], **options: Any) -> None:
-        self.__wrapped__, self._types, self._options = function, types, options
-        self._machine_code: Callable[..., Any] | None = None
-
-    def __call__(self, *args: Any) -> Any:
-        """What the function returns."""
-        return (self._machine_code or self.compile())(*args)
-
-    def compile(self) -> Callable[..., Any]:
-        """Compile it, unless that is done."""
-        if self._machine_code is None:
-            start = perf_counter()
-            self._machine_code = self._compiled()
-            _log_compilation(self._machine_code, perf_counter() - start)
-        return self._machine_code
-
-    def _compiled(self) -> Callable[..., Any]:
-        try:
-            return cast(Callable[..., Any], numba.njit(self._types, cache=True, **self._options)(self.__wrapped__))
-        except RuntimeError as problem:
-            if "cannot cache" not in str(problem):
-                raise
-            uncached = numba.njit(self._types, **self._options)  # there is no folder to keep it in
-            return cast(Callable[..., Any], uncached(self.__wrapped__))
-
-
-def _compiled(*types: object) -> Callable[[FunctionT], FunctionT]:
-    """Compile at the first call, for arguments of these types."""
-
-    def decorate(function: FunctionT) -> FunctionT:
-        return cast(FunctionT, Kernel(function, types))
-
-    return decorate
-
-
-def compile_all() -> None:
-    """Compile all kernels now, as far as no machine code was kept from before: 5 to 12 seconds, once on a machine."""
-    for thing in list(globals().values()):
-        if isinstance(thing, Kernel):
-            thing.compile()
-
-
-def _log_compilation(compiled: Any, seconds: float) -> None:
-    """Log that a function was compiled, unless its machine code was kept from before."""
-    stats = getattr(compiled, "stats", None)  # none where numba is switched off
-    if stats is not None and not stats.cache_hits:
-        _log_first_compilation()
-        logger.debug("compiled %s in %.1f s", compiled.__name__, seconds)
-
-
-@cache
-def _log_first_compilation() -> None:
-    logger.info("compiling the inner loops, once on this machine: some seconds")
-
-
 # ------------------------------------------------------------------------------------------------------------- tables
 
 
@@ -337,7 +273,7 @@ def _insert(best: Any, entry: Any) -> None:
         best[place] = entry
 
 
-@_compiled(_TABLE, _TABLE, _TABLE, _TABLE, _INT, _INT, _INT, _INT, _INT)
+@compiled(_TABLE, _TABLE, _TABLE, _TABLE, _INT, _INT, _INT, _INT, _INT)
 def learn(
     young: Ints, old: Ints, tails: Ints, rows: Ints, first: int, end: int, start: int, taken: int, most: int
 ) -> tuple[int, int]:
@@ -387,7 +323,7 @@ def learn(
     return tails.shape[0], taken
 
 
-@_compiled(_TABLE, _TABLE)
+@compiled(_TABLE, _TABLE)
 def rehash(table: Ints, into: Ints) -> None:
     """Enter all slots of a table into a larger one, which lacks them."""
     for row in range(table.shape[0]):
@@ -397,7 +333,7 @@ def rehash(table: Ints, into: Ints) -> None:
                 into[slot, place] = table[row, place]
 
 
-@_compiled(_TABLE, _TABLE)
+@compiled(_TABLE, _TABLE)
 def count_missing(table: Ints, other: Ints) -> int:
     """How many slots of a table another one lacks."""
     missing = 0
@@ -434,14 +370,14 @@ def _look_up(young: Any, old: Any, tail: Any, rows: Any) -> Any:
     return found - LOGITS, heard - TEXT
 
 
-@_compiled(_TABLE, _TABLE, _INTS, _TABLE)
+@compiled(_TABLE, _TABLE, _INTS, _TABLE)
 def look_up(young: Ints, old: Ints, tail: Ints, rows: Ints) -> tuple[int, int]:
     """Copy what is known about a context into `rows`, `[END, WIDTH]`; returns how many rows of either kind."""
     found, heard = _look_up(young, old, tail, rows)
     return found, heard
 
 
-@_compiled(_LONGS, _INT, _INT)
+@compiled(_LONGS, _INT, _INT)
 def tails_of(text: npt.NDArray[np.int64], start: int, count: int) -> Ints:
     """Contexts `[count, LONGEST]` that end with the tokens of a text from number `start` on."""
     tails = np.full((count, LONGEST), -1, np.int32)
@@ -451,7 +387,7 @@ def tails_of(text: npt.NDArray[np.int64], start: int, count: int) -> Ints:
     return tails
 
 
-@_compiled(_LONGS)
+@compiled(_LONGS)
 def certain(tokens: npt.NDArray[np.int64]) -> Ints:
     """Rows `[M, WIDTH]` that are sure of one token each; of one that is too large for an entry they say nothing."""
     rows = np.full((tokens.shape[0], WIDTH), TOKEN, np.int32)
@@ -647,7 +583,7 @@ def _learn_told(work: Any, node: Any, chosen: Any, rate: Any) -> None:
         weights[TOLD] += rate * error
 
 
-@_compiled(_WORK, _TABLE, _TABLE, _MATRIX, _LONGS, _LONGS, _DOUBLE)
+@compiled(_WORK, _TABLE, _TABLE, _MATRIX, _LONGS, _LONGS, _DOUBLE)
 def learn_weights(
     work: Work,
     young: Ints,
@@ -785,7 +721,7 @@ def _is_among(tokens: Any, token: Any) -> bool:
     return False
 
 
-@_compiled(_WORK, _TABLE)
+@compiled(_WORK, _TABLE)
 def note(work: Work, entries: Ints) -> None:
     """Note what was said at the nodes of a tree, by their places; rows that come to one place are averaged.
 
@@ -809,7 +745,7 @@ def note(work: Work, entries: Ints) -> None:
                     work.notes[slot, 2 + entry] = entries[node, entry]
 
 
-@_compiled(_WORK, _INT, _LONGS, _DOUBLE)
+@compiled(_WORK, _INT, _LONGS, _DOUBLE)
 def plant(work: Work, root: int, tail: npt.NDArray[np.int64], promise: float) -> None:
     """Begin a new tree, whose root is token number `root` of the text, the last one of `tail`.
 
@@ -826,7 +762,7 @@ def plant(work: Work, root: int, tail: npt.NDArray[np.int64], promise: float) ->
     _push(work.keys, work.nodes, work.ranks, work.used, promise, 0, -1)
 
 
-@_compiled(_WORK, _TABLE, _TABLE, _MATRIX, _MATRIX, _LONGS, _INT, _INT, _DOUBLE)
+@compiled(_WORK, _TABLE, _TABLE, _MATRIX, _MATRIX, _LONGS, _INT, _INT, _DOUBLE)
 def grow(
     work: Work,
     young: Ints,
@@ -878,7 +814,7 @@ def grow(
     return int(work.used[0])
 
 
-@_compiled(_WORK, _INT, _LONGS, _LONGS)
+@compiled(_WORK, _INT, _LONGS, _LONGS)
 def follow(work: Work, kept: int, ids: npt.NDArray[np.int64], parents: npt.NDArray[np.int64]) -> None:
     """Keep the first nodes, and add what others have added to the tree, each with its token and parent."""
     work.used[0] = kept
@@ -928,7 +864,7 @@ def _entry(token: Any, weight: Any, total: Any) -> Any:
     return np.int32(value) << BITS | np.int32(token)
 
 
-@_compiled(_SCORES, _SCORES, _INT)
+@compiled(_SCORES, _SCORES, _INT)
 def entries_of(logits: Floats, maxima: Floats, block: int) -> tuple[npt.NDArray[np.int64], Ints]:
     """The argmax of each row, and its likeliest tokens as entries.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from lade.errors import InputError, MissingExtraError
 from lade.hf.grammar.compiled import Vocabulary, vocabulary_of_tokenizer
@@ -21,6 +21,16 @@ _ANY_TEXT = ("text", None)
 _NOTES = frozenset(["description", "title", "$comment", "$schema"])
 _VALUES = frozenset(["const", "enum", "default", "examples"])
 """Members of a schema that are no schemas."""
+
+
+class FormatNames(NamedTuple):
+    """What clients of an API call `ChatRequest.response_format`, and the schema in it."""
+
+    whole: str = "response_format"
+    schema: str = "response_format.json_schema.schema"
+
+
+CHAT_NAMES = FormatNames()
 
 
 class Forms:
@@ -68,15 +78,19 @@ class Forms:
             raise invalid(param, f"{param}: {problem}", INVALID) from problem
 
 
-def asked_form(body: Decoding) -> tuple[Grammar, str] | None:
+def asked_form(body: Decoding, names: FormatNames = CHAT_NAMES) -> tuple[Grammar, str] | None:
     """The grammar that a request asks for, and by which field; None where the answer may be any text.
+
+    Args:
+        body: the request.
+        names: of fields, for errors.
 
     Raises:
         ApiError: what it says is no grammar, too long, or contradicts itself.
     """
     made = [*_structured(body.structured_outputs), *_guided(body)]
     if isinstance(body, ChatRequest):
-        made += _response_format(body.response_format)
+        made += _response_format(body.response_format, names)
     if not made:
         return None
     (make, given, param), *more = made
@@ -122,19 +136,19 @@ def _texts(prefix: str, *, regex: str | None, choice: list[str] | None, grammar:
     return [(make, given, prefix + name) for make, given, name in several if given is not None]
 
 
-def _response_format(given: dict[str, Any] | None) -> _Asked:
+def _response_format(given: dict[str, Any] | None, names: FormatNames) -> _Asked:
     """OpenAI's field; the schema may also stand where older servers want it."""
     kind = (given or {}).get("type")
     if given is None or kind in _ANY_TEXT:
         return []
     if kind == "json_object" and given.get("schema") is None:
-        return [(lambda _: Grammar.json_object(), "", "response_format")]
+        return [(lambda _: Grammar.json_object(), "", names.whole)]
     if kind not in ("json_object", "json_schema"):
-        why = f"response_format: {str(kind)[:40]!r} is not served: give json_schema, json_object or text"
-        raise unsupported("response_format.type", why)
+        why = f"{names.whole}: {str(kind)[:40]!r} is not served: give json_schema, json_object or text"
+        raise unsupported(f"{names.whole}.type", why)
     inner = given.get("json_schema")
     schema = inner.get("schema") if isinstance(inner, dict) else given.get("schema")
-    param = "response_format.json_schema.schema" if kind == "json_schema" else "response_format.schema"
+    param = names.schema if kind == "json_schema" else f"{names.whole}.schema"
     if schema is None:
         raise invalid(param, f"{param}: there is none: give a JSON schema")
     return [(schema_of, schema, param)]

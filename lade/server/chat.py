@@ -7,7 +7,7 @@ from typing import Any
 
 from lade.hf.grammar.grammar import Grammar
 from lade.server.answer import Answer
-from lade.server.answer_form import asked_form
+from lade.server.answer_form import CHAT_NAMES, asked_form
 from lade.server.call_grammar import asked_calls, message_grammar
 from lade.server.choice import Choice, Piece
 from lade.server.choosing import with_generation_config
@@ -26,6 +26,7 @@ class ChatAnswer(Answer):
 
     endpoint = "chat"
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+    format_names = CHAT_NAMES
     body: ChatRequest
 
     def __init__(self, service: Service, exchange: Exchange, body: ChatRequest) -> None:
@@ -58,7 +59,8 @@ class ChatAnswer(Answer):
 
     def grammar(self, prompt: Prompt) -> tuple[Grammar, str] | None:
         """See `Answer.grammar`; calls of tools are written as their schemas say, where they can be."""
-        body, asked, forms, markup = self.body, asked_form(self.body), self.service.forms, self.service.markup
+        body, forms, markup = self.body, self.service.forms, self.service.markup
+        asked = asked_form(body, self.format_names)
         form, param = (None, "tool_choice") if asked is None else asked
         if form is None and body.tool_choice in (None, "auto", "none"):
             goes_on = body.ignore_eos or body.min_tokens

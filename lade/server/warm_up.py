@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 
-from lade.decoding.kernels import compile_all
+from lade.decoding import kernels
+from lade.decoding.compilation import compile_all
 from lade.server.served_model import ServedModel
 from lade.server.settings import Settings
 from lade.serving.engine import Engine
@@ -24,7 +25,7 @@ def warm_up(engine: Engine, model: ServedModel, settings: Settings) -> None:
     Raises:
         Exception: the model cannot decode, for whatever reason: better now than with the first request.
     """
-    compile_all()  # short texts may not come to all that is compiled
+    compile_all(kernels)  # short texts may not come to all that is compiled
     ids = model.tokenizer("The")["input_ids"] or [0]
     rows = 1
     while rows <= settings.max_rows:

@@ -11,10 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from lade.cluster.team import led_by_this_process
-from lade.config import Lookahead, LookaheadConfig
+from lade.config import Lookahead
 from lade.errors import ConfigError, UnsupportedArgumentError, UnsupportedModelError
 from lade.hf.grammar.grammar import Grammar
-from lade.hf.predictions import Prediction, refuse_without_guesses
+from lade.hf.predictions import Prediction
 from lade.hf.refusals import resolve
 from lade.model.recurrent.cores import is_recurrent
 from lade.model.support.supports import supports, unwrap
@@ -26,9 +26,6 @@ from lade.serving.request import prepare
 from lade.serving.scheduler import Scheduler
 from lade.serving.snapshot import Snapshot
 from lade.stats import Stats, Step
-
-PLAIN = LookaheadConfig(window=0, ngram=2, guesses=0)
-"""The empty tree: one token a step."""
 
 
 class Engine:
@@ -172,25 +169,14 @@ class Engine:
             EngineClosedError: the engine was closed, or this process was forked from the engine's.
             concurrent.futures.CancelledError: its place was released before it was prepared.
         """
-        chosen = resolve(lookahead)[0]
-        refuse_without_guesses(prediction, chosen)
+        config = resolve(lookahead)[0]
+        extras = Extras(config, seed, prediction, grammar, logprobs, stop_texts, tokenizer, skip_special_tokens, scope)
         with ExitStack() as stack:
             if place is None:
                 place = stack.enter_context(self.reserve())
             self._scheduler.check_place(place)
-            extras = Extras(logprobs, stop_texts, tokenizer, skip_special_tokens, scope)
             known = None if unwrap(self._model).training else self._plan  # what training mode does is tried each time
-            request = prepare(
-                self._model,
-                input_ids,
-                generate_arguments,
-                config=chosen or PLAIN,
-                seed=seed,
-                prediction=prediction,
-                grammar=grammar,
-                extras=extras,
-                plan=known,
-            )
+            request = prepare(self._model, input_ids, generate_arguments, extras=extras, plan=known)
             return self._scheduler.take(request, place, Stats() if stats is None else stats, on_step)
 
     def reserve(self) -> Place:

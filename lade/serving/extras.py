@@ -1,4 +1,4 @@
-"""What a request is told of its answer beside the ids."""
+"""How a request is decoded and what it is told, beside what `model.generate` knows of."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lade.config import LookaheadConfig
 from lade.errors import ConfigError
 from lade.hf.answer_text import AnswerText
+from lade.hf.grammar.grammar import Grammar
+from lade.hf.predictions import Prediction, refuse_without_guesses
+
+PLAIN = LookaheadConfig(window=0, ngram=2, guesses=0)
+"""The empty tree: one token a step."""
+_SEEDS = 2**64
 
 
 @dataclass(frozen=True)
@@ -15,6 +22,10 @@ class Extras:
     """Arguments of `Engine.add` that `model.generate` does not know.
 
     Attributes:
+        lookahead: the method and its sizes; None for one token a step.
+        seed: of its draws; None: one is drawn.
+        prediction: a text that the answer is expected to follow.
+        grammar: what the answer may be.
         logprobs: ids whose log-probabilities are told with each token; None for none, not even the token's own.
         stop_texts: texts that end the answer; None where its text is not told.
         tokenizer: makes text of ids.
@@ -25,6 +36,10 @@ class Extras:
         ConfigError: one of them is not valid.
     """
 
+    lookahead: LookaheadConfig | None = None
+    seed: int | None = None
+    prediction: Prediction | None = None
+    grammar: Grammar | None = None
     logprobs: int | None = None
     stop_texts: Sequence[str] | None = None
     tokenizer: Any = None
@@ -32,7 +47,10 @@ class Extras:
     scope: str | None = None
 
     def __post_init__(self) -> None:
-        top, stops = self.logprobs, self.stop_texts
+        refuse_without_guesses(self.prediction, self.lookahead)
+        seed, top, stops = self.seed, self.logprobs, self.stop_texts
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEEDS):
+            raise ConfigError("seed", seed, "give a whole number from 0 to 2**64 - 1, or None to have one drawn")
         if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 0):
             raise ConfigError("logprobs", top, "give a whole number >= 0, or None for none")
         if self.scope is not None and not isinstance(self.scope, str):
@@ -44,11 +62,13 @@ class Extras:
         if not callable(getattr(self.tokenizer, "decode", None)):
             raise ConfigError("tokenizer", self.tokenizer, "give the model's tokenizer, which stop_texts needs")
 
+    @property
+    def config(self) -> LookaheadConfig:
+        """The method and its sizes."""
+        return self.lookahead or PLAIN
+
     def text(self, prompt: Sequence[int]) -> AnswerText | None:
         """Reads the answer to a prompt as text, if that is wanted."""
         if self.stop_texts is None:
             return None
         return AnswerText(self.tokenizer, prompt, self.stop_texts, skip_special_tokens=self.skip_special_tokens)
-
-
-NO_EXTRAS = Extras()

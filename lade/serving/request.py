@@ -11,17 +11,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 
-from lade.config import LookaheadConfig
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.row import Row
-from lade.errors import ConfigError, InputError, UnsupportedArgumentError
+from lade.errors import InputError, UnsupportedArgumentError
 from lade.hf.answer_text import AnswerText
 from lade.hf.arguments import arguments_for_callable, why_no_ids
-from lade.hf.grammar_argument import GrammarArgument, constraints_for, with_grammar
+from lade.hf.grammar_argument import constraints_for, with_grammar
 from lade.hf.ids import ids_of, placeholder_ids, special_ids
 from lade.hf.one_call import cleaning_up, refuse_hooks_of_one_call, refuse_values_of_one_call
 from lade.hf.output import Output, output_of, record_for
-from lade.hf.predictions import Prediction, prediction_ids, sources_for
+from lade.hf.predictions import prediction_ids, sources_for
 from lade.hf.prepared import Prepared, preparing
 from lade.hf.processors import StopReason
 from lade.hf.refusals import check
@@ -33,11 +32,11 @@ from lade.model.recurrent.cores import is_recurrent
 from lade.model.runner import input_device
 from lade.model.support.supports import unwrap
 from lade.serving.capacity import Need, largest_tree
-from lade.serving.extras import NO_EXTRAS, Extras
+from lade.serving.extras import Extras
 from lade.stats import Step
 
 REMEDY = "leave it out, or use lade.generate"
-_DRAWN_SEEDS, _SEEDS = 2**32, 2**64
+_DRAWN_SEEDS = 2**32
 _REFUSED = {
     "streamer": "give on_step, or iterate over the handle",
     "past_key_values": "rows of an engine share one cache",
@@ -49,15 +48,14 @@ class Request:
 
     Args:
         prepared: what `model.generate` has prepared.
-        config: the method and its sizes.
-        seed: of its draws; None: one is drawn.
+        extras: its arguments that are not `model.generate`'s.
         text: the criterion among the stopping criteria that reads the answer as text, if there is one.
-        logprobs: see `Extras`.
         plan: see `prepare`.
-        scope: whose request it is.
 
     Attributes:
-        config, text, scope: as given.
+        text: as given.
+        config: the method and its sizes.
+        scope: whose request it is.
         seed: the seed of its draws; None where nothing is drawn.
         excluded: ids after which nothing is drafted.
         sources: what guesses beside its method.
@@ -77,31 +75,28 @@ class Request:
         self,
         prepared: Prepared,
         *,
-        config: LookaheadConfig,
-        seed: int | None,
-        text: AnswerText | None = None,
-        logprobs: int | None = None,
-        plan: MaskPlan | None = None,
-        scope: str | None = None,
+        extras: Extras,
+        text: AnswerText | None,
+        plan: MaskPlan | None,
     ) -> None:
-        generation_config = prepared.generation_config
+        generation_config, self.config = prepared.generation_config, extras.config
         _, texts, self.images = check(prepared, plan=plan)
         if len(texts) > 1:
             refuse(f"num_return_sequences={generation_config.num_return_sequences}", "add a request for each of them")
         self._prepared, self.ids = replace(prepared, model_kwargs={}), texts.ids[0]  # images take memory
-        self.need = Need(generation_config.max_length - texts.hidden[0], largest_tree(config))
+        self.need = Need(generation_config.max_length - texts.hidden[0], largest_tree(self.config))
         self.prompt_tokens = len(self.ids)
         _check_positions(prepared.model, self.need.tokens)
         if generation_config.prefill_chunk_size is not None and is_recurrent(prepared.model):
             chunks = f"prefill_chunk_size={generation_config.prefill_chunk_size}"
             refuse(chunks, "it feeds prompts in pieces of its own, and recurrent layers tell where a piece begins")
-        self.config, self.text, self.scope, self.seed = config, text, scope, None
+        self.text, self.scope, self.seed = text, extras.scope, None
         if generation_config.do_sample:
-            self.seed = secrets.randbelow(_DRAWN_SEEDS) if seed is None else seed
-        self.sources = sources_for(prepared, config, 1)[0]
+            self.seed = secrets.randbelow(_DRAWN_SEEDS) if extras.seed is None else extras.seed
+        self.sources = sources_for(prepared, self.config, 1)[0]
         self.constraint = constraints_for(prepared, texts.ids)[0]
         self.excluded = special_ids(generation_config) | placeholder_ids(prepared.model)
-        self._record = record_for(generation_config, logprobs)
+        self._record = record_for(generation_config, extras.logprobs)
 
     def row(self, drafter: Drafter) -> Row:
         """The row that writes its answer."""
@@ -140,11 +135,7 @@ def prepare(
     input_ids: torch.Tensor | Sequence[int],
     arguments: dict[str, Any],
     *,
-    config: LookaheadConfig,
-    seed: int | None,
-    prediction: Prediction | None = None,
-    grammar: GrammarArgument | None = None,
-    extras: Extras = NO_EXTRAS,
+    extras: Extras,
     plan: MaskPlan | None = None,
 ) -> Request:
     """Have `model.generate` prepare a request; nothing is fed yet.
@@ -153,19 +144,12 @@ def prepare(
         model: a model that `lade.supports`.
         input_ids: `[L]` or `[1, L]`.
         arguments: anything that `model.generate` takes.
-        config: the method and its sizes.
-        seed: of its draws.
-        prediction: a text that the answer is expected to follow.
-        grammar: what the answer may be.
         extras: arguments that are not `model.generate`'s.
         plan: how the model takes its masks, where `supports` has said it: asking walks through all its modules.
 
     Raises:
-        ConfigError: the seed is none that torch takes.
         InputError, UnsupportedModelError, UnsupportedArgumentError: see `Request`.
     """
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEEDS):
-        raise ConfigError("seed", seed, "give a whole number from 0 to 2**64 - 1, or None to have one drawn")
     for name, remedy in _REFUSED.items():
         if arguments.get(name) is not None:
             refuse(name, remedy)
@@ -175,11 +159,9 @@ def prepare(
         arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), text])
     if extras.tokenizer is not None:
         arguments["tokenizer"] = extras.tokenizer  # which stop_strings and a grammar need, too
-    arguments = with_grammar(unwrap(model), grammar, arguments)
-    make = functools.partial(
-        Request, config=config, seed=seed, text=text, logprobs=extras.logprobs, plan=plan, scope=extras.scope
-    )
-    use = preparing(make, model, prediction_ids(prediction, extras.tokenizer))
+    arguments = with_grammar(unwrap(model), extras.grammar, arguments)
+    make = functools.partial(Request, extras=extras, text=text, plan=plan)
+    use = preparing(make, model, prediction_ids(extras.prediction, extras.tokenizer))
     with cleaning_up(model, arguments.get("generation_config")):
         try:
             _refuse_contexts(unwrap(model), arguments)

@@ -41,10 +41,10 @@ def test_a_method_by_its_text(text, name, config):
         ("adaptive=", "write adaptive=B"),
         ("adaptive=3.5", "write adaptive=B"),
         ("adaptive=-1", "write adaptive=B"),
-        ("jacobi=0", "guesses=0 is not valid"),
-        ("lookahead=3,1,3", "ngram=1 is not valid"),
-        ("adaptive=0", "budget=0 is not valid"),
-        ("suffix=0", "budget=0 is not valid"),
+        ("jacobi=0", "methods='jacobi=0' is not valid: K=0: give a whole number >= 1"),
+        ("lookahead=3,1,3", "methods='lookahead=3,1,3' is not valid: N=1: give a whole number >= 2"),
+        ("adaptive=0", "methods='adaptive=0' is not valid: B=0: give a whole number >= 1"),
+        ("token-recycling=0", "methods='token-recycling=0' is not valid: B=0: give a whole number .* plainly\\)$"),
     ],
 )
 def test_what_is_no_method(text, remedy):

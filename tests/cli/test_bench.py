@@ -263,6 +263,7 @@ def test_figures_are_drawn_only_if_asked_for_and_without_matplotlib_that_is_refu
     [
         (["--methods", "hf,magic"], ["'magic'", "give one of hf, hf-prompt-lookup"]),
         (["--methods", "lookahead=3"], ["lookahead=W,N,G"]),
+        (["--methods", "token-recycling=0"], ["methods='token-recycling=0'", "B=0", ">= 1"]),
         (["--methods", "hf,hf"], ["named twice"]),
         (["--methods", "hf,hf-assisted"], ["--draft"]),
         (["--draft", "x"], ["hf-assisted"]),
@@ -278,8 +279,8 @@ def test_figures_are_drawn_only_if_asked_for_and_without_matplotlib_that_is_refu
         (["--format", "x"], ["'x'"]),
         (["-w", "missing.jsonl"], ["missing.jsonl", "is not there"]),
         (["-m", "missing/folder/of/model"], ["missing/folder/of/model", "does not exist"]),
-        (["--inflate", 5], ["params=5", "at least as many"]),
-        (["--inflate", "1e30"], ["params=1e+30", "memory", "give fewer"]),
+        (["--inflate", 5], ["inflate=5", "at least as many"]),
+        (["--inflate", "1e30"], ["inflate=1e+30", "memory", "give fewer"]),
     ],
 )
 def test_bad_input_is_one_line(bench, out, arguments, words):

@@ -60,10 +60,17 @@ def test_answers_follow_it_alone_and_in_batches(lade, folder, model, tokenizer, 
     [
         (["--json-schema", "nowhere.json"], "JSON schema file 'nowhere.json' cannot be read"),
         (["--regex", "a", "--grammar", "x.lark"], "leave out --regex, or this"),
+        (["--regex", "(?=a)b"], "regex='(?=a)b' is not valid: the grammar cannot be used: "),
         (["--regex", "(?=a)b"], "look-ahead"),
         (["--regex", ""], "empty"),
+        (["--grammar", "none.lark"], "grammar='none.lark' is not valid: the grammar cannot be used: "),
+        (["--json-schema", "none.json"], "json-schema='none.json' is not valid: the schema cannot be used: "),
+        (["--json-schema", "never.json"], "json-schema='never.json' is not valid: the grammar cannot be used: "),
     ],
 )
-def test_what_is_none_is_refused(lade, folder, more, says):
+def test_what_is_none_is_refused(lade, folder, more, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"none.lark": "start: other", "none.json": "{", "never.json": '{"type": "never"}'}.items():
+        (tmp_path / name).write_text(text)
     result = lade("generate", "--model", folder, "--prompt", PROMPT, *more)
-    assert result.exit_code == 2 and says in re.sub(r"\s+", " ", result.stderr)
+    assert result.exit_code == 2 and says in re.sub(r"\s+", " ", result.stderr), result.stderr

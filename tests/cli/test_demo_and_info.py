@@ -243,6 +243,12 @@ def test_info(lade, folder, model):
     assert shown.exit_code == 0 and "supported" in shown.stdout and "yes" in shown.stdout
 
 
+def test_info_takes_the_model_as_an_argument_too(lade, folder, unsupported):
+    assert lade("info", folder, "--json").stdout == lade("info", "-m", folder, "--json").stdout
+    facts = json.loads(lade("info", unsupported, "-m", folder, "--json").stdout)
+    assert facts["model"] == str(unsupported)
+
+
 def test_info_says_why_not(lade, unsupported):
     facts = json.loads(lade("info", "-m", unsupported, "--json").stdout)
     assert facts["supported"] is False and "mask" in facts["reason"]

@@ -18,7 +18,7 @@ LONG = "a" * 5000  # longer than a name of a file may be
 @pytest.fixture(autouse=True)
 def nothing_is_loaded(monkeypatch):
     """All of it is found out before a model is."""
-    from lade.cli.loading import load as loading
+    from lade.cli.loading import from_pretrained as loading
 
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", None)
 
@@ -85,7 +85,7 @@ CASES = [
     ([*BENCH, "--repeats", "1000000000000"], ["repeats=1000000000000", "<= 10000"]),
     ([*BENCH, "--seeds", DIGITS, "--temperature", "1"], ["seeds='999"]),
     ([*BENCH, "--temperature", "1e-320"], ["temperature=1e-320"]),
-    ([*BENCH, "--methods", "jacobi=999999"], ["guesses=999999", "<= 1024"]),
+    ([*BENCH, "--methods", "jacobi=999999"], ["K=999999", "<= 1024"]),
     ([*BENCH, "--methods", f"jacobi={DIGITS}"], ["method='jacobi=999"]),
     ([*BENCH, "--methods", "adaptive=99999"], ["budget=99999", "<= 1024"]),
     ([*BENCH, "--workload", "DEEP.jsonl"], ["line 1", "no JSON"]),

@@ -15,7 +15,8 @@ from test_cli_errors import fails
 from transformers import LlamaForCausalLM, dynamic_module_utils
 
 import lade
-from lade.cli.loading import load as module
+from lade.cli.loading import adapter as adapter_module
+from lade.cli.loading import from_pretrained as module
 from lade.cli.loading.load import load
 from lade.cli.loading.quantization import SCHEMES, Scheme
 from lade.cli.main import app
@@ -188,7 +189,7 @@ def test_adapters_that_do_not_fit(generate, adapter, tmp_path, monkeypatch):
         save_file(changed, tmp_path / "other" / "adapter_model.safetensors")
         fails(generate("--adapter", tmp_path / "other"), "adapter=", "its weights are not those", "made for")
     fails(generate("--adapter", "./none"), "adapter='./none'", "no folder")
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(adapter_module, "find_spec", lambda name: None)
     fails(generate("--adapter", adapter), "adapter=", "pip install peft")
 
 

@@ -1,5 +1,6 @@
 """Trunk and tree of a beam search, and the table of recycled logits."""
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +22,7 @@ def grown(draw):
     level = [node for node, at in enumerate(branches.tree.depths) if at == depth]
     beams = draw(st.lists(st.sampled_from(level), min_size=1, max_size=4))
     seen = draw(st.integers(min(beams), len(branches.tree)))
-    branches.follows = [[(node, 0.0)] for node in range(seen)]
+    branches.learn(torch.arange(seen)[:, None], [[(node, 0.0)] for node in range(seen)])
     return branches, beams
 
 
@@ -44,6 +45,8 @@ def test_pruning_keeps_what_the_beams_come_from_and_can_get_to(drawn):
         assert text(branches, number) == texts[node]
         if number < len(branches.follows):
             assert branches.follows[number] == ([(node, 0.0)] if node in reachable else ())
+    logits = {number: int(row) for number, row in branches.logits.items()}
+    assert logits == {pruned.numbers[node]: node for node in reachable if node < seen}
     # The cache holds, in this order, what joined the trunk and the first nodes of the tree.
     joined = len(branches.trunk) - len(trunk)
     assert [pruned.numbers.get(node) for node in pruned.kept] == [None] * joined + list(range(len(branches.follows)))

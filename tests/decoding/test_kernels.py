@@ -1,8 +1,7 @@
-"""The compiled loops: hash tables that behave like dictionaries, contexts, and how they are compiled."""
+"""The compiled loops: hash tables that behave like dictionaries, contexts."""
 
 import threading
 
-import numba
 import numpy as np
 import pytest
 from hypothesis import given
@@ -253,64 +252,6 @@ def test_a_wider_tree_is_the_same_tree(room, more):
     for before, after, fresh in zip(work, wider, kernels.Work.of(room + more), strict=True):
         assert np.array_equal(after[: len(before)], before)
         assert after.shape == fresh.shape and after.dtype == fresh.dtype
-
-
-# ---------------------------------------------------------------------------------------------------------- compiling
-
-
-def without_a_file():
-    """A function that numba finds no source file of, and so no folder to keep its machine code in."""
-    names: dict = {}
-    exec(compile("def double(x):\n    return 2 * x", "nowhere", "exec"), names)
-    return names["double"]
-
-
-def test_what_cannot_be_kept_is_compiled_all_the_same():
-    with pytest.raises(RuntimeError, match="cannot cache"):
-        numba.njit((numba.int64,), cache=True)(without_a_file())
-    compiled = kernels._compiled(numba.int64)(without_a_file())
-    assert compiled(21) == 42 and len(compiled.compile().signatures) == 1
-
-
-def test_machine_code_is_kept_where_it_can_be(monkeypatch):
-    asked = []
-
-    def njit(types, cache=False):
-        asked.append((types, cache))
-        if cache and fails:
-            raise RuntimeError("cannot cache function 'f': no locator available for file 'f.py'")
-        return lambda function: (function, cache)
-
-    monkeypatch.setattr(numba, "njit", njit)
-    fails = False
-    assert kernels._compiled(1, 2)(len).compile() == (len, True)
-    fails = True
-    assert kernels._compiled(1, 2)(len).compile() == (len, False)
-    assert asked == [((1, 2), True), ((1, 2), True), ((1, 2), False)]
-
-
-def test_other_problems_of_the_compiler_are_not_hidden(monkeypatch):
-    def njit(types, cache=False):
-        if cache:
-            raise RuntimeError("out of registers")
-        return lambda function: function
-
-    monkeypatch.setattr(numba, "njit", njit)
-    with pytest.raises(RuntimeError, match="out of registers"):
-        kernels._compiled(1)(len).compile()
-
-
-def test_kernels_are_compiled_when_they_are_called_or_all_at_once(monkeypatch):
-    kernels.compile_all()
-    compiled = []
-    monkeypatch.setattr(kernels.Kernel, "_compiled", lambda kernel: compiled.append(kernel.__wrapped__) or len)
-    kernel = kernels._compiled(numba.int64)(len)
-    assert compiled == []
-    assert kernel("four") == kernel("four") == 4
-    assert compiled == [len], "once"
-    monkeypatch.setattr(kernels, "late", kernels._compiled(numba.int64)(abs), raising=False)
-    kernels.compile_all()
-    assert compiled == [len, abs], "all others had been compiled"
 
 
 def test_kernels_take_turns():

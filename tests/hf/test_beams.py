@@ -272,8 +272,8 @@ def test_only_logits_that_some_beam_may_ask_for_are_held(monkeypatch):
 
     def watched(self):
         kept = prune(self)
-        held.append(len(self._logits))
-        assert all(self.branches.follows[node] for node in self._logits)
+        held.append(len(self.branches.logits))
+        assert all(self.branches.follows[node] for node in self.branches.logits)
         return kept
 
     prune = BeamRow.prune

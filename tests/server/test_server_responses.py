@@ -155,6 +155,28 @@ def test_refusals_reach_the_client(server, client):
     assert answer.status_code == 200 and answer.headers["x-lade-ignored"] == "tools.mcp"
 
 
+@pytest.mark.parametrize(
+    ("format_", "param"),
+    [
+        ({"type": "xml"}, "text.format.type"),
+        ({"type": "json_schema", "name": "x"}, "text.format.schema"),
+        ({"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}, "text.format.schema"),
+        ({"type": "json_object", "schema": {"type": "nothing"}}, "text.format.schema"),
+    ],
+)
+def test_what_is_wrong_with_a_form_is_told_by_the_names_of_this_api(server, format_, param):
+    answer = server.http.post("/v1/responses", json={"input": "x", "text": {"format": format_}})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param, answer.text
+    assert error["message"].startswith("text.format") and "response_format" not in error["message"]
+
+
+def test_the_name_of_a_field_in_a_message_is_the_one_of_this_api(server):
+    body = {"input": "x", "text": {"format": {"type": "json_object"}}, "ignore_eos": True}
+    error = server.http.post("/v1/responses", json=body).json()["error"]
+    assert error["message"] == "ignore_eos: the answer ends where text.format says: leave it out"
+
+
 def test_a_call_comes_as_an_item(monkeypatch):
     scripted(monkeypatch, SAID)
     asked = {"input": "1+1?", "tools": [TOOL], "max_output_tokens": 8}

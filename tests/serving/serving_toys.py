@@ -12,7 +12,6 @@ from lade.hf.refusals import resolve
 from lade.model.cuda_graphs.fallback_cache import FallbackCache
 from lade.model.cuda_graphs.static_cache import StaticCache
 from lade.serving.batch import Batch
-from lade.serving.engine import PLAIN
 from lade.serving.extras import Extras
 from lade.serving.handle import Handle
 from lade.serving.request import prepare
@@ -116,8 +115,8 @@ class Driven:
         self.most_rows = 0
 
     def add(self, ids, lookahead=PAPER, *, seed=None, on_step=None, scope=None, **arguments):
-        config, extras = resolve(lookahead)[0] or PLAIN, Extras(scope=scope)
-        request = prepare(self.model, ids, {"pad_token_id": PAD, **arguments}, config=config, seed=seed, extras=extras)
+        extras = Extras(resolve(lookahead)[0], seed=seed, scope=scope)
+        request = prepare(self.model, ids, {"pad_token_id": PAD, **arguments}, extras=extras)
         self.batch.capacity.check(request.need)
         handle = Handle(self.cancel, stats=Stats(), seed=request.seed, on_step=on_step)
         self.waiting.append((request, handle))

@@ -27,7 +27,7 @@ from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.serving import batch
 from lade.serving.capacity import Capacity, Need, largest_tree
-from lade.serving.engine import PLAIN
+from lade.serving.extras import PLAIN
 from lade.testing import nearly_flat_cost, toy_model
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)

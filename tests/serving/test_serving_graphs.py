@@ -44,7 +44,7 @@ from lade.model.shapes import batch_bucket, key_bucket, step_bucket
 from lade.model.tree_layer import TreeLayer
 from lade.serving import batch
 from lade.serving.capacity import Capacity, Need, default_max_tokens, largest_tree
-from lade.serving.engine import PLAIN
+from lade.serving.extras import PLAIN
 from lade.testing import toy_model
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)

@@ -29,6 +29,7 @@ from lade.hf.prepared import preparing
 from lade.hf.session import Session
 from lade.memory import Memory
 from lade.model.support.supports import supports
+from lade.serving.extras import PLAIN
 from lade.stats import Stats, Step
 
 _DRAFTERS: dict[str, Callable[..., Drafter]] = {
@@ -38,8 +39,6 @@ _DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "token-recycling": TokenRecyclingDrafter,
 }
 """Methods that no config describes."""
-PLAIN = LookaheadConfig(window=0, ngram=2, guesses=0)
-"""Our loop with nothing to draft."""
 
 
 @dataclass(frozen=True)

@@ -57,16 +57,22 @@ def parse(text: str) -> Method:
     """
     kind, given, sizes = (part.strip() for part in text.partition("="))
     if kind not in KINDS:
-        raise ConfigError("method", text, f"give one of {', '.join(KINDS)}")
+        raise ConfigError("methods", text, f"give one of {', '.join(KINDS)}")
     if not given:
         return Method(kind, kind, _settled(kind, {}))
     names, parts = _SIZES.get(kind, {}), [part.strip() for part in sizes.split(",")]
     if len(parts) != len(names) or not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
         raise ConfigError(
-            "method", text, f"write {kind}={','.join(names)} with whole numbers" if names else f"write {kind}"
+            "methods", text, f"write {kind}={','.join(names)} with whole numbers" if names else f"write {kind}"
         )
     values = dict(zip(names.values(), map(int, parts), strict=True))
-    return Method(f"{kind} {','.join(map(str, values.values()))}", kind, _settled(kind, values))
+    try:
+        config = _settled(kind, values)
+    except ConfigError as problem:  # about a field, which is a letter here
+        letter = next(letter for letter, field in names.items() if field == problem.field)
+        remedy = f"{letter}={problem.value}: {problem.remedy.removesuffix(', or None')}"
+        raise ConfigError("methods", text, remedy) from problem
+    return Method(f"{kind} {','.join(map(str, values.values()))}", kind, config)
 
 
 def parse_all(texts: Sequence[str], *, sampling: bool = False, draft: bool = False) -> list[Method]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lade.bench.harness.arms import PLAIN, Models, generate_arguments, inputs_of
+from lade.bench.harness.arms import Models, generate_arguments, inputs_of
 from lade.bench.harness.completion import Place
 from lade.bench.harness.mismatch import Judge
 from lade.bench.results import Settings
@@ -26,6 +26,7 @@ from lade.hf.generate import generate
 from lade.hf.original import original_generate
 from lade.memory import Memory
 from lade.serving.engine import Engine
+from lade.serving.extras import PLAIN
 from lade.stats import Stats, Step
 
 REFERENCE = "hf"

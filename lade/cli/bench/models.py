@@ -15,7 +15,7 @@ from lade.bench.results import Model
 from lade.cli.bench.job import Plan
 from lade.cli.loading import load as loading
 from lade.cli.terminal import Terminal
-from lade.errors import InputError
+from lade.errors import ConfigError, InputError
 from lade.memory_file import fingerprint_of
 from lade.model.invariant.make_invariant import invariant
 from lade.model.packing import pack as packing
@@ -28,7 +28,7 @@ def load_models(plan: Plan, term: Terminal) -> tuple[Models, Any]:
     loaded = loading.load(replace(plan.loading, weights=None), term=term)
     model, own_parameters = loaded.model, loaded.model.num_parameters()
     if plan.weights.inflate is not None:
-        model = inflate(model, plan.weights.inflate)
+        model = _inflated(model, plan.weights.inflate)
         torch.set_num_threads(threads)  # one thread is for the embedded model at its own size
     if plan.loading.weights is not None:  # all methods run on this model, transformers' own ones too
         packing.pack(model, weights=plan.loading.weights)
@@ -52,6 +52,13 @@ def load_models(plan: Plan, term: Terminal) -> tuple[Models, Any]:
         term.working("trying whether it rounds alike in every pass")
         model, packed = invariant(model if packed is None else packed), None
     return Models(record, model, packed, None if draft is None else draft.model), loaded.tokenizer
+
+
+def _inflated(model: Any, params: float) -> Any:
+    try:
+        return inflate(model, params)
+    except ConfigError as problem:
+        raise ConfigError("inflate", params, problem.remedy) from problem
 
 
 def _packed(model: Any, plan: Plan, term: Terminal) -> Any:

@@ -55,7 +55,7 @@ def described(choices: Choices, loaded: LoadedModel, *, greedy: bool, do_sample:
         do_sample: whether it has `--do-sample`.
     """
     if choices.do_sample:
-        from lade.cli.loading.load import SAMPLING_FIELDS
+        from lade.cli.loading.generation_defaults import SAMPLING_FIELDS
         from lade.cli.run import generate_arguments
 
         given = generate_arguments(loaded, choices)

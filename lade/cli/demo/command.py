@@ -160,12 +160,13 @@ class Demo:
         Raises:
             typer.Exit: a text differs, or Ctrl-C was pressed.
         """
-        from lade.decoding.kernels import compile_all
+        from lade.decoding import kernels
+        from lade.decoding.compilation import compile_all
 
         encoded = [self._loaded.encode(each.text) for each in self._rounds]
         try:
             self._term.working("compiling the inner loops, once on a machine")
-            compile_all()  # a short text may not come to all of them
+            compile_all(kernels)  # a short text may not come to all of them
             self._race(self._rounds[0], encoded[0], _WARMUP_TOKENS).run(draw=lambda: None)
             for each, ids in zip(self._rounds, encoded, strict=True):
                 if each.keeps_memory and self._learned is None:

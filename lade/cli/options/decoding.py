@@ -21,6 +21,7 @@ from lade.errors import ConfigError, InputError
 
 grouped = grouping.grouped
 Loading = model_options.Loading
+NamedModel = model_options.NamedModel
 Output = output_options.Output
 Template = template_options.Template
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lade.cli.options.grouping import in_panel
 from lade.cli.prompts import check_text, read_text
-from lade.errors import ConfigError
+from lade.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from lade.hf.grammar.grammar import Grammar
@@ -34,21 +36,53 @@ class AnswerForm:
         """The grammar; None for no form.
 
         Raises:
-            ConfigError: there are several.
-            InputError: a file cannot be read, or holds none.
+            ConfigError: there are several, or it is none.
+            InputError: a file cannot be read.
             MissingExtraError: llguidance is not installed.
         """
-        given = [each.name for each in fields(self) if getattr(self, each.name) is not None]
-        if not given:
+        if not self._given:
             return None
-        if len(given) > 1:
-            name = given[1].replace("_", "-")
-            raise ConfigError(name, str(getattr(self, given[1])), f"leave out --{given[0].replace('_', '-')}, or this")
+        if len(self._given) > 1:
+            (first, _), (name, value), *_ = self._given
+            raise ConfigError(name, value, f"leave out --{first}, or this")
         from lade.hf.grammar.grammar import Grammar
 
         if self.json_schema is not None:
-            return Grammar.json_schema(read_text(self.json_schema, "JSON schema"))
+            schema = read_text(self.json_schema, "JSON schema")
+            with self._named():
+                return Grammar.json_schema(schema)
         if self.grammar is not None:
             return Grammar.lark(read_text(self.grammar, "grammar"))
         check_text(self.regex or "", "the pattern of --regex")
         return Grammar.regex(self.regex or "")
+
+    def check(self, grammar: Grammar | None, tokenizer: Any, eos_token_id: int | Sequence[int] | None) -> None:
+        """Compile what `read` has returned: most of what is wrong with grammars is found then.
+
+        Args:
+            grammar: None for no form.
+            tokenizer: the model's.
+            eos_token_id: what ends its answers.
+
+        Raises:
+            ConfigError: the model's answers cannot follow it.
+            MissingExtraError: llguidance is not installed.
+        """
+        if grammar is not None:
+            with self._named():
+                grammar.processor(tokenizer, eos_token_id)
+
+    @property
+    def _given(self) -> list[tuple[str, str]]:
+        """Options that were given, and their values."""
+        values = {each.name.replace("_", "-"): getattr(self, each.name) for each in fields(self)}
+        return [(name, str(value)) for name, value in values.items() if value is not None]
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """What is wrong with the grammar is an error of the option that it came by."""
+        try:
+            yield
+        except InputError as problem:
+            ((name, value),) = self._given
+            raise ConfigError(name, value, str(problem)) from problem

@@ -29,6 +29,12 @@ def _option(*names: str, metavar: str, envvar: str | None = None, words: tuple[s
     return typer.Option(*names, metavar=metavar, envvar=envvar, help=help, rich_help_panel=PANEL, **offered)
 
 
+NamedModel = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="Folder or hub id; the same as --model.", show_default=False)
+]
+"""For commands that are about one model and nothing else."""
+
+
 @dataclass(frozen=True)
 class Loading:
     """Which model to load, and how; see `loading.load`.
@@ -161,6 +167,10 @@ class Loading:
         """Raise `ConfigError` where --no-pack contradicts what else was given."""
         if self.weights is not None and pack is False:
             raise ConfigError("weights", self.weights, "it packs the model: leave it out, or --no-pack")
+
+    def named(self, model: str | None) -> Loading:
+        """The same for a model that was named as an argument, if one was."""
+        return self if model is None else replace(self, model=model)
 
     def of(self, model: str) -> Loading:
         """The same for another model, such as one that drafts: it has neither this revision nor this adapter."""

@@ -9,8 +9,9 @@ from typing import Any
 
 from lade import Memory, supports
 from lade.cli.images import encode
-from lade.cli.loading.load import SAMPLING_FIELDS, remembering
+from lade.cli.loading.generation_defaults import SAMPLING_FIELDS
 from lade.cli.loading.load import load as load_model
+from lade.cli.loading.load import remembering
 from lade.cli.loading.loaded_model import LoadedModel
 from lade.cli.options.decoding import Speed
 from lade.cli.options.model import Loading

@@ -28,7 +28,6 @@ class BeamRow:
         self.branches = Branches.of(prompt)
         self.beams = [ROOT] * num_beams
         self._scores = [0.0] * num_beams  # log-probabilities of the beams without processors; only guesses need them
-        self._logits: dict[int, torch.Tensor] = {}  # `[V]` at each node that was fed and that a beam may get to
         self._guesser = guesser
         guesser.learn_text(prompt)
 
@@ -50,12 +49,12 @@ class BeamRow:
     @property
     def known(self) -> bool:
         """Whether the logits after the beams are known without a forward pass."""
-        return all(node in self._logits for node in self.beams)
+        return all(node in self.branches.logits for node in self.beams)
 
     @property
     def logits(self) -> torch.Tensor:
         """After the beams, `[k, V]`."""
-        return torch.stack([self._logits[node] for node in self.beams])
+        return torch.stack([self.branches.logits[node] for node in self.beams])
 
     def reorder(self, beams: Sequence[int]) -> None:
         """Beam i continues what was beam `beams[i]`."""
@@ -75,10 +74,6 @@ class BeamRow:
         """Drop what no beam can use any more; the nodes that stay in the cache, in their numbers before."""
         pruned = self.branches.prune(self.beams)
         self.beams = [pruned.numbers[node] for node in self.beams]
-        left = [node for node in self._logits if node in pruned.numbers and self.branches.follows[pruned.numbers[node]]]
-        # Copied, since a single row would hold the memory of the whole pass that it comes from.
-        rows = torch.stack([self._logits[node] for node in left]) if left else ()
-        self._logits = {pruned.numbers[node]: row for node, row in zip(left, rows, strict=True)}
         return pruned.kept
 
     def grow(self, room: int | None) -> None:
@@ -88,7 +83,6 @@ class BeamRow:
 
     def learn(self, logits: torch.Tensor) -> None:
         """Take the logits `[S, V]` of a forward pass at the nodes that were not seen yet; further rows mean nothing."""
-        first = self.seen
-        self._logits.update(enumerate(logits[: len(self.tree) - first], start=first))
-        self.branches.follows += top_follows(logits[: len(self.tree) - first], self._guesser.kept)
+        first, new = self.seen, logits[: len(self.tree) - self.seen]
+        self.branches.learn(new, top_follows(new, self._guesser.kept))
         self._guesser.learn(self.branches, first)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from lade.decoding.tree import ROOT, TokenTree
 
 Follow = tuple[int, float]
@@ -33,11 +35,13 @@ class Branches:
         tree: the root is the last token that all branches share, or a later one.
         follows: for each node that a pass has seen (the first ones of the tree) the likeliest next tokens, the
             likeliest first; empty where no beam can get to any more.
+        logits: `[V]` at each node that a pass has seen and that a beam can get to.
     """
 
     trunk: list[int]
     tree: TokenTree
     follows: list[Sequence[Follow]] = field(default_factory=list)
+    logits: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, prompt: Sequence[int]) -> Branches:
@@ -60,6 +64,16 @@ class Branches:
         missing = length - len(tokens)
         return [*(self.trunk[-missing:] if missing else ()), *tokens[::-1]]
 
+    def learn(self, logits: torch.Tensor, follows: Sequence[Sequence[Follow]]) -> None:
+        """Take what a pass gave at nodes that none had seen before, the first of these first.
+
+        Args:
+            logits: `[S, V]`.
+            follows: likewise, the likeliest next tokens.
+        """
+        self.logits.update(enumerate(logits, start=len(self.follows)))
+        self.follows += follows
+
     def prune(self, beams: Sequence[int]) -> Pruned:
         """Keep what the beams, which end with these nodes, come from and can get to.
 
@@ -80,6 +94,10 @@ class Branches:
         numbers = {node: number for number, node in enumerate(alive[common:])}
         self.follows = [self.follows[node] if node in reachable else () for node in kept[common:]]
         self.tree = self._renumbered(numbers)
+        left = [node for node in self.logits if node in reachable]
+        # Copied, since a single row would hold the memory of the whole pass that it comes from.
+        rows = torch.stack([self.logits[node] for node in left]) if left else ()
+        self.logits = {numbers[node]: row for node, row in zip(left, rows, strict=True)}
         return Pruned(kept, numbers)
 
     def _renumbered(self, numbers: dict[int, int]) -> TokenTree:

@@ -49,7 +49,6 @@ class LockStepRow:
         self._padding, self._ends = padding, frozenset(() if padding is None else ends)
         self._prompt_length, self._source = len(prompt), source
         self._node = ROOT  # that the text ends with
-        self._logits: dict[int, torch.Tensor] = {}  # `[V]` at each node that was fed and that the text may get to
         self._ahead: list[int] = []  # tokens that are expected after the text, up to the root of what is fed
         self._root: int | None = None  # its node; None where nothing is fed
         self._depth: int | None = None  # levels that there may be below it
@@ -74,7 +73,7 @@ class LockStepRow:
     @property
     def logits(self) -> torch.Tensor | None:
         """After the text, `[V]`; None where they are not known without a forward pass."""
-        return self._logits.get(self._node)
+        return self.branches.logits.get(self._node)
 
     def emit(self, token: int) -> str:
         """Append a token; returns the source that proposed it."""
@@ -96,11 +95,6 @@ class LockStepRow:
         """Drop what the text cannot get to any more; the nodes that stay in the cache, in their numbers before."""
         pruned = self.branches.prune([self._node])
         self._node = pruned.numbers[self._node]
-        follows, numbers = self.branches.follows, pruned.numbers
-        left = [node for node in self._logits if node in numbers and follows[numbers[node]]]
-        # Copied, since a single row would hold the memory of the whole pass that it comes from.
-        rows = torch.stack([self._logits[node] for node in left]) if left else ()
-        self._logits = {numbers[node]: row for node, row in zip(left, rows, strict=True)}
         return pruned.kept
 
     def look_ahead(self, room: int | None) -> None:
@@ -111,7 +105,7 @@ class LockStepRow:
         """
         node, self._root, self._draft = self._node, None, None
         self._ahead, self._over = [], self.ended
-        while node in self._logits:
+        while node in self.branches.logits:
             if len(self._ahead) == room:
                 return
             token = self._expected(node)
@@ -165,9 +159,8 @@ class LockStepRow:
             logits: `[S, V]`, at the nodes that were not seen yet; further rows mean nothing.
             readout: what was read of them, with entries if the draft wants them.
         """
-        first, count = self.seen, len(self.tree) - self.seen
-        self._logits.update(enumerate(logits[:count], start=first))
-        self.branches.follows += [[(token, 0.0)] for token in readout.argmax_ids[:count]]
+        count = len(self.tree) - self.seen
+        self.branches.learn(logits[:count], [[(token, 0.0)] for token in readout.argmax_ids[:count]])
         if self._draft is not None:
             # As if the argmax were emitted; where it is not, the drafter has learned what will not come again.
             verdict = walk(self._draft.tree, readout.argmax_ids.__getitem__, lambda token: False)

@@ -14,7 +14,7 @@ import numba
 import numpy as np
 import torch
 
-from lade.decoding.kernels import Kernel
+from lade.decoding.compilation import Kernel
 
 _KEYS, _AT_ONCE = 64, 4  # keys that are converted together, and that are added in one go through a row of values
 _LANES = 16  # float32 numbers of the widest vector register

@@ -14,6 +14,7 @@ from lade.model.packing.codes import scale_of
 from lade.model.packing.int8 import MOST_INPUTS
 from lade.model.packing.layout import packed_weight
 from lade.model.packing.linear import UNPACK_REMEDY, PackedLinear, same_bits, short
+from lade.model.packing.onednn import required
 
 UNDERSTOOD: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D)
 """What can be packed: these classes themselves, since a subclass may compute something else."""
@@ -77,17 +78,10 @@ def try_kernel(dtype: torch.dtype) -> None:
     """
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in ((3, 64), (64, 64)))
-    try:
-        if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
-            raise RuntimeError("torch.backends.mkldnn is not available or not enabled")
+    with required(f"packed {short(dtype)} kernel", CPU_REMEDY):
         packed = packed_weight(weight)
         found = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
         right = same_bits(packed.to_dense(), weight)
-    except (RuntimeError, AttributeError) as problem:
-        reason = str(problem).splitlines()[0]
-        raise UnsupportedModelError(
-            f"PyTorch has no packed {short(dtype)} kernel here ({reason})", CPU_REMEDY
-        ) from problem
     expected = x.double() @ weight.double().t()
     error = ((found.double() - expected).abs().max() / expected.abs().max()).item()
     if not right or error > 4 * torch.finfo(dtype).eps:

@@ -209,7 +209,7 @@ def _fill(model: PreTrainedModel, index: Index, files: dict[str, Any]) -> None:
         empty = torch.empty(weight_of(layer).shape, dtype=getattr(torch, dtype), device="meta")
         layer._parameters["weight"] = nn.Parameter(empty)  # for its dtype
     for outputs, inputs in {each.values.shape for each in codes.values()}:
-        input_dtype(inputs, outputs)
+        input_dtype(inputs, outputs)  # raises before anything is filled in
     for name, file in files.items():
         place, _, own = name.rpartition(".")
         module, tensor = model.get_submodule(place), file.get_tensor(name)

@@ -14,6 +14,7 @@ import torch
 from lade.errors import UnsupportedModelError
 from lade.model.packing.codes import LARGEST, ZERO_POINT, in_form
 from lade.model.packing.integer_product import multiplied, prepacked
+from lade.model.packing.onednn import required
 
 REMEDY = "pack it without weights='int8'"
 _ROWS, _OUTPUTS = (1, 4, 17, 40), 256
@@ -36,13 +37,8 @@ def input_dtype(inputs: int, outputs: int) -> torch.dtype:
         UnsupportedModelError: there is none, or no kernel.
     """
     forms = (torch.uint8, torch.int8) if torch.cpu._is_amx_tile_supported() else (torch.uint8,)
-    try:
-        if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
-            raise RuntimeError("torch.backends.mkldnn is not available or not enabled")
+    with required("int8 kernel", REMEDY):
         exact = next((form for form in forms if _is_exact(inputs, min(outputs, _OUTPUTS), form)), None)
-    except (RuntimeError, AttributeError) as problem:
-        reason = str(problem).splitlines()[0]
-        raise UnsupportedModelError(f"PyTorch has no int8 kernel here ({reason})", REMEDY) from problem
     if exact is None:
         raise UnsupportedModelError("PyTorch's int8 kernel is not exact on this processor", REMEDY)
     return exact

@@ -66,17 +66,15 @@ def pack(
     a second copy. The packed weights must not be changed; `load_state_dict`, a move to another device or dtype, and a
     pass that needs gradients are refused. While it is packed no thread may call the model.
 
-    With `weights="int8"` weights are rounded to int8, each output by its own scale, and inputs too, token by token: the
-    model becomes another one, a little worse, with half the bytes of 16 bits to read. `unpack` refuses it unless the
-    originals are kept; `state_dict` and `save_pretrained` write what the rounded weights stand for, and
-    `lade.save_packed` the integers.
+    With `weights="int8"` weights are rounded to int8, each output by its own scale, and inputs token by token: another
+    model, a little worse, with half the bytes of 16 bits to read. `unpack` refuses it unless the originals are kept;
+    `state_dict` and `save_pretrained` write what the rounded weights stand for, `lade.save_packed` the integers.
 
     Args:
         model: a model in evaluation mode, on the CPU.
         keep_original: keep the dense weights as the layers' `weight`, at the price of a second copy. By default they
-            are freed, one layer after the other, and `weight` is a parameter in oneDNN's layout with the shape
-            `[out, in]`, which has a dtype and a size, and whose values `weight.to_dense()` gives. `state_dict` and
-            `save_pretrained` write dense weights either way.
+            are freed, layer by layer, and `weight` is a parameter in oneDNN's layout, whose values `weight.to_dense()`
+            gives. `state_dict` and `save_pretrained` write dense weights either way.
         weights: "int8", or None for weights in the dtype that they have.
         keep: with int8: names of layers that keep their dtype, and are packed in it. Patterns such as "lm_head" or
             "layers.0.*", for the whole name or the end of it.
@@ -90,15 +88,15 @@ def pack(
         UnsupportedModelError: a layer, its device, its dtype or the model is of a kind that cannot be packed exactly,
             or this PyTorch has no kernel for it, or, with int8, not an exact one. The model is then as it was.
     """
-    start = perf_counter()
     with _packing:
+        start = perf_counter()
         kinds = packable(model, weights=weights, keep=keep, min_weights=min_weights)
         try:
             pack_layers(model, kinds, keep_original=keep_original)
         finally:  # int8 layers that cannot be undone stay, whatever has happened
             guard(model)
-    if kinds:
-        logger.info("packed %d layers of %s in %.1f s", len(kinds), type(model).__name__, perf_counter() - start)
+        if kinds:
+            logger.info("packed %d layers of %s in %.1f s", len(kinds), type(model).__name__, perf_counter() - start)
     return model
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lade.server import sse
+from lade.server.answer_form import FormatNames
 from lade.server.errors import ApiError
 from lade.server.exchange import Exchange
 from lade.server.item_answer import Event, ItemAnswer
@@ -20,7 +21,7 @@ from lade.server.service import Service
 _PREFIXES = {"thought": "rs", "text": "msg", "call": "fc"}
 _TEXTS = {"thought": "response.reasoning_text", "text": "response.output_text"}
 _ARGUMENTS = "response.function_call_arguments"
-_FIELDS = {"messages": "input", "response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
+_FIELDS = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
 """What the chat API calls fields of this one."""
 _SERVED = ("function", "namespace")
 
@@ -36,6 +37,7 @@ class ResponsesAnswer(ItemAnswer):
 
     endpoint = "responses"
     kind, id_prefix = "response", "resp_"
+    format_names = FormatNames("text.format", "text.format.schema")
 
     def __init__(self, service: Service, exchange: Exchange, asked: ResponsesRequest) -> None:
         super().__init__(service, exchange, as_chat(asked))

@@ -1,0 +1,86 @@
+"""When functions are compiled: at their first call, or ahead of it; their machine code is kept for later processes.
+
+What is compiled is elsewhere, each time in one file with all that it calls and every constant that it depends on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from time import perf_counter
+from types import ModuleType
+from typing import Any, TypeVar, cast
+
+import numba
+
+logger = logging.getLogger(__name__)
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+class Kernel:
+    """A function that is compiled, or whose machine code is read from numba's cache, when it is first called.
+
+    Args:
+        function: of numpy arrays and numbers.
+        types: of its arguments, as numba calls them.
+        options: of `numba.njit`.
+    """
+
+    def __init__(self, function: Callable[..., Any], types: tuple[object, ...], **options: Any) -> None:
+        self.__wrapped__, self._types, self._options = function, types, options
+        self._machine_code: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        """What the function returns."""
+        return (self._machine_code or self.compile())(*args)
+
+    def compile(self) -> Callable[..., Any]:
+        """Compile it, unless that is done."""
+        if self._machine_code is None:
+            start = perf_counter()
+            self._machine_code = self._compiled()
+            _log_compilation(self._machine_code, perf_counter() - start)
+        return self._machine_code
+
+    def _compiled(self) -> Callable[..., Any]:
+        try:
+            return cast(Callable[..., Any], numba.njit(self._types, cache=True, **self._options)(self.__wrapped__))
+        except RuntimeError as problem:
+            if "cannot cache" not in str(problem):
+                raise
+            uncached = numba.njit(self._types, **self._options)  # there is no folder to keep it in
+            return cast(Callable[..., Any], uncached(self.__wrapped__))
+
+
+def compiled(*types: object) -> Callable[[FunctionT], FunctionT]:
+    """Compile at the first call, for arguments of these types."""
+
+    def decorate(function: FunctionT) -> FunctionT:
+        return cast(FunctionT, Kernel(function, types))
+
+    return decorate
+
+
+def compile_all(module: ModuleType) -> None:
+    """Compile all kernels of a module now, as far as no machine code was kept from before.
+
+    Those of `lade.decoding.kernels` take 5 to 12 seconds, once on a machine.
+    """
+    for thing in list(vars(module).values()):
+        if isinstance(thing, Kernel):
+            thing.compile()
+
+
+def _log_compilation(compiled: Any, seconds: float) -> None:
+    """Log that a function was compiled, unless its machine code was kept from before."""
+    stats = getattr(compiled, "stats", None)  # none where numba is switched off
+    if stats is not None and not stats.cache_hits:
+        _log_first_compilation()
+        logger.debug("compiled %s in %.1f s", compiled.__name__, seconds)
+
+
+@cache
+def _log_first_compilation() -> None:
+    logger.info("compiling the inner loops, once on this machine: some seconds")
