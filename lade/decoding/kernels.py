@@ -57,6 +57,8 @@ SCALE = (CEILING - FLOOR) / 255
 """Log-odds per unit of a stored value: 0 stands for `FLOOR` and below, 255 for `CEILING` and above."""
 TINY = 1e-9
 """The least weight: odds have a logarithm."""
+BLOCK = 64
+"""Logits that are looked at one by one only if their greatest is among the best."""
 
 _NEGLIGIBLE = -4.6  # log-odds of about 1 %; of tokens below it only the chosen one is learned from
 _FAR = -12.0  # what is so far below the best score adds nothing to a sum
@@ -909,12 +911,12 @@ def _rank(ids: Any, scores: Any, used: Any, new: Any, score: Any) -> Any:
 
 
 @_inlined
-def _total(maxima: Any, row: Any, best: Any) -> Any:
+def _total(maxima: Any, best: Any) -> Any:
     """The sum over all maxima of a row, relative to the best score."""
     total = 0.0
-    for at in range(maxima.shape[1]):
-        if maxima[row, at] - best > _FAR:
-            total += math.exp(maxima[row, at] - best)
+    for at in range(maxima.shape[0]):
+        if maxima[at] - best > _FAR:
+            total += math.exp(maxima[at] - best)
     return total
 
 
@@ -928,8 +930,28 @@ def _entry(token: Any, weight: Any, total: Any) -> Any:
     return np.int32(value) << BITS | np.int32(token)
 
 
-@_compiled(_SCORES, _SCORES, _INT)
-def entries_of(logits: Floats, maxima: Floats, block: int) -> tuple[npt.NDArray[np.int64], Ints]:
+@_inlined
+def _sortable(bits: Any) -> Any:
+    """The bits of a float32 as a whole number of the same order, what is no number above all; its own inverse but for
+    that. Compilers make wide instructions of comparisons of whole numbers only.
+    """
+    if bits & np.int32(0x7FFFFFFF) > np.int32(0x7F800000):
+        return np.int32(0x7FC00000)
+    return np.int32(bits ^ np.int32(np.int32(bits >> 31) & np.int32(0x7FFFFFFF)))
+
+
+@_inlined
+def _find_maxima(bits: Any, maxima: Any) -> None:
+    """Of each `BLOCK` logits in turn the greatest; of both the bits."""
+    for at in range(maxima.shape[0]):
+        best = np.int32(-(2**31))
+        for token in range(min(BLOCK, bits.shape[0] - at * BLOCK)):  # counted from 0: else they are compared singly
+            best = max(best, _sortable(bits[at * BLOCK + token]))
+        maxima[at] = _sortable(best)
+
+
+@_compiled(_SCORES)
+def entries_of(logits: Floats) -> tuple[npt.NDArray[np.int64], Ints]:
     """The argmax of each row, and its likeliest tokens as entries.
 
     The `WIDTH` likeliest tokens lie in the `WIDTH` blocks with the highest maxima. Probabilities are relative to the
@@ -937,8 +959,6 @@ def entries_of(logits: Floats, maxima: Floats, block: int) -> tuple[npt.NDArray[
 
     Args:
         logits: `[M, V]`.
-        maxima: `[M, V / block, rounded up]`, of so many logits in turn each.
-        block: how many.
 
     Returns:
         `[M]` and `[M, WIDTH]`, in falling order.
@@ -946,17 +966,19 @@ def entries_of(logits: Floats, maxima: Floats, block: int) -> tuple[npt.NDArray[
     rows, vocabulary = logits.shape
     picks, entries = np.empty(rows, np.int64), np.full((rows, WIDTH), TOKEN, np.int32)
     tokens, scores, among = np.empty(WIDTH, np.int64), np.empty(WIDTH, np.float32), np.empty(WIDTH, np.int64)
+    maxima = np.empty((vocabulary + BLOCK - 1) // BLOCK, np.float32)
     for row in range(rows):
+        _find_maxima(logits[row].view(np.int32), maxima.view(np.int32))
         kept = 0
-        for at in range(maxima.shape[1]):
-            kept = _rank(among, scores, kept, at, maxima[row, at])
+        for at in range(maxima.shape[0]):
+            kept = _rank(among, scores, kept, at, maxima[at])
         best, least = scores[0], scores[kept - 1] if kept == WIDTH else -np.inf  # as many tokens are no worse than that
-        total = _total(maxima, row, best)
+        total = _total(maxima, best)
         among[:kept].sort()  # of equal scores the first token counts
         used = 0
         for place in range(kept):
-            first = among[place] * block
-            for token in range(first, min(first + block, vocabulary)):
+            first = among[place] * BLOCK
+            for token in range(first, min(first + BLOCK, vocabulary)):
                 if not logits[row, token] < least:
                     used = _rank(tokens, scores, used, token, logits[row, token])
         picks[row] = tokens[0]

@@ -15,9 +15,7 @@ import numpy.typing as npt
 import torch
 
 from lade.decoding import kernels
-from lade.decoding.kernels import BITS, FLOOR, SCALE, TINY, TOKEN, WIDTH, Ints
-
-_BLOCK = 64
+from lade.decoding.kernels import BITS, BLOCK, FLOOR, SCALE, TINY, TOKEN, WIDTH, Ints
 
 
 @dataclass(frozen=True)
@@ -84,16 +82,15 @@ def _read_here(logits: torch.Tensor, *, wants_entries: bool) -> tuple[npt.NDArra
     """Argmax and entries of logits on the host."""
     if not wants_entries:  # numpy's argmax is ten times as fast as torch's, and takes the first one too
         return logits.float().numpy().argmax(axis=-1), None
-    logits = logits.float().contiguous()
-    return kernels.entries_of(logits.numpy(), _maxima(logits).numpy(), _BLOCK)
+    return kernels.entries_of(logits.float().contiguous().numpy())
 
 
 def _maxima(logits: torch.Tensor) -> torch.Tensor:
-    """Of each 64 tokens, `[M, V / 64, rounded up]`: only blocks that have the best of these need to be looked at."""
-    whole = logits.shape[1] // _BLOCK * _BLOCK
+    """Of each `BLOCK` tokens, `[M, V / BLOCK, rounded up]`."""
+    whole = logits.shape[1] // BLOCK * BLOCK
     if whole == logits.shape[1]:
-        return logits.view(-1, whole // _BLOCK, _BLOCK).amax(2)
-    parts = [logits[:, :whole].unflatten(1, (-1, _BLOCK)).amax(2)] if whole else []
+        return logits.view(-1, whole // BLOCK, BLOCK).amax(2)
+    parts = [logits[:, :whole].unflatten(1, (-1, BLOCK)).amax(2)] if whole else []
     return torch.cat([*parts, logits[:, whole:].amax(1, keepdim=True)], dim=1)
 
 
