@@ -42,21 +42,24 @@ class TreeGrower:
         self._excluded = np.array(sorted(excluded), dtype=np.int64)
         self._vocabulary = _NO_LIMIT if vocabulary is None else vocabulary
         self._work = kernels.Work.of(_ROOM)
+        self._held = kernels.hold(self._work)
         self._earlier = EarlierText()
 
     def read(self, tokens: Sequence[int]) -> None:
         """Look for the end of this text earlier in it, in the tree that begins behind it."""
         self._earlier.read(tokens)
-        self._work = self._work._replace(text=self._earlier.text, links=self._earlier.links)
+        if self._work.text is not self._earlier.text:
+            self._work = self._work._replace(text=self._earlier.text, links=self._earlier.links)
+            self._held = kernels.hold(self._work)
         self._work.used[3] = len(tokens)
 
     def begin(self, tokens: Sequence[int], lead: Sequence[int] = ()) -> None:
         """A new tree, whose root is the last of `tokens`; behind it a chain of tokens that are known to follow."""
         self._reserve(1 + len(lead))
         work = self._work
-        kernels.plant(work, len(tokens) - 1, np.array(tokens[-LONGEST:], dtype=np.int64), OPTIMISM)
+        kernels.plant(self._held, len(tokens) - 1, np.array(tokens[-LONGEST:], dtype=np.int64), OPTIMISM)
         if lead:
-            kernels.follow(work, 1, np.array(lead, dtype=np.int64), np.arange(len(lead)))
+            kernels.follow(self._held, 1, np.array(lead, dtype=np.int64), np.arange(len(lead)))
             work.scores[: 1 + len(lead)] = 1.0
             work.nodes[0] = len(lead)  # the tree grows from its end
 
@@ -76,7 +79,7 @@ class TreeGrower:
         """
         self._reserve(max(size for size, _ in thresholds))
         count = kernels.grow(
-            self._work,
+            self._held,
             *memory.tables,
             memory.weights,
             np.array(thresholds, dtype=np.float64),
@@ -117,7 +120,7 @@ class TreeGrower:
             return
         self._reserve(len(tree))
         others = tree.ids[count:], tree.parents[count:]
-        kernels.follow(self._work, count, *(np.array(column, dtype=np.int64) for column in others))
+        kernels.follow(self._held, count, *(np.array(column, dtype=np.int64) for column in others))
 
     def learn(self, memory: ContextMemory, path: Sequence[int], chosen: Sequence[int], entries: Ints) -> None:
         """Learn from a step.
@@ -129,10 +132,8 @@ class TreeGrower:
             entries: `[S, WIDTH]`, of the logits at all nodes, see `readout.read`.
         """
         nodes, tokens = np.array(path, dtype=np.int64), np.array(chosen, dtype=np.int64)
-        kernels.learn_weights(self._work, *memory.tables, memory.weights, nodes, tokens, RATE)
-        kernels.note(self._work, entries)
-        memory.learn(self._work.tails[: len(entries)], entries)
-        memory.learn_text(self._work.tails[nodes], tokens)
+        kernels.learn_tree(self._held, *memory.tables, memory.weights, entries, nodes, tokens, RATE)
+        memory.learn_step(self._work.tails[: len(entries)], entries, nodes, tokens)
 
     def _reserve(self, nodes: int) -> None:
         """Make room for that many nodes; those that are there stay."""
@@ -140,3 +141,4 @@ class TreeGrower:
         if nodes <= room:
             return
         self._work = self._work.widened(2 * nodes)
+        self._held = kernels.hold(self._work)
