@@ -183,7 +183,7 @@ class DecodeLoop(Generic[CacheT]):
             else:
                 logits = self.runner.forward(trees, texts, self.cache)  # [B, S, V]
                 fed = logits.shape[1]
-                self._choose(parts, logits)
+                self._choose(parts, logits, fed)
             self._verify(parts)
             self._learn(parts)
         finally:  # after any error, too: drop what was not accepted, report what was emitted
@@ -207,11 +207,11 @@ class DecodeLoop(Generic[CacheT]):
             row.steps += 1
         return [RowStep(row, each.draft()) for row, each in zip(self.rows, candidates, strict=True)]
 
-    def _choose(self, parts: Sequence[RowStep], logits: torch.Tensor) -> None:
-        """Choose at all nodes at once, in rows that do so, and read the logits `[B, S, V]`."""
+    def _choose(self, parts: Sequence[RowStep], logits: torch.Tensor, fed: int) -> None:
+        """Choose at all nodes at once, in rows that do so, and read the logits `[B, S, V]`, S being `fed`."""
         for place, part in enumerate(parts):
-            fed = len(part.draft.tree)
-            part.logits = logits[place] if fed == logits.shape[1] else logits[place, :fed]
+            size = len(part.draft.tree)
+            part.logits = logits[place] if size == fed else logits[place, :size]
             part.choose_all()
         _read(parts, logits)
 

@@ -50,7 +50,7 @@ def read(logits: torch.Tensor, choices: torch.Tensor | None = None, *, wants_ent
         choices: `[M]` ids on the same device, to be read along.
         wants_entries: whether to find the entries, too.
     """
-    if logits.device.type != "cpu":
+    if not logits.is_cpu:
         return _read_remotely(logits, choices, wants_entries=wants_entries)
     argmax_ids, entries = _read_here(logits, wants_entries=wants_entries)
     return Readout(argmax_ids.tolist(), entries, None if choices is None else choices.tolist())
