@@ -1008,13 +1008,17 @@ def _entry(token: Any, weight: Any, total: Any) -> Any:
 
 
 @_inlined
+def _flipped(bits: Any) -> Any:
+    """Between the bits of a float32 and a whole number of the same order, either way."""
+    return np.int32(bits ^ np.int32(np.int32(bits >> 31) & np.int32(0x7FFFFFFF)))
+
+
+@_inlined
 def _sortable(bits: Any) -> Any:
-    """The bits of a float32 as a whole number of the same order, what is no number above all; its own inverse but for
-    that. Compilers make wide instructions of comparisons of whole numbers only.
-    """
+    """The whole number of a logit: what is no number is above all. Compilers compare many at once of such only."""
     if bits & np.int32(0x7FFFFFFF) > np.int32(0x7F800000):
         return np.int32(0x7FC00000)
-    return np.int32(bits ^ np.int32(np.int32(bits >> 31) & np.int32(0x7FFFFFFF)))
+    return _flipped(bits)
 
 
 @_inlined
@@ -1024,7 +1028,7 @@ def _find_maxima(bits: Any, maxima: Any) -> None:
         best = np.int32(-(2**31))
         for token in range(min(BLOCK, bits.shape[0] - at * BLOCK)):  # counted from 0: else they are compared singly
             best = max(best, _sortable(bits[at * BLOCK + token]))
-        maxima[at] = _sortable(best)
+        maxima[at] = _flipped(best)
 
 
 @_compiled(_SCORES)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from lade.model.attention_span import FULL, AttentionSpan
-from lade.model.host_to_device import upload
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class RootInputs:
     @classmethod
     def of(cls, token: int, length: int, device: torch.device) -> RootInputs:
         """The token after `length` cached ones."""
-        ids, positions = upload([np.array([[token]]), np.array([[length]])], device)
+        ids, positions = (torch.full((1, 1), number, device=device) for number in (token, length))
         return cls(ids, positions, length)
 
     @property
