@@ -214,12 +214,13 @@ _WORK = cast(Any, numba).typeof(Work.of(1))
 
 
 @structref.register
-class HeldType(numba.types.StructRef):  # type: ignore[misc]
+class HeldType(numba.types.StructRef):
     """The type of `Held`."""
 
 
-structref.define_boxing(HeldType, structref.StructRefProxy)
-_HELD = HeldType([("work", _WORK)])
+cast(Any, structref).define_boxing(HeldType, structref.StructRefProxy)
+_HELD = cast(Any, HeldType)([("work", _WORK)])
+_new: Any = structref.new
 
 
 class Held(NamedTuple):
@@ -297,12 +298,12 @@ def _log_first_compilation() -> None:
 
 def hold(work: Work) -> Held:
     """Have compiled code hold these arrays."""
-    return Held(work) if numba.config.DISABLE_JIT else _held(work)
+    return Held(work) if cast(Any, numba.config).DISABLE_JIT else _held(work)
 
 
 @_compiled(_WORK)
 def _held(work: Work) -> Any:
-    held: Any = structref.new(_HELD)
+    held = _new(_HELD)
     held.work = work
     return held
 

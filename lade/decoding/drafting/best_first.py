@@ -70,14 +70,14 @@ class TreeGrower:
 
         Args:
             memory: what follows a context.
-            thresholds: sizes up to which to grow, ascending, each with the score that a node must exceed to be added on the way
+            thresholds: sizes up to which to grow, each with the score that a node must exceed to be added on the way
                 there; growth ends with the first size that is not reached.
             max_depth: no node lies deeper; None for no limit.
 
         Returns:
             The scores of all nodes, the root's 1.0 first.
         """
-        self._reserve(thresholds[-1][0])
+        self._reserve(max(thresholds)[0])
         count = kernels.grow(
             self._held,
             *memory.tables,
