@@ -41,16 +41,14 @@ class TreeGrower:
     def __init__(self, excluded: Collection[int] = (), vocabulary: int | None = None) -> None:
         self._excluded = np.array(sorted(excluded), dtype=np.int64)
         self._vocabulary = _NO_LIMIT if vocabulary is None else vocabulary
-        self._work = kernels.Work.of(_ROOM)
-        self._held = kernels.hold(self._work)
+        self._use(kernels.Work.of(_ROOM))
         self._earlier = EarlierText()
 
     def read(self, tokens: Sequence[int]) -> None:
         """Look for the end of this text earlier in it, in the tree that begins behind it."""
         self._earlier.read(tokens)
         if self._work.text is not self._earlier.text:
-            self._work = self._work._replace(text=self._earlier.text, links=self._earlier.links)
-            self._held = kernels.hold(self._work)
+            self._use(self._work._replace(text=self._earlier.text, links=self._earlier.links))
         self._work.used[3] = len(tokens)
 
     def begin(self, tokens: Sequence[int], lead: Sequence[int] = ()) -> None:
@@ -142,5 +140,8 @@ class TreeGrower:
         room = len(self._work.ids)
         if nodes <= room:
             return
-        self._work = self._work.widened(2 * nodes)
-        self._held = kernels.hold(self._work)
+        self._use(self._work.widened(2 * nodes))
+
+    def _use(self, work: kernels.Work) -> None:
+        """Work with these arrays, and have compiled code do so."""
+        self._work, self._held = work, kernels.hold(work)
