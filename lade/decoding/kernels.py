@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numba
 import numpy as np
 import numpy.typing as npt
+from numba.experimental import structref
 
 from lade.decoding.compilation import compiled
 
@@ -57,6 +58,8 @@ SCALE = (CEILING - FLOOR) / 255
 """Log-odds per unit of a stored value: 0 stands for `FLOOR` and below, 255 for `CEILING` and above."""
 TINY = 1e-9
 """The least weight: odds have a logarithm."""
+BLOCK = 64
+"""Logits that are looked at one by one only if their greatest is among the best."""
 
 _NEGLIGIBLE = -4.6  # log-odds of about 1 %; of tokens below it only the chosen one is learned from
 _FAR = -12.0  # what is so far below the best score adds nothing to a sum
@@ -210,6 +213,37 @@ _INT, _DOUBLE = numba.int64, numba.float64
 _WORK = cast(Any, numba).typeof(Work.of(1))
 
 
+@structref.register
+class HeldType(numba.types.StructRef):
+    """The type of `Held`."""
+
+
+cast(Any, structref).define_boxing(HeldType, structref.StructRefProxy)
+_HELD = cast(Any, HeldType)([("work", _WORK)])
+_new: Any = structref.new
+
+
+class Held(NamedTuple):
+    """A `Work` as compiled code holds it, that is as one thing: each call with its arrays would look at all of them.
+
+    This stands in its place where numba is switched off.
+    """
+
+    work: Work
+
+
+def hold(work: Work) -> Held:
+    """Have compiled code hold these arrays."""
+    return Held(work) if cast(Any, numba.config).DISABLE_JIT else _held(work)
+
+
+@compiled(_WORK)
+def _held(work: Work) -> Any:
+    held = _new(_HELD)
+    held.work = work
+    return held
+
+
 # ------------------------------------------------------------------------------------------------------------- tables
 
 
@@ -273,6 +307,35 @@ def _insert(best: Any, entry: Any) -> None:
         best[place] = entry
 
 
+@_inlined
+def _take_in(young: Any, old: Any, tail: Any, rows: Any, row: Any, first: Any, end: Any, best: Any) -> Any:
+    """Take one row in under the ends of a context; returns how many more slots are taken now."""
+    state, number, taken = _SEED, first, 0
+    for place in range(LENGTHS[end - 1]):
+        state = _lengthened(state, tail[place])
+        if place + 1 != LENGTHS[number]:
+            continue
+        low, high = _key(state, number)
+        number += 1
+        slot = _slot(young, low, high)
+        before = young
+        at = slot
+        if slot < 0:
+            slot = ~slot
+            before = old
+            at = _slot(old, low, high)
+            young[slot, 0], young[slot, 1] = low, high
+            taken += 1
+        if at >= 0:
+            _average(best, before, at, rows, row)
+            for entry in range(WIDTH):
+                young[slot, 2 + entry] = best[entry]
+        else:
+            for entry in range(WIDTH):
+                young[slot, 2 + entry] = rows[row, entry]
+    return taken
+
+
 @compiled(_TABLE, _TABLE, _TABLE, _TABLE, _INT, _INT, _INT, _INT, _INT)
 def learn(
     young: Ints, old: Ints, tails: Ints, rows: Ints, first: int, end: int, start: int, taken: int, most: int
@@ -297,30 +360,33 @@ def learn(
     for row in range(start, tails.shape[0]):
         if taken + end - first > most:
             return row, taken
-        state, number = _SEED, first
-        for place in range(LENGTHS[end - 1]):
-            state = _lengthened(state, tails[row, place])
-            if place + 1 != LENGTHS[number]:
-                continue
-            low, high = _key(state, number)
-            number += 1
-            slot = _slot(young, low, high)
-            before = young
-            at = slot
-            if slot < 0:
-                slot = ~slot
-                before = old
-                at = _slot(old, low, high)
-                young[slot, 0], young[slot, 1] = low, high
-                taken += 1
-            if at >= 0:
-                _average(best, before, at, rows, row)
-                for entry in range(WIDTH):
-                    young[slot, 2 + entry] = best[entry]
-            else:
-                for entry in range(WIDTH):
-                    young[slot, 2 + entry] = rows[row, entry]
+        taken += _take_in(young, old, tails[row], rows, row, first, end, best)
     return tails.shape[0], taken
+
+
+@compiled(_TABLE, _TABLE, _TABLE, _TABLE, _LONGS, _LONGS)
+def learn_step(
+    young: Ints, old: Ints, tails: Ints, rows: Ints, path: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64]
+) -> int:
+    """The same for all of a step, and what followed in the text; there has to be room for all of it.
+
+    Args:
+        young: see `learn`.
+        old: likewise.
+        tails: likewise.
+        rows: likewise, of logits.
+        path: `[A]`, which contexts came up in the text.
+        chosen: `[A]`, the token that followed each of them.
+
+    Returns:
+        How many more slots are taken now.
+    """
+    best, taken, certain_rows = np.empty(WIDTH, np.int32), 0, _certain(chosen)
+    for row in range(tails.shape[0]):
+        taken += _take_in(young, old, tails[row], rows, row, LOGITS, TEXT, best)
+    for row in range(path.shape[0]):
+        taken += _take_in(young, old, tails[path[row]], certain_rows, row, TEXT, END, best)
+    return taken
 
 
 @compiled(_TABLE, _TABLE)
@@ -387,13 +453,20 @@ def tails_of(text: npt.NDArray[np.int64], start: int, count: int) -> Ints:
     return tails
 
 
-@compiled(_LONGS)
-def certain(tokens: npt.NDArray[np.int64]) -> Ints:
-    """Rows `[M, WIDTH]` that are sure of one token each; of one that is too large for an entry they say nothing."""
+@_inlined
+def _certain(tokens: Any) -> Any:
+    """Rows that are sure of one token each."""
     rows = np.full((tokens.shape[0], WIDTH), TOKEN, np.int32)
     for row in range(tokens.shape[0]):
         if tokens[row] < TOKEN:
             rows[row, 0] = 255 << BITS | tokens[row]
+    return rows
+
+
+@compiled(_LONGS)
+def certain(tokens: npt.NDArray[np.int64]) -> Ints:
+    """Rows `[M, WIDTH]` that are sure of one token each; of one that is too large for an entry they say nothing."""
+    rows: Ints = _certain(tokens)
     return rows
 
 
@@ -583,27 +656,9 @@ def _learn_told(work: Any, node: Any, chosen: Any, rate: Any) -> None:
         weights[TOLD] += rate * error
 
 
-@compiled(_WORK, _TABLE, _TABLE, _MATRIX, _LONGS, _LONGS, _DOUBLE)
-def learn_weights(
-    work: Work,
-    young: Ints,
-    old: Ints,
-    weights: Doubles,
-    path: npt.NDArray[np.int64],
-    chosen: npt.NDArray[np.int64],
-    rate: float,
-) -> None:
-    """Move the weights down the gradient of the coding cost, for nodes that verification has reached.
-
-    Args:
-        work: with these nodes.
-        young: one table of the memory.
-        old: the other.
-        weights: `[LINES, END + 1]`, see `mixer`.
-        path: `[A]` nodes.
-        chosen: `[A]` tokens that the model chose there.
-        rate: of learning.
-    """
+@_inlined
+def _learn_weights(work: Any, young: Any, old: Any, weights: Any, path: Any, chosen: Any, rate: Any) -> None:
+    """Move the weights down the gradient of the coding cost, for nodes that verification has reached."""
     for step in range(path.shape[0]):
         node = path[step]
         _expand(work, node, young, old, weights)
@@ -721,14 +776,9 @@ def _is_among(tokens: Any, token: Any) -> bool:
     return False
 
 
-@compiled(_WORK, _TABLE)
-def note(work: Work, entries: Ints) -> None:
-    """Note what was said at the nodes of a tree, by their places; rows that come to one place are averaged.
-
-    Args:
-        work: with these nodes.
-        entries: `[S, WIDTH]`, of the logits at each.
-    """
+@_inlined
+def _note(work: Any, entries: Any) -> None:
+    """Note what was said at the nodes of a tree, by their places; rows that come to one place are averaged."""
     best = np.empty(WIDTH, np.int32)
     for node in range(entries.shape[0] - 1, -1, -1):  # what comes last counts most: the likelier node
         place = work.used[2] + work.depths[node]
@@ -745,12 +795,40 @@ def note(work: Work, entries: Ints) -> None:
                     work.notes[slot, 2 + entry] = entries[node, entry]
 
 
-@compiled(_WORK, _INT, _LONGS, _DOUBLE)
-def plant(work: Work, root: int, tail: npt.NDArray[np.int64], promise: float) -> None:
+@compiled(_HELD, _TABLE, _TABLE, _MATRIX, _TABLE, _LONGS, _LONGS, _DOUBLE)
+def learn_tree(
+    held: Held,
+    young: Ints,
+    old: Ints,
+    weights: Doubles,
+    entries: Ints,
+    path: npt.NDArray[np.int64],
+    chosen: npt.NDArray[np.int64],
+    rate: float,
+) -> None:
+    """Learn how far rows and notes are to be trusted, and note what was said.
+
+    Args:
+        held: a tree that was fed.
+        young: one table of the memory.
+        old: the other.
+        weights: `[LINES, END + 1]`, see `mixer`.
+        entries: `[S, WIDTH]`, of the logits at each node.
+        path: `[A]` nodes that verification has reached.
+        chosen: `[A]` tokens that the model chose there.
+        rate: of learning.
+    """
+    _learn_weights(held.work, young, old, weights, path, chosen, rate)
+    _note(held.work, entries)
+
+
+@compiled(_HELD, _INT, _LONGS, _DOUBLE)
+def plant(held: Held, root: int, tail: npt.NDArray[np.int64], promise: float) -> None:
     """Begin a new tree, whose root is token number `root` of the text, the last one of `tail`.
 
     Earlier places are known where the text has been read up to there.
     """
+    work = held.work
     work.ids[0], work.parents[0], work.depths[0] = tail[tail.shape[0] - 1], -1, 0
     work.scores[0], work.found[0] = 1.0, -1
     for place in range(LONGEST):
@@ -762,9 +840,9 @@ def plant(work: Work, root: int, tail: npt.NDArray[np.int64], promise: float) ->
     _push(work.keys, work.nodes, work.ranks, work.used, promise, 0, -1)
 
 
-@compiled(_WORK, _TABLE, _TABLE, _MATRIX, _MATRIX, _LONGS, _INT, _INT, _DOUBLE)
+@compiled(_HELD, _TABLE, _TABLE, _MATRIX, _MATRIX, _LONGS, _INT, _INT, _DOUBLE)
 def grow(
-    work: Work,
+    held: Held,
     young: Ints,
     old: Ints,
     weights: Doubles,
@@ -777,7 +855,7 @@ def grow(
     """Add the likeliest nodes, in falling order of what is known of their scores.
 
     Args:
-        work: a tree, with room for as many nodes as the stages say.
+        held: a tree, with room for as many nodes as the stages say.
         young: one table of the memory.
         old: the other.
         weights: of the mixer.
@@ -791,6 +869,7 @@ def grow(
     Returns:
         The number of nodes.
     """
+    work = held.work
     keys, nodes, ranks, used = work.keys, work.nodes, work.ranks, work.used
     for stage in range(stages.shape[0]):
         size, least = stages[stage, 0], stages[stage, 1]
@@ -814,9 +893,10 @@ def grow(
     return int(work.used[0])
 
 
-@compiled(_WORK, _INT, _LONGS, _LONGS)
-def follow(work: Work, kept: int, ids: npt.NDArray[np.int64], parents: npt.NDArray[np.int64]) -> None:
+@compiled(_HELD, _INT, _LONGS, _LONGS)
+def follow(held: Held, kept: int, ids: npt.NDArray[np.int64], parents: npt.NDArray[np.int64]) -> None:
     """Keep the first nodes, and add what others have added to the tree, each with its token and parent."""
+    work = held.work
     work.used[0] = kept
     for at in range(ids.shape[0]):
         _add(work, parents[at], ids[at])
@@ -845,12 +925,12 @@ def _rank(ids: Any, scores: Any, used: Any, new: Any, score: Any) -> Any:
 
 
 @_inlined
-def _total(maxima: Any, row: Any, best: Any) -> Any:
+def _total(maxima: Any, best: Any) -> Any:
     """The sum over all maxima of a row, relative to the best score."""
     total = 0.0
-    for at in range(maxima.shape[1]):
-        if maxima[row, at] - best > _FAR:
-            total += math.exp(maxima[row, at] - best)
+    for at in range(maxima.shape[0]):
+        if maxima[at] - best > _FAR:
+            total += math.exp(maxima[at] - best)
     return total
 
 
@@ -864,8 +944,32 @@ def _entry(token: Any, weight: Any, total: Any) -> Any:
     return np.int32(value) << BITS | np.int32(token)
 
 
-@compiled(_SCORES, _SCORES, _INT)
-def entries_of(logits: Floats, maxima: Floats, block: int) -> tuple[npt.NDArray[np.int64], Ints]:
+@_inlined
+def _flipped(bits: Any) -> Any:
+    """Between the bits of a float32 and a whole number of the same order, either way."""
+    return np.int32(bits ^ np.int32(np.int32(bits >> 31) & np.int32(0x7FFFFFFF)))
+
+
+@_inlined
+def _sortable(bits: Any) -> Any:
+    """The whole number of a logit: what is no number is above all. Compilers compare many at once of such only."""
+    if bits & np.int32(0x7FFFFFFF) > np.int32(0x7F800000):
+        return np.int32(0x7FC00000)
+    return _flipped(bits)
+
+
+@_inlined
+def _find_maxima(bits: Any, maxima: Any) -> None:
+    """Of each `BLOCK` logits in turn the greatest; of both the bits."""
+    for at in range(maxima.shape[0]):
+        best = np.int32(-(2**31))
+        for token in range(min(BLOCK, bits.shape[0] - at * BLOCK)):  # counted from 0: else they are compared singly
+            best = max(best, _sortable(bits[at * BLOCK + token]))
+        maxima[at] = _flipped(best)
+
+
+@compiled(_SCORES)
+def entries_of(logits: Floats) -> tuple[npt.NDArray[np.int64], Ints]:
     """The argmax of each row, and its likeliest tokens as entries.
 
     The `WIDTH` likeliest tokens lie in the `WIDTH` blocks with the highest maxima. Probabilities are relative to the
@@ -873,8 +977,6 @@ def entries_of(logits: Floats, maxima: Floats, block: int) -> tuple[npt.NDArray[
 
     Args:
         logits: `[M, V]`.
-        maxima: `[M, V / block, rounded up]`, of so many logits in turn each.
-        block: how many.
 
     Returns:
         `[M]` and `[M, WIDTH]`, in falling order.
@@ -882,17 +984,19 @@ def entries_of(logits: Floats, maxima: Floats, block: int) -> tuple[npt.NDArray[
     rows, vocabulary = logits.shape
     picks, entries = np.empty(rows, np.int64), np.full((rows, WIDTH), TOKEN, np.int32)
     tokens, scores, among = np.empty(WIDTH, np.int64), np.empty(WIDTH, np.float32), np.empty(WIDTH, np.int64)
+    maxima = np.empty((vocabulary + BLOCK - 1) // BLOCK, np.float32)
     for row in range(rows):
+        _find_maxima(logits[row].view(np.int32), maxima.view(np.int32))
         kept = 0
-        for at in range(maxima.shape[1]):
-            kept = _rank(among, scores, kept, at, maxima[row, at])
+        for at in range(maxima.shape[0]):
+            kept = _rank(among, scores, kept, at, maxima[at])
         best, least = scores[0], scores[kept - 1] if kept == WIDTH else -np.inf  # as many tokens are no worse than that
-        total = _total(maxima, row, best)
+        total = _total(maxima, best)
         among[:kept].sort()  # of equal scores the first token counts
         used = 0
         for place in range(kept):
-            first = among[place] * block
-            for token in range(first, min(first + block, vocabulary)):
+            first = among[place] * BLOCK
+            for token in range(first, min(first + BLOCK, vocabulary)):
                 if not logits[row, token] < least:
                     used = _rank(tokens, scores, used, token, logits[row, token])
         picks[row] = tokens[0]

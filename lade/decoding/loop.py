@@ -24,7 +24,6 @@ from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.readout import Readout, read
 from lade.decoding.row import Row, RowStep
 from lade.decoding.tree import TokenTree
-from lade.decoding.verify import Greedy
 from lade.stats import Stats, Step
 
 
@@ -48,9 +47,6 @@ class KVCache(Protocol):
         """Keep only these rows, in this order."""
         ...
 
-
-_UNSEEN = torch.empty(0)
-"""In place of logits that were read elsewhere."""
 
 CacheT = TypeVar("CacheT", bound=KVCache)
 CacheT_contra = TypeVar("CacheT_contra", bound=KVCache, contravariant=True)
@@ -174,16 +170,16 @@ class DecodeLoop(Generic[CacheT]):
         parts, fed = self._draft(), 0
         try:
             trees, texts = [part.draft.tree for part in parts], [part.row.tokens for part in parts]
-            if self.reader is not None and all(isinstance(part.row.chooser, Greedy) for part in parts):
+            if self.reader is not None and all(part.is_greedy for part in parts):
                 wants_entries = any(part.draft.wants_entries for part in parts)
                 readouts = self.reader.readouts(trees, texts, self.cache, wants_entries=wants_entries)
                 fed = max(map(len, trees))
                 for part, readout in zip(parts, readouts, strict=True):
-                    part.logits, part.readout = _UNSEEN, readout
+                    part.readout = readout
             else:
                 logits = self.runner.forward(trees, texts, self.cache)  # [B, S, V]
                 fed = logits.shape[1]
-                self._choose(parts, logits)
+                self._choose(parts, logits, fed)
             self._verify(parts)
             self._learn(parts)
         finally:  # after any error, too: drop what was not accepted, report what was emitted
@@ -207,13 +203,15 @@ class DecodeLoop(Generic[CacheT]):
             row.steps += 1
         return [RowStep(row, each.draft()) for row, each in zip(self.rows, candidates, strict=True)]
 
-    def _choose(self, parts: Sequence[RowStep], logits: torch.Tensor) -> None:
-        """Choose at all nodes at once, in rows that do so, and read the logits `[B, S, V]`."""
+    def _choose(self, parts: Sequence[RowStep], logits: torch.Tensor, fed: int) -> None:
+        """Choose at all nodes at once, in rows that do so, and read the logits `[B, S, V]`, S being `fed`."""
         for place, part in enumerate(parts):
-            fed = len(part.draft.tree)
-            part.logits = logits[place] if fed == logits.shape[1] else logits[place, :fed]
-            part.choose_all()
-        _read(parts, logits)
+            if not part.is_greedy:
+                size = len(part.draft.tree)
+                part.logits = logits[place] if size == fed else logits[place, :size]
+                part.choose_all()
+        if any(part.wants_readout for part in parts):
+            _read(parts, logits)
 
     def _verify(self, parts: Sequence[RowStep]) -> None:
         """Walk through the rows' trees, one after the other, up to the first error unless rows are isolated."""
@@ -291,14 +289,14 @@ def _read(parts: Sequence[RowStep], logits: torch.Tensor) -> None:
     """Read what the rows need of the logits `[B, S, V]`: the one place where a step waits for the device."""
     if len(parts) == 1:
         (part,) = parts
-        part.readout = read(part.logits, part.choices, wants_entries=part.draft.wants_entries)
+        part.readout = read(logits, part.choices, wants_entries=part.draft.wants_entries)
         return
     size, choices = logits.shape[1], None
     if any(part.choices is not None for part in parts):
         none = logits.new_empty(0, dtype=torch.long)
         columns = [none if part.choices is None else part.choices for part in parts]
         choices = torch.cat([pad(column, (0, size - len(column))) for column in columns])  # [B * S]
-    readout = read(logits.flatten(0, 1), choices, wants_entries=any(part.draft.wants_entries for part in parts))
+    readout = read(logits, choices, wants_entries=any(part.draft.wants_entries for part in parts))
     for place, part in enumerate(parts):
         part.readout = readout.rows(place * size, len(part.draft.tree))
 

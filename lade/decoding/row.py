@@ -9,10 +9,11 @@ import torch
 
 from lade.decoding.drafting.drafter import Draft, Drafter
 from lade.decoding.readout import Readout
-from lade.decoding.verify import Chooser, Verdict, walk
+from lade.decoding.verify import Chooser, Greedy, Verdict, walk
 from lade.stats import Step
 
 StopRule = Callable[[Sequence[int]], bool]
+_NOT_READ, _NOT_SEEN = Readout([]), torch.empty(0)
 
 
 class Row:
@@ -84,17 +85,27 @@ class RowStep:
         row: the row.
         draft: what it feeds.
         verdict: what was accepted; nothing yet before the walk.
-        logits: `[S, V]`, at the nodes of the draft's tree; after the forward pass.
+        logits: `[S, V]`, at the nodes of the draft's tree; after the forward pass. Empty where nobody looks at them.
         choices: `[S]` ids, if the chooser chose at all nodes at once; see `Chooser.choose_all`.
-        readout: what was read of the logits, with those choices.
+        readout: what was read of the logits, with those choices; empty where nobody looks at it.
     """
 
     row: Row
     draft: Draft
     verdict: Verdict = field(default_factory=Verdict)
-    logits: torch.Tensor = field(init=False)
+    logits: torch.Tensor = field(init=False, default=_NOT_SEEN)
     choices: torch.Tensor | None = field(init=False, default=None)
-    readout: Readout = field(init=False)
+    readout: Readout = field(init=False, default=_NOT_READ)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the row takes the argmax, and nobody looks at its logits."""
+        return isinstance(self.row.chooser, Greedy)
+
+    @property
+    def wants_readout(self) -> bool:
+        """Whether anybody looks at what is read of the logits."""
+        return self.draft.teaches or self.choices is not None or self.is_greedy
 
     def choose_all(self) -> None:
         """Choose at all nodes at once, if the chooser does that; its error ends the row."""

@@ -34,6 +34,11 @@ class Moves:
     def make(self, wholes: Sequence[torch.Tensor]) -> None:
         """Make them in tensors `[N, rows, H, capacity, D]`; the slots are uploaded once to each device."""
         one_row = self.rows[0] == self.rows[-1]  # they come row by row
+        if one_row and self._is_one_piece():
+            for whole in wholes:
+                row = whole.select(1, self.rows[0])
+                row.narrow(2, self.targets[0], len(self.rows)).copy_(row.narrow(2, self.sources[0], len(self.rows)))
+            return
         columns = [self.sources] if one_row else [self.sources, self.rows, self.targets]
         uploaded: dict[torch.device, list[torch.Tensor]] = {}
         for whole in wholes:
@@ -41,8 +46,13 @@ class Moves:
                 uploaded[whole.device] = upload([np.array(column) for column in columns], whole.device)
             sources, *rest = uploaded[whole.device]
             if one_row:  # as a slice, which is faster
-                states = whole[:, self.rows[0]].index_select(2, sources)
-                whole[:, self.rows[0], :, self.targets[0] : self.targets[-1] + 1] = states
+                row = whole.select(1, self.rows[0])
+                row.narrow(2, self.targets[0], len(self.rows)).copy_(row.index_select(2, sources))
             else:
                 rows, targets = rest
                 whole[:, rows, :, targets] = whole[:, rows, :, sources]
+
+    def _is_one_piece(self) -> bool:
+        """Whether tokens of one row lie side by side, and not where any of them belongs."""
+        first, last = self.sources[0], self.sources[-1]
+        return last - first == len(self.sources) - 1 and first > self.targets[-1]

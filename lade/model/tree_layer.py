@@ -180,17 +180,22 @@ class JoinedLayers:
 
     def joined(self) -> list[torch.Tensor]:
         """What the buffers of these layers are views of, `[N, rows, H, capacity, D]` each."""
-        places = [(layer, name) for layer in self.layers for name in layer.buffers]
-        buffers = [getattr(layer, name) for layer, name in places]
+        there = (each for layer in self.layers for each in (layer.keys, layer.values, layer.indexer_keys))
+        buffers = [buffer for buffer in there if buffer is not None]
         if len(buffers) != len(self._views) or not all(map(is_, buffers, self._views)):
-            if len({(buffer.shape, buffer.dtype, buffer.device) for buffer in buffers}) == 1:
-                self._wholes = [torch.stack(buffers)]
-                self._views = list(self._wholes[0].unbind())
-                for (layer, name), view in zip(places, self._views, strict=True):
-                    setattr(layer, name, view)
-            else:
-                self._wholes, self._views = [buffer[None] for buffer in buffers], buffers
+            self._join(buffers)
         return self._wholes
+
+    def _join(self, buffers: list[torch.Tensor]) -> None:
+        """Make one of buffers, as far as that can be."""
+        if len({(buffer.shape, buffer.dtype, buffer.device) for buffer in buffers}) != 1:
+            self._wholes, self._views = [buffer[None] for buffer in buffers], buffers
+            return
+        self._wholes = [torch.stack(buffers)]
+        self._views = list(self._wholes[0].unbind())
+        places = ((layer, name) for layer in self.layers for name in layer.buffers)
+        for (layer, name), view in zip(places, self._views, strict=True):
+            setattr(layer, name, view)
 
 
 def _appended(buffer: torch.Tensor, rows: int, first: int, states: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -69,7 +70,7 @@ CONTRADICTION = 1.1  # a size that costs this many times as much as a larger one
 REFRESH_S = 0.05  # of passes observed, between two refreshes of some 25 us: less than a thousandth of the time
 
 _SHORTEST_S = 1e-9
-_SIZES = np.arange(LARGEST + 1)
+_SIZES, _KNOTS = np.arange(LARGEST + 1), np.array(KNOTS)
 
 
 def _place(size: int) -> tuple[int, float]:
@@ -263,14 +264,17 @@ class StepCost:
         curve = ascending([self._knots[i] for i in known], [self._weights[i] for i in known])
         corners = hull([*ends], curve)
         sizes, heights = [KNOTS[known[i]] for i in corners], [curve[i] for i in corners]
-        slopes = np.maximum.accumulate(np.diff(heights) / np.diff(sizes))  # rounding may turn them
+        rises = ((b - a) / (right - left) for (left, a), (right, b) in pairwise(zip(sizes, heights, strict=True)))
+        slopes = accumulate(rises, max)  # rounding may turn them
         if self._padded_to:
             self.table = np.array(curve)[np.searchsorted([*ends], _SIZES)].tolist()
         else:
-            self.table = np.interp(_SIZES, KNOTS, curve).tolist()
+            self.table = np.interp(_SIZES, _KNOTS, curve).tolist()
         # The first slope serves sizes 0 and 1 as well, the last one serves `LARGEST`.
-        self.marginals = np.repeat(slopes, np.diff([0, *sizes[1:-1], LARGEST + 1])).tolist()
-        self.corners = sizes
+        marginals = list[float]()
+        for slope, end in zip(slopes, [*sizes[1:-1], LARGEST + 1], strict=True):
+            marginals += [slope] * (end - len(marginals))
+        self.marginals, self.corners = marginals, sizes
 
     def change_since(self, table: Sequence[float]) -> float:
         """Greatest relative change against an earlier `table`: 0.1 where a size got a tenth slower or faster."""

@@ -61,6 +61,26 @@ def test_links_are_those_of_the_text_that_was_read_last(pieces, data):
         assert earlier.links[: len(text)].tolist() == links_of(text)
 
 
+@given(st.lists(texts, min_size=1, max_size=6))
+def test_a_list_that_has_grown_is_read_on(pieces):
+    earlier, text = EarlierText(), []
+    for piece in pieces:
+        text += piece
+        earlier.read(text)
+        assert earlier.text[: len(text)].tolist() == text
+        assert earlier.links[: len(text)].tolist() == links_of(text)
+
+
+def test_trees_know_the_text_after_it_has_outgrown_its_arrays():
+    growth, text = TreeGrower(), random.Random(0).choices(range(4), k=3000)
+    for end in (1000, 3000):
+        growth.read(text[:end])
+        growth.begin(text[:end])
+        count = growth._work.spot_counts[0]
+        pairs = zip(growth._work.spots[0, :count].tolist(), growth._work.agreed[0, :count].tolist(), strict=True)
+        assert count and list(pairs) == places_of(text[:end], [])
+
+
 def test_long_texts_have_room():
     earlier, text = EarlierText(), random.Random(0).choices(range(9), k=5000)
     for end in (1, 1000, 1025, 5000):

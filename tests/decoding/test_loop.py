@@ -3,15 +3,18 @@
 from collections.abc import Callable, Sequence
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lade import LookaheadConfig, Stats
+from lade.decoding.drafting.drafter import Draft, Drafter
 from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.loop import DecodeLoop
+from lade.decoding.readout import Readout
 from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
-from lade.decoding.verify import Greedy
+from lade.decoding.verify import Choose, Greedy, Verdict
 from lade.testing import FunctionRunner, ListCache, nearly_flat_cost
 
 VOCABULARY = 12
@@ -102,6 +105,38 @@ def test_plain_decoding_is_the_empty_tree():
     list(loop.run())
     assert loop.stats.step_tokens == [1] * 19
     assert loop.stats.accepted == [1] * 19
+
+
+class Resting(Drafter):
+    """Feeds roots alone, some of which teach."""
+
+    def __init__(self, teaches: Sequence[bool]) -> None:
+        self.teaches, self.seen = list(teaches), list[int]()
+
+    def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
+        return Draft(TokenTree(context[-1]), teaches=self.teaches[len(self.seen)])
+
+    def learn(self, context: Sequence[int], draft: Draft, readout: Readout, verdict: Verdict) -> None:
+        self.seen.append(len(readout.argmax_ids))
+
+
+class Looking:
+    """Takes the argmax of the logits, one by one."""
+
+    def choose_all(self, logits: torch.Tensor, depths: Sequence[int]) -> None:
+        pass
+
+    def bind(self, logits: torch.Tensor, ids: Sequence[int], tokens: Sequence[int]) -> Choose:
+        return lambda node: int(logits[node].argmax())
+
+
+@pytest.mark.parametrize(("chooser", "read"), [(Greedy(), [1, 1, 1, 1]), (Looking(), [0, 1, 1, 0])])
+def test_logits_are_read_for_those_who_look_at_what_is_read(chooser, read):
+    follow, drafter = follow_of(2, 1), Resting([False, True, True, False])
+    row = Row([1, 2], drafter, chooser, lambda tokens: len(tokens) == 7)
+    list(DecodeLoop([row], FunctionRunner(follow, VOCABULARY), ListCache(1)).run())
+    assert row.tokens == plain(follow, [1, 2], 5)
+    assert drafter.seen == read
 
 
 def test_a_full_match_is_longer_than_the_guess():

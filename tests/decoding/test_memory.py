@@ -181,6 +181,25 @@ def test_nothing_is_forgotten_before_there_is_no_more_room(batch, of_text):
     assert all(len(memory.lookup([n] * LONGEST)[of_text]) == ends for n in range(token))
 
 
+@pytest.mark.parametrize("max_bytes", (LEAST_BYTES, 9_000, 2**21))
+def test_a_step_is_learned_as_its_logits_and_then_its_text(max_bytes):
+    """To the slot, also where tables are changed over in the midst of it."""
+    one, other, rng = Memory(max_bytes), Memory(max_bytes), np.random.default_rng(0)
+    changes = 0
+    for _ in range(300):
+        nodes, accepted, before = int(rng.integers(1, 20)), int(rng.integers(1, 4)), other._old
+        tails, rows = tails_of(rng.integers(0, 40, (nodes, 9)).tolist()), random_rows(rng, nodes)
+        path, tokens = rng.integers(0, nodes, accepted), rng.integers(0, 40, accepted)
+        one.learn_step(tails, rows, path, tokens)
+        other.learn(tails, rows)
+        other.learn_text(tails[path], tokens)
+        assert one._taken == other._taken
+        for mine, theirs in ((one._young, other._young), (one._old, other._old)):
+            assert sorted(mine[mine[:, 0] != 0].tolist()) == sorted(theirs[theirs[:, 0] != 0].tolist())
+        changes += other._old is not before
+    assert (changes > 5) == (max_bytes < 2**21)
+
+
 def test_what_is_about_to_be_forgotten_is_averaged_too():
     memory = Memory(LEAST_BYTES)
     learn(memory, [[3]], [{5: 100, 6: 50}])

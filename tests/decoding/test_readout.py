@@ -102,11 +102,11 @@ def test_of_equal_tokens_the_first_ones_are_kept(vocabulary):
 @pytest.mark.filterwarnings("error")
 def test_picks_are_the_argmax_where_logits_are_no_numbers(read, vocabulary, dtype):
     """NaN is the largest of all for torch; infinities are compared as usual."""
-    odd, rng = [math.nan, math.inf, -math.inf, -0.0, 0.0], np.random.default_rng(0)
+    odd, rng = [math.nan, math.inf, -math.inf, -0.0, 0.0, -math.nan], np.random.default_rng(0)
     logits = logits_of(200, vocabulary).numpy()
     for row, count in enumerate(rng.integers(0, 2 * WIDTH, 200)):
         logits[row, rng.integers(0, vocabulary, count)] = rng.choice(odd[: 1 + row % len(odd)], count)
-    logits[:5] = np.array(odd)[:, None]
+    logits[: len(odd)] = np.array(odd)[:, None]
     given = torch.from_numpy(logits).to(dtype)
     picks, entries = read(given)
     assert picks == given.argmax(-1).tolist()

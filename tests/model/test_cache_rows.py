@@ -178,11 +178,21 @@ def test_slots_are_uploaded_once_for_what_is_moved_in_all_layers(rows, monkeypat
         return upload(arrays, device)
 
     monkeypatch.setattr(module, "upload", watched)
-    feed(cache, [[20, 21, 22]] * rows)
-    cache.keep([[0, 2]] * rows, fed=3)
-    moved = [[4]] if rows == 1 else [[4, 2, 4, 2, 4], [0, 1, 1, 2, 2], [3, 1, 2, 1, 2]]
+    feed(cache, [[20, 21, 22, 23, 24]] * rows)
+    cache.keep([[0, 2, 4]] * rows, fed=5)
+    moved = [[4, 6]] if rows == 1 else [[4, 6, 2, 4, 6, 2, 4, 6], [0, 0, 1, 1, 1, 2, 2, 2], [3, 4, 1, 2, 3, 1, 2, 3]]
     assert uploads == [moved], "though the layers are more than share a buffer"
-    assert_holds(cache, [[1, 2, 20, 22], *([10 * row, 20, 22] for row in range(1, rows))])
+    assert_holds(cache, [[1, 2, 20, 22, 24], *([10 * row, 20, 22, 24] for row in range(1, rows))])
+
+
+@pytest.mark.parametrize(("path", "uploaded"), [([0, 2], 0), ([0, 3, 4], 0), ([0, 2, 3], 1), ([0, 2, 3, 4], 1)])
+def test_a_piece_that_does_not_overlap_where_it_belongs_is_moved_without_an_upload(path, uploaded, monkeypatch):
+    cache, upload, uploads = cache_of([1, 2]), module.upload, list[object]()
+    monkeypatch.setattr(module, "upload", lambda *args: (uploads.append(args), upload(*args))[1])
+    feed(cache, [[20, 21, 22, 23, 24]])
+    cache.keep([path], fed=5)
+    assert len(uploads) == uploaded
+    assert_holds(cache, [[1, 2, *(20 + node for node in path)]])
 
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -92,7 +92,7 @@ class AdaptiveDrafter(Drafter):
         guesses = self._guesses(context, lead)
         resting = self.budget.skip_drafting() and not lead
         if resting and not any(not guess.scores or self.budget.pays(guess.scores) for guess in guesses):
-            return Candidates((), lambda: Draft(TokenTree(context[-1], max_depth)))
+            return Candidates((), lambda: Draft(TokenTree(context[-1], max_depth), teaches=False))
         if self.wants_prompt_entries:
             self._grower.read(context)
         self._grower.begin(context, lead)

@@ -41,22 +41,23 @@ class TreeGrower:
     def __init__(self, excluded: Collection[int] = (), vocabulary: int | None = None) -> None:
         self._excluded = np.array(sorted(excluded), dtype=np.int64)
         self._vocabulary = _NO_LIMIT if vocabulary is None else vocabulary
-        self._work = kernels.Work.of(_ROOM)
+        self._use(kernels.Work.of(_ROOM))
         self._earlier = EarlierText()
 
     def read(self, tokens: Sequence[int]) -> None:
         """Look for the end of this text earlier in it, in the tree that begins behind it."""
         self._earlier.read(tokens)
-        self._work = self._work._replace(text=self._earlier.text, links=self._earlier.links)
+        if self._work.text is not self._earlier.text:
+            self._use(self._work._replace(text=self._earlier.text, links=self._earlier.links))
         self._work.used[3] = len(tokens)
 
     def begin(self, tokens: Sequence[int], lead: Sequence[int] = ()) -> None:
         """A new tree, whose root is the last of `tokens`; behind it a chain of tokens that are known to follow."""
         self._reserve(1 + len(lead))
         work = self._work
-        kernels.plant(work, len(tokens) - 1, np.array(tokens[-LONGEST:], dtype=np.int64), OPTIMISM)
+        kernels.plant(self._held, len(tokens) - 1, np.array(tokens[-LONGEST:], dtype=np.int64), OPTIMISM)
         if lead:
-            kernels.follow(work, 1, np.array(lead, dtype=np.int64), np.arange(len(lead)))
+            kernels.follow(self._held, 1, np.array(lead, dtype=np.int64), np.arange(len(lead)))
             work.scores[: 1 + len(lead)] = 1.0
             work.nodes[0] = len(lead)  # the tree grows from its end
 
@@ -74,9 +75,9 @@ class TreeGrower:
         Returns:
             The scores of all nodes, the root's 1.0 first.
         """
-        self._reserve(max(size for size, _ in thresholds))
+        self._reserve(max(thresholds)[0])
         count = kernels.grow(
-            self._work,
+            self._held,
             *memory.tables,
             memory.weights,
             np.array(thresholds, dtype=np.float64),
@@ -107,6 +108,8 @@ class TreeGrower:
 
     def hang(self, tree: TokenTree, count: int) -> None:
         """Hang the first `count` nodes under the root of a tree that has no other node."""
+        if count == 1:
+            return
         work = self._work
         ids, parents, depths = (column[1:count].tolist() for column in (work.ids, work.parents, work.depths))
         tree.extend(ids, parents, depths, "memory")
@@ -117,7 +120,7 @@ class TreeGrower:
             return
         self._reserve(len(tree))
         others = tree.ids[count:], tree.parents[count:]
-        kernels.follow(self._work, count, *(np.array(column, dtype=np.int64) for column in others))
+        kernels.follow(self._held, count, *(np.array(column, dtype=np.int64) for column in others))
 
     def learn(self, memory: ContextMemory, path: Sequence[int], chosen: Sequence[int], entries: Ints) -> None:
         """Learn from a step.
@@ -129,14 +132,16 @@ class TreeGrower:
             entries: `[S, WIDTH]`, of the logits at all nodes, see `readout.read`.
         """
         nodes, tokens = np.array(path, dtype=np.int64), np.array(chosen, dtype=np.int64)
-        kernels.learn_weights(self._work, *memory.tables, memory.weights, nodes, tokens, RATE)
-        kernels.note(self._work, entries)
-        memory.learn(self._work.tails[: len(entries)], entries)
-        memory.learn_text(self._work.tails[nodes], tokens)
+        kernels.learn_tree(self._held, *memory.tables, memory.weights, entries, nodes, tokens, RATE)
+        memory.learn_step(self._work.tails[: len(entries)], entries, nodes, tokens)
 
     def _reserve(self, nodes: int) -> None:
         """Make room for that many nodes; those that are there stay."""
         room = len(self._work.ids)
         if nodes <= room:
             return
-        self._work = self._work.widened(2 * nodes)
+        self._use(self._work.widened(2 * nodes))
+
+    def _use(self, work: kernels.Work) -> None:
+        """Work with these arrays, and have compiled code do so."""
+        self._work, self._held = work, kernels.hold(work)

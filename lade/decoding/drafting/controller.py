@@ -16,7 +16,7 @@ a plain one now and then shows what plain decoding takes, and where none does, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from lade.decoding.drafting.habits import Habits
 from lade.decoding.drafting.longer_cost import LongerCost
@@ -91,9 +91,10 @@ class Controller:
         """How far what nodes teach counts; not at all, if what is learned never helps."""
         return min(1.0, self._habits.gain / _GAIN_OF_NEWS)
 
-    def _cost_of_node(self, size: int) -> float:
-        """What the last node of a tree of this size costs, in tokens."""
-        return self.rate * (self._habits.toll * self._cost.marginals[size - 1] + self._habits.node_s)
+    def _costs_of_nodes(self, sizes: Sequence[int]) -> list[float]:
+        """What the last nodes of trees of these sizes cost, in tokens."""
+        rate, toll, node_s, marginals = self.rate, self._habits.toll, self._habits.node_s, self._cost.marginals
+        return [rate * (toll * marginals[size - 1] + node_s) for size in sizes]
 
     def thresholds(self) -> list[tuple[int, float]]:
         """See `Budget`: the usual size, then the corners of the cost's hull, between which all nodes cost the same.
@@ -103,14 +104,10 @@ class Controller:
         least, trust = int(self._habits.usual), self.trust
         most = min(self._most, _SPREAD * least + _LEAP)
         corners = [size for size in self._cost.corners if least < size < most] + [most]
-        prices = (
-            self._cost_of_node(corner) - self._use_of_news * taught_by_last(before + 1)
-            for before, corner in pairwise([least, *corners])
-        )
-        return [
-            (least, 0.0),
-            *((corner, max(0.0, price) / trust) for corner, price in zip(corners, prices, strict=True)),
-        ]
+        costs, use, stages = self._costs_of_nodes(corners), self._use_of_news, [(least, 0.0)]
+        for before, corner, cost in zip([least, *corners], corners, costs, strict=False):
+            stages.append((corner, max(0.0, cost - use * taught_by_last(before + 1)) / trust))
+        return stages
 
     @property
     def trust(self) -> float:
@@ -162,8 +159,9 @@ class Controller:
 
     def fill_to(self, size: int) -> int:
         """See `Budget`: to the usual size, and as far as a node costs less than its news is worth."""
-        ends = (min(corner, self._most) for corner in self._cost.corners)  # the hull may go straight on beyond it
-        worth = (min(end, most_worth(self._cost_of_node(end), self._use_of_news)) for end in ends)
+        ends = [min(corner, self._most) for corner in self._cost.corners]  # the hull may go straight on beyond it
+        costs, use = self._costs_of_nodes(ends), self._use_of_news
+        worth = (min(end, most_worth(cost, use)) for end, cost in zip(ends, costs, strict=True))
         return max([size, int(self._habits.usual), *worth])
 
     def skip_drafting(self) -> bool:

@@ -50,11 +50,13 @@ class Draft:
         tree: what is fed; its root is the last token of the context.
         wants_entries: whether to read the likeliest tokens of each row of logits, for `Drafter.learn`.
         last_row_nodes: `[W]`, the nodes of the last row of the lookahead window; None for cells that are left out.
+        teaches: whether `Drafter.learn` looks at what is read of the logits.
     """
 
     tree: TokenTree
     wants_entries: bool = False
     last_row_nodes: Sequence[int | None] = ()
+    teaches: bool = True
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ class Drafter(ABC):
         Args:
             context: the row's tokens so far, with those that were accepted.
             draft: what was fed; the last one that was made.
-            readout: what was read of the logits at its S nodes; it has entries if the draft wants them.
+            readout: what was read of the logits at its S nodes; it has entries if the draft wants them. It may be empty
+                if the draft teaches nothing.
             verdict: what was accepted.
         """
 

@@ -14,7 +14,7 @@ _ROOM = 1024  # tokens, at first
 
 
 class EarlierText:
-    """The text of one row, which grows; its last tokens may be taken back.
+    """The text of one row, which grows; its last tokens may be taken back, in another list of them.
 
     Attributes:
         text: `[T]`, ids; those that have been read come first.
@@ -25,16 +25,18 @@ class EarlierText:
         self.text: Ints = np.zeros(_ROOM, np.int32)
         self.links: Ints = np.zeros(_ROOM, np.int32)
         self._known: list[int] = []
+        self._tokens: Sequence[int] = ()
         self._latest: dict[int, int] = {}  # number of each token where it stood last
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Read what is new in a text that begins with the one that was read before, but for some tokens at its end."""
+        """Read what is new in a text that begins with the one that was read before, but for some tokens at its end.
+
+        A list that was read the last time has grown since, and that is all: it is not looked through again.
+        """
+        if tokens is not self._tokens:
+            self._take_back(self._agreeing(tokens))
+            self._tokens = tokens
         same = len(self._known)
-        late = max(0, min(same, len(tokens)) - _TAKEN_BACK)
-        if self._known[late:] != list(tokens[late:same]):
-            pairs = zip(self._known[late:], tokens[late:], strict=False)
-            same = late + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            self._take_back(same)
         if len(tokens) > len(self.text):
             more = 2 * len(tokens) - len(self.text)
             self.text, self.links = (
@@ -44,6 +46,15 @@ class EarlierText:
             self.text[number], self.links[number] = token, self._latest.get(token, -1)
             self._latest[token] = number
         self._known += tokens[same:]
+
+    def _agreeing(self, tokens: Sequence[int]) -> int:
+        """How many of the tokens known are the same ones in another list."""
+        same = len(self._known)
+        late = max(0, min(same, len(tokens)) - _TAKEN_BACK)
+        if self._known[late:] == list(tokens[late:same]):
+            return same
+        pairs = zip(self._known[late:], tokens[late:], strict=False)
+        return late + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def _take_back(self, kept: int) -> None:
         """Forget all tokens but the first ones."""

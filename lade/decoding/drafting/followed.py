@@ -104,9 +104,8 @@ class Followed(ABC):
     def _found(self, context: Sequence[int]) -> list[Place]:
         """Behind the longest tail of `context` that the text has, and where an exchange of tokens would lead to."""
         places = [] if (tail := self._behind_tail(context)) is None else [tail]
-        exchanged = Place(self._exchanged, 0)
-        if self._aftermath > 0 and all(place.start != exchanged.start for place in places):
-            places.append(exchanged)
+        if self._aftermath > 0 and (tail is None or tail.start != self._exchanged):
+            places.append(Place(self._exchanged, 0))
         return [place for place in places if place.start < len(self._text)]
 
     def _agreeing_before(self, number: int, context: Sequence[int]) -> int:
@@ -176,19 +175,26 @@ class OwnText(Followed):
     def __init__(self, before: Sequence[int] = (), excluded: Collection[int] = ()) -> None:
         super().__init__((), excluded)
         self._before = len(before)
+        self._context: Sequence[int] = ()
         self._ends: dict[tuple[int, ...], int] = {}  # number of the last token of each n-gram
         self._extend(before)
 
     def guesses(self, context: Sequence[int]) -> list[Guess]:
-        """See `Followed`."""
+        """See `Followed`; a list that was given the last time has grown since, and that is all."""
+        if context is not self._context:  # rows in lock-step show what they expect to write
+            self._take_back(context)
+            self._context = context
+        self._extend(context[len(self._text) - self._before :])
+        return super().guesses(context)
+
+    def _take_back(self, context: Sequence[int]) -> None:
+        """Forget what another text does not have."""
         known = len(self._text) - self._before
         late = max(0, known - _TAKEN_BACK)
-        if self._text[self._before + late :] != context[late:known]:  # rows in lock-step show what they expect to write
+        if self._text[self._before + late :] != context[late:known]:
             pairs = zip(self._text[self._before + late :], context[late:], strict=False)
-            known = late + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            del self._text[self._before + known :]
-        self._extend(context[known:])
-        return super().guesses(context)
+            same = late + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            del self._text[self._before + same :]
 
     def _extend(self, tokens: Sequence[int]) -> None:
         text, first = self._text, len(self._text)

@@ -113,10 +113,26 @@ class ContextMemory(BaseMemory):
         """Learn what followed in a text: `tokens`, `[M]`, each after its context in `contexts`, `[M, LONGEST]`."""
         self._learn(contexts, kernels.certain(np.asarray(tokens, dtype=np.int64)), TEXT, END)
 
+    def learn_step(
+        self, contexts: Ints, entries: Ints, path: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
+    ) -> None:
+        """Both at once: what the logits said, and `tokens` `[A]`, which followed the contexts number `path`, `[A]`."""
+        _check(contexts, entries)
+        wanted = TEXT * len(contexts) + max((END - TEXT) * len(path), END)
+        with self._writing:
+            self._widen(self._taken + wanted)
+            if self._taken + wanted <= _most_taken(len(self._young)):
+                try:
+                    self._taken += kernels.learn_step(*self.tables, contexts, entries, path, tokens)
+                except BaseException:
+                    self._recount()
+                    raise
+                return
+        self.learn(contexts, entries)  # as far as there is room, then in a new table
+        self.learn_text(contexts[path], tokens)
+
     def _learn(self, contexts: Ints, entries: Ints, first: int, end: int) -> None:
-        if contexts.shape != (len(entries), LONGEST) or entries.shape[1:] != (WIDTH,):  # compiled code reads beyond
-            shapes = f"contexts of shape {contexts.shape} and entries of shape {entries.shape}"
-            raise ValueError(f"{shapes} do not belong together")
+        _check(contexts, entries)
         with self._writing:
             learned = 0
             try:
@@ -124,22 +140,31 @@ class ContextMemory(BaseMemory):
                     self._make_room((len(contexts) - learned) * (end - first))
                     state = learned, self._taken, _most_taken(len(self._young))
                     learned, self._taken = kernels.learn(self._young, self._old, contexts, entries, first, end, *state)
-            except BaseException:  # Ctrl-C is raised when compiled code returns, which may have taken slots
-                self._taken = int(np.count_nonzero(self._young[:, 0]))
+            except BaseException:
+                self._recount()
                 raise
+
+    def _recount(self) -> None:
+        """After Ctrl-C, which is raised when compiled code returns: that may have taken slots."""
+        self._taken = int(np.count_nonzero(self._young[:, 0]))
 
     def _make_room(self, contexts: int) -> None:
         """Make room for that many new contexts, or at least for those of one more row of logits."""
-        slots, wanted = len(self._young), self._taken + max(contexts, END)
+        self._widen(self._taken + max(contexts, END))
+        slots = len(self._young)
+        if _most_taken(slots) < self._taken + END:
+            self._old = self._young  # frees the one before, so that there are never three
+            self._young, self._taken = _table(slots), 0
+
+    def _widen(self, wanted: int) -> None:
+        """Have a table with room for that many contexts, as far as the bound allows."""
+        slots = len(self._young)
         while _most_taken(slots) < wanted and slots < self._most_slots:
             slots = min(2 * slots, self._most_slots)
         if slots > len(self._young):
             larger = _table(slots)
             kernels.rehash(self._young, larger)
             self._young = larger
-        if _most_taken(slots) < self._taken + END:
-            self._old = self._young  # frees the one before, so that there are never three
-            self._young, self._taken = _table(slots), 0
 
     def snapshot(self) -> Snapshot:
         """A copy of its contents at this moment; other threads may learn meanwhile."""
@@ -175,6 +200,13 @@ def context_of(tokens: Sequence[int]) -> Ints:
     last = tokens[-LONGEST:][::-1]
     context[: len(last)] = last
     return context
+
+
+def _check(contexts: Ints, entries: Ints) -> None:
+    """Compiled code would read beyond them."""
+    if contexts.shape != (len(entries), LONGEST) or entries.shape[1:] != (WIDTH,):
+        shapes = f"contexts of shape {contexts.shape} and entries of shape {entries.shape}"
+        raise ValueError(f"{shapes} do not belong together")
 
 
 def _shortest(slots: Ints, most: int) -> Ints:
