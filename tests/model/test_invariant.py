@@ -33,6 +33,7 @@ from lade.model.invariant.padded_rows import (
 from lade.model.invariant.row_trial import cancelling, padding_for
 from lade.model.invariant.weights import _joined
 from lade.model.invariant_attention import attention
+from lade.model.invariant_attention.work import attention_of
 from lade.testing import toy_model
 
 pytestmark = pytest.mark.by_processor
@@ -244,8 +245,11 @@ def test_an_activation_that_rounds_by_place_is_caught_and_named(monkeypatch):
 
 
 def test_attention_that_keeps_no_order_is_caught(monkeypatch):
-    monkeypatch.setattr(attention, "weighted_sums", lambda weights, value: (weights @ value, weights.sum(-1, True)))
-    with pytest.raises(lade.UnsupportedModelError, match="always sums in one order"):
+    def shifted_by_number(query, *states):
+        return attention_of(query, *states) + query.shape[2]
+
+    monkeypatch.setattr(attention, "attention_of", shifted_by_number)
+    with pytest.raises(lade.UnsupportedModelError, match="does not keep its order of summation"):
         lade.invariant(toy_model(dtype=torch.float32))
 
 

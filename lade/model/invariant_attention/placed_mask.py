@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 import torch
 from transformers.masking_utils import sdpa_mask
-
-from lade.model.invariant_attention.pieces import Piece, cut
 
 
 class PlacedMask(torch.Tensor):
@@ -29,9 +27,15 @@ class PlacedMask(torch.Tensor):
         return mask
 
     @cached_property
-    def pieces(self) -> Sequence[Piece]:
-        """The queries in pieces: the same in all layers that share the mask."""
-        return cut(self.as_subclass(torch.Tensor)[:, 0])
+    def allowed(self) -> torch.Tensor:
+        """`[B, S, K]`, as an ordinary tensor."""
+        return self.as_subclass(torch.Tensor)[:, 0]
+
+    @cached_property
+    def spans(self) -> torch.Tensor:
+        """`[B, S, 2]` int64: the first key that a query sees, and the one behind the last; the same in all layers."""
+        seen = self.allowed.to(torch.uint8)
+        return torch.stack([seen.argmax(-1), seen.shape[-1] - seen.flip(-1).argmax(-1)], -1)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Some of the queries are a mask as well, since some models compute the last token alone in some layers."""
