@@ -489,14 +489,18 @@ def _top(scores: Any, count: Any, allowed: Any, cap: Any, spare: Any) -> Any:
 
 
 @_inlined
-def _weigh(tiles: Any, count: Any, tops: Any) -> None:
-    """Make of a quad's scores their weights, `[keys, 4]`."""
+def _weigh(tiles: Any, count: Any, tops: Any, totals: Any) -> None:
+    """Make of a quad's scores their weights, `[keys, 4]`, and add these to `totals`, one key after another."""
+    total = _load_quad(totals)
     for key in range(0, count, LANES):
         tile = tiles + _WORD * QUAD * key
         for row in range(QUAD):
             at = tile + _WORD * LANES * row
             _store(at, _exp(_minus(_load(at), _spread(_load_one(tops + _WORD * row)))))
         _make_quads(tile)
+        for lane in range(LANES):
+            total = _add_quads(total, _load_quad(tile + _WORD * QUAD * lane))
+    _store_quad(totals, total)
 
 
 @_inlined
@@ -511,10 +515,6 @@ def _sum_up(call: Any, values: Any, tiles: Any, quads: Any, count: Any, sums: An
         _convert(of_chunk, call.value_step, call.value_kind, some, call.value_size, floats, spare)
         for quad in range(quads):
             weights = tiles + _WORD * QUAD * (quad * call.slots + first)
-            total = _load_quad(totals + _WORD * QUAD * quad)
-            for key in range(some):
-                total = _add_quads(total, _load_quad(weights + _WORD * QUAD * key))
-            _store_quad(totals + _WORD * QUAD * quad, total)
             _multiply(weights, floats, width, width, some, sums + _WORD * QUAD * quad * width)
 
 
@@ -578,7 +578,7 @@ def _attend(call: Any, scale: Any, cap: Any, scratch: Any, part: Any, parts: Any
                     total = _load_one(spare)
                 _store_one(tops + _WORD * at, top)
                 _store_one(totals + _WORD * (QUAD * quad + at), total)
-            _weigh(scores, last - first, tops)
+            _weigh(scores, last - first, tops, totals + _WORD * QUAD * quad)
         _sum_up(call, values, tiles, quads, last - first, sums, floats, spare)
         _give_out(call, row, head, begin, count, sums, spare)
 

@@ -28,14 +28,31 @@ class PlacedMask(torch.Tensor):
 
     @cached_property
     def allowed(self) -> torch.Tensor:
-        """`[B, S, K]`, as an ordinary tensor."""
-        return self.as_subclass(torch.Tensor)[:, 0]
+        """`[B, S, K]`, as an ordinary tensor whose last dimension lies in one piece."""
+        allowed = self.as_subclass(torch.Tensor)[:, 0]
+        return allowed if allowed.stride(-1) == 1 else allowed.contiguous()
 
     @cached_property
     def spans(self) -> torch.Tensor:
-        """`[B, S, 2]` int64: the first key that a query sees, and the one behind the last; the same in all layers."""
+        """`[B, S, 2]` int64: the first key that a query sees, and the one behind the last."""
         seen = self.allowed.to(torch.uint8)
         return torch.stack([seen.argmax(-1), seen.shape[-1] - seen.flip(-1).argmax(-1)], -1)
+
+    @cached_property
+    def _places(self) -> tuple[tuple[int, ...], tuple[int, int, int, int]]:
+        row, step, _ = self.allowed.stride()
+        return tuple(self.allowed.shape), (self.allowed.data_ptr(), row, step, self.spans.data_ptr())
+
+    def places(self, rows: int, step: int, keys: int) -> tuple[int, int, int, int]:
+        """Where it lies in memory: its address and strides, and the address of its spans; the same in all layers.
+
+        Raises:
+            ValueError: it is not for as many rows, queries and keys.
+        """
+        shape, places = self._places
+        if shape != (rows, step, keys):
+            raise ValueError(f"a mask {list(shape)} was given for [rows, queries, keys] of {[rows, step, keys]}")
+        return places
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Some of the queries are a mask as well, since some models compute the last token alone in some layers."""

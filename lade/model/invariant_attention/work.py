@@ -37,36 +37,27 @@ def attention_of(
         sinks: `[H]`, the score of one more key of each head, which has no value.
     """
     rows, heads, step, size = query.shape
-    kv_heads, slots = key.shape[1:3]
+    _, kv_heads, keys, value_size = value.shape
     query, key, value = query.float().contiguous(), _with_rows(key), _with_rows(value)
-    allowed = _with_rows(mask.allowed.expand(rows, step, slots))
     sinks = None if sinks is None else sinks.float().contiguous()
-    out = torch.empty(rows, step, heads, value.shape[-1])
-    lines = heads // kv_heads * step
-    slots = -(-slots // CHUNK) * CHUNK
-    block = min(_ROWS, -(-lines // QUAD) * QUAD, max(QUAD, _SCORES // slots // QUAD * QUAD))
-    spans = mask.spans
+    out = torch.empty(rows, step, heads, value_size)
+    group = heads // kv_heads
+    slots = -(-keys // CHUNK) * CHUNK
+    block = min(_ROWS, -(-group * step // QUAD) * QUAD, max(QUAD, _SCORES // slots // QUAD * QUAD))
     call = Call(
         query.data_ptr(),
         *_places(key),
         *_places(value),
-        allowed=allowed.data_ptr(),
-        allowed_row=allowed.stride(0),
-        allowed_step=allowed.stride(1),
-        spans=spans.data_ptr(),
-        sinks=0 if sinks is None else sinks.data_ptr(),
-        out=out.data_ptr(),
-        rows=rows,
-        heads=kv_heads,
-        group=heads // kv_heads,
-        step=step,
-        size=size,
-        value_size=value.shape[-1],
-        block=block,
-        blocks=-(-lines // block),
-        slots=slots,
+        *mask.places(rows, step, keys),
+        0 if sinks is None else sinks.data_ptr(),
+        out.data_ptr(),
+        *(rows, kv_heads, group, step, size, value_size, block, -(-group * step // block), slots),
     )
-    _run(call, scale, softcap or 0.0, query.numel() * slots)
+    parts = min(torch.get_num_threads(), rows * kv_heads * call.blocks, query.numel() * slots // _MANY)
+    others = [_pool(parts - 1).submit(_run, call, scale, softcap, part, parts) for part in range(1, parts)]
+    _run(call, scale, softcap, 0, max(parts, 1))
+    for other in others:
+        other.result()
     return out
 
 
@@ -77,22 +68,14 @@ def _with_rows(states: torch.Tensor) -> torch.Tensor:
 
 def _places(states: torch.Tensor) -> tuple[int, int, int, int, int]:
     """Where `[B, Hkv, K, D]` lies: its address, its strides and its dtype."""
-    row, head, step, _ = (stride * states.itemsize for stride in states.stride())
-    return states.data_ptr(), row, head, step, kind_of(states.dtype)
+    item, (row, head, step, _) = states.itemsize, states.stride()
+    return states.data_ptr(), row * item, head * item, step * item, kind_of(states.dtype)
 
 
-def _run(call: Call, scale: float, softcap: float, work: int) -> None:
-    """Do all of it, in several threads where that takes long: torch's setting says in how many."""
-    parts = max(1, min(torch.get_num_threads(), call.rows * call.heads * call.blocks, work // _MANY))
-
-    def run(part: int) -> None:
-        scratch = torch.empty(scratch_size(call))
-        attend(call, scale, softcap, scratch.data_ptr(), part, parts)
-
-    others = [_pool(parts - 1).submit(run, part) for part in range(1, parts)]
-    run(0)
-    for other in others:
-        other.result()
+def _run(call: Call, scale: float, softcap: float | None, part: int, parts: int) -> None:
+    """Do a part of the work, with memory of its own."""
+    scratch = torch.empty(scratch_size(call))
+    attend(call, scale, softcap or 0.0, scratch.data_ptr(), part, parts)
 
 
 @cache
