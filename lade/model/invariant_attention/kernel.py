@@ -505,9 +505,8 @@ def _weigh(tiles: Any, count: Any, tops: Any, totals: Any) -> None:
 
 @_inlined
 def _sum_up(call: Any, values: Any, tiles: Any, quads: Any, count: Any, sums: Any, floats: Any, spare: Any) -> None:
-    """Weighted values, into tiles `[R / 4, Dv / LANES, 4, LANES]`, and sums of weights behind them, `[R / 4, 4]`."""
+    """Weighted values, into tiles `[R / 4, Dv / LANES, 4, LANES]`."""
     width = -(-call.value_size // WIDE) * WIDE
-    totals = sums + _WORD * call.block * width
     _clear(sums, _WORD * QUAD * quads * width)
     for first in range(0, count, CHUNK):
         some = min(CHUNK, count - first)

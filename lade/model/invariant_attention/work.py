@@ -1,15 +1,12 @@
-"""The work of a call of attention: tensors as the kernel wants them, and threads that share it."""
+"""Attention of tensors: where they lie, and how the work is cut."""
 
 from __future__ import annotations
-
-import os
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 
 import torch
 
 from lade.model.invariant_attention.kernel import CHUNK, QUAD, Call, attend, kind_of, scratch_size
 from lade.model.invariant_attention.placed_mask import PlacedMask
+from lade.model.worker_threads import in_parts
 
 _ROWS = 64  # queries that share what is converted of keys and values
 _SCORES = 2**18  # of a block at the most, where that leaves a quad: a megabyte
@@ -53,11 +50,12 @@ def attention_of(
         out.data_ptr(),
         *(rows, kv_heads, group, step, size, value_size, block, -(-group * step // block), slots),
     )
-    parts = min(torch.get_num_threads(), rows * kv_heads * call.blocks, query.numel() * slots // _MANY)
-    others = [_pool(parts - 1).submit(_run, call, scale, softcap, part, parts) for part in range(1, parts)]
-    _run(call, scale, softcap, 0, max(parts, 1))
-    for other in others:
-        other.result()
+
+    def run(part: int, parts: int) -> None:
+        scratch = torch.empty(scratch_size(call))
+        attend(call, scale, softcap or 0.0, scratch.data_ptr(), part, parts)
+
+    in_parts(run, min(rows * kv_heads * call.blocks, query.numel() * slots // _MANY))
     return out
 
 
@@ -70,18 +68,3 @@ def _places(states: torch.Tensor) -> tuple[int, int, int, int, int]:
     """Where `[B, Hkv, K, D]` lies: its address, its strides and its dtype."""
     item, (row, head, step, _) = states.itemsize, states.stride()
     return states.data_ptr(), row * item, head * item, step * item, kind_of(states.dtype)
-
-
-def _run(call: Call, scale: float, softcap: float | None, part: int, parts: int) -> None:
-    """Do a part of the work, with memory of its own."""
-    scratch = torch.empty(scratch_size(call))
-    attend(call, scale, softcap or 0.0, scratch.data_ptr(), part, parts)
-
-
-@cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    """Threads, kept from call to call."""
-    return ThreadPoolExecutor(threads, "lade-attention")
-
-
-os.register_at_fork(after_in_child=_pool.cache_clear)

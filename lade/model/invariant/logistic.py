@@ -1,0 +1,125 @@
+"""Numbers times the logistic function of a multiple of theirs, compiled: SiLU and all that is like it.
+
+Nothing here is a sum, and the compiler may not round otherwise than what is written: so a number has the same bits
+wherever it stands, be it in a vector or in what is left over of one. All of it is in one file, since numba looks at
+the file alone to see whether its machine code is up to date.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from lade.decoding.kernels import Kernel
+from lade.model.worker_threads import in_parts
+
+_AT_ONCE = 512  # numbers on their way through the first-level cache
+_MANY = 2**16  # numbers that are worth a thread of their own
+
+_ONE, _LARGE, _SHIFT = np.float32(1), np.float32(1e30), np.float32(1.5 * 2**23)
+_LOG2_E, _LN2, _LN2_REST = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
+_LEAST, _MOST = np.float32(-87), np.float32(88.37)  # beyond which exponentials are 0 and infinite
+_A, _B, _C = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
+_D, _E, _F = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+_LOWEST, _HIGHEST, _ZERO, _ENDLESS = np.float32(-127), np.float32(128), np.float32(0), np.float32(np.inf)
+_HALVES, _FLOATS = numba.uint16[::1], numba.float32[::1]
+
+
+def times_logistic(x: torch.Tensor, steep: float = 1.0, cubic: float = 0.0) -> torch.Tensor:
+    """The argument times the logistic function of `steep * x + cubic * x ** 3`, computed in float32.
+
+    Args:
+        x: of 16 or 32 bits, on the CPU.
+        steep: see above.
+        cubic: see above.
+    """
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        return times_logistic(x.float(), steep, cubic).to(x.dtype)
+    x = x.contiguous()
+    found = torch.empty_like(x)
+    memory = (*_memory_of(x), *_memory_of(found))
+
+    def run(part: int, parts: int) -> None:
+        weigh(*memory, steep, cubic, x.numel() * part // parts, x.numel() * (part + 1) // parts)
+
+    in_parts(run, x.numel() // _MANY)
+    return found
+
+
+def _memory_of(x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of a tensor as bfloat16's bits or as float32; the other is empty."""
+    flat = x.detach().view(-1)
+    if x.dtype == torch.bfloat16:
+        return flat.view(torch.int16).numpy().view(np.uint16), np.empty(0, np.float32)
+    return np.empty(0, np.uint16), flat.numpy()
+
+
+def _weigh(
+    halves: Any, floats: Any, found: Any, found_floats: Any, steep: Any, cubic: Any, first: Any, last: Any
+) -> None:
+    """Fill in one of two arrays from one of two others, from the first number to the one before the last.
+
+    Args:
+        halves: uint16 `[N]`, the upper halves of float32 numbers; empty if they are in `floats`.
+        floats: float32 `[N]`.
+        found: as `halves`, what becomes of them.
+        found_floats: as `floats`.
+        steep: see `times_logistic`.
+        cubic: likewise.
+        first: of the numbers.
+        last: of them, and one.
+    """
+    bits, power_bits = np.empty(_AT_ONCE, np.uint32), np.empty(_AT_ONCE, np.int32)
+    numbers, powers = bits.view(np.float32), power_bits.view(np.float32)
+    exponents, rest = np.empty(_AT_ONCE, np.float32), np.empty(_AT_ONCE, np.float32)
+    result_bits = np.empty(_AT_ONCE, np.uint32)
+    results = result_bits.view(np.float32)
+    for begin in range(first, last, _AT_ONCE):
+        count = min(_AT_ONCE, last - begin)
+        if halves.shape[0]:
+            upper = halves[begin : begin + count]
+            for at in range(count):
+                bits[at] = np.uint32(upper[at]) << np.uint32(16)
+        else:
+            given = floats[begin : begin + count]
+            for at in range(count):
+                numbers[at] = given[at]
+        for at in range(count):
+            number = numbers[at]
+            square = number * number
+            exponent = -number * (steep + cubic * (square if square < _LARGE else _LARGE))
+            n = (exponent * _LOG2_E + _SHIFT) - _SHIFT
+            n = n if n > _LOWEST else _LOWEST
+            n = n if n < _HIGHEST else _HIGHEST
+            r = (exponent - n * _LN2) - n * _LN2_REST
+            rest[at] = ((((((_A * r + _B) * r + _C) * r + _D) * r + _E) * r + _F) * r + _ONE) * r + _ONE
+            exponents[at] = exponent
+            power_bits[at] = (np.int32(n) + np.int32(127)) << np.int32(23)
+        for at in range(count):
+            power = rest[at] * powers[at]
+            power = _ZERO if exponents[at] < _LEAST else power
+            power = _ENDLESS if exponents[at] > _MOST else power
+            results[at] = numbers[at] / (_ONE + power)
+        if halves.shape[0]:
+            lower = found[begin : begin + count]
+            for at in range(count):
+                whole = result_bits[at]
+                odd = (whole >> np.uint32(16)) & np.uint32(1)
+                rounded = (whole + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+                lower[at] = np.uint16(rounded) if results[at] == results[at] else np.uint16(0x7FC0)
+        else:
+            given_back = found_floats[begin : begin + count]
+            for at in range(count):
+                given_back[at] = results[at]
+
+
+weigh = Kernel(
+    _weigh,
+    (_HALVES, _FLOATS, _HALVES, _FLOATS, numba.float32, numba.float32, numba.int64, numba.int64),
+    nogil=True,
+    error_model="numpy",
+)
+"""The kernel: `_weigh`, which gives up the interpreter's lock."""
