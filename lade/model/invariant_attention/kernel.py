@@ -30,11 +30,14 @@ from numba.extending import intrinsic, models, register_model
 
 from lade.decoding.kernels import Kernel
 
-LANES, QUAD = 16, 4
-CHUNK = 64
-"""Keys that are converted together."""
+QUAD = 4
+LANES = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
+"""Float32 numbers of a vector, or of two where vectors have four: no result depends on it."""
 WIDE = 2 * LANES
 """Columns that are multiplied together; rows of a chunk are filled up to a multiple."""
+WIDEST = 32
+CHUNK = 64
+"""Keys that are converted together."""
 _WORD, _TILE = 4, 4 * QUAD * LANES  # bytes
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _BFLOAT16, _FLOAT16 = 1, 2
@@ -99,13 +102,9 @@ def kind_of(dtype: torch.dtype) -> int:
 
 
 def scratch_size(call: Call) -> int:
-    """How many float32 numbers a thread needs to work with."""
-    size, value_size = _filled(call.size), _filled(call.value_size)
-    return CHUNK * (max(size, value_size) + size) + call.block * (call.size + call.slots + value_size + 1) + 2 * LANES
-
-
-def _filled(size: int) -> int:
-    return -(-size // WIDE) * WIDE
+    """How many float32 numbers a thread needs to work with, whatever the vectors of the machine code that was kept."""
+    size, value_size = (-(-each // WIDEST) * WIDEST for each in (call.size, call.value_size))
+    return CHUNK * (max(size, value_size) + size) + call.block * (call.size + call.slots + value_size + 1) + WIDEST
 
 
 # -------------------------------------------------------------------------------------------------------- instructions
