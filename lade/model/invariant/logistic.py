@@ -7,11 +7,12 @@ the file alone to see whether its machine code is up to date.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numba
 import numpy as np
 import torch
+from numba.extending import intrinsic
 
 from lade.decoding.kernels import Kernel
 from lade.model.worker_threads import in_parts
@@ -25,7 +26,6 @@ _LEAST, _MOST = np.float32(-87), np.float32(88.37)  # beyond which exponentials 
 _A, _B, _C = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
 _D, _E, _F = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
 _LOWEST, _HIGHEST, _ZERO, _ENDLESS = np.float32(-127), np.float32(128), np.float32(0), np.float32(np.inf)
-_HALVES, _FLOATS = numba.uint16[::1], numba.float32[::1]
 
 
 def times_logistic(x: torch.Tensor, steep: float = 1.0, cubic: float = 0.0) -> torch.Tensor:
@@ -40,53 +40,78 @@ def times_logistic(x: torch.Tensor, steep: float = 1.0, cubic: float = 0.0) -> t
         return times_logistic(x.float(), steep, cubic).to(x.dtype)
     x = x.contiguous()
     found = torch.empty_like(x)
-    memory = (*_memory_of(x), *_memory_of(found))
+    places, numbers = (x.data_ptr(), found.data_ptr(), x.dtype == torch.bfloat16), x.numel()
 
     def run(part: int, parts: int) -> None:
-        weigh(*memory, steep, cubic, x.numel() * part // parts, x.numel() * (part + 1) // parts)
+        weigh(*places, steep, cubic, numbers * part // parts, numbers * (part + 1) // parts)
 
-    in_parts(run, x.numel() // _MANY)
+    in_parts(run, numbers // _MANY)
     return found
 
 
-def _memory_of(x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers of a tensor as bfloat16's bits or as float32; the other is empty."""
-    flat = x.detach().view(-1)
-    if x.dtype == torch.bfloat16:
-        return flat.view(torch.int16).numpy().view(np.uint16), np.empty(0, np.float32)
-    return np.empty(0, np.uint16), flat.numpy()
+def _array_at(kind: Any) -> Any:
+    """A compiled function: the numbers of a kind from an address on, as an array of so many."""
+
+    def pointer(context: Any, address: Any) -> Any:
+        def lower(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            return builder.inttoptr(values[0], context.get_value_type(_types.CPointer(kind)))
+
+        return _types.CPointer(kind)(_types.int64), lower
+
+    to_pointer, carray = cast(Any, intrinsic(pointer)), cast(Any, numba).carray
+    return numba.njit(lambda address, count: carray(to_pointer(address), (count,)))
 
 
-def _weigh(
-    halves: Any, floats: Any, found: Any, found_floats: Any, steep: Any, cubic: Any, first: Any, last: Any
-) -> None:
-    """Fill in one of two arrays from one of two others, from the first number to the one before the last.
+_types = cast(Any, numba.types)
+_halves_at, _floats_at = _array_at(numba.uint16), _array_at(numba.float32)
+
+
+@numba.njit
+def _take(x: Any, are_halves: Any, bits: Any, numbers: Any, count: Any) -> None:
+    """Read so many numbers from an address on; `numbers` are those of `bits`."""
+    if are_halves:
+        halves = _halves_at(x, count)
+        for at in range(count):
+            bits[at] = np.uint32(halves[at]) << np.uint32(16)
+    else:
+        floats = _floats_at(x, count)
+        for at in range(count):
+            numbers[at] = floats[at]
+
+
+@numba.njit
+def _give(found: Any, are_halves: Any, bits: Any, numbers: Any, count: Any) -> None:
+    """Write so many numbers from an address on, rounded to the nearest, of two as near to the even one."""
+    if are_halves:
+        halves = _halves_at(found, count)
+        for at in range(count):
+            odd = (bits[at] >> np.uint32(16)) & np.uint32(1)
+            rounded = (bits[at] + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+            halves[at] = np.uint16(rounded) if numbers[at] == numbers[at] else np.uint16(0x7FC0)
+    else:
+        floats = _floats_at(found, count)
+        for at in range(count):
+            floats[at] = numbers[at]
+
+
+def _weigh(x: Any, found: Any, are_halves: Any, steep: Any, cubic: Any, first: Any, last: Any) -> None:
+    """Fill in `found` from `x`, from the first number to the one before the last.
 
     Args:
-        halves: uint16 `[N]`, the upper halves of float32 numbers; empty if they are in `floats`.
-        floats: float32 `[N]`.
-        found: as `halves`, what becomes of them.
-        found_floats: as `floats`.
+        x: address of bfloat16 or float32 numbers.
+        found: likewise, of what becomes of them.
+        are_halves: whether both are bfloat16, the upper halves of float32 numbers.
         steep: see `times_logistic`.
         cubic: likewise.
         first: of the numbers.
         last: of them, and one.
     """
-    bits, power_bits = np.empty(_AT_ONCE, np.uint32), np.empty(_AT_ONCE, np.int32)
+    item, bits, power_bits = 2 if are_halves else 4, np.empty(_AT_ONCE, np.uint32), np.empty(_AT_ONCE, np.int32)
     numbers, powers = bits.view(np.float32), power_bits.view(np.float32)
     exponents, rest = np.empty(_AT_ONCE, np.float32), np.empty(_AT_ONCE, np.float32)
-    result_bits = np.empty(_AT_ONCE, np.uint32)
-    results = result_bits.view(np.float32)
     for begin in range(first, last, _AT_ONCE):
         count = min(_AT_ONCE, last - begin)
-        if halves.shape[0]:
-            upper = halves[begin : begin + count]
-            for at in range(count):
-                bits[at] = np.uint32(upper[at]) << np.uint32(16)
-        else:
-            given = floats[begin : begin + count]
-            for at in range(count):
-                numbers[at] = given[at]
+        _take(x + item * begin, are_halves, bits, numbers, count)
         for at in range(count):
             number = numbers[at]
             square = number * number
@@ -102,23 +127,13 @@ def _weigh(
             power = rest[at] * powers[at]
             power = _ZERO if exponents[at] < _LEAST else power
             power = _ENDLESS if exponents[at] > _MOST else power
-            results[at] = numbers[at] / (_ONE + power)
-        if halves.shape[0]:
-            lower = found[begin : begin + count]
-            for at in range(count):
-                whole = result_bits[at]
-                odd = (whole >> np.uint32(16)) & np.uint32(1)
-                rounded = (whole + np.uint32(0x7FFF) + odd) >> np.uint32(16)
-                lower[at] = np.uint16(rounded) if results[at] == results[at] else np.uint16(0x7FC0)
-        else:
-            given_back = found_floats[begin : begin + count]
-            for at in range(count):
-                given_back[at] = results[at]
+            numbers[at] = numbers[at] / (_ONE + power)
+        _give(found + item * begin, are_halves, bits, numbers, count)
 
 
 weigh = Kernel(
     _weigh,
-    (_HALVES, _FLOATS, _HALVES, _FLOATS, numba.float32, numba.float32, numba.int64, numba.int64),
+    (numba.int64, numba.int64, numba.boolean, numba.float32, numba.float32, numba.int64, numba.int64),
     nogil=True,
     error_model="numpy",
 )
