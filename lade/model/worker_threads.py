@@ -13,6 +13,8 @@ import torch
 def in_parts(run: Callable[[int, int], object], most: int) -> None:
     """Run a function for each part of some work, given its number and how many parts there are.
 
+    Where this one is interrupted, the others go on: the function has to hold on to whatever memory it uses.
+
     Args:
         run: gives up the interpreter's lock, or nothing is gained.
         most: parts; no more than torch has threads are made, and at least one.

@@ -42,7 +42,9 @@ def times_logistic(x: torch.Tensor, steep: float = 1.0, cubic: float = 0.0) -> t
     found = torch.empty_like(x)
     places, numbers = (x.data_ptr(), found.data_ptr(), x.dtype == torch.bfloat16), x.numel()
 
-    def run(part: int, parts: int) -> None:
+    def run(
+        part: int, parts: int, _alive: object = (x, found)
+    ) -> None:  # in other threads, even if Ctrl-C ends this one
         weigh(*places, steep, cubic, numbers * part // parts, numbers * (part + 1) // parts)
 
     in_parts(run, numbers // _MANY)

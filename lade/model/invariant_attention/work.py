@@ -51,7 +51,9 @@ def attention_of(
         *(rows, kv_heads, group, step, size, value_size, block, -(-group * step // block), slots),
     )
 
-    def run(part: int, parts: int) -> None:
+    states = query, key, value, mask, sinks, out
+
+    def run(part: int, parts: int, _alive: object = states) -> None:  # in other threads, even if Ctrl-C ends this one
         scratch = torch.empty(scratch_size(call))
         attend(call, scale, softcap or 0.0, scratch.data_ptr(), part, parts)
 
