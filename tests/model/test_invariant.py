@@ -21,7 +21,7 @@ from transformers import (
 import lade
 from lade.model.invariance import invariance_of
 from lade.model.invariant import activations, logistic, make_invariant
-from lade.model.invariant.logistic import times_logistic, weigh
+from lade.model.invariant.logistic import times_logistic
 from lade.model.invariant.model_trial import Place, first_difference
 from lade.model.invariant.padded_rows import (
     NO_PADDING,
@@ -222,10 +222,10 @@ def test_what_is_times_a_logistic_function_is_so_at_the_ends_too(dtype):
 
 def test_threads_share_the_numbers_and_change_nothing(monkeypatch):
     x = 3 * torch.randn(200_001)
-    alone = times_logistic(x)
+    alone, kernel = times_logistic(x), logistic.weigh_by_logistic
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     shared = []
-    monkeypatch.setattr(logistic, "weigh", lambda *args: (shared.append(args[-2:]), weigh(*args)))
+    monkeypatch.setattr(logistic, "weigh_by_logistic", lambda *args: (shared.append(args[-2:]), kernel(*args)))
     assert torch.equal(times_logistic(x), alone) and sorted(shared) == [(0, 66667), (66667, 133334), (133334, 200001)]
 
 

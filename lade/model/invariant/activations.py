@@ -2,7 +2,7 @@
 
 PyTorch's own compute whole vectors of numbers by one formula and what is left over by another, which differ in their
 last places; how a tensor is divided depends on its size and on the number of threads. What is made of the logistic
-function, as the hyperbolic tangent is, is compiled (`logistic.py`). `erf` masks what is left over of a vector: the GELU
+function, as the hyperbolic tangent is, is compiled (`logistic`). `erf` masks what is left over of a vector: the GELU
 is composed of it, in float32, of so many numbers at a time as a core's cache holds.
 """
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lade.model.invariant_attention.kernel import CHUNK, QUAD, Call, attend, kind_of, scratch_size
 from lade.model.invariant_attention.placed_mask import PlacedMask
+from lade.model.vector_kernels import CHUNK, QUAD, Call, attend, kind_of, scratch_size
 from lade.model.worker_threads import in_parts
 
 _ROWS = 64  # queries that share what is converted of keys and values

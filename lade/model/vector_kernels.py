@@ -1,4 +1,6 @@
-"""Attention in one compiled function, where each query goes through the same instructions whatever is beside it.
+"""What is compiled for models that round alike in every pass: attention, and numbers times a logistic function.
+
+In attention each query goes through the same instructions whatever is beside it:
 
 - A score is a chain of fused multiply-adds over the head's size, from the first number to the last.
 - The largest score is taken over all keys, which rounds nothing.
@@ -160,7 +162,8 @@ def _read(builder: Any, address: Any, kind: Any) -> Any:
 
 
 def _write(builder: Any, address: Any, value: Any) -> None:
-    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=_WORD)
+    align = 2 if value.type == _HALVES else _WORD
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
 
 
 def _all(value: float, kind: Any = _FLOATS) -> Any:
@@ -278,6 +281,16 @@ def _of_bfloat16(builder: Any, address: Any) -> Any:
     return builder.bitcast(builder.shl(bits, _all(16, _INTS)), _FLOATS)
 
 
+@_instruction(_NONE, _AT, _V)
+def _store_bfloat16(builder: Any, address: Any, vector: Any) -> None:
+    """Rounded to the nearest, of two as near to the even one."""
+    bits = builder.bitcast(vector, _INTS)
+    odd = builder.and_(builder.lshr(bits, _all(16, _INTS)), _all(1, _INTS))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, _all(0x7FFF, _INTS))), _all(16, _INTS))
+    rounded = builder.select(builder.fcmp_ordered("==", vector, vector), rounded, _all(0x7FC0, _INTS))
+    _write(builder, address, builder.trunc(rounded, _HALVES))
+
+
 @_instruction(_V, _AT)
 def _of_float16(builder: Any, address: Any) -> Any:
     """Its exponents are less by 112; infinity has its largest one."""
@@ -290,9 +303,8 @@ def _of_float16(builder: Any, address: Any) -> Any:
     return builder.bitcast(builder.or_(number, sign), _FLOATS)
 
 
-@_instruction(_V, _V)
-def _exp(builder: Any, x: Any) -> Any:
-    """Of numbers up to 0, to a unit in the last place: 2 to the power of n, times a polynomial of what is left over."""
+def _power_of_e(builder: Any, x: Any) -> Any:
+    """To a unit in the last place: 2 to the power of n, times a polynomial of what is left over; 0 below 2 ** -126."""
     shifted = _fused(builder, x, _all(1.44269504), _all(1.5 * 2**23))  # whose lowest bits are n
     n = builder.fsub(shifted, _all(1.5 * 2**23))
     rest = _fused(builder, n, _all(2.12194440e-4), _fused(builder, n, _all(-0.693359375), x))
@@ -302,6 +314,23 @@ def _exp(builder: Any, x: Any) -> Any:
     power = builder.bitcast(builder.shl(exponent, _all(23, _INTS)), _FLOATS)
     small = builder.fcmp_ordered("<", x, _all(-87.0))
     return builder.select(small, _all(0.0), builder.fmul(found, power))
+
+
+@_instruction(_V, _V)
+def _exp(builder: Any, x: Any) -> Any:
+    """Of numbers up to 0."""
+    return _power_of_e(builder, x)
+
+
+@_instruction(_V, _V, _V, _V)
+def _over_exp(builder: Any, x: Any, steep: Any, cubic: Any) -> Any:
+    """The quotient of x and 1 + exp(steep * x + cubic * x ** 3), of which the last is infinite from 88.37 on."""
+    square = builder.fmul(x, x)
+    square = builder.select(builder.fcmp_ordered("<", square, _all(1e30)), square, _all(1e30))
+    exponent = builder.fmul(x, _fused(builder, cubic, square, steep))
+    large = builder.fcmp_ordered(">", exponent, _all(88.37))
+    power = builder.select(large, _all(float("inf")), _power_of_e(builder, exponent))
+    return builder.fdiv(x, builder.fadd(power, _all(1.0)))
 
 
 @_instruction(_V, _V, _F)
@@ -584,3 +613,36 @@ def _attend(call: Any, scale: Any, cap: Any, scratch: Any, part: Any, parts: Any
 _CALL = _types.NamedUniTuple(numba.int64, len(Call._fields), Call)
 attend = Kernel(_attend, (_CALL, _F, _F, _AT, numba.int64, numba.int64), nogil=True, error_model="numpy")
 """The kernel: `_attend`, which gives up the interpreter's lock."""
+
+
+# ------------------------------------------------------------------------------------------------------------ logistic
+
+
+def _weigh_by_logistic(x: Any, found: Any, kind: Any, steep: Any, cubic: Any, first: Any, last: Any) -> None:
+    """Fill in `found`, x over 1 + exp(steep * x + cubic * x ** 3), from number `first` to the one before `last`.
+
+    The last vector may begin before the end of the one before it, and writes the same bits once more.
+
+    Args:
+        x: address of numbers, at least `LANES` from `first` to `last`.
+        found: address of what becomes of them, not that of x.
+        kind: of both, float32 or bfloat16.
+        steep: see above.
+        cubic: see above.
+        first: of the numbers.
+        last: of them, and one.
+    """
+    item, steeps, cubics = 2 if kind else 4, _spread(steep), _spread(cubic)
+    for begin in range(first, last, LANES):
+        at = item * min(begin, last - LANES)
+        numbers = _over_exp(_as_floats(x + at, kind), steeps, cubics)
+        if kind == _BFLOAT16:
+            _store_bfloat16(found + at, numbers)
+        else:
+            _store(found + at, numbers)
+
+
+weigh_by_logistic = Kernel(
+    _weigh_by_logistic, (_AT, _AT, numba.int64, _F, _F, numba.int64, numba.int64), nogil=True, error_model="numpy"
+)
+"""The kernel: `_weigh_by_logistic`, which gives up the interpreter's lock."""
