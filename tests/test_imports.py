@@ -132,7 +132,7 @@ def named(node: ast.AST) -> set[str]:
 
 
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 350, 50
-LONG_FILES = {"decoding/kernels.py"}  # it says why
+LONG_FILES = {"decoding/kernels.py", "model/vector_kernels.py"}  # they say why
 
 
 def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -158,7 +158,7 @@ def test_only_the_kernels_know_of_a_compiler():
     Of these files two have what is compiled, each with all that it calls; the third says when it is.
     """
     users = {path.name for path in MODULES if re.search(r"^\s*(import|from) numba\b|\bnumba\.", path.read_text(), re.M)}
-    assert users == {"compilation.py", "kernels.py", "sums.py"}
+    assert users == {"compilation.py", "kernels.py", "vector_kernels.py"}
 
 
 def test_only_the_compatibility_module_reads_the_environment():

@@ -20,7 +20,8 @@ from transformers import (
 
 import lade
 from lade.model.invariance import invariance_of
-from lade.model.invariant import activations, make_invariant
+from lade.model.invariant import activations, logistic, make_invariant
+from lade.model.invariant.logistic import times_logistic
 from lade.model.invariant.model_trial import Place, first_difference
 from lade.model.invariant.padded_rows import (
     NO_PADDING,
@@ -33,6 +34,7 @@ from lade.model.invariant.padded_rows import (
 from lade.model.invariant.row_trial import cancelling, padding_for
 from lade.model.invariant.weights import _joined
 from lade.model.invariant_attention import attention
+from lade.model.invariant_attention.work import attention_of
 from lade.testing import toy_model
 
 pytestmark = pytest.mark.by_processor
@@ -188,7 +190,6 @@ def test_rows_of_a_batch_that_are_multiplied_apart_are_caught_and_named(monkeypa
         lade.invariant(model)
 
 
-@pytest.mark.usefixtures("known_processor")
 @pytest.mark.parametrize("function", ["silu", "gelu", "gelu_tanh", "quick_gelu"])
 def test_activations_are_what_they_are_wherever_a_number_stands(function):
     known = {
@@ -197,12 +198,37 @@ def test_activations_are_what_they_are_wherever_a_number_stands(function):
         "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
         "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     }
-    ours, x = getattr(activations, function), 3 * torch.randn(4001)
-    torch.testing.assert_close(ours(x.double()), known[function](x.double()))
-    whole = ours(x)
-    for size in (1, 7, 31, 48, 1000):
-        parts = torch.cat([ours(part) for part in x.split(size)])
-        assert torch.equal(parts, whole)
+    ours, x = getattr(activations, function), 3 * torch.randn(4001, dtype=torch.float32)
+    for dtype, tolerance in ((torch.float32, 1e-6), (HALF, 8e-3), (torch.float16, 1e-3)):
+        numbers = x.to(dtype)
+        whole = ours(numbers)
+        exact = known[function](numbers.double()).to(dtype)
+        torch.testing.assert_close(whole.float(), exact.float(), rtol=tolerance, atol=tolerance)
+        if dtype != torch.float32:  # nearly all are rounded to the nearest
+            assert (whole == exact)[numbers > -3].float().mean() > 0.99
+        for size in (1, 7, 31, 48, 1000):
+            assert torch.equal(torch.cat([ours(part) for part in numbers.split(size)]), whole)
+        assert torch.equal(ours(numbers[::3]), whole[::3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_what_is_times_a_logistic_function_is_so_at_the_ends_too(dtype):
+    x = torch.tensor([torch.nan, torch.inf, 1e30, 200.0, 88.0, -80.0, -1e30, 0.0, -0.0, 1e-30]).to(dtype)
+    found = times_logistic(x)
+    torch.testing.assert_close(found, nn.functional.silu(x), equal_nan=True, rtol=1e-2, atol=0.0)
+    assert found[-2].signbit() and times_logistic(-x[1:2]).isnan()
+    assert torch.equal(
+        times_logistic(x[1:], 1.6, 0.07), torch.where(x[1:] > 80, x[1:], times_logistic(x[1:], 1.6, 0.07))
+    )
+
+
+def test_threads_share_the_numbers_and_change_nothing(monkeypatch):
+    x = 3 * torch.randn(200_001)
+    alone, kernel = times_logistic(x), logistic.weigh_by_logistic
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    shared = []
+    monkeypatch.setattr(logistic, "weigh_by_logistic", lambda *args: (shared.append(args[-2:]), kernel(*args)))
+    assert torch.equal(times_logistic(x), alone) and sorted(shared) == [(0, 66667), (66667, 133334), (133334, 200001)]
 
 
 def test_a_layer_that_is_never_alike_is_refused_by_name(monkeypatch):
@@ -244,8 +270,11 @@ def test_an_activation_that_rounds_by_place_is_caught_and_named(monkeypatch):
 
 
 def test_attention_that_keeps_no_order_is_caught(monkeypatch):
-    monkeypatch.setattr(attention, "weighted_sums", lambda weights, value: (weights @ value, weights.sum(-1, True)))
-    with pytest.raises(lade.UnsupportedModelError, match="always sums in one order"):
+    def shifted_by_number(query, *states):
+        return attention_of(query, *states) + query.shape[2]
+
+    monkeypatch.setattr(attention, "attention_of", shifted_by_number)
+    with pytest.raises(lade.UnsupportedModelError, match="does not keep its order of summation"):
         lade.invariant(toy_model(dtype=torch.float32))
 
 

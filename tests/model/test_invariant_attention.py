@@ -1,5 +1,10 @@
 """`lade_invariant`: right, and each query's bits are the same whatever else is in the pass."""
 
+import os
+import subprocess
+import sys
+from functools import reduce
+
 import pytest
 import torch
 from effort import examples
@@ -10,12 +15,13 @@ from trees import Case, attention, cases, tree_of
 from lade.model.attention_span import AttentionSpan
 from lade.model.invariant.attention_trial import Heads, attention_keeps_order
 from lade.model.invariant_attention import attention as module
-from lade.model.invariant_attention import sums
+from lade.model.invariant_attention import work
 from lade.model.invariant_attention.attention import invariant_attention
 from lade.model.invariant_attention.placed_mask import PlacedMask, placed_mask
-from lade.model.invariant_attention.sums import weighted_sums
 
 LAYER = torch.nn.Identity()
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+DTYPES = list(TOLERANCES)
 
 
 def placed(case: Case) -> PlacedMask:
@@ -41,12 +47,13 @@ def test_it_is_attention(case, kv_heads, group, softcap, with_sinks):
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.usefixtures("known_processor")
 @settings(max_examples=examples(40))
-@given(cases(most_nodes=12, longest=150), st.sampled_from([1, 5]), st.sampled_from([torch.float32, torch.bfloat16]))
-def test_a_node_has_the_bits_of_its_path_alone(case, group, dtype):
+@given(
+    cases(most_nodes=12, longest=150), st.sampled_from([1, 5]), st.sampled_from([7, 16, 40]), st.sampled_from(DTYPES)
+)
+def test_a_node_has_the_bits_of_its_path_alone(case, group, dim, dtype):
     """Each row's path is put into slots of its own, in order, as plain decoding has it."""
-    query, key, value = (each.to(dtype) for each in states(case, 2, group, dim=16))
+    query, key, value = (each.to(dtype) for each in states(case, 2, group, dim))
     mask, allowed = placed(case), case.allowed()
     found, _ = invariant_attention(LAYER, query, key, value, mask, softcap=5.0)
     for row, tree in enumerate(case.trees):
@@ -54,7 +61,7 @@ def test_a_node_has_the_bits_of_its_path_alone(case, group, dtype):
             seen = allowed[row, node].nonzero()[:, 0]
             positions = mask.positions[row, seen]
             width = int(positions[-1]) + 1
-            alone_key, alone_value = (torch.zeros(1, 2, width, 16, dtype=dtype) for _ in range(2))
+            alone_key, alone_value = (torch.zeros(1, 2, width, dim, dtype=dtype) for _ in range(2))
             alone_key[0, :, positions], alone_value[0, :, positions] = key[row][:, seen], value[row][:, seen]
             visible = torch.zeros(1, 1, 1, width, dtype=torch.bool)
             visible[..., positions] = True
@@ -66,14 +73,12 @@ def test_a_node_has_the_bits_of_its_path_alone(case, group, dtype):
 
 def test_a_large_tree_is_cut_into_pieces():
     case = Case([tree_of([number // 8 for number in range(200)])], [70])
-    assert len(placed(case).pieces) > 1
     query, key, value = states(case, 1, 2)
     found, _ = invariant_attention(LAYER, query, key, value, placed(case))
     expected = attention(query.double(), key.double(), value.double(), case.allowed(), 8**-0.5)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.usefixtures("known_processor")
 @pytest.mark.parametrize("window", [None, 70])
 def test_a_text_may_be_padded_cut_and_windowed(window):
     """The last token of a text: alone, left of others' padding, and from a cache that has dropped what is too far."""
@@ -113,6 +118,14 @@ def test_masks_of_unknown_positions_are_refused():
         invariant_attention(LAYER, query, query, query, None, dropout=0.1)
 
 
+def test_what_a_compiled_function_cannot_do_is_refused():
+    query = torch.randn(1, 2, 3, 8)
+    with pytest.raises(ValueError, match="no gradients"):
+        invariant_attention(LAYER, query.clone().requires_grad_(), query, query, None)
+    with pytest.raises(ValueError, match="states on meta, and is for the CPU"):
+        invariant_attention(LAYER, *[query.to("meta")] * 3, None)
+
+
 HEADS = Heads(queries=6, keys=2, size=32, value_size=32)
 
 
@@ -121,58 +134,123 @@ def few_texts(monkeypatch):
     monkeypatch.setattr("lade.model.invariant.attention_trial.TEXTS", (60, 257))
 
 
-@pytest.mark.usefixtures("known_processor")
 def test_the_trial_passes(few_texts):
     assert attention_keeps_order(HEADS) and attention_keeps_order(HEADS._replace(size=128, value_size=128))
 
 
-def test_another_order_of_summation_is_caught(few_texts, monkeypatch):
+def reversed_for_few(query, key, value, mask, *rest):
     """Of a few queries from the last key to the first."""
-    right = module.weighted_sums
+    if query.shape[2] < 8:
+        key, value, mask = key.flip(2), value.flip(2), PlacedMask.of(mask.allowed.flip(-1)[:, None], mask.positions)
+    return work.attention_of(query, key, value, mask, *rest)
 
-    def reversed_for_few(weights, value):
-        return right(weights.flip(3), value.flip(2)) if weights.shape[2] < 8 else right(weights, value)
 
-    monkeypatch.setattr(module, "weighted_sums", reversed_for_few)
+def as_matrix_products(query, key, value, mask, scale, *rest):
+    """Whose order of summation is anybody's."""
+    key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
+    allowed = mask.allowed[:, None]
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, allowed, scale=scale).transpose(1, 2)
+
+
+def blind_beside_others(query, key, value, mask, *rest):
+    """A query sees what the one before it sees, too."""
+    allowed = torch.cat([mask.allowed[:, :1], mask.allowed[:, 1:] | mask.allowed[:, :-1]], 1)
+    return work.attention_of(query, key, value, PlacedMask.of(allowed[:, None], mask.positions), *rest)
+
+
+@pytest.mark.parametrize("broken", [reversed_for_few, as_matrix_products, blind_beside_others])
+def test_the_trial_catches(few_texts, monkeypatch, broken):
+    monkeypatch.setattr(module, "attention_of", broken)
     assert not attention_keeps_order(HEADS)
 
 
-def test_a_matrix_product_in_place_of_sums_is_caught(few_texts, monkeypatch):
-    def product(weights, value):
-        return weights @ value, weights.sum(-1, keepdim=True)
-
-    monkeypatch.setattr(module, "weighted_sums", product)
-    assert not attention_keeps_order(HEADS)
-
-
-def test_lone_queries_without_padding_are_caught(few_texts, monkeypatch):
-    """Some kernels sum up small heads alike, but none all of them."""
-    monkeypatch.setattr(module, "LEAST_ROWS", 1)
-    monkeypatch.setattr(module, "ROWS", 1)
-    assert not all(map(attention_keeps_order, (HEADS, HEADS._replace(size=128, value_size=128))))
+def test_values_are_summed_from_the_first_key_to_the_last():
+    """Of a query of zeros all weights are 1."""
+    value = torch.randn(1, 1, 150, 24) * torch.logspace(-3, 3, 150)[:, None]
+    expected = reduce(torch.add, value[0, 0]) / 150
+    found, _ = invariant_attention(LAYER, torch.zeros(1, 1, 1, 8), torch.randn(1, 1, 150, 8), value, None)
+    assert torch.equal(found[0, 0, 0], expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_sums_are_right_whatever_lies_between_and_however_many_threads_there_are(dtype, monkeypatch):
-    weights, cached = torch.rand(2, 3, 5, 150), torch.randn(2, 3, 200, 24).to(dtype)
-    weights[..., ::7] = 0.0
-    value = cached[:, :, 20:170]
-    values, totals = weighted_sums(weights, value)
-    torch.testing.assert_close(values.double(), weights.double() @ value.double(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(totals[..., 0].double(), weights.double().sum(-1), rtol=1e-5, atol=1e-5)
-    kept = weights[0, 0, 0].nonzero()[:, 0]
-    alone, total = weighted_sums(weights[:1, :1, :1, kept].contiguous(), value[:1, :1, kept])
-    assert torch.equal(alone[0, 0, 0], values[0, 0, 0]) and torch.equal(total[0, 0, 0], totals[0, 0, 0])
-    transposed, _ = weighted_sums(weights, value.transpose(2, 3).contiguous().transpose(2, 3))
-    monkeypatch.setattr(sums, "_MANY", 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    in_threads, _ = weighted_sums(weights, value)
-    assert torch.equal(values, transposed) and torch.equal(values, in_threads)
+def drawn(dtype, size, value_size, *, tokens=70):
+    """Queries of three heads for each of keys, and a longer cache of which a part is used, at odd places."""
+    query = torch.randn(2, 6, tokens, size).to(dtype)
+    cached, values = (torch.randn(2, 2, 203, width + 3).to(dtype) for width in (size, value_size))
+    return query, cached[:, :, 1:200, 3:], values[:, :, 1:200, 1:-2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "value_size"), [(1, 1), (8, 24), (17, 31), (32, 32), (80, 16), (33, 96), (128, 65)])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_bits_do_not_depend_on_places_pieces_and_threads(dtype, size, value_size, softcap, monkeypatch):
+    query, key, value = drawn(dtype, size, value_size)
+    sinks = torch.randn(6)
+    found, _ = invariant_attention(LAYER, query, key, value, None, softcap=softcap, s_aux=sinks)
+    copied = key.clone(), value.transpose(2, 3).contiguous().transpose(2, 3)
+    monkeypatch.setattr(work, "_ROWS", 12)
+    monkeypatch.setattr(work, "_MANY", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    elsewhere, _ = invariant_attention(LAYER, query, *copied, None, softcap=softcap, s_aux=sinks)
+    assert torch.equal(found, elsewhere)
+    for token in (0, 1, 33, 69):
+        seen = [each[:, :, : 130 + token] for each in (key, value)]
+        alone, _ = invariant_attention(LAYER, query[:, :, [token]], *seen, None, softcap=softcap, s_aux=sinks)
+        assert torch.equal(alone[:, 0], found[:, token])
+    exact = exact_attention(query, key, value, softcap, sinks)
+    torch.testing.assert_close(found.double(), exact.to(dtype).double(), rtol=TOLERANCES[dtype], atol=2e-6)
+
+
+def exact_attention(query, key, value, softcap, sinks):
+    step, slots = query.shape[2], key.shape[2]
+    allowed = torch.ones(len(query), step, slots, dtype=torch.bool).tril(slots - step)
+    states = (each.double() for each in (query, key, value))
+    return attention(*states, allowed, query.shape[-1] ** -0.5, softcap, sinks)
+
+
+BITS = """
+import torch
+from lade.model import vector_kernels
+from lade.model.invariant_attention.attention import invariant_attention
+torch.manual_seed(0)
+query, key = torch.randn(1, 6, 9, 40), torch.randn(1, 2, 150, 40)
+found, _ = invariant_attention(torch.nn.Identity(), query, key, key[..., :24], None, softcap=5.0)
+print(vector_kernels.LANES, found.view(torch.int32).tolist())
+"""
+
+
+@pytest.mark.slow
+def test_bits_do_not_depend_on_the_size_of_vectors(tmp_path):
+    bits = {}
+    for capability in ("avx2", "avx512"):
+        environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "NUMBA_CACHE_DIR": str(tmp_path / capability)}
+        run = subprocess.run([sys.executable, "-c", BITS], env=environment, capture_output=True, text=True, check=True)
+        lanes, _, found = run.stdout.partition(" ")
+        bits[lanes] = found
+    if len(bits) == 1:
+        pytest.skip("this processor has vectors of one size")
+    assert bits["8"] == bits["16"]
 
 
 def test_numbers_that_are_none_stay_with_their_query():
-    weights, value = torch.rand(1, 1, 5, 150), torch.randn(1, 1, 150, 24)
-    values, _ = weighted_sums(weights, value)
-    weights[:, :, 4] = torch.nan
-    beside, _ = weighted_sums(weights, value)
-    assert torch.equal(values[:, :, :4], beside[:, :, :4]) and beside[:, :, 4].isnan().all()
+    query, key, value = drawn(torch.float32, 16, 24)
+    found, _ = invariant_attention(LAYER, query, key, value, None)
+    query[:, :, 4, 3] = torch.nan
+    query[:, :, 5, 3] = torch.inf
+    beside, _ = invariant_attention(LAYER, query, key, value, None)
+    others = [token for token in range(70) if token not in (4, 5)]
+    assert torch.equal(found[:, others], beside[:, others]) and beside[:, 4:6].isnan().all()
+
+
+def test_float16_is_read_as_it_is():
+    """All its numbers: each query sees one row of them."""
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16).view(1, 1, -1, 64)
+    numbers = torch.where(numbers.isfinite(), numbers, 1)
+    query = torch.zeros(1, 1, numbers.shape[2], 8)
+    own = PlacedMask.of(torch.eye(numbers.shape[2], dtype=torch.bool)[None, None], torch.arange(numbers.shape[2])[None])
+    found, _ = invariant_attention(LAYER, query, query, numbers, own)
+    assert torch.equal(found.transpose(1, 2), numbers.float())
+    none = torch.tensor([torch.inf, -torch.inf, torch.nan], dtype=torch.float16)[None, None, None]
+    found, _ = invariant_attention(LAYER, query[:, :, :1], query[:, :, :1], none, None)
+    assert torch.equal(found[0, 0, 0].isnan(), none[0, 0, 0].isnan()) and torch.equal(
+        found[..., :2], none[..., :2].float()
+    )

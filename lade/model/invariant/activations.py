@@ -1,9 +1,9 @@
 """Activation functions that give a number the same bits wherever in a tensor it stands.
 
 PyTorch's own compute whole vectors of numbers by one formula and what is left over by another, which differ in their
-last places; how a tensor is divided depends on its size and on the number of threads. `exp`, `tanh` and `erf` are the
-exceptions: they mask what is left over. So these functions are composed of them, in float32, and of so many numbers at
-a time as a core's cache holds.
+last places; how a tensor is divided depends on its size and on the number of threads. What is made of the logistic
+function, as the hyperbolic tangent is, is compiled (`logistic`). `erf` masks what is left over of a vector: the GELU
+is composed of it, in float32, of so many numbers at a time as a core's cache holds.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import nn
 from transformers import activations
 
 from lade.model.class_change import Changed, change
+from lade.model.invariant.logistic import times_logistic
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -33,22 +34,27 @@ _OF_TANH = (
 
 def silu(x: torch.Tensor) -> torch.Tensor:
     """The argument times its logistic function."""
-    return x / torch.neg(x).exp_().add_(1)
+    return times_logistic(x)
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     """GELU by way of the logistic function."""
-    return x / torch.mul(x, -1.702).exp_().add_(1)
+    return times_logistic(x, 1.702)
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU by way of the hyperbolic tangent: 1 + tanh(u) is twice the logistic function of 2 u."""
+    steep = 2 * math.sqrt(2 / math.pi)
+    return times_logistic(x, steep, 0.044715 * steep)
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
     """The argument times the normal distribution function."""
-    return 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5)))
-
-
-def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """GELU by way of the hyperbolic tangent."""
-    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))))
+    found = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for part, out in zip(x.flatten().split(AT_A_TIME), found.view(-1).split(AT_A_TIME), strict=True):
+        numbers = part.float()
+        out.copy_(0.5 * numbers * (1 + torch.erf(numbers * math.sqrt(0.5))))
+    return found
 
 
 class Composed(Changed):
@@ -58,12 +64,7 @@ class Composed(Changed):
         """As the activation, rounded once at the end."""
         function = _function_of(self.original, self)
         assert function is not None
-        if x.numel() <= AT_A_TIME:
-            return function(x.float()).to(x.dtype)
-        found = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        for part, out in zip(x.flatten().split(AT_A_TIME), found.view(-1).split(AT_A_TIME), strict=True):
-            out.copy_(function(part.float()))
-        return found
+        return function(x)
 
 
 def compose_activations(model: nn.Module) -> None:

@@ -137,7 +137,7 @@ def _try(model: PreTrainedModel) -> None:
     config = config_of_text(model)
     heads = _heads(config)
     if heads is not None and not attention_keeps_order(heads):
-        reason = "this PyTorch has no matrix product in float32 here that always sums in one order"
+        reason = "its attention, as compiled here, does not keep its order of summation"
         raise UnsupportedModelError(_says(model, reason), REMEDY)
     plan = supports(model).require()
     windows = [window for window in windows_of(config) if window <= LONGEST_PROBE_TOKENS]

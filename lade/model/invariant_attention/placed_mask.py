@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 import torch
 from transformers.masking_utils import sdpa_mask
-
-from lade.model.invariant_attention.pieces import Piece, cut
 
 
 class PlacedMask(torch.Tensor):
@@ -29,9 +27,32 @@ class PlacedMask(torch.Tensor):
         return mask
 
     @cached_property
-    def pieces(self) -> Sequence[Piece]:
-        """The queries in pieces: the same in all layers that share the mask."""
-        return cut(self.as_subclass(torch.Tensor)[:, 0])
+    def allowed(self) -> torch.Tensor:
+        """`[B, S, K]`, as an ordinary tensor whose last dimension lies in one piece."""
+        allowed = self.as_subclass(torch.Tensor)[:, 0]
+        return allowed if allowed.stride(-1) == 1 else allowed.contiguous()
+
+    @cached_property
+    def spans(self) -> torch.Tensor:
+        """`[B, S, 2]` int64: the first key that a query sees, and the one behind the last."""
+        seen = self.allowed.to(torch.uint8)
+        return torch.stack([seen.argmax(-1), seen.shape[-1] - seen.flip(-1).argmax(-1)], -1)
+
+    @cached_property
+    def _places(self) -> tuple[tuple[int, ...], tuple[int, int, int, int]]:
+        row, step, _ = self.allowed.stride()
+        return tuple(self.allowed.shape), (self.allowed.data_ptr(), row, step, self.spans.data_ptr())
+
+    def places(self, rows: int, step: int, keys: int) -> tuple[int, int, int, int]:
+        """Where it lies in memory: its address and strides, and the address of its spans; the same in all layers.
+
+        Raises:
+            ValueError: it is not for as many rows, queries and keys.
+        """
+        shape, places = self._places
+        if shape != (rows, step, keys):
+            raise ValueError(f"a mask {list(shape)} was given for [rows, queries, keys] of {[rows, step, keys]}")
+        return places
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Some of the queries are a mask as well, since some models compute the last token alone in some layers."""

@@ -1,0 +1,39 @@
+"""Numbers times the logistic function of a multiple of theirs: SiLU and all that is like it.
+
+Nothing in it is a sum, and all numbers go through the same instructions (`vector_kernels`): so a number has the same
+bits wherever it stands.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lade.model.vector_kernels import WIDEST, kind_of, weigh_by_logistic
+from lade.model.worker_threads import in_parts
+
+_MANY = 2**16  # numbers that are worth a thread of their own
+
+
+def times_logistic(x: torch.Tensor, steep: float = 1.0, cubic: float = 0.0) -> torch.Tensor:
+    """The argument times the logistic function of `steep * x + cubic * x ** 3`, computed in float32.
+
+    Args:
+        x: of 16 or 32 bits, on the CPU.
+        steep: see above.
+        cubic: see above.
+    """
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        return times_logistic(x.float(), steep, cubic).to(x.dtype)
+    numbers = x.numel()
+    if numbers < WIDEST:  # fewer than a vector may have
+        padded = torch.nn.functional.pad(x.reshape(-1), (0, WIDEST - numbers))
+        return times_logistic(padded, steep, cubic)[:numbers].view(x.shape)
+    x = x.contiguous()
+    found = torch.empty_like(x)
+    places = x.data_ptr(), found.data_ptr(), kind_of(x.dtype)
+
+    def run(part: int, parts: int, _alive: object = (x, found)) -> None:  # in other threads, even after Ctrl-C in this
+        weigh_by_logistic(*places, -steep, -cubic, numbers * part // parts, numbers * (part + 1) // parts)
+
+    in_parts(run, numbers // _MANY)
+    return found

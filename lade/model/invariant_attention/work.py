@@ -1,0 +1,72 @@
+"""Attention of tensors: where they lie, and how the work is cut."""
+
+from __future__ import annotations
+
+import torch
+
+from lade.model.invariant_attention.placed_mask import PlacedMask
+from lade.model.vector_kernels import CHUNK, QUAD, Call, attend, kind_of, scratch_size
+from lade.model.worker_threads import in_parts
+
+_ROWS = 64  # queries that share what is converted of keys and values
+_SCORES = 2**18  # of a block at the most, where that leaves a quad: a megabyte
+_MANY = 2**22  # multiplications that are worth a thread of their own
+
+
+def attention_of(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: PlacedMask,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention, `[B, S, H, Dv]` float32.
+
+    Args:
+        query: `[B, H, S, D]`, of 16 or 32 bits, on the CPU like the others.
+        key: `[B, Hkv, K, D]`, likewise.
+        value: `[B, Hkv, K, Dv]`, likewise.
+        mask: `[B, 1, S, K]`.
+        scale: factor of the scores.
+        softcap: scores s become softcap * tanh(s / softcap).
+        sinks: `[H]`, the score of one more key of each head, which has no value.
+    """
+    rows, heads, step, size = query.shape
+    _, kv_heads, keys, value_size = value.shape
+    query, key, value = query.float().contiguous(), _with_rows(key), _with_rows(value)
+    sinks = None if sinks is None else sinks.float().contiguous()
+    out = torch.empty(rows, step, heads, value_size)
+    group = heads // kv_heads
+    slots = -(-keys // CHUNK) * CHUNK
+    block = min(_ROWS, -(-group * step // QUAD) * QUAD, max(QUAD, _SCORES // slots // QUAD * QUAD))
+    call = Call(
+        query.data_ptr(),
+        *_places(key),
+        *_places(value),
+        *mask.places(rows, step, keys),
+        0 if sinks is None else sinks.data_ptr(),
+        out.data_ptr(),
+        *(rows, kv_heads, group, step, size, value_size, block, -(-group * step // block), slots),
+    )
+
+    states = query, key, value, mask, sinks, out
+
+    def run(part: int, parts: int, _alive: object = states) -> None:  # in other threads, even if Ctrl-C ends this one
+        scratch = torch.empty(scratch_size(call))
+        attend(call, scale, softcap or 0.0, scratch.data_ptr(), part, parts)
+
+    in_parts(run, min(rows * kv_heads * call.blocks, query.numel() * slots // _MANY))
+    return out
+
+
+def _with_rows(states: torch.Tensor) -> torch.Tensor:
+    """Whose last dimension lies in one piece."""
+    return states if states.stride(-1) == 1 else states.contiguous()
+
+
+def _places(states: torch.Tensor) -> tuple[int, int, int, int, int]:
+    """Where `[B, Hkv, K, D]` lies: its address, its strides and its dtype."""
+    item, (row, head, step, _) = states.itemsize, states.stride()
+    return states.data_ptr(), row * item, head * item, step * item, kind_of(states.dtype)

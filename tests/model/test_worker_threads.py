@@ -1,0 +1,37 @@
+"""Threads that compiled functions share their work among."""
+
+import threading
+
+import pytest
+import torch
+from forked import in_fork
+
+from lade.model.worker_threads import in_parts
+
+
+@pytest.fixture(autouse=True)
+def three_threads(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+
+
+@pytest.mark.parametrize(("most", "parts"), [(0, 1), (1, 1), (2, 2), (7, 3)])
+def test_each_part_is_run_once(most, parts):
+    seen = []
+    in_parts(lambda *args: seen.append((*args, threading.current_thread() is threading.main_thread())), most)
+    assert sorted(seen) == [(part, parts, part == 0) for part in range(parts)]
+
+
+def test_an_error_in_another_thread_is_raised_here():
+    with pytest.raises(ZeroDivisionError):
+        in_parts(lambda part, parts: 1 // (part - 2), 3)
+
+
+def test_a_child_has_threads_of_its_own():
+    in_parts(lambda part, parts: None, 3)
+
+    def parts_in_child():
+        seen = []
+        in_parts(lambda part, parts: seen.append(part), 3)
+        return sorted(seen)
+
+    assert in_fork(parts_in_child, seconds=5) == [0, 1, 2]
