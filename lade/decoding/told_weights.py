@@ -70,13 +70,14 @@ _CAUTION = 0.3  # of the rate of learning: ends of a text come in many lengths, 
 def told_weights() -> list[Row]:
     """Four sets: for places in the prompt and in the answer, and the same for a text that is being quoted.
 
-    Where nothing has been copied yet, three tokens of the prompt tell as much as later; fewer stand there by chance.
+    Where nothing has been copied yet, three tokens of the prompt tell half as much as later; fewer stand there by chance.
 
     Returns:
         `[4 * 14]` rows, each with the share of the rate of learning by which it is learned at the end.
     """
     calm, of_prompt, of_answer = [(*row, _CAUTION) for row in _CALM], _at_once(_OF_PROMPT), _at_once(_OF_ANSWER)
-    return [*calm[:_SHORT], *of_prompt[_SHORT:], *calm, *of_prompt, *of_answer]
+    early = [(*(each / 2 for each in row[:-1]), 1.0) for row in of_prompt[_SHORT:]]
+    return [*calm[:_SHORT], *early, *calm, *of_prompt, *of_answer]
 
 
 def _at_once(rows: tuple[Row, ...]) -> list[Row]:
