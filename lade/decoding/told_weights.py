@@ -70,7 +70,7 @@ _CAUTION = 0.3  # of the rate of learning: ends of a text come in many lengths, 
 def told_weights() -> list[Row]:
     """Four sets: for places in the prompt and in the answer, and the same for a text that is being quoted.
 
-    Where nothing has been copied yet, three tokens of the prompt tell half as much as later; fewer stand there by chance.
+    Where nothing has been copied yet, three tokens of the prompt tell half as much as later, fewer next to nothing.
 
     Returns:
         `[4 * 14]` rows, each with the share of the rate of learning by which it is learned at the end.
