@@ -26,6 +26,7 @@ import numpy.typing as npt
 from numba.experimental import structref
 
 from lade.decoding.compilation import compiled
+from lade.decoding.told_weights import told_weights
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
@@ -42,7 +43,7 @@ LINES = (len(ORDERS) + 1) * (len(TEXT_ORDERS) + 1)
 """Number of sets of weights: one for each number of rows of either kind that may be found."""
 AT_PLACE, AT_TOKEN, NEAR = 0, 1, 2
 """Kinds of notes: what was said at a place, and at a token there; and how many kinds there are."""
-SPOTS = 8
+SPOTS = 16
 """Earlier places that are kept of a node: those behind the longest ends of its text that stood there before."""
 LATEST, EACH, TOLD = 0, 1, 2
 """Rows of what followed there: at the latest place of the longest end, and at each; and how many kinds there are."""
@@ -70,31 +71,12 @@ _NOTES = 2048  # slots; a later note takes the place of an earlier one
 # By the kinds that there are notes of, one bit each: the weight of each, and a bias. About what they become.
 _NEAR_WEIGHTS = ((0.0, 0.0, 0.0), (0.05, 0.0, 0.15), (0.0, 0.1, 0.3), (0.05, 0.1, 0.45))
 
-_LOOKED_AT = 64  # places where the last token stood before
+_LOOKED_AT = 128  # places where the last token stood before
 _LONGEST_END = 32  # agreement beyond so many tokens is not told apart
 _END_KINDS = 7  # 1, 2, 3, 4 and 5, 6 and 7, 8 to 15, and more tokens
 _NOT_SEEN = 0.4  # of what followed at some places, something else is as likely as if it had been there so often
-_CAUTION = 0.3  # of the rate of learning: ends of a text come in many lengths, few of them often
-
-# By the length of the longest end that stood there before, and whether all these places were followed by the same: the
-# weight of either row, and a bias. An eighth of what they become where a text is quoted:
-# what a model writes by itself wants them small.
-_TOLD_WEIGHTS = (
-    (0.0, 0.05, 0.02),
-    (0.02, 0.04, 0.0),
-    (0.0, 0.03, 0.01),
-    (0.03, 0.03, 0.0),
-    (0.01, 0.04, 0.0),
-    (0.08, 0.02, 0.02),
-    (0.03, 0.04, 0.0),
-    (0.08, 0.02, 0.02),
-    (0.05, 0.03, 0.02),
-    (0.09, 0.03, 0.03),
-    (0.08, 0.04, 0.02),
-    (0.15, 0.04, 0.03),
-    (0.08, 0.03, 0.02),
-    (0.1, 0.05, 0.02),
-)
+_COPIED = 16  # tokens that agree where a text is copied
+_AFTER_COPY = 64  # tokens after one during which more copies are likely
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -125,15 +107,16 @@ class Work(NamedTuple):
         keys: float64 `[2 N]`, of a heap: the score that the next child of a node has, or may have.
         nodes, ranks: int32 `[2 N]`, of the same heap: which node, and which of its children; -1 where the node has not
             been looked up.
-        used: int64 `[4]`, how many nodes there are, how many entries of the heap, the place of the root, and how many
-            tokens of the text have been read.
+        used: int64 `[6]`, how many nodes there are, how many entries of the heap, the place of the root, how many
+            tokens of the text have been read, how many are the prompt's, and the place of the last root behind a copy.
         text, links: int32 `[T]`, the text, and where each of its tokens stood before that, -1 for nowhere.
         spots: int32 `[N, SPOTS]`, the numbers of the tokens that follow at earlier places, the longest ends first.
         agreed: int32 `[N, SPOTS]`, how many tokens before each are those at the end of the node's text.
         spot_counts: int32 `[N]`, how many such places there are.
         told: int32 `[N]`, which of `told_weights` are in use; -1 where there are no such places.
         told_rows: int32 `[N, TOLD, WIDTH]`, what followed there.
-        told_weights: float64 `[2 * _END_KINDS, TOLD + 1]`, the weight of either row, and a bias.
+        told_weights: float64 `[8 * _END_KINDS, TOLD + 2]`, the weight of either row, a bias, and how fast they are
+            learned, see `told_weights`.
     """
 
     ids: Ints
@@ -188,7 +171,7 @@ class Work(NamedTuple):
             keys=np.empty(2 * room + 2),
             nodes=np.empty(2 * room + 2, np.int32),
             ranks=np.empty(2 * room + 2, np.int32),
-            used=np.zeros(4, np.int64),
+            used=np.array([0, 0, 0, 0, 0, -_AFTER_COPY], np.int64),
             text=np.zeros(1, np.int32),
             links=np.zeros(1, np.int32),
             spots=np.empty((room, SPOTS), np.int32),
@@ -196,7 +179,7 @@ class Work(NamedTuple):
             spot_counts=spot_counts,
             told=told,
             told_rows=np.empty((room, TOLD, WIDTH), np.int32),
-            told_weights=np.array(_TOLD_WEIGHTS),
+            told_weights=np.array(told_weights()),
         )
 
     def widened(self, room: int) -> Work:
@@ -584,7 +567,7 @@ def _end_kind(agreed: Any) -> Any:
 
 @_inlined
 def _tell(text: Any, spots: Any, count: Any, longest: Any, rows: Any) -> Any:
-    """Write down what followed at earlier places, at least one; returns which weights are in use."""
+    """Write down what followed at earlier places, at least one; returns which weights of a set are in use."""
     for place in range(WIDTH):
         rows[LATEST, place] = rows[EACH, place] = TOKEN
     different = 0
@@ -606,6 +589,13 @@ def _tell(text: Any, spots: Any, count: Any, longest: Any, rows: Any) -> Any:
 
 
 @_inlined
+def _told_set(place: Any, used: Any) -> Any:
+    """Where the set of weights begins for what an earlier place told: of the prompt or not, behind a copy or not."""
+    of_prompt, copying = place < used[4], used[2] - used[5] < _AFTER_COPY
+    return 2 * _END_KINDS * ((0 if of_prompt else 1) + (2 if copying else 0))
+
+
+@_inlined
 def _expand(work: Any, node: Any, young: Any, old: Any, weights: Any) -> None:
     """Ask the memory, and the notes, about a node, once."""
     if work.found[node] < 0:
@@ -615,6 +605,7 @@ def _expand(work: Any, node: Any, young: Any, old: Any, weights: Any) -> None:
         told, told_rows, told_weights = -1, work.told_rows[node], work.told_weights
         if work.spot_counts[node] > 0:
             told = _tell(work.text, work.spots[node], work.spot_counts[node], work.agreed[node, 0], told_rows)
+            told += _told_set(work.spots[node, 0], work.used)
         work.found[node], work.heard[node], work.near[node], work.told[node] = found, heard, near, told
         tokens, odds = work.tokens[node], work.odds[node]
         work.offers[node] = _mix(
@@ -646,6 +637,7 @@ def _value(rows: Any, kind: Any, token: Any) -> Any:
 def _learn_told(work: Any, node: Any, chosen: Any, rate: Any) -> None:
     """Move the weights of what earlier places told of a node."""
     rows, weights = work.told_rows[node], work.told_weights[work.told[node]]
+    rate *= weights[TOLD + 1]
     for at in range(work.offers[node]):
         token, log_odds = work.tokens[node, at], work.odds[node, at]
         if token != chosen and log_odds < _NEGLIGIBLE:
@@ -684,7 +676,7 @@ def _learn_weights(work: Any, young: Any, old: Any, weights: Any, path: Any, cho
                 work.near_weights[near, kind] += rate * near_gradient[kind]
             work.near_weights[near, NEAR] += rate * gradient[END]
         if work.told[node] >= 0:
-            _learn_told(work, node, chosen[step], _CAUTION * rate)
+            _learn_told(work, node, chosen[step], rate)
 
 
 # ------------------------------------------------------------------------------------------------------------- growth
@@ -837,6 +829,8 @@ def plant(held: Held, root: int, tail: npt.NDArray[np.int64], promise: float) ->
     work.spot_counts[0] = 0
     if work.used[3] == root + 1:
         work.spot_counts[0] = _find_spots(work.text, work.links, root, work.spots[0], work.agreed[0])
+    if work.spot_counts[0] > 0 and work.agreed[0, 0] >= _COPIED:
+        work.used[5] = root
     _push(work.keys, work.nodes, work.ranks, work.used, promise, 0, -1)
 
 

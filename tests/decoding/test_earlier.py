@@ -44,7 +44,7 @@ def places_of(text: list[int], path: list[int]) -> list[tuple[int, int]]:
             agreed += 1
         if agreed:
             found.append((number + 1, agreed))
-    kept = sorted(found[:64], key=lambda each: -each[1])[:SPOTS]
+    kept = sorted(found[:128], key=lambda each: -each[1])[:SPOTS]
     for token in path:
         kept = [(start + 1, agreed + 1) for start, agreed in kept if text[start] == token and start + 1 < len(text)]
     return kept
@@ -158,6 +158,38 @@ def test_how_far_earlier_places_are_to_be_trusted_is_learned():
     learned, prior = growth._work.told_weights, TreeGrower()._work.told_weights
     assert (learned[:, TOLD] < prior[:, TOLD]).any()
     assert (learned[-1] == prior[-1]).all(), "no end was so long"
+
+
+def told_set(text: list[int], prompt: int, growth: TreeGrower) -> int:
+    """Which of the four sets of weights is in use behind a text."""
+    growth.set_prompt(prompt)
+    growth.read(text)
+    growth.begin(text)
+    growth.grow(Memory(), [(2, 0.0)])
+    return int(growth._work.told[0]) // (len(growth._work.told_weights) // 4)
+
+
+def test_places_of_the_prompt_and_texts_that_are_copied_have_weights_of_their_own():
+    growth, prompt = TreeGrower(), list(range(100, 140))
+    text = [*prompt, 7, 100]
+    assert told_set(text, 40, growth) == 0
+    assert told_set(text, 0, TreeGrower()) == 1, "the place is in the answer"
+    assert told_set([*prompt, *prompt[:15]], 40, growth) == 0
+    text = [*prompt, *prompt[:16]]
+    assert told_set(text, 40, growth) == 2
+    assert told_set(text, 10, TreeGrower()) == 3
+    text += range(300, 362)
+    assert told_set([*text, 130], 40, growth) == 2, "63 tokens further it is still likely"
+    assert told_set([*text, 362, 130], 40, growth) == 0
+
+
+def test_the_prompt_is_known_where_an_encoder_has_read_another_text_before_it():
+    drafter = drafter_for(LookaheadConfig(budget=4))
+    drafter.begin([50, 51, 52, 1, 2, 3, 4], 6)
+    drafter.draft([1, 2, 3, 4], None)
+    assert drafter._grower._work.used[4] == 3
+    drafter.draft([1, 2, 3, 4, 5, 6], None)
+    assert drafter._grower._work.used[4] == 3
 
 
 def quotes() -> tuple[list[int], list[int]]:

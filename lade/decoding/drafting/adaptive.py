@@ -70,6 +70,8 @@ class AdaptiveDrafter(Drafter):
         self._grower = TreeGrower(excluded, vocabulary)
         self._sources, self._excluded, self._constraint = sources, frozenset(excluded), constraint
         self._rng = random.Random(seed)
+        self._written = 0  # tokens of the answer when its first step began
+        self._begun = False
 
     def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:
         """See `Drafter`."""
@@ -79,6 +81,7 @@ class AdaptiveDrafter(Drafter):
         """See `Drafter`."""
         seeds = [token for token in tokens[:prompt_length] if token not in self._excluded] or tokens[-1:]
         self.window = Window(COLUMNS, NGRAM, tokens[-1], seeds, self._rng)
+        self._written, self._begun = len(tokens) - prompt_length, False
         if self.wants_prompt_entries:
             self.memory.learn_text(kernels.tails_of(np.array(tokens, dtype=np.int64), 0, len(tokens) - 1), tokens[1:])
 
@@ -88,6 +91,9 @@ class AdaptiveDrafter(Drafter):
 
     def candidates(self, context: Sequence[int], max_depth: int | None) -> Candidates:
         """See `Drafter`."""
+        if not self._begun:  # of an encoder's text, which `begin` is given too, there is nothing in `context`
+            self._grower.set_prompt(len(context) - self._written)
+            self._begun = True
         lead = self._lead(context, max_depth)
         guesses = self._guesses(context, lead)
         resting = self.budget.skip_drafting() and not lead

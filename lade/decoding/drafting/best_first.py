@@ -51,6 +51,10 @@ class TreeGrower:
             self._use(self._work._replace(text=self._earlier.text, links=self._earlier.links))
         self._work.used[3] = len(tokens)
 
+    def set_prompt(self, length: int) -> None:
+        """So many tokens of the text are the prompt's, which is more often copied than the answer is."""
+        self._work.used[4] = length
+
     def begin(self, tokens: Sequence[int], lead: Sequence[int] = ()) -> None:
         """A new tree, whose root is the last of `tokens`; behind it a chain of tokens that are known to follow."""
         self._reserve(1 + len(lead))
