@@ -47,6 +47,9 @@ SPOTS = 16
 """Earlier places that are kept of a node: those behind the longest ends of its text that stood there before."""
 LATEST, EACH, TOLD = 0, 1, 2
 """Rows of what followed there: at the latest place of the longest end, and at each; and how many kinds there are."""
+NODES, HEAP, ROOT, READ, PROMPT, COPY = range(6)
+"""What `Work.used` counts: nodes, entries of the heap, the place of the root, tokens of the text that have been read,
+those of them that are the prompt's, and the place of the last root behind a copy."""
 LONGEST = max(LENGTHS)
 WIDTH = 6
 """Tokens kept of a row."""
@@ -107,8 +110,7 @@ class Work(NamedTuple):
         keys: float64 `[2 N]`, of a heap: the score that the next child of a node has, or may have.
         nodes, ranks: int32 `[2 N]`, of the same heap: which node, and which of its children; -1 where the node has not
             been looked up.
-        used: int64 `[6]`, how many nodes there are, how many entries of the heap, the place of the root, how many
-            tokens of the text have been read, how many are the prompt's, and the place of the last root behind a copy.
+        used: int64 `[6]`, numbers of what there is, by `NODES`, `HEAP`, `ROOT`, `READ`, `PROMPT`, `COPY`.
         text, links: int32 `[T]`, the text, and where each of its tokens stood before that, -1 for nowhere.
         spots: int32 `[N, SPOTS]`, the numbers of the tokens that follow at earlier places, the longest ends first.
         agreed: int32 `[N, SPOTS]`, how many tokens before each are those at the end of the node's text.
@@ -591,7 +593,7 @@ def _tell(text: Any, spots: Any, count: Any, longest: Any, rows: Any) -> Any:
 @_inlined
 def _told_set(place: Any, used: Any) -> Any:
     """Where the set of weights begins for what an earlier place told: of the prompt or not, behind a copy or not."""
-    of_prompt, copying = place < used[4], used[2] - used[5] < _AFTER_COPY
+    of_prompt, copying = place < used[PROMPT], used[ROOT] - used[COPY] < _AFTER_COPY
     return 2 * _END_KINDS * ((0 if of_prompt else 1) + (2 if copying else 0))
 
 
@@ -601,7 +603,7 @@ def _expand(work: Any, node: Any, young: Any, old: Any, weights: Any) -> None:
     if work.found[node] < 0:
         rows, near_rows, near_weights = work.rows[node], work.near_rows[node], work.near_weights
         found, heard = _look_up(young, old, work.tails[node], rows)
-        near = _recall(work.notes, work.used[2] + work.depths[node], work.ids[node], near_rows)
+        near = _recall(work.notes, work.used[ROOT] + work.depths[node], work.ids[node], near_rows)
         told, told_rows, told_weights = -1, work.told_rows[node], work.told_weights
         if work.spot_counts[node] > 0:
             told = _tell(work.text, work.spots[node], work.spot_counts[node], work.agreed[node, 0], told_rows)
@@ -685,8 +687,8 @@ def _learn_weights(work: Any, young: Any, old: Any, weights: Any, path: Any, cho
 @_inlined
 def _push(keys: Any, nodes: Any, ranks: Any, used: Any, key: Any, node: Any, rank: Any) -> None:
     """Enter one into the heap."""
-    at = used[1]
-    used[1] += 1
+    at = used[HEAP]
+    used[HEAP] += 1
     while at > 0 and keys[(at - 1) >> 1] < key:
         above = (at - 1) >> 1
         keys[at], nodes[at], ranks[at] = keys[above], nodes[above], ranks[above]
@@ -697,8 +699,8 @@ def _push(keys: Any, nodes: Any, ranks: Any, used: Any, key: Any, node: Any, ran
 @_inlined
 def _pop(keys: Any, nodes: Any, ranks: Any, used: Any) -> None:
     """Drop the entry with the highest key."""
-    used[1] -= 1
-    count = used[1]
+    used[HEAP] -= 1
+    count = used[HEAP]
     key, node, rank = keys[count], nodes[count], ranks[count]
     at, below = 0, 1
     while below < count:
@@ -714,8 +716,8 @@ def _pop(keys: Any, nodes: Any, ranks: Any, used: Any) -> None:
 @_inlined
 def _add(work: Any, parent: Any, token: Any) -> Any:
     """A child, and its context."""
-    node = work.used[0]
-    work.used[0] += 1
+    node = work.used[NODES]
+    work.used[NODES] += 1
     work.ids[node], work.parents[node], work.depths[node] = token, parent, work.depths[parent] + 1
     work.found[node] = -1
     for place in range(LONGEST - 1):
@@ -724,7 +726,7 @@ def _add(work: Any, parent: Any, token: Any) -> Any:
     count = 0
     for at in range(work.spot_counts[parent]):
         spot = work.spots[parent, at]
-        if work.text[spot] == token and spot + 1 < work.used[3]:
+        if work.text[spot] == token and spot + 1 < work.used[READ]:
             work.spots[node, count], work.agreed[node, count] = spot + 1, work.agreed[parent, at] + 1
             count += 1
     work.spot_counts[node] = count
@@ -773,7 +775,7 @@ def _note(work: Any, entries: Any) -> None:
     """Note what was said at the nodes of a tree, by their places; rows that come to one place are averaged."""
     best = np.empty(WIDTH, np.int32)
     for node in range(entries.shape[0] - 1, -1, -1):  # what comes last counts most: the likelier node
-        place = work.used[2] + work.depths[node]
+        place = work.used[ROOT] + work.depths[node]
         for kind in range(NEAR):
             token = work.ids[node] if kind == AT_TOKEN else -1
             slot = _note_at(work.notes, place, token)
@@ -825,12 +827,12 @@ def plant(held: Held, root: int, tail: npt.NDArray[np.int64], promise: float) ->
     work.scores[0], work.found[0] = 1.0, -1
     for place in range(LONGEST):
         work.tails[0, place] = tail[tail.shape[0] - 1 - place] if place < tail.shape[0] else -1
-    work.used[0], work.used[1], work.used[2] = 1, 0, root
+    work.used[NODES], work.used[HEAP], work.used[ROOT] = 1, 0, root
     work.spot_counts[0] = 0
-    if work.used[3] == root + 1:
+    if work.used[READ] == root + 1:
         work.spot_counts[0] = _find_spots(work.text, work.links, root, work.spots[0], work.agreed[0])
     if work.spot_counts[0] > 0 and work.agreed[0, 0] >= _COPIED:
-        work.used[5] = root
+        work.used[COPY] = root
     _push(work.keys, work.nodes, work.ranks, work.used, promise, 0, -1)
 
 
@@ -867,7 +869,7 @@ def grow(
     keys, nodes, ranks, used = work.keys, work.nodes, work.ranks, work.used
     for stage in range(stages.shape[0]):
         size, least = stages[stage, 0], stages[stage, 1]
-        while used[1] > 0 and used[0] < size and keys[0] > least:
+        while used[HEAP] > 0 and used[NODES] < size and keys[0] > least:
             score, parent, rank = keys[0], nodes[0], ranks[0]
             _pop(keys, nodes, ranks, used)
             if rank < 0:
@@ -882,16 +884,16 @@ def grow(
                 node = _add(work, parent, token)
                 work.scores[node] = score
                 _push(keys, nodes, ranks, used, promise * score, node, -1)
-        if used[0] < size:
+        if used[NODES] < size:
             break
-    return int(work.used[0])
+    return int(work.used[NODES])
 
 
 @compiled(_HELD, _INT, _LONGS, _LONGS)
 def follow(held: Held, kept: int, ids: npt.NDArray[np.int64], parents: npt.NDArray[np.int64]) -> None:
     """Keep the first nodes, and add what others have added to the tree, each with its token and parent."""
     work = held.work
-    work.used[0] = kept
+    work.used[NODES] = kept
     for at in range(ids.shape[0]):
         _add(work, parents[at], ids[at])
 

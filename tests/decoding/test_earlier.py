@@ -17,7 +17,7 @@ from lade.decoding.drafting.best_first import TreeGrower
 from lade.decoding.drafting.earlier import EarlierText
 from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.drafting.followed import OwnText
-from lade.decoding.kernels import CEILING, EACH, FLOOR, LATEST, SCALE, SPOTS, TOKEN, TOLD, WIDTH
+from lade.decoding.kernels import CEILING, EACH, FLOOR, LATEST, PROMPT, SCALE, SPOTS, TOKEN, TOLD, WIDTH
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.decoding.tree import ROOT, TokenTree
@@ -187,9 +187,9 @@ def test_the_prompt_is_known_where_an_encoder_has_read_another_text_before_it():
     drafter = drafter_for(LookaheadConfig(budget=4))
     drafter.begin([50, 51, 52, 1, 2, 3, 4], 6)
     drafter.draft([1, 2, 3, 4], None)
-    assert drafter._grower._work.used[4] == 3
+    assert drafter._grower._work.used[PROMPT] == 3
     drafter.draft([1, 2, 3, 4, 5, 6], None)
-    assert drafter._grower._work.used[4] == 3
+    assert drafter._grower._work.used[PROMPT] == 3
 
 
 def quotes() -> tuple[list[int], list[int]]:

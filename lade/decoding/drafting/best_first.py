@@ -49,11 +49,11 @@ class TreeGrower:
         self._earlier.read(tokens)
         if self._work.text is not self._earlier.text:
             self._use(self._work._replace(text=self._earlier.text, links=self._earlier.links))
-        self._work.used[3] = len(tokens)
+        self._work.used[kernels.READ] = len(tokens)
 
     def set_prompt(self, length: int) -> None:
         """So many tokens of the text are the prompt's, which is more often copied than the answer is."""
-        self._work.used[4] = length
+        self._work.used[kernels.PROMPT] = length
 
     def begin(self, tokens: Sequence[int], lead: Sequence[int] = ()) -> None:
         """A new tree, whose root is the last of `tokens`; behind it a chain of tokens that are known to follow."""
@@ -108,7 +108,7 @@ class TreeGrower:
         columns += [work.near, work.near_rows, work.spots, work.agreed, work.spot_counts, work.told, work.told_rows]
         for column in (*columns, work.rows, work.offers, work.tokens, work.odds):
             column[:count] = column[nodes]
-        work.parents[1:count], work.used[0] = parents, count
+        work.parents[1:count], work.used[kernels.NODES] = parents, count
 
     def hang(self, tree: TokenTree, count: int) -> None:
         """Hang the first `count` nodes under the root of a tree that has no other node."""
