@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
 
 import numpy as np
 
+from lade.decoding.drafting.same_beginning import same_beginning
 from lade.decoding.kernels import Ints
 
-_TAKEN_BACK = 128  # tokens at the end of a row that may be other ones the next time
 _ROOM = 1024  # tokens, at first
 
 
@@ -34,7 +33,7 @@ class EarlierText:
         A list that was read the last time has grown since, and that is all: it is not looked through again.
         """
         if tokens is not self._tokens:
-            self._take_back(self._agreeing(tokens))
+            self._take_back(same_beginning(self._known, tokens))
             self._tokens = tokens
         same = len(self._known)
         if len(tokens) > len(self.text):
@@ -46,15 +45,6 @@ class EarlierText:
             self.text[number], self.links[number] = token, self._latest.get(token, -1)
             self._latest[token] = number
         self._known += tokens[same:]
-
-    def _agreeing(self, tokens: Sequence[int]) -> int:
-        """How many of the tokens known are the same ones in another list."""
-        same = len(self._known)
-        late = max(0, min(same, len(tokens)) - _TAKEN_BACK)
-        if self._known[late:] == list(tokens[late:same]):
-            return same
-        pairs = zip(self._known[late:], tokens[late:], strict=False)
-        return late + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def _take_back(self, kept: int) -> None:
         """Forget all tokens but the first ones."""

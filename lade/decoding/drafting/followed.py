@@ -20,13 +20,12 @@ from typing import NamedTuple
 
 from lade.decoding.drafting.agreement import LONGEST_MATCH, Agreement, DoubtedAgreement
 from lade.decoding.drafting.drafter import Guess
+from lade.decoding.drafting.same_beginning import same_beginning
 
 LONGEST_CHAIN = 64
 """Tokens guessed at a time."""
 ANCHOR = 6
 """Tokens by which a copy is recognised."""
-_TAKEN_BACK = 128
-"""Tokens at the end of a row that may be other ones the next time."""
 _PLACES = 64  # places where the last token stands that are looked at
 _AFTERMATH = 16  # tokens after a departure in which the text may go on as if one token had been exchanged for another
 _BEGINNING = 4  # tokens that are supposed to have agreed before the first one
@@ -181,20 +180,12 @@ class OwnText(Followed):
 
     def guesses(self, context: Sequence[int]) -> list[Guess]:
         """See `Followed`; a list that was given the last time has grown since, and that is all."""
-        if context is not self._context:  # rows in lock-step show what they expect to write
-            self._take_back(context)
+        if context is not self._context:
+            same = same_beginning(self._text, context, self._before)
+            del self._text[self._before + same :]
             self._context = context
         self._extend(context[len(self._text) - self._before :])
         return super().guesses(context)
-
-    def _take_back(self, context: Sequence[int]) -> None:
-        """Forget what another text does not have."""
-        known = len(self._text) - self._before
-        late = max(0, known - _TAKEN_BACK)
-        if self._text[self._before + late :] != context[late:known]:
-            pairs = zip(self._text[self._before + late :], context[late:], strict=False)
-            same = late + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            del self._text[self._before + same :]
 
     def _extend(self, tokens: Sequence[int]) -> None:
         text, first = self._text, len(self._text)
