@@ -8,7 +8,6 @@ from operator import is_
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-_BUFFERS = ("keys", "values", "indexer_keys")
 SPARE_TOKENS = 256
 """Tokens that a buffer has room for beyond those needed, at least."""
 
@@ -36,8 +35,8 @@ class TreeLayer(CacheLayerMixin):
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
         """Those that there are, by the name of the attribute."""
-        named = ((name, getattr(self, name)) for name in _BUFFERS)
-        return {name: buffer for name, buffer in named if buffer is not None}
+        there = {"keys": self.keys, "values": self.values, "indexer_keys": self.indexer_keys}
+        return {name: buffer for name, buffer in there.items() if buffer is not None}
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate buffers like `key_states` and `value_states` (`[B, H, T, D]`), with room to grow."""
@@ -180,8 +179,7 @@ class JoinedLayers:
 
     def joined(self) -> list[torch.Tensor]:
         """What the buffers of these layers are views of, `[N, rows, H, capacity, D]` each."""
-        there = (each for layer in self.layers for each in (layer.keys, layer.values, layer.indexer_keys))
-        buffers = [buffer for buffer in there if buffer is not None]
+        buffers = [buffer for layer in self.layers for buffer in layer.buffers.values()]
         if len(buffers) != len(self._views) or not all(map(is_, buffers, self._views)):
             self._join(buffers)
         return self._wholes

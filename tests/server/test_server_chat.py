@@ -172,7 +172,9 @@ def test_a_trace_tells_where_tokens_came_from(server):
     traces = [event["lade"] for event in events[:-1] if "tokens" in event.get("lade", {})]
     assert sum(len(trace["tokens"]) for trace in traces) == 30
     assert all(len(trace["tokens"]) == len(trace["sources"]) for trace in traces)
-    assert {source for trace in traces for source in trace["sources"]} > {"bonus"}
+    sources = [source for trace in traces for source in trace["sources"]]
+    assert sources[0] == "prefill"
+    assert set(sources[1:]) <= {"bonus", "memory", "pool", "window", "text"}
 
 
 # --- stops ------------------------------------------------------------------------------------------------------------
