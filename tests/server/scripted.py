@@ -10,11 +10,11 @@ TALKS = byte_tokenizer("{% for m in messages %}{{ m['content'] }}{% endfor %}<th
 
 
 def scripted(monkeypatch, said):
-    """Answers whose text is `said`, whatever the tokens are: a toy model writes no markup."""
+    """Answers whose text is `said`, or what that returns for a prompt, whatever the tokens: toys write no markup."""
     parse = ChatAnswer.parser
 
     def parser(self, prompt):
-        inner, texts = parse(self, prompt), iter(said)
+        inner, texts = parse(self, prompt), iter(said(prompt) if callable(said) else said)
 
         class Scripted:
             thinks = False

@@ -11,6 +11,7 @@ import subprocess
 from dataclasses import replace
 
 import pytest
+from scripted import scripted
 from served import SERVED, byte_tokenizer, running
 
 from lade.server import chat
@@ -34,25 +35,10 @@ wire_api = "responses"
 @pytest.fixture
 def say(monkeypatch):
     """What the model is to say instead, until a tool has returned something: then it is done, and says so."""
-    parse, prepare, texts = chat.ChatAnswer.parser, chat.with_generation_config, []
-
-    def parser(self, prompt):
-        inner = parse(self, prompt)
-        said = iter(["<think>", "hm", "</think>", "All done."] if "<tool>" in prompt.text else texts)
-
-        class Scripted:
-            thinks = False
-
-            def push(self, text):
-                return inner.push(next(said, ""))
-
-            def finish(self):
-                return inner.finish()
-
-        return Scripted()
-
+    prepare, texts = chat.with_generation_config, []
+    done = ["<think>", "hm", "</think>", "All done."]
+    scripted(monkeypatch, lambda prompt: done if "<tool>" in prompt.text else texts)
     ends = {"logit_bias": {0: 100.0}, "min_tokens": 6, "lookahead": None}
-    monkeypatch.setattr(chat.ChatAnswer, "parser", parser)
     monkeypatch.setattr(chat, "with_generation_config", lambda body: prepare(body.model_copy(update=ends)))
     return texts
 
