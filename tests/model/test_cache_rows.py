@@ -185,12 +185,14 @@ def test_slots_are_uploaded_once_for_what_is_moved_in_all_layers(rows, monkeypat
     assert_holds(cache, [[1, 2, 20, 22, 24], *([10 * row, 20, 22, 24] for row in range(1, rows))])
 
 
-@pytest.mark.parametrize(("path", "uploaded"), [([0, 2], 0), ([0, 3, 4], 0), ([0, 2, 3], 1), ([0, 2, 3, 4], 1)])
+@pytest.mark.parametrize(
+    ("path", "uploaded"), [([0, 2], 0), ([0, 3, 4], 0), ([0, 2, 3], 1), ([0, 2, 3, 4], 1), ([0, 3, 5], 1)]
+)
 def test_a_piece_that_does_not_overlap_where_it_belongs_is_moved_without_an_upload(path, uploaded, monkeypatch):
     cache, upload, uploads = cache_of([1, 2]), module.upload, list[object]()
     monkeypatch.setattr(module, "upload", lambda *args: (uploads.append(args), upload(*args))[1])
-    feed(cache, [[20, 21, 22, 23, 24]])
-    cache.keep([path], fed=5)
+    feed(cache, [[20, 21, 22, 23, 24, 25]])
+    cache.keep([path], fed=6)
     assert len(uploads) == uploaded
     assert_holds(cache, [[1, 2, *(20 + node for node in path)]])
 
