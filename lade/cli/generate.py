@@ -57,7 +57,7 @@ def generate(
     """
     with terminal(output) as term:
         lookahead = speed.lookahead()
-        loading.check_pack(speed.pack)
+        loading.check_layout(speed.pack, invariant=speed.invariant)
         options.check_max_new_tokens(max_new_tokens)
         template.check()
         crew = _crew(term) if many.replicas else None
@@ -167,7 +167,7 @@ def _run(
 def _as_json(plan: GenerationPlan, decode: Callable[..., Generation], term: Terminal) -> Generation:
     """Decode one prompt and write an object; `decode` wants its `on_step` only."""
     run = decode(on_step=lambda step: term.working("decoding"))
-    term.write_json({**run.as_dict(plan.loaded), "packed": plan.loaded.packed})
+    term.write_json(run.as_dict(plan.loaded))
     return run
 
 

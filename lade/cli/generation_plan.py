@@ -46,7 +46,8 @@ class GenerationPlan:
         others = {name: value for name, value in asdict(self.choices).items() if name not in shown}
         given = {"method": _method(self.config), "max_new_tokens": self.max_new_tokens, **others}
         form = {} if self.grammar is None else {"grammar": self.grammar.source}
-        return {**given, **form, **self.loaded.variant, **self.encode.settings}
+        rounding = {"invariant": True} if self.loaded.invariant else {}
+        return {**given, **form, **self.loaded.variant, **rounding, **self.encode.settings}
 
     @property
     def config(self) -> LookaheadConfig | None:

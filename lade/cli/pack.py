@@ -59,7 +59,7 @@ class PackOptions:
             ConfigError, InputError: an option that would end the work.
         """
         if self.check is None and self.save is None:
-            raise ConfigError("check", None, "there is nothing to do: give --check FILE, --save DIR, or both")
+            raise InputError("there is nothing to do: give --check FILE, --save DIR, or both")
         if self.tokens < 2:
             raise ConfigError("tokens", self.tokens, "give a whole number >= 2")
         if self.check is None:
@@ -155,9 +155,11 @@ def _refuse_useless(kinds: Mapping[Any, type[PackedLinear]], wanted: PackOptions
 
 
 def _encoded(loaded: LoadedModel, text: str, wanted: PackOptions) -> list[int]:
+    from lade.bench.report.prose import count
+
     ids: list[int] = loaded.tokenizer(text, add_special_tokens=False, truncation=False)["input_ids"][: wanted.tokens]
     if len(ids) < 2:
-        raise InputError(f"the text {str(wanted.check)!r} has {len(ids)} tokens: give a longer one")
+        raise InputError(f"the text {str(wanted.check)!r} has {count(len(ids), 'token')}: give a longer one")
     return ids
 
 
@@ -172,10 +174,20 @@ def _bytes(model: Any) -> int:
     return dense + sum(module.nbytes for module in in_int8)
 
 
+def _listed(names: list[str]) -> str:
+    """The first ones of them."""
+    more = len(names) - _SHOWN
+    return ", ".join(names) if more <= 1 else f"{', '.join(names[:_SHOWN])} and {more} more"
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+
+
 def _show(facts: dict[str, Any], errors: list[LayerError], term: Terminal) -> None:
-    before, after = facts["bytes_before"] / 1e6, facts["bytes_after"] / 1e6
-    kept = f", kept in {facts['dtype']}: {', '.join(facts['kept_layers'])}" if facts["kept_layers"] else ""
-    lines = [f"{facts['model']}: layers in int8: {facts['int8_layers']}{kept}", f"{before:,.0f} MB -> {after:,.0f} MB"]
+    kept = f", kept in {facts['dtype']}: {_listed(facts['kept_layers'])}" if facts["kept_layers"] else ""
+    lines = [f"{facts['model']}: layers in int8: {facts['int8_layers']}{kept}"]
+    lines.append(f"{_megabytes(facts['bytes_before'])} -> {_megabytes(facts['bytes_after'])}")
     if errors:
         was, now = facts["perplexity_before"], facts["perplexity_after"]
         lines.append(f"perplexity {was:.4g} -> {now:.4g} ({now / was - 1:+.2%}), {facts['tokens']:,} tokens")

@@ -128,6 +128,7 @@ def tune(
     *,
     loading: options.Loading,
     pack: options.Pack = None,
+    invariant: options.Invariant = False,
     json: options.Json = False,
     output: options.Output,
 ) -> None:
@@ -139,32 +140,28 @@ def tune(
     """
     with terminal(output) as term:
         lengths = measuring.lengths()
-        loading.check_pack(pack)
+        loading.check_layout(pack, invariant=invariant)
         from lade.cli.loading.load import load
 
-        _run(load(loading, term=term, pack=pack), lengths, measuring, term, json=json)
+        loaded = load(loading, term=term, pack=pack, invariant=invariant, threads=measuring.threads)
+        _run(loaded, lengths, measuring, term, json=json)
 
 
 def _run(loaded: LoadedModel, lengths: list[int], measuring: TuneOptions, term: Terminal, *, json: bool) -> None:
-    import torch
-
     from lade.bench.report.prose import count
     from lade.cli.interrupt import Interrupt
     from lade.model.select_runner import runner_for
     from lade.model.support.supports import supports, unwrap
 
     plan = supports(loaded.model).require()
-    if measuring.threads is not None:
-        torch.set_num_threads(measuring.threads)
     model = unwrap(loaded.model)
     runner = runner_for(model, plan, model.generation_config)
     with Interrupt() as interrupt:
         sweeps = _measure(runner, lengths, measuring.seconds, interrupt, term)
     saved = _save(model, runner, sweeps, interrupted=interrupt.requested)
     if json:
-        facts = {"model": loaded.name, "dtype": loaded.dtype, "packed": loaded.packed, "profile": saved}
-        found = {"interrupted": interrupt.requested, "sweeps": [sweep.as_dict() for sweep in sweeps]}
-        term.write_json({**facts, **found})
+        found = {"profile": saved, "interrupted": interrupt.requested, "sweeps": [sweep.as_dict() for sweep in sweeps]}
+        term.write_json({**loaded.facts, **found})
     else:
         for sweep in sweeps:
             price = f"{count(sweep.free, 'token')} for the price of one (up to {FREE:g} times its time)"

@@ -150,6 +150,7 @@ def warm(
     template: options.Template,
     loading: options.Loading,
     pack: options.Pack = None,
+    invariant: options.Invariant = False,
     json: options.Json = False,
     output: options.Output,
 ) -> None:
@@ -159,13 +160,13 @@ def warm(
     """
     with terminal(output) as term:
         job.check()
-        loading.check_pack(pack)
+        loading.check_layout(pack, invariant=invariant)
         template.check()
         prompts = job.read()
         from lade.cli.encoder import Encoder
         from lade.cli.loading.load import load
 
-        loaded = load(loading, term=term, pack=pack)
+        loaded = load(loading, term=term, pack=pack, invariant=invariant)
         _run(Encoder(loaded, template), loaded, job, prompts, term, json=json)
 
 
@@ -191,8 +192,8 @@ def _run(
     start = perf_counter()
     result = _Filling(memory, encode, loaded, job, term).run(prompts)
     if json:
-        facts = {"model": loaded.name, "dtype": loaded.dtype, "packed": loaded.packed, "continued": goes_on}
-        term.write_json({**facts, **_figures(result, memory, job.out, perf_counter() - start)})
+        figures = _figures(result, memory, job.out, perf_counter() - start)
+        term.write_json({**loaded.facts, "continued": goes_on, **figures})
     else:
         term.out.print(_table(result, memory, job.out))
     if result.interrupted:

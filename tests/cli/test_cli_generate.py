@@ -9,8 +9,8 @@ CONTEXT = 512  # of the model in conftest.py
 PROMPT = "say it again, say it"
 FIELDS = [
     "text", "token_ids", "new_tokens", "steps", "tokens_per_step", "step_tokens_mean", "prefill_s", "decode_s",
-    "tokens_per_s", "predicted_tokens", "model", "dtype", "config", "do_sample", "num_beams", "seed", "interrupted",
-    "finish_reason", "packed",
+    "tokens_per_s", "predicted_tokens", "model", "dtype", "packed", "weights", "invariant", "config", "do_sample",
+    "num_beams", "seed", "interrupted", "finish_reason",
 ]  # fmt: skip
 SIZES = ["--window", 4, "--ngram", 3, "--guesses", 3]
 

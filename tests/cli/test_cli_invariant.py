@@ -24,6 +24,22 @@ def test_generate_writes_what_plain_decoding_writes(lade, folder):
     assert texts[0] == texts[1] and len(texts[0]) == 24
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "tune", "demo", "bench", "serve"])
+def test_an_attention_that_would_be_replaced_is_an_error(lade, folder, command):
+    result = lade(command, "-m", folder, "--invariant", "--attn-implementation", "eager")
+    assert result.exit_code == 2 and "has an attention of its own: leave it out, or --invariant" in result.stderr
+
+
+def test_lines_of_an_invariant_model_are_not_continued_without_it(lade, folder, tmp_path):
+    prompts, out = tmp_path / "texts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": f"{PROMPT} {number}"}) for number in range(2)))
+    ask = ["generate", "-m", folder, *HALF, "--prompt-file", prompts, "--batch-size", 2, "-n", 4, "--out", out]
+    assert lade(*ask, "--invariant").exit_code == 0
+    result = lade(*ask, "--resume")
+    assert result.exit_code == 2 and "invariant" in result.stderr
+    assert lade(*ask, "--resume", "--invariant").exit_code == 0
+
+
 def test_a_server_makes_its_model_invariant(folder):
     loading = Loading(model=str(folder), dtype="bfloat16")
     served = [load(loading, Speed(invariant=wanted), None, Terminal(Output(quiet=True))) for wanted in (True, False)]
@@ -57,4 +73,5 @@ def test_a_benchmark_in_16_bits_finds_no_difference(lade, folder, tmp_path, pack
     options = ["-w", prompts, "--methods", methods, "--out", tmp_path / "out", "-n", 40, "--invariant", pack]
     result = lade("bench", "-m", folder, *HALF, *options)
     assert result.exit_code == 0, result.output
-    assert Results.load(tmp_path / "out" / "results.json").mismatches == []
+    results = Results.load(tmp_path / "out" / "results.json")
+    assert results.mismatches == [] and results.model.name.endswith(" (invariant)")

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from lade.model.packing import integer_trial
 from lade.model.packing import pack as packing
@@ -51,17 +52,41 @@ def test_what_int8_costs_is_told_and_the_model_saved_and_loaded(lade, folder, te
 
 
 @pytest.mark.parametrize(
+    "command",
+    [
+        ["tune", "--seconds", "0.2", "--threads", 2],
+        ["warm", "--prompts", "text.txt", "--out", "memory", "-n", 4],
+        ["demo", "--prompt", PROMPT, "-n", 4],
+        ["generate", "-p", PROMPT, "-n", 4],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_model_in_int8_goes_through_every_command(lade, folder, tmp_path, monkeypatch, command, small_layers_count):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(PROMPT)
+    threads = torch.get_num_threads()
+    try:
+        result = lade(*command, "-m", folder, "--dtype", "bfloat16", "--weights", "int8", "--invariant", "--json")
+    finally:
+        torch.set_num_threads(threads)
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert (facts["weights"], facts["invariant"], facts["packed"], facts["dtype"]) == ("int8", True, True, "bfloat16")
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["pack"], "nothing to do: give --check FILE"),
         (["pack", "--check", "no-such"], "no-such"),
         (["pack", "--save", "x", "--keep", "lm_hed"], "no linear layer has such a name"),
         (["pack", "--save", "x", "--tokens", "1"], "tokens=1"),
+        (["serve", "--weights", "int8", "--no-pack"], "leave it out, or --no-pack"),
         (["generate", "--weights", "int4", "-p", PROMPT], "weights='int4' is not valid: give int8"),
         (["generate", "--weights", "int8", "--no-pack", "-p", PROMPT], "leave it out, or --no-pack"),
         (["generate", "--weights", "int8", "--quantization", "bnb-8bit", "-p", PROMPT], "--quantization bnb-8bit"),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_what_is_wrong_is_said(lade, folder, arguments, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -83,7 +108,16 @@ def test_what_would_be_wrong_at_the_end_is_said_before_the_text_is_read(lade, fo
     monkeypatch.setattr(quality, "perplexity", None)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "model.safetensors").write_text("x")
-    wrong = {"another model": ["--save", tmp_path / "other"], "is no folder": ["--save", text]}
+    (tmp_path / "older").mkdir()
+    (tmp_path / "older" / "pytorch_model.bin").write_text("x")
+    (tmp_path / "letter.txt").write_text("x")
+    wrong = {
+        "other' holds another model": ["--save", tmp_path / "other"],
+        "older' holds another model": ["--save", tmp_path / "older"],
+        "is no folder": ["--save", text],
+        f"'{text}' cannot be written to": ["--save", text / "folder"],
+        "has 1 token: give a longer one": ["--check", tmp_path / "letter.txt"],
+    }
     for says, arguments in {"there is nothing to round": [], **wrong}.items():
         if arguments:
             monkeypatch.setattr(packing, "packable", with_small_layers(packing.packable))
@@ -92,3 +126,12 @@ def test_what_would_be_wrong_at_the_end_is_said_before_the_text_is_read(lade, fo
     result = lade("pack", folder, "--check", text, "--keep", "*", "--save", tmp_path / "new")
     assert result.exit_code == 2 and "keep='*' is not valid: it leaves no layer to round" in result.stderr
     assert not (tmp_path / "new").exists()
+
+
+def test_a_long_list_of_kept_layers_is_cut_short_and_small_models_have_their_tenths(
+    lade, folder, text, small_layers_count
+):
+    shown = " ".join(lade("pack", folder, "--check", text, "--keep", "layers.*").stdout.split())
+    assert "model.layers.1.self_attn.q_proj and 6 more 0.1 MB -> 0.1 MB" in shown, shown
+    facts = json.loads(lade("pack", folder, "--check", text, "--keep", "layers.*", "--json").stdout)
+    assert len(facts["kept_layers"]) == 14

@@ -381,12 +381,18 @@ def infinite():
         (build, {"weights": "int4"}, ConfigError, "give 'int8'"),
         (build, {"weights": "int8", "keep": "lm_hed"}, ConfigError, "lm_head"),
         (build, {"keep": ["lm_head"]}, ConfigError, "without weights='int8'"),
+        (
+            lambda: packed(build(), keep="lm_head"),
+            {"weights": "int8"},
+            UnsupportedModelError,
+            r"with keep=\['lm_head'\]",
+        ),
         (lambda: lade.pack(build(), min_weights=1), {"weights": "int8"}, UnsupportedModelError, "lade.unpack"),
         (infinite, {"weights": "int8"}, UnsupportedModelError, "'1' has weights that are not finite; keep"),
         (lambda: of(nn.Linear(66_400, 1)), {"weights": "int8"}, UnsupportedModelError, "66400 inputs"),
         (lambda: build(dtype=torch.float64), {"weights": "int8"}, UnsupportedModelError, "float64"),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_what_cannot_be_is_refused_before_the_work(make, options, error, message):
     model = make()

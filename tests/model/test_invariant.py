@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from functools import reduce
 
 import pytest
@@ -308,6 +309,8 @@ def bloom():
         (lambda: toy_model(dtype=HALF).train(), "training mode"),
         (lambda: toy_model(dtype=HALF).to("meta"), "it lies on meta"),
         (lambda: nn.Linear(4, 4), "no transformers model that generates"),
+        (lambda: "a name", "str cannot be made invariant: it is no transformers model"),
+        (lambda: torch.compile(toy_model(dtype=HALF), backend="eager"), "it is compiled"),
         (encoder_decoder, "it has an encoder"),
         (bloom, "does not go through transformers' interface"),
     ],
@@ -323,7 +326,7 @@ def test_another_number_of_threads_is_decoded_plainly():
     try:
         torch.set_num_threads(threads + 1)
         support = lade.supports(model)
-        assert not support and f"invariant for {threads} threads, and torch has {threads + 1} now" in support.reason
+        assert not support and re.search(f"for {threads} threads?, and torch has {threads + 1} now", support.reason)
         ids = torch.arange(1, 9)[None]
         with pytest.warns(lade.FallbackWarning, match="call lade.invariant"):
             ours = lade.generate(model, input_ids=ids, max_new_tokens=5)
@@ -331,6 +334,28 @@ def test_another_number_of_threads_is_decoded_plainly():
     finally:
         torch.set_num_threads(threads)
     assert lade.supports(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda model: model.half(), "invariant in bfloat16, and is in float16 now: call lade.invariant"),
+        (lambda model: model.set_attn_implementation("sdpa"), "given another attention implementation since"),
+        (lambda model: setattr(model, "more", nn.Linear(2, 2)), r"with \d+ modules, and has \d+ now: call lade"),
+        (lambda model: model.compile(backend="eager"), "compilers choose kernels anew: leave it uncompiled"),
+    ],
+    ids=["dtype", "attention", "modules", "compiled"],
+)
+def test_what_has_changed_since_the_trial_is_found(change, reason):
+    model = lade.invariant(toy_model(dtype=HALF))
+    change(model)
+    support = lade.supports(model)
+    assert not support and re.search(reason, support.reason)
+    ids = torch.arange(1, 9)[None]
+    with pytest.raises(lade.UnsupportedModelError, match=reason):
+        lade.generate(model, input_ids=ids, max_new_tokens=5, lookahead=lade.LookaheadConfig())
+    if "call" in reason:
+        assert lade.supports(lade.invariant(model))
 
 
 @pytest.fixture(scope="module")

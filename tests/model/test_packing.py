@@ -545,3 +545,8 @@ def test_a_weight_that_does_not_come_back_is_not_given_up(monkeypatch):
 def test_the_limit_is_documented():
     assert packing.MIN_WEIGHTS == 131072
     assert len(packable(nn.Sequential(nn.Linear(512, 256), nn.Linear(512, 255)).eval())) == 1
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(UnsupportedModelError, match="str is no model; give one of transformers"):
+        lade.pack("Qwen/Qwen3-0.6B")

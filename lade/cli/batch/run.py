@@ -230,8 +230,7 @@ class Answers:
         tokens = output[0, len(ids) :].tolist()
         run = Generation(tokens, ids, handle.stats, plan.config, plan.choices)
         run.finish_reason = finish_reason(plan.loaded, run, plan.loaded.room(ids, plan.max_new_tokens))
-        packed = plan.loaded.packed
-        return {**named, **run.as_dict(plan.loaded), "packed": packed, "settings": plan.settings}
+        return {**named, **run.as_dict(plan.loaded), "settings": plan.settings}
 
     def count(self, entry: Entry) -> None:
         """Add the line of a request to the figures."""

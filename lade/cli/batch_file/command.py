@@ -81,7 +81,7 @@ def batch(
     Exit code 1: a request failed. With --resume those are asked again, and what has an answer is not.
     """
     with terminal(output) as term:
-        check_all(limits, loading, speed=speed, template=template)
+        check_all(limits, loading=loading, speed=speed, template=template)
         asked = requests.read(files.input)
         from lade.cli.batch_file.results import ResultFile
 

@@ -199,7 +199,7 @@ class Plan:
         if files.figures:
             check_drawing()
         options.check_threads(weights.threads)
-        loading.check_pack(weights.pack)
+        loading.check_layout(weights.pack, invariant=weights.invariant)
         check_folder(out, resume=files.resume)
         methods = runs.parsed(sampling=settings.temperature is not None)
         return cls(loading, runs.draft, methods, runs.workloads(), settings, out, files, weights)
@@ -207,4 +207,4 @@ class Plan:
     @property
     def name(self) -> str:
         """Of the model, for the record."""
-        return self.loading.label
+        return self.loading.labelled(*(["invariant"] if self.weights.invariant else []))

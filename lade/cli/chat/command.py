@@ -68,7 +68,7 @@ def chat(
     """
     with terminal(output) as term:
         lookahead = speed.lookahead()
-        loading.check_pack(speed.pack)
+        loading.check_layout(speed.pack, invariant=speed.invariant)
         chat_choices.check(choices, greedy=greedy)
         options.check_max_new_tokens(max_new_tokens)
         template.check()

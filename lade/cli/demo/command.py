@@ -113,7 +113,14 @@ class DemoOptions:
 
 
 @options.grouped
-def demo(wanted: DemoOptions, *, loading: options.Loading, pack: options.Pack = None, output: options.Output) -> None:
+def demo(
+    wanted: DemoOptions,
+    *,
+    loading: options.Loading,
+    pack: options.Pack = None,
+    invariant: options.Invariant = False,
+    output: options.Output,
+) -> None:
     """Plain decoding and the adaptive method side by side: the same text, fewer passes, less time.
 
     Then the same texts with a memory that has learned from others. Each round is shown as it runs, and replayed.
@@ -121,7 +128,7 @@ def demo(wanted: DemoOptions, *, loading: options.Loading, pack: options.Pack = 
     Exit code 1: a text differs.
     """
     with terminal(output) as term:
-        loading.check_pack(pack)
+        loading.check_layout(pack, invariant=invariant)
         wanted.choices()  # what is wrong is found before torch is imported
         from lade.cli.loading.load import load
         from lade.cli.run import check_served
@@ -129,7 +136,7 @@ def demo(wanted: DemoOptions, *, loading: options.Loading, pack: options.Pack = 
 
         memory = Memory()
         rounds = wanted.rounds(memory)
-        loaded = load(loading, term=term, pack=pack)
+        loaded = load(loading, term=term, pack=pack, invariant=invariant)
         check_served(loaded, rounds[0].config, rounds[0].choices)
         Demo(loaded, rounds, memory, wanted.max_new_tokens, term, wanted.show(term)).run()
 
@@ -237,5 +244,5 @@ class Demo:
             "speedups": {name: total_speedup(group) for name, group in groups.items()},
             "memory_texts": self._learned or 0,
             "same_tokens": all(race.same for race in self._races),
-            "packed": self._loaded.packed,
+            **self._loaded.facts,
         }

@@ -36,6 +36,7 @@ def load(
     pack: bool | None = False,
     images: bool | None = False,
     invariant: bool = False,
+    threads: int | None = None,
     processes: int = 1,
 ) -> LoadedModel:
     """Load a model for the shell; the embedded one runs on one CPU thread.
@@ -46,6 +47,7 @@ def load(
         pack: prepack the linear layers for the CPU; None: if that can be done, the embedded model excepted.
         images: whether the model is to take images; None: if it can.
         invariant: make it round alike in every pass.
+        threads: of the CPU; None: as many as there are, and one for the embedded model.
         processes: over how many of them to split its layers; all of them load it.
 
     Raises:
@@ -69,6 +71,8 @@ def load(
         checkpoint.check(model, source.shown, source.name)
         if loading.adapter is not None:
             put_adapter(model, loading, source)
+    if threads is not None or loading.model is None:  # so small a model gains nothing from two
+        torch.set_num_threads(threads or 1)
     _set_up(model, loading, term, pack=pack, is_packed=is_packed, invariant=invariant)
     defaults = sampling_defaults(model.generation_config)
     model.generation_config = greedy(model.generation_config)
@@ -100,15 +104,13 @@ def _pack(model: Any, term: Terminal, *, wanted: bool) -> None:
 def _set_up(
     model: Any, loading: Loading, term: Terminal, *, pack: bool | None, is_packed: bool, invariant: bool
 ) -> None:
-    """What is done to a model in place: packing, threads, rounding."""
+    """What is done to a model in place: packing, rounding, for the threads that it is to have."""
     if loading.weights is not None and not is_packed:
         term.working("packing the weights")
         packing.pack(model, weights=loading.weights)
     elif pack or (pack is None and loading.model is not None and model.device.type == "cpu"):
         _pack(model, term, wanted=bool(pack))
-    if loading.model is None:
-        torch.set_num_threads(1)  # so small a model gains nothing from two, which on a busy machine wait for each other
-    if invariant:  # for the number of threads that it is to have
+    if invariant:
         term.working("trying whether it rounds alike in every pass")
         make_invariant.invariant(model)
 

@@ -49,6 +49,13 @@ class LoadedModel:
         return packing.packed_layers(self.model) > 0
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """What every `--json` says of it."""
+        weights = packing.INT8 if packing.int8_layers(self.model) else None
+        named = {"model": self.name, "dtype": self.dtype, "packed": self.packed}
+        return {**named, "weights": weights, "invariant": self.invariant}
+
+    @property
     def layout(self) -> str:
         """How its layers lie and round, to be put behind its dtype, such as ", int8, invariant"."""
         packed = ", int8" if packing.int8_layers(self.model) else ", packed" if self.packed else ""

@@ -160,13 +160,20 @@ class Loading:
     @property
     def label(self) -> str:
         """The name for a record, with the variant."""
-        variant = ", ".join(f"{name} {value}" for name, value in self.variant.items())
+        return self.labelled()
+
+    def labelled(self, *more: str) -> str:
+        """The same with more words about how the model runs."""
+        variant = ", ".join([*(f"{name} {value}" for name, value in self.variant.items()), *more])
         return f"{self.name} ({variant})" if variant else self.name
 
-    def check_pack(self, pack: bool | None) -> None:
-        """Raise `ConfigError` where --no-pack contradicts what else was given."""
+    def check_layout(self, pack: bool | None, *, invariant: bool) -> None:
+        """Raise `ConfigError` where --no-pack or --invariant contradicts what else was given."""
         if self.weights is not None and pack is False:
             raise ConfigError("weights", self.weights, "it packs the model: leave it out, or --no-pack")
+        if self.attn_implementation is not None and invariant:
+            remedy = "an invariant model has an attention of its own: leave it out, or --invariant"
+            raise ConfigError("attn-implementation", self.attn_implementation, remedy)
 
     def named(self, model: str | None) -> Loading:
         """The same for a model that was named as an argument, if one was."""

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import Protocol
 
 from lade.cli.options.decoding import Speed
+from lade.cli.options.model import Loading
 from lade.cli.serve.options import ServedTemplate
 from lade.errors import MissingExtraError
 
@@ -19,11 +20,12 @@ class Group(Protocol):
         """Raise `ConfigError` for what is wrong."""
 
 
-def check_all(*groups: Group, speed: Speed, template: ServedTemplate) -> None:
+def check_all(*groups: Group, loading: Loading, speed: Speed, template: ServedTemplate) -> None:
     """Check what can be checked without a model.
 
     Args:
         groups: of options, in the order in which errors are told.
+        loading: which model, and how.
         speed: how tokens are drafted; its memory has to be there.
         template: for chats.
 
@@ -34,7 +36,8 @@ def check_all(*groups: Group, speed: Speed, template: ServedTemplate) -> None:
     for name in _PACKAGES:
         if find_spec(name) is None:
             raise MissingExtraError(name.replace("_", "-"), "serve")
-    for group in groups:
+    for group in (*groups, loading):
         group.check()
     speed.lookahead()  # raises for what is wrong with it
+    loading.check_layout(speed.pack, invariant=speed.invariant)
     template.check()

@@ -50,7 +50,7 @@ def serve(
     """
     with terminal(output) as term:
         kept = replace(speed, memory=None)  # its file need not be there yet
-        check_all(listening, access, limits, scaling, loading, speed=kept, template=template)
+        check_all(listening, access, limits, scaling, loading=loading, speed=kept, template=template)
         processes = _processes(listening, scaling, term)
         if processes > 1 and not _leads(loading, speed, processes, term):
             return

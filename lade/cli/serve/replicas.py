@@ -61,7 +61,7 @@ def _application(
     speed: options.Speed,
     loading: options.Loading,
 ) -> Any:
-    check_all(listening, access, limits, scaling, loading, speed=speed, template=template)
+    check_all(listening, access, limits, scaling, loading=loading, speed=speed, template=template)
     settings = settings_of(listening, access, limits, loading, template)
     load = loader(loading, speed, template.text())
     from lade.server.replicas import application

@@ -81,11 +81,13 @@ def invariant(model: _Model) -> _Model:
             differs. The model is then as it was.
     """
     start, inner = perf_counter(), unwrap(model)
-    _check_model(inner)
+    _check_model(inner, compiled=hasattr(model, "_orig_mod"))
     variant(inner)
     decoder = inner.get_decoder()
     note = Invariance(
         threads=torch.get_num_threads(),
+        dtype=inner.dtype,
+        modules=sum(1 for _ in inner.modules()),
         attention=decoder.config._attn_implementation,
         experts=decoder.config._experts_implementation if has_mixtures(inner) else None,
     )
@@ -110,7 +112,7 @@ def variant(model: _Model) -> _Model:
         The model itself.
     """
     inner = unwrap(model)
-    note = invariance_of(inner)
+    note = invariance_of(inner) if isinstance(inner, nn.Module) else None
     if note is not None:
         restore(inner)
         forget_padding(inner)
@@ -156,13 +158,13 @@ def _try(model: PreTrainedModel) -> None:
             )
 
 
-def _check_model(model: Any) -> None:
-    """Raise `UnsupportedModelError` for a model that is not to be touched at all."""
+def _check_model(model: Any, *, compiled: bool) -> None:
+    """Raise `UnsupportedModelError` for a model that is not to be touched at all; `compiled`: by a wrapper."""
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
         raise UnsupportedModelError(_says(model, "it is no transformers model that generates"), "give one that does")
     if model.training:
         raise UnsupportedModelError(_says(model, "it is in training mode"), "call model.eval()")
-    if any(module._compiled_call_impl is not None for module in model.modules()):
+    if compiled or any(module._compiled_call_impl is not None for module in model.modules()):
         raise UnsupportedModelError(_says(model, "it is compiled, and compilers choose kernels anew"), REMEDY)
     elsewhere = sorted({str(tensor.device) for tensor in model.parameters() if tensor.device.type != "cpu"})
     if elsewhere:

@@ -25,8 +25,10 @@ CPU_REMEDY = "leave it unpacked, or load it on the CPU with dtype=torch.float32 
 
 def check_model(model: nn.Module) -> None:
     """Raise `UnsupportedModelError` for a model that is not to be touched at all."""
-    refuse_invariant(model)
     name = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(f"{name} is no model", "give one of transformers")
+    refuse_invariant(model)
     if isinstance(model, (*UNDERSTOOD, PackedLinear)):
         raise UnsupportedModelError(f"{name} is a layer", "give the model it belongs to")
     if hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in model.modules()):
@@ -92,7 +94,9 @@ def check_int8_layer(name: str, layer: Any) -> None:
     """Raise `UnsupportedModelError` for a layer whose weight has no codes, or whose sums might overflow."""
     keep = f"keep it as it is, with keep=[{name!r}]"
     if isinstance(layer, PackedLinear):
-        raise UnsupportedModelError(f"layer {name!r} is packed in {short(layer.dtype)} already", UNPACK_REMEDY)
+        raise UnsupportedModelError(
+            f"layer {name!r} is packed in {short(layer.dtype)} already", f"{UNPACK_REMEDY}, or {keep}"
+        )
     weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
     if weight.shape[1] > MOST_INPUTS:
         raise UnsupportedModelError(f"layer {name!r} has {weight.shape[1]} inputs, more than {MOST_INPUTS}", keep)

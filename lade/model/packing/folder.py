@@ -37,6 +37,7 @@ INDEX = "packed.json"
 FORMAT = 1
 SCALE = "_scale"
 _SHARD_BYTES = 2**30
+_OTHERS = ("*.safetensors", "pytorch_model*.bin")
 
 
 @dataclass
@@ -62,11 +63,15 @@ def check_target(folder: Path) -> None:
     """Whether a packed model may be written there.
 
     Raises:
-        InputError: it is no folder, or holds another model.
+        InputError: it is no folder, holds another model, or cannot be made or written to.
     """
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{str(folder)!r} is no folder: give the name of one")
-    if any(not file.name.startswith("packed-") for file in folder.glob("*.safetensors")):
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise InputError(f"the folder {str(folder)!r} cannot be made: {str(there)!r} cannot be written to")
+    others = (file for kind in _OTHERS for file in folder.glob(kind))
+    if any(not file.name.startswith("packed-") for file in others):
         raise InputError(f"the folder {str(folder)!r} holds another model: give an empty one")
 
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-import torch
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 
 from lade.errors import UnsupportedModelError
 from lade.model.config_fields import field
 from lade.model.indexed_attention import INDEXED, indexers_of
-from lade.model.invariance import invariance_of
+from lade.model.invariance import why_tried_in_vain
 from lade.model.invariant_attention.attention import NAME as INVARIANT_ATTENTION
 from lade.model.mask_plan import LAYER_TYPES, RECURRENT_TYPES, plan_for, window_too_short
 from lade.model.masks import MaskPlan
@@ -221,12 +220,8 @@ def _refusal_as_it_is_set_up(survey: Survey, config: PretrainedConfig) -> str:
     if ours and not model._can_set_attn_implementation():
         remedy = 'load it with attn_implementation="eager"'
         return f"its attention does not go through transformers' interface, so it does not know {backend!r}: {remedy}"
-    note = invariance_of(model)
-    if note is not None and note.threads != torch.get_num_threads():
-        return (
-            f"it was made invariant for {note.threads} threads, and torch has {torch.get_num_threads()} now: "
-            "call lade.invariant(model) again"
-        )
+    if reason := why_tried_in_vain(model, survey.modules, backend == INVARIANT_ATTENTION):
+        return reason
     if field(config, "use_bidirectional_attention") not in (None, False, "vision"):  # of images, which are no text
         return "its attention is bidirectional"
     if window := window_too_short(config):
