@@ -7,13 +7,14 @@ states before the head are small. The head then runs over them in pieces.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from transformers import PreTrainedModel
 
+from lade.decoding.loop import PromptLogitsHook
 from lade.model.thread_hooks import hooked
 
 MOST_TOKENS = 1024
@@ -71,6 +72,30 @@ class HiddenStates(DecoderOutput):
         """
         if self._states is not None:
             yield from logits_of(self._model, self._states, logits, length)
+
+    def tell(
+        self,
+        hook: PromptLogitsHook,
+        logits: torch.Tensor,
+        length: int,
+        rows: Iterable[Sequence[int]],
+        paddings: Sequence[int] | None = None,
+    ) -> None:
+        """Call a hook with these logits, prompt by prompt.
+
+        Args:
+            hook: what to call.
+            logits: see `prompt_logits`.
+            length: likewise, padding included.
+            rows: for each prompt the numbers of the rows that have it.
+            paddings: how many columns before each prompt are no tokens of it; None for nowhere any.
+        """
+        places = [(numbers, 0) for numbers in rows] if paddings is None else list(zip(rows, paddings, strict=True))
+        for start, piece in self.prompt_logits(logits, length):
+            for (numbers, padding), own in zip(places, piece, strict=True):
+                padded = max(0, padding - start)  # columns of this piece that are no tokens of the prompt
+                if padded < len(own):
+                    hook(numbers, start + padded - padding, own[padded:])
 
 
 def logits_of(

@@ -73,9 +73,7 @@ class PromptPasses:
         cache.settle()
         logits: torch.Tensor = output.logits[:, -1]
         if hook and hidden:
-            for start, piece in hidden.prompt_logits(logits, ids.shape[1]):
-                for same_prompt, prompt_logits in zip(sharing, piece, strict=True):
-                    hook(same_prompt, start, prompt_logits)
+            hidden.tell(hook, logits, ids.shape[1], sharing)
         return logits
 
     def _feed_padded(

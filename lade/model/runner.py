@@ -213,11 +213,8 @@ class EagerRunner:
                 cache.reset()
             raise
         if hook and hidden:
-            for start, piece in hidden.prompt_logits(logits, prompts.width):
-                for row, (padding, row_logits) in enumerate(zip(prompts.paddings, piece, strict=True)):
-                    padded = max(0, padding - start)  # columns of this piece that are no tokens of the row
-                    if padded < len(row_logits):
-                        hook([row], start + padded - padding, row_logits[padded:])
+            rows = [[row] for row in range(len(prompts.paddings))]
+            hidden.tell(hook, logits, prompts.width, rows, prompts.paddings)
         return logits
 
     def _prefill(

@@ -259,3 +259,20 @@ def test_planted_trees_may_be_large():
     growth.learn(memory, [], [], rows_of([{node % 1000: 255} for node in range(len(tree))]))
     for node in (0, 1, 200, len(tree) - 1):
         assert node % 1000 in known(memory, text + path_to(tree, node))[0][-1]
+
+
+def test_what_is_known_at_a_node_stays_with_it_when_others_are_dropped():
+    """Of every array with an entry for each node, whatever is added to them."""
+    grower, kept = TreeGrower(), [0, 2, 5, 7]
+    work = grower._work
+    per_node = {name: array for name, array in work._asdict().items() if len(array) == len(work.ids)}
+    assert {"ids", "parents", "scores", "rows", "odds", "told_rows"} < per_node.keys()
+    for number, array in enumerate(per_node.values()):
+        array[:] = (np.arange(array.size) + number).reshape(array.shape)
+    work.parents[:8] = [ROOT, 0, 0, 1, 1, 2, 3, 5]
+    before = {name: array.copy() for name, array in per_node.items()}
+    grower.keep(kept)
+    for name, array in per_node.items():
+        if name != "parents":
+            assert np.array_equal(array[:4], before[name][kept]) and np.array_equal(array[4:], before[name][4:]), name
+    assert work.parents[:4].tolist() == [ROOT, 0, 1, 2]

@@ -1,6 +1,8 @@
 import json
 import logging
 import os
+import subprocess
+import sys
 from importlib.util import module_from_spec
 from pathlib import Path
 
@@ -125,6 +127,13 @@ def test_a_curve_is_replaced_as_a_whole(tmp_path, monkeypatch):
     assert not store.save(KEY, curve(3.0), tmp_path)
     assert load(KEY, tmp_path).seconds(1) == 2.0
     assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the cache folder does not go by the environment")
+def test_processes_that_tests_start_leave_the_users_folder_alone_too(cache_folder):
+    code = "from lade.tuning import cost_file; print(cost_file.default_folder())"
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert Path(found.strip()) == cache_folder
 
 
 def test_the_default_folder_lies_in_the_users_cache_and_tests_have_another(cache_folder, monkeypatch, tmp_path):

@@ -9,11 +9,11 @@ that a short end counts for something where both agree, and for little where the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from operator import itemgetter
+from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from lade.decoding import kernels
 from lade.decoding.drafting.earlier import EarlierText
@@ -28,6 +28,19 @@ are expanded for nothing but 0.1 % of what trees yield."""
 
 _ROOM = 160  # nodes, at first
 _NO_LIMIT = 2**31 - 1
+
+
+def _per_node() -> itemgetter[Any]:
+    """Picks the arrays of a `Work` that have an entry for each node: those that get one longer with room for one more.
+
+    The heap's get two longer, the text's and the weights' are as long as ever.
+    """
+    few, more = (cast(Iterable[Any], kernels.Work.of(room)) for room in (1, 2))
+    pairs = enumerate(zip(few, more, strict=True))
+    return itemgetter(*(place for place, (less, wider) in pairs if len(wider) - len(less) == 1))
+
+
+_columns = _per_node()
 
 
 class TreeGrower:
@@ -104,9 +117,7 @@ class TreeGrower:
         """Drop all nodes of a tree that has grown but these, ascending; no parent of one is dropped."""
         work, count = self._work, len(nodes)
         parents = np.searchsorted(nodes, work.parents[nodes[1:]])
-        columns: list[npt.NDArray[Any]] = [work.ids, work.depths, work.scores, work.tails, work.found, work.heard]
-        columns += [work.near, work.near_rows, work.spots, work.agreed, work.spot_counts, work.told, work.told_rows]
-        for column in (*columns, work.rows, work.offers, work.tokens, work.odds):
+        for column in _columns(work):
             column[:count] = column[nodes]
         work.parents[1:count], work.used[kernels.NODES] = parents, count
 
