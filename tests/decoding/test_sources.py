@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lade import LookaheadConfig, Stats
+from lade.clock import Duration
 from lade.decoding.drafting.drafter import Guess
 from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.loop import DecodeLoop
@@ -52,19 +53,18 @@ class TimedRunner(FunctionRunner):
     def __init__(self) -> None:
         super().__init__(follow, VOCABULARY)
         self.now, self.cost = 0.0, flat_cost()
+        self.clock = lambda: Duration(self.now, self.now)
 
     def forward(self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: ListCache) -> torch.Tensor:
-        self.forward_s = self.cost.seconds(max(map(len, trees)))
-        self.now += self.forward_s
+        seconds = self.cost.seconds(max(map(len, trees)))
+        self.pass_time = Duration(seconds, seconds)
+        self.now += seconds
         return super().forward(trees, rows, cache)
 
 
 @pytest.fixture
-def runner(monkeypatch: pytest.MonkeyPatch) -> TimedRunner:
-    """A runner by whose clock the loop goes."""
-    runner = TimedRunner()
-    monkeypatch.setattr("lade.decoding.loop.perf_counter", lambda: runner.now)
-    return runner
+def runner() -> TimedRunner:
+    return TimedRunner()
 
 
 def decoded(config: LookaheadConfig, source: ExpectedText, runner: TimedRunner) -> tuple[list[int], list[str], Stats]:

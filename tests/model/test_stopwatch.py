@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lade.clock import Duration, wall_clock
 from lade.model.stopwatch import Stopwatch
 
 
@@ -37,35 +38,35 @@ CUDA = torch.device("cuda", 0)
 
 
 def test_the_device_is_not_waited_for_until_somebody_asks(monkeypatch):
-    device, watch = Device(monkeypatch), Stopwatch()
+    device, watch = Device(monkeypatch), Stopwatch(wall_clock)
     for taken_ms in (3.0, 5.0):
         watch.start(CUDA)
         device.now_ms += taken_ms
         watch.stop(CUDA)
         assert device.waited == 0
-    assert watch.seconds == pytest.approx(5e-3)
-    assert watch.seconds == pytest.approx(5e-3) and device.waited == 1
+    assert watch.taken.wall_s == pytest.approx(5e-3)
+    assert watch.taken.wall_s == pytest.approx(5e-3) and device.waited == 1
 
 
 def test_what_is_set_is_read(monkeypatch):
-    device, watch = Device(monkeypatch), Stopwatch()
+    device, watch = Device(monkeypatch), Stopwatch(wall_clock)
     watch.start(CUDA)
     watch.stop(CUDA)
-    watch.seconds = 7.0
-    assert watch.seconds == 7.0 and device.waited == 0
+    watch.taken = Duration(7.0, 6.0)
+    assert watch.taken == Duration(7.0, 6.0) and device.waited == 0
 
 
 def test_clocks_of_two_devices_are_not_compared(monkeypatch):
-    device, watch = Device(monkeypatch), Stopwatch()
+    device, watch = Device(monkeypatch), Stopwatch(wall_clock)
     watch.start(CUDA)
     device.now_ms = 1e9
     watch.stop(torch.device("cuda", 1))
-    assert 0 < watch.seconds < 1 and device.waited == 1
+    assert 0 < watch.taken.wall_s < 1 and device.waited == 1
 
 
 def test_on_a_cpu_it_is_a_clock(monkeypatch):
-    watch = Stopwatch()
-    assert watch.seconds == 0.0
+    watch = Stopwatch(wall_clock)
+    assert watch.taken.wall_s == 0.0
     watch.start(torch.device("cpu"))
     watch.stop(torch.device("cpu"))
-    assert 0 < watch.seconds < 1
+    assert 0 < watch.taken.wall_s < 1
