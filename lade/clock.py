@@ -1,8 +1,8 @@
 """How long a piece of work took: by the clock on the wall, and but for what other programs took of it.
 
 On a busy machine a thread that could go on often has to wait until a processor is free. A pass of 3 ms then takes 3 or
-20, as it happens, and which size of a tree pays cannot be seen any more: it is drowned. In the long run such waiting
-stretches all work alike, so it says nothing about sizes either, and is best left out:
+20, as it happens, and which size of a tree pays cannot be seen any more. In the long run such waiting stretches all work
+alike, so it says nothing about sizes, and is best left out:
 
     wall           |--- runs ---|......... ready to run .........|--- runs ---|
     undisturbed    |--- runs ---|                                |--- runs ---|
@@ -16,14 +16,14 @@ What people are told is the time on the wall. What a method decides by is the un
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter, thread_time
+from typing import NamedTuple, Protocol
 
 
-@dataclass(slots=True)  # frozen, each would take half a microsecond more
+@dataclass(slots=True)
 class Duration:
-    """What a piece of work took, or all work before a moment.
+    """What a piece of work took.
 
     Attributes:
         wall_s: seconds by the clock on the wall.
@@ -49,22 +49,58 @@ class Duration:
         return Duration(self.wall_s - part.wall_s, self.running_s - part.running_s, self.sleeps - part.sleeps)
 
 
-Clock = Callable[[], Duration]
-"""What the calling thread has done so far, from no matter when; the difference between two calls is what counts."""
+class Moment(NamedTuple):
+    """When a piece of work began, by the measures of a clock: only what was added to them since then tells anything."""
+
+    wall_s: float
+    running_s: float
+    sleeps: int
 
 
-def wall_clock() -> Duration:
-    """For work that other threads or devices do while this one waits for them: nothing is left out."""
-    now_s = perf_counter()
-    return Duration(now_s, now_s)
+class Clock(Protocol):
+    """Times what one thread does."""
+
+    def start(self) -> Moment:
+        """A piece of work begins."""
+        ...
+
+    def since(self, start: Moment) -> Duration:
+        """What it has taken so far."""
+        ...
 
 
-if sys.platform == "linux":  # elsewhere a thread's sleeps are not counted
+class WallClock:
+    """For work that a device does while this thread waits for it: nothing is left out. See `Clock`."""
+
+    def start(self) -> Moment:
+        """See `Clock`."""
+        return Moment(perf_counter(), 0.0, 0)
+
+    def since(self, start: Moment) -> Duration:
+        """See `Clock`."""
+        seconds = perf_counter() - start.wall_s
+        return Duration(seconds, seconds)
+
+
+if sys.platform == "linux":  # elsewhere it is not known whether a thread slept
     from resource import RUSAGE_THREAD, getrusage
 
-    def thread_clock() -> Duration:
-        """For work that this thread does itself, on a processor; a microsecond."""
-        return Duration(perf_counter(), thread_time(), getrusage(RUSAGE_THREAD).ru_nvcsw)
+    class ThreadClock:
+        """For work that this thread does itself, on a processor. See `Clock`.
+
+        Asking how long a thread has run is when its turn may be found to be over. So the wall is looked at first, and in
+        the end last: what others do then is within the work, and not between two pieces, where nobody would count it.
+        """
+
+        def start(self) -> Moment:
+            """See `Clock`."""
+            return Moment(perf_counter(), thread_time(), getrusage(RUSAGE_THREAD).ru_nvcsw)
+
+        def since(self, start: Moment) -> Duration:
+            """See `Clock`."""
+            sleeps = getrusage(RUSAGE_THREAD).ru_nvcsw - start.sleeps
+            running_s = thread_time() - start.running_s
+            return Duration(perf_counter() - start.wall_s, running_s, sleeps)
 
 else:
-    thread_clock = wall_clock
+    ThreadClock = WallClock

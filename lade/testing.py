@@ -20,7 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from lade.clock import Clock, Duration, wall_clock
+from lade.clock import Clock, Duration, WallClock
 from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.tree import TokenTree
 from lade.tuning.step_cost import StepCost
@@ -154,7 +154,7 @@ class FunctionRunner:
 
     def __init__(self, follow: Callable[[Sequence[int]], int], vocabulary: int, max_length: int | None = None) -> None:
         self.follow, self.vocabulary, self.max_length = follow, vocabulary, max_length
-        self.clock: Clock = wall_clock
+        self.clock: Clock = WallClock()
         self.pass_time = Duration(0.0, 0.0)
         self.passes = 0
 

@@ -151,13 +151,13 @@ class DecodeLoop(Generic[CacheT]):
 
     def prefill(self) -> list[Step]:
         """Feed the prompts of all rows, and choose the first token of each."""
-        start = self.runner.clock()
+        start = self.runner.clock.start()
         fed = [len(row.tokens) - self.cache.lengths[0] for row in self.rows]
         logits = self.runner.prefill([row.tokens for row in self.rows], self.cache, prompt_hook(self.rows))  # [B, V]
         self.settled = list(self.cache.lengths)
         ids = read(logits, wants_entries=False).argmax_ids  # [B]
         tokens = [row.choose_first(logits[place : place + 1], [ids[place]]) for place, row in enumerate(self.rows)]
-        seconds = (self.runner.clock() - start).wall_s
+        seconds = self.runner.clock.since(start).wall_s
         self.drop_finished()
         steps = [Step(0, [token], ["prefill"], size, seconds) for token, size in zip(tokens, fed, strict=True)]
         self._report(steps, 0.0)
@@ -169,7 +169,7 @@ class DecodeLoop(Generic[CacheT]):
         Returns:
             One for each row, without tokens if the walk failed at its first node.
         """
-        start = self.runner.clock()
+        start = self.runner.clock.start()
         self.settled = list(self.cache.lengths)
         parts, fed = self._draft(), 0
         try:
@@ -189,7 +189,7 @@ class DecodeLoop(Generic[CacheT]):
         finally:  # after any error, too: drop what was not accepted, report what was emitted
             if fed:
                 self._keep(parts, fed)
-            took = self.runner.clock() - start
+            took = self.runner.clock.since(start)
             steps = [part.report(took.wall_s) for part in parts]
             if emitted := [step for step in steps if step.tokens]:
                 self._report(emitted, self.runner.pass_time.wall_s)

@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lade.clock import Clock, Duration, thread_clock, wall_clock
+from lade.clock import Clock, Duration, ThreadClock, WallClock
 from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.tree import ROOT, TokenTree
 from lade.model.frequency_switch import FrequencySwitch
@@ -61,7 +61,7 @@ class EagerRunner:
         self.positions = Positions.of(model.config.get_text_config(decoder=True))
         self.device, self._dtype = input_device(model), model.dtype
         self.switch = FrequencySwitch(model, self.positions.longrope_switch, self.device)
-        self.clock: Clock = thread_clock if self.device.type == "cpu" else wall_clock
+        self.clock: Clock = ThreadClock() if self.device.type == "cpu" else WallClock()
         self._stopwatch = Stopwatch(self.clock)
         survey = Survey.of(model)
         self._slot_patches, self._core_patches = SlotPatches(survey), CorePatches(survey)

@@ -24,7 +24,7 @@ class Stopwatch:
     """
 
     def __init__(self, clock: Clock) -> None:
-        self._clock, self._started = clock, clock()
+        self._clock, self._started = clock, clock.start()
         self._before, self._taken = _NOTHING, _NOTHING
         self._device = torch.device("cpu")
         self._begin: Any = None
@@ -35,7 +35,7 @@ class Stopwatch:
         self._before, self._device, self._end = _NOTHING, device, None
         if device.type == "cuda":
             self._begin = _event(device)
-        self._started = self._clock()
+        self._started = self._clock.start()
 
     def resume(self, device: torch.device) -> None:
         """Work goes on after a pause; what was measured counts, too. Waits for the device like `taken`."""
@@ -50,7 +50,7 @@ class Stopwatch:
             return
         if device.type == "cuda":  # the clocks of two devices cannot be compared
             torch.cuda.synchronize(device)
-        self._taken = self._before + (self._clock() - self._started)
+        self._taken = self._before + self._clock.since(self._started)
 
     @property
     def taken(self) -> Duration:

@@ -8,6 +8,8 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from made_clock import MadeClock
+
 from lade import LookaheadConfig, Stats
 from lade.clock import Duration
 from lade.decoding.drafting.agreement import Agreement, DoubtedAgreement
@@ -119,18 +121,19 @@ def test_short_matches_are_doubted_from_the_first_miss_on_until_a_long_one_is_se
 
 
 class TimedRunner(FunctionRunner):
-    """Whose passes take what a small model takes, by the clock `now`; and the library a tenth of a plain one."""
+    """Whose passes take what a small model takes, by its clock; and the library a tenth of a plain one."""
+
+    clock: MadeClock
 
     def __init__(self, text: list[int]) -> None:
         super().__init__(lambda known: follow(text, list(known)), VOCABULARY)
-        self.now = 0.0
-        self.clock = lambda: Duration(self.now, self.now)
+        self.clock = MadeClock()
         self.cost = StepCost.of({size: [1e-3 * times] for size, times in ((1, 1.0), (2, 1.3), (16, 2.2), (128, 4.0))})
 
     def forward(self, trees, rows, cache):
         seconds = self.cost.seconds(max(map(len, trees)))
         self.pass_time = Duration(seconds, seconds)
-        self.now += seconds + 1e-4
+        self.clock.run(seconds + 1e-4)
         return super().forward(trees, rows, cache)
 
 
@@ -148,7 +151,7 @@ def test_noise_costs_hardly_anything(other):
         for _ in DecodeLoop([row], runner, ListCache()).run():
             pass
         assert row.tokens == text
-        seconds.append(runner.now)
+        seconds.append(runner.clock.wall_s)
     assert seconds[1] < 1.01 * seconds[0]
 
 

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 import torch
 
+from made_clock import MadeClock
+
 from lade import LookaheadConfig, Stats
 from lade.clock import Duration
 from lade.decoding.drafting.drafter import Guess
@@ -48,17 +50,18 @@ def flat_cost() -> StepCost:
 
 
 class TimedRunner(FunctionRunner):
-    """Whose passes take what they are expected to take, by the clock `now`, whatever else the machine has to do."""
+    """Whose passes take what they are expected to take, by its clock, whatever else the machine has to do."""
+
+    clock: MadeClock
 
     def __init__(self) -> None:
         super().__init__(follow, VOCABULARY)
-        self.now, self.cost = 0.0, flat_cost()
-        self.clock = lambda: Duration(self.now, self.now)
+        self.clock, self.cost = MadeClock(), flat_cost()
 
     def forward(self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: ListCache) -> torch.Tensor:
         seconds = self.cost.seconds(max(map(len, trees)))
         self.pass_time = Duration(seconds, seconds)
-        self.now += seconds
+        self.clock.run(seconds)
         return super().forward(trees, rows, cache)
 
 

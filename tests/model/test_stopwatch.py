@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lade.clock import Duration, wall_clock
+from lade.clock import Duration, WallClock
 from lade.model.stopwatch import Stopwatch
 
 
@@ -38,7 +38,7 @@ CUDA = torch.device("cuda", 0)
 
 
 def test_the_device_is_not_waited_for_until_somebody_asks(monkeypatch):
-    device, watch = Device(monkeypatch), Stopwatch(wall_clock)
+    device, watch = Device(monkeypatch), Stopwatch(WallClock())
     for taken_ms in (3.0, 5.0):
         watch.start(CUDA)
         device.now_ms += taken_ms
@@ -49,7 +49,7 @@ def test_the_device_is_not_waited_for_until_somebody_asks(monkeypatch):
 
 
 def test_what_is_set_is_read(monkeypatch):
-    device, watch = Device(monkeypatch), Stopwatch(wall_clock)
+    device, watch = Device(monkeypatch), Stopwatch(WallClock())
     watch.start(CUDA)
     watch.stop(CUDA)
     watch.taken = Duration(7.0, 6.0)
@@ -57,7 +57,7 @@ def test_what_is_set_is_read(monkeypatch):
 
 
 def test_clocks_of_two_devices_are_not_compared(monkeypatch):
-    device, watch = Device(monkeypatch), Stopwatch(wall_clock)
+    device, watch = Device(monkeypatch), Stopwatch(WallClock())
     watch.start(CUDA)
     device.now_ms = 1e9
     watch.stop(torch.device("cuda", 1))
@@ -65,7 +65,7 @@ def test_clocks_of_two_devices_are_not_compared(monkeypatch):
 
 
 def test_on_a_cpu_it_is_a_clock(monkeypatch):
-    watch = Stopwatch(wall_clock)
+    watch = Stopwatch(WallClock())
     assert watch.taken.wall_s == 0.0
     watch.start(torch.device("cpu"))
     watch.stop(torch.device("cpu"))

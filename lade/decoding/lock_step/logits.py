@@ -138,11 +138,11 @@ class LockStepLogits(Generic[CacheT]):
 
     def prefill(self) -> torch.Tensor:
         """Run the prompts; the logits after them, `[B, V]`."""
-        start = self.runner.clock()
+        start = self.runner.clock.start()
         prompts = [row.tokens for row in self.rows]
         logits = self.runner.prefill(prompts, self.cache, prompt_hook(self.rows))  # [B, V]
         self._learn(logits[:, None])
-        self._meter.ran([len(prompt) for prompt in prompts], (self.runner.clock() - start).wall_s, 0.0)
+        self._meter.ran([len(prompt) for prompt in prompts], self.runner.clock.since(start).wall_s, 0.0)
         return self._answer()
 
     def extend(self, tokens: Sequence[int]) -> torch.Tensor:
@@ -170,7 +170,7 @@ class LockStepLogits(Generic[CacheT]):
 
     def _pass(self) -> None:
         """Draft after what is known of each row, and feed the drafts."""
-        start, yielded = self.runner.clock(), self._meter.yielded
+        start, yielded = self.runner.clock.start(), self._meter.yielded
         self._meter.end()
         self.cache.keep([row.prune() for row in self.rows], self._fed, self._held)
         self._draft()
@@ -180,7 +180,7 @@ class LockStepLogits(Generic[CacheT]):
         known = [0] * len(trees) if self.runner.refeeds else self._held
         fed = [len(tree) - held for tree, held in zip(trees, known, strict=True)]
         self._learn(logits)
-        took, pass_time = self.runner.clock() - start, self.runner.pass_time
+        took, pass_time = self.runner.clock.since(start), self.runner.pass_time
         self._meter.ran(fed, took.wall_s, pass_time.wall_s)
         if self.budget is not None:
             forward_s = pass_time.undisturbed_s
