@@ -1,8 +1,8 @@
 """How long a piece of work took: by the clock on the wall, and but for what other programs took of it.
 
 On a busy machine a thread that could go on often has to wait until a processor is free. A pass of 3 ms then takes 3 or
-20, as it happens, and which size of a tree pays cannot be seen any more. In the long run such waiting stretches all work
-alike, so it says nothing about sizes, and is best left out:
+20, as it happens, and nobody sees which size of a tree pays. In the long run such waiting stretches all work alike, so
+it says nothing about sizes, and is best left out:
 
     wall           |--- runs ---|......... ready to run .........|--- runs ---|
     undisturbed    |--- runs ---|                                |--- runs ---|
@@ -88,8 +88,8 @@ if sys.platform == "linux":  # elsewhere it is not known whether a thread slept
     class ThreadClock:
         """For work that this thread does itself, on a processor. See `Clock`.
 
-        Asking how long a thread has run is when its turn may be found to be over. So the wall is looked at first, and in
-        the end last: what others do then is within the work, and not between two pieces, where nobody would count it.
+        Asking how long a thread has run is when its turn may be found to be over. So the wall is looked at first, and
+        last in the end: what others do then is within the work, and not between two pieces, where nobody counts it.
         """
 
         def start(self) -> Moment:

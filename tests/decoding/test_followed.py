@@ -7,7 +7,6 @@ import pytest
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from made_clock import MadeClock
 
 from lade import LookaheadConfig, Stats

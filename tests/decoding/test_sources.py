@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 import torch
-
 from made_clock import MadeClock
 
 from lade import LookaheadConfig, Stats
