@@ -5,13 +5,16 @@ The runner's clock is made up. Its thread runs for what passes take by their siz
 
 import random
 
+import pytest
 from made_clock import MadeClock
 
 from lade import LookaheadConfig, Stats
+from lade.decoding.drafting.drafter import Draft, Drafter
 from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.drafting.habits import Habits
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
+from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Greedy
 from lade.testing import FunctionRunner, ListCache
 from lade.tuning.step_cost import StepCost
@@ -62,3 +65,24 @@ def test_waiting_for_a_processor_does_not_make_guesses_look_cheap():
     plain_s = (stats.new_tokens - TEXTS) * (1e-3 * PASSES_MS[1] + OWN_S)
     assert runner.clock.running_s < 1.02 * plain_s
     assert stats.decode_s > 3 * plain_s, "what is reported has the waiting in it"
+
+
+class Told(Drafter):
+    """Feeds roots alone, and remembers what it is told of steps."""
+
+    def __init__(self):
+        self.seconds = []
+
+    def draft(self, context, max_depth):
+        return Draft(TokenTree(context[-1], max_depth))
+
+    def observe(self, fed, emitted, seconds, forward_s):
+        self.seconds.append((seconds, forward_s))
+
+
+def test_passes_and_the_librarys_own_time_are_told_without_the_waiting():
+    row = Row([1, 2, 3], Told(), Greedy(), lambda tokens: len(tokens) >= LENGTH)
+    for _ in DecodeLoop([row], BusyRunner(), ListCache()).run():
+        pass
+    plain_s = 1e-3 * PASSES_MS[1]
+    assert row.drafter.seconds == [(pytest.approx(plain_s + OWN_S), pytest.approx(plain_s))] * (LENGTH - 4)
