@@ -20,6 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from lade.clock import Clock, Duration, WallClock
 from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.tree import TokenTree
 from lade.tuning.step_cost import StepCost
@@ -153,7 +154,8 @@ class FunctionRunner:
 
     def __init__(self, follow: Callable[[Sequence[int]], int], vocabulary: int, max_length: int | None = None) -> None:
         self.follow, self.vocabulary, self.max_length = follow, vocabulary, max_length
-        self.forward_s = 0.0
+        self.clock: Clock = WallClock()
+        self.pass_time = Duration(0.0, 0.0)
         self.passes = 0
 
     def room(self, cached: int) -> int | None:

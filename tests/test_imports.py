@@ -13,7 +13,7 @@ import lade
 PACKAGE = Path(lade.__file__).parent
 # From the ground up: a layer imports from itself and from those below it.
 LAYERS = [
-    "version name_clash config errors locks stats jsonl files",
+    "version name_clash config errors locks clock stats jsonl files",
     "decoding",
     "memory memory_file",
     "model",

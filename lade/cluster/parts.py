@@ -73,11 +73,9 @@ class PartRunner(EagerRunner):
     @contextmanager
     def _also_timed(self) -> Iterator[None]:
         """What the block takes counts as time of the pass."""
-        forward_s = self.forward_s
-        self._stopwatch.start(self.device)
+        self._stopwatch.resume(self.device)
         yield
         self._stopwatch.stop(self.device)
-        self.forward_s += forward_s
 
 
 class LeadingPartedCache(LeadingCache, PartedCache):

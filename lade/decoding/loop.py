@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch.nn.functional import pad
 
+from lade.clock import Clock, Duration
 from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.readout import Readout, read
@@ -58,13 +58,17 @@ from number `start` on."""
 
 
 class Runner(Protocol[CacheT_contra]):
-    """Runs the model, with the kind of cache that suits it.
+    """Runs the model, with the kind of cache that suits it."""
 
-    Attributes:
-        forward_s: seconds that the last call of `forward` spent in the model.
-    """
+    @property
+    def clock(self) -> Clock:
+        """Times steps."""
+        ...
 
-    forward_s: float
+    @property
+    def pass_time(self) -> Duration:
+        """What the last call of `forward` spent in the model."""
+        ...
 
     def room(self, cached: int) -> int | None:
         """How deep a tree may be whose root lies at position `cached`; None for no limit."""
@@ -147,13 +151,13 @@ class DecodeLoop(Generic[CacheT]):
 
     def prefill(self) -> list[Step]:
         """Feed the prompts of all rows, and choose the first token of each."""
-        start = perf_counter()
+        start = self.runner.clock.start()
         fed = [len(row.tokens) - self.cache.lengths[0] for row in self.rows]
         logits = self.runner.prefill([row.tokens for row in self.rows], self.cache, prompt_hook(self.rows))  # [B, V]
         self.settled = list(self.cache.lengths)
         ids = read(logits, wants_entries=False).argmax_ids  # [B]
         tokens = [row.choose_first(logits[place : place + 1], [ids[place]]) for place, row in enumerate(self.rows)]
-        seconds = perf_counter() - start
+        seconds = self.runner.clock.since(start).wall_s
         self.drop_finished()
         steps = [Step(0, [token], ["prefill"], size, seconds) for token, size in zip(tokens, fed, strict=True)]
         self._report(steps, 0.0)
@@ -165,7 +169,7 @@ class DecodeLoop(Generic[CacheT]):
         Returns:
             One for each row, without tokens if the walk failed at its first node.
         """
-        start = perf_counter()
+        start = self.runner.clock.start()
         self.settled = list(self.cache.lengths)
         parts, fed = self._draft(), 0
         try:
@@ -185,11 +189,11 @@ class DecodeLoop(Generic[CacheT]):
         finally:  # after any error, too: drop what was not accepted, report what was emitted
             if fed:
                 self._keep(parts, fed)
-            seconds = perf_counter() - start
-            steps = [part.report(seconds) for part in parts]
+            took = self.runner.clock.since(start)
+            steps = [part.report(took.wall_s) for part in parts]
             if emitted := [step for step in steps if step.tokens]:
-                self._report(emitted, self.runner.forward_s)
-        self._observe(steps, fed, seconds)
+                self._report(emitted, self.runner.pass_time.wall_s)
+        self._observe(steps, fed, took)
         self.drop_finished()
         return steps
 
@@ -230,9 +234,11 @@ class DecodeLoop(Generic[CacheT]):
         self.cache.keep([part.verdict.path for part in parts], fed)
         self.settled = list(self.cache.lengths)
 
-    def _observe(self, steps: Sequence[Step], fed: int, seconds: float) -> None:
+    def _observe(self, steps: Sequence[Step], fed: int, took: Duration) -> None:
         """Have those that decide about sizes learn what a step cost and yielded; its largest tree had `fed` nodes."""
-        forward_s = self.runner.forward_s
+        pass_time = self.runner.pass_time
+        forward_s = pass_time.undisturbed_s
+        seconds = forward_s + (took - pass_time).undisturbed_s
         for row, step in zip(self.rows, steps, strict=True):
             row.drafter.observe(step.fed, len(step.tokens), seconds, forward_s)
         if self.budget is not None:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad
 
+from lade.clock import Clock, Duration
 from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.tree import TokenTree
 from lade.model.kv_cache import TreeCache
@@ -63,9 +64,14 @@ class RefeedingRunner:
         self._runner = runner
 
     @property
-    def forward_s(self) -> float:
-        """See `EagerRunner.forward_s`."""
-        return self._runner.forward_s
+    def clock(self) -> Clock:
+        """See `EagerRunner`."""
+        return self._runner.clock
+
+    @property
+    def pass_time(self) -> Duration:
+        """See `EagerRunner.pass_time`."""
+        return self._runner.pass_time
 
     def room(self, cached: int) -> int | None:
         """See `EagerRunner.room`."""

@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from lade.clock import Clock, Duration, ThreadClock, WallClock
 from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.tree import ROOT, TokenTree
 from lade.model.frequency_switch import FrequencySwitch
@@ -60,7 +61,8 @@ class EagerRunner:
         self.positions = Positions.of(model.config.get_text_config(decoder=True))
         self.device, self._dtype = input_device(model), model.dtype
         self.switch = FrequencySwitch(model, self.positions.longrope_switch, self.device)
-        self._stopwatch = Stopwatch()
+        self.clock: Clock = ThreadClock() if self.device.type == "cpu" else WallClock()
+        self._stopwatch = Stopwatch(self.clock)
         survey = Survey.of(model)
         self._slot_patches, self._core_patches = SlotPatches(survey), CorePatches(survey)
         self._accepts, self._cache_name = accepted(model), cache_name(model) or "past_key_values"
@@ -68,13 +70,13 @@ class EagerRunner:
         self._prompts: PreparedPrompts | None = None
 
     @property
-    def forward_s(self) -> float:
-        """Seconds that the last call of `forward` spent in the model; reading waits for the device to end it."""
-        return self._stopwatch.seconds
+    def pass_time(self) -> Duration:
+        """What the last call of `forward` spent in the model; reading waits for the device to end it."""
+        return self._stopwatch.taken
 
-    @forward_s.setter
-    def forward_s(self, seconds: float) -> None:
-        self._stopwatch.seconds = seconds
+    @pass_time.setter
+    def pass_time(self, taken: Duration) -> None:
+        self._stopwatch.taken = taken
 
     def room(self, cached: int) -> int | None:
         """How deep a tree may be whose root lies at position `cached`; None for no limit."""

@@ -7,28 +7,41 @@ passed them: a step does not wait twice.
 
 from __future__ import annotations
 
-from time import perf_counter
 from typing import Any
 
 import torch
 
+from lade.clock import Clock, Duration
+
+_NOTHING = Duration(0.0, 0.0)
+
 
 class Stopwatch:
-    """Seconds between `start` and `stop`, where the work was done."""
+    """How long work took between `start` and `stop`, where it was done.
 
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._started_s = 0.0
+    Args:
+        clock: for work that is not a CUDA device's. Nobody disturbs such a device, as far as can be seen.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._started = clock, clock.start()
+        self._before, self._taken = _NOTHING, _NOTHING
         self._device = torch.device("cpu")
         self._begin: Any = None
         self._end: Any = None  # set as long as the events have not been read
 
     def start(self, device: torch.device) -> None:
         """Work begins on this device."""
-        self._device, self._end = device, None
+        self._before, self._device, self._end = _NOTHING, device, None
         if device.type == "cuda":
             self._begin = _event(device)
-        self._started_s = perf_counter()
+        self._started = self._clock.start()
+
+    def resume(self, device: torch.device) -> None:
+        """Work goes on after a pause; what was measured counts, too. Waits for the device like `taken`."""
+        before = self.taken
+        self.start(device)
+        self._before = before
 
     def stop(self, device: torch.device) -> None:
         """All work is queued; it ends on this device."""
@@ -37,19 +50,20 @@ class Stopwatch:
             return
         if device.type == "cuda":  # the clocks of two devices cannot be compared
             torch.cuda.synchronize(device)
-        self._seconds = perf_counter() - self._started_s
+        self._taken = self._before + self._clock.since(self._started)
 
     @property
-    def seconds(self) -> float:
+    def taken(self) -> Duration:
         """Of the last measurement; waits for the device if it has not come so far."""
         if self._end is not None:
             self._end.synchronize()
-            self._seconds, self._end = self._begin.elapsed_time(self._end) / 1e3, None
-        return self._seconds
+            seconds, self._end = self._begin.elapsed_time(self._end) / 1e3, None
+            self._taken = self._before + Duration(seconds, seconds)
+        return self._taken
 
-    @seconds.setter
-    def seconds(self, seconds: float) -> None:
-        self._seconds, self._end = seconds, None
+    @taken.setter
+    def taken(self, taken: Duration) -> None:
+        self._taken, self._end = taken, None
 
 
 def _event(device: torch.device) -> Any:

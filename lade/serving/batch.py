@@ -303,7 +303,7 @@ class Batch:
         except Exception as problem:  # noqa: BLE001 - likewise; and what the cache holds now is unknown
             self._end_rows(problem)
             return
-        self.tally.add_pass(steps, self._runner.forward_s)
+        self.tally.add_pass(steps, self._runner.pass_time.wall_s)
         for row, step in zip(rows, steps, strict=True):
             if step.tokens:  # also of a row that then failed
                 self._deliver(self.seats.decoding[row], step)
@@ -326,7 +326,7 @@ class Batch:
         assert active.row is not None
         step = active.request.told(step, last=active.row.done)
         try:
-            active.handle.tell(step, 0.0 if step.index == 0 else self._runner.forward_s)
+            active.handle.tell(step, 0.0 if step.index == 0 else self._runner.pass_time.wall_s)
         except Exception as problem:  # noqa: BLE001 - on_step is the user's
             self._end(active, problem)
             return

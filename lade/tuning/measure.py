@@ -39,7 +39,7 @@ class StepTimer:
     """Times single passes.
 
     Args:
-        runner: runs the model; its `forward_s` is what a pass took, and changes.
+        runner: runs the model; its `pass_time` is what a pass took, and changes.
         vocabulary: V, number of token ids that the model knows.
         largest: the largest size that will be timed.
         cached: tokens in the cache; fewer where the model's positions end before.
@@ -69,7 +69,7 @@ class StepTimer:
             self(min(size, self.largest))  # captures it, which is not to count
 
     def __call__(self, size: int) -> float:
-        """Seconds of one pass that feeds `size` tokens a row, 1 to `largest`."""
+        """Undisturbed seconds of one pass that feeds `size` tokens a row, 1 to `largest`."""
         tree = self._tree(size)
         trees, rows = [tree] * self._batch, [[*self._text, tree.ids[ROOT]]] * self._batch
         if self._reader is None:
@@ -77,7 +77,7 @@ class StepTimer:
         else:  # as greedy decoding does; steps that need whole rows of logits are soon found to take longer
             self._reader.readouts(trees, rows, self._cache, wants_entries=True)
         self._cache.keep([[]] * self._batch, fed=size)
-        return self._runner.forward_s
+        return self._runner.pass_time.undisturbed_s
 
     def close(self) -> None:
         """Give back what it has taken; it is of no use then."""
@@ -166,13 +166,13 @@ def measure_step_cost(
     """
     sizes = sizes_for(runner.parts) if sizes is None else sizes
     check_sizes(sizes)
-    before = runner.forward_s
+    before = runner.pass_time
     samples: dict[int, list[float]] = {}
     with closing(StepTimer(runner, vocabulary=vocabulary, largest=max(sizes), cached=cached, batch=batch)) as timer:
         feasible = [size for size in sizes if size <= timer.largest]
         for size, seconds in samples_of(timer, feasible, budget_s=budget_s, clock=clock):
             samples.setdefault(size, []).append(seconds)
-    runner.forward_s = before
+    runner.pass_time = before
     return StepCost.of(samples, measured_at=time.time())
 
 

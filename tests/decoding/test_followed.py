@@ -7,8 +7,10 @@ import pytest
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_clock import MadeClock
 
 from lade import LookaheadConfig, Stats
+from lade.clock import Duration
 from lade.decoding.drafting.agreement import Agreement, DoubtedAgreement
 from lade.decoding.drafting.drafter import Guess
 from lade.decoding.drafting.factory import drafter_for
@@ -118,21 +120,24 @@ def test_short_matches_are_doubted_from_the_first_miss_on_until_a_long_one_is_se
 
 
 class TimedRunner(FunctionRunner):
-    """Whose passes take what a small model takes, by the clock `now`; and the library a tenth of a plain one."""
+    """Whose passes take what a small model takes, by its clock; and the library a tenth of a plain one."""
+
+    clock: MadeClock
 
     def __init__(self, text: list[int]) -> None:
         super().__init__(lambda known: follow(text, list(known)), VOCABULARY)
-        self.now = 0.0
+        self.clock = MadeClock()
         self.cost = StepCost.of({size: [1e-3 * times] for size, times in ((1, 1.0), (2, 1.3), (16, 2.2), (128, 4.0))})
 
     def forward(self, trees, rows, cache):
-        self.forward_s = self.cost.seconds(max(map(len, trees)))
-        self.now += self.forward_s + 1e-4
+        seconds = self.cost.seconds(max(map(len, trees)))
+        self.pass_time = Duration(seconds, seconds)
+        self.clock.run(seconds + 1e-4)
         return super().forward(trees, rows, cache)
 
 
 @pytest.mark.parametrize("other", ["another order", "drawn"])
-def test_noise_costs_hardly_anything(other, monkeypatch):
+def test_noise_costs_hardly_anything(other):
     """In passes by a given cost, a word of every third being common, so that places are found all the time."""
     rng = random.Random(7)
     answer = [rng.choice([10, 11, 12, 13]) if place % 3 == 0 else token for place, token in enumerate(noise(8, 400))]
@@ -140,13 +145,12 @@ def test_noise_costs_hardly_anything(other, monkeypatch):
     text, seconds = [*PROMPT, *answer], []
     for sources in ([], [Prediction(wrong)]):
         runner = TimedRunner(text)
-        monkeypatch.setattr("lade.decoding.loop.perf_counter", lambda clock=runner: clock.now)
         drafter = drafter_for(LookaheadConfig(), cost=runner.cost, sources=sources)
         row = Row(PROMPT, drafter, Greedy(), lambda tokens: len(tokens) >= len(text))
         for _ in DecodeLoop([row], runner, ListCache()).run():
             pass
         assert row.tokens == text
-        seconds.append(runner.now)
+        seconds.append(runner.clock.wall_s)
     assert seconds[1] < 1.01 * seconds[0]
 
 

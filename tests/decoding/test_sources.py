@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 import torch
+from made_clock import MadeClock
 
 from lade import LookaheadConfig, Stats
+from lade.clock import Duration
 from lade.decoding.drafting.drafter import Guess
 from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.loop import DecodeLoop
@@ -47,24 +49,24 @@ def flat_cost() -> StepCost:
 
 
 class TimedRunner(FunctionRunner):
-    """Whose passes take what they are expected to take, by the clock `now`, whatever else the machine has to do."""
+    """Whose passes take what they are expected to take, by its clock, whatever else the machine has to do."""
+
+    clock: MadeClock
 
     def __init__(self) -> None:
         super().__init__(follow, VOCABULARY)
-        self.now, self.cost = 0.0, flat_cost()
+        self.clock, self.cost = MadeClock(), flat_cost()
 
     def forward(self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: ListCache) -> torch.Tensor:
-        self.forward_s = self.cost.seconds(max(map(len, trees)))
-        self.now += self.forward_s
+        seconds = self.cost.seconds(max(map(len, trees)))
+        self.pass_time = Duration(seconds, seconds)
+        self.clock.run(seconds)
         return super().forward(trees, rows, cache)
 
 
 @pytest.fixture
-def runner(monkeypatch: pytest.MonkeyPatch) -> TimedRunner:
-    """A runner by whose clock the loop goes."""
-    runner = TimedRunner()
-    monkeypatch.setattr("lade.decoding.loop.perf_counter", lambda: runner.now)
-    return runner
+def runner() -> TimedRunner:
+    return TimedRunner()
 
 
 def decoded(config: LookaheadConfig, source: ExpectedText, runner: TimedRunner) -> tuple[list[int], list[str], Stats]:

@@ -14,6 +14,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import lade
 from lade import LookaheadConfig, Memory, Stats, UnsupportedArgumentError
+from lade.clock import Duration, ThreadClock
+from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.decoding.lock_step import row as lock_step_row
 from lade.model.runner import EagerRunner
 from lade.testing import toy_model
@@ -275,3 +277,22 @@ def test_what_runs_the_model_itself_is_refused():
         lade.generate(
             MODELS["llama"], **padded(random_texts(4, 9)), guidance_scale=1.5, max_new_tokens=5, lookahead=PAPER
         )
+
+
+@pytest.mark.parametrize("said", [NOTHING, CRITERION], ids=["on their own", "shown together"])
+def test_sizes_of_batches_are_chosen_without_the_waiting_for_a_processor(said, monkeypatch):
+    told, usual = [], ThreadClock.since
+
+    def busy(clock, start):
+        took = usual(clock, start)
+        return Duration(took.wall_s + 100.0, took.running_s)
+
+    def observe_pass(budget, fed, emitted, seconds, forward_s):
+        told.append((forward_s, seconds))
+
+    monkeypatch.setattr(ThreadClock, "since", busy)
+    monkeypatch.setattr(BatchBudget, "observe_pass", observe_pass)
+    stats, texts = Stats(), padded(random_texts(4, 9))
+    assert_same(MODELS["llama"], LookaheadConfig(), stats=stats, said=said, **texts, max_new_tokens=8)
+    assert told and all(0.0 < forward_s <= seconds < 50.0 for forward_s, seconds in told)
+    assert stats.decode_s > stats.forward_s > 100.0

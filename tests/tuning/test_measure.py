@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import lade
+from lade.clock import Duration
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.model.support.supports import supports
@@ -21,7 +22,7 @@ class KnownRunner:
 
     def __init__(self, cost, *, room=None, busy=0):
         self.cost, self.limit, self.busy = cost, room, busy
-        self.now, self.forward_s = 0.0, 123.0
+        self.now, self.pass_time = 0.0, Duration(123.0, 123.0)
         self.sizes, self.depths = [], []
 
     def clock(self):
@@ -53,8 +54,9 @@ class KnownRunner:
         self.sizes.append(size)
         self.depths.append(max(trees[0].depths))
         slow = self.busy and len(self.sizes) % self.busy == 0
-        self.forward_s = self.cost(size) * (10.0 if slow else 1.0)
-        self.now += self.forward_s
+        seconds = self.cost(size) * (10.0 if slow else 1.0)
+        self.pass_time = Duration(seconds, seconds)
+        self.now += seconds
         return torch.zeros(len(trees), size, 1)
 
 
@@ -73,7 +75,7 @@ def test_it_finds_the_cost(busy):
     for size in (*SIZES, 96, 200):
         assert cost.seconds(size) == pytest.approx(knee(size))
     assert cost.corners[1] == 16
-    assert runner.forward_s == 123.0
+    assert runner.pass_time.wall_s == 123.0
 
 
 def test_sizes_take_turns():

@@ -24,6 +24,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from lade.clock import Duration
 from lade.config import LookaheadConfig
 from lade.decoding.beams.guesses import BeamGuesser
 from lade.decoding.beams.recycling import Recycler
@@ -51,7 +52,10 @@ CacheT_contra = TypeVar("CacheT_contra", bound=BeamCache, contravariant=True)
 class BeamRunner(Protocol[CacheT_contra]):
     """Runs the model; see `lade.decoding.loop.Runner`."""
 
-    forward_s: float
+    @property
+    def pass_time(self) -> Duration:
+        """What the last pass spent in the model."""
+        ...
 
     def room(self, cached: int) -> int | None:
         """How deep a tree may be whose root lies at position `cached`; None for no limit."""
@@ -180,7 +184,7 @@ class BeamLogits(Generic[CacheT]):
         logits = self.runner.extend(trees, self._held, self.cache)  # [B, S, V]
         self._fed = logits.shape[1]
         fed = [len(tree) - held for tree, held in zip(trees, self._held, strict=True)]
-        self._meter.ran(fed, self.runner.forward_s)
+        self._meter.ran(fed, self.runner.pass_time.wall_s)
         for row, row_logits in zip(self.rows, logits, strict=True):
             row.learn(row_logits)
 

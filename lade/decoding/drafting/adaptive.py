@@ -65,7 +65,7 @@ class AdaptiveDrafter(Drafter):
         seed: int = 0,
     ) -> None:
         self.memory, self.budget = memory, budget
-        self.wants_prompt_entries = read_prompts
+        self.wants_prompt_entries = self._reads_prompts = read_prompts
         self.window: Window | None = None
         self._grower = TreeGrower(excluded, vocabulary)
         self._sources, self._excluded, self._constraint = sources, frozenset(excluded), constraint
@@ -82,7 +82,7 @@ class AdaptiveDrafter(Drafter):
         seeds = [token for token in tokens[:prompt_length] if token not in self._excluded] or tokens[-1:]
         self.window = Window(COLUMNS, NGRAM, tokens[-1], seeds, self._rng)
         self._written, self._begun = len(tokens) - prompt_length, False
-        if self.wants_prompt_entries:
+        if self._reads_prompts:
             self.memory.learn_text(kernels.tails_of(np.array(tokens, dtype=np.int64), 0, len(tokens) - 1), tokens[1:])
 
     def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
@@ -99,7 +99,7 @@ class AdaptiveDrafter(Drafter):
         resting = self.budget.skip_drafting() and not lead
         if resting and not any(not guess.scores or self.budget.pays(guess.scores) for guess in guesses):
             return Candidates((), lambda: Draft(TokenTree(context[-1], max_depth), teaches=False))
-        if self.wants_prompt_entries:
+        if self._reads_prompts:
             self._grower.read(context)
         self._grower.begin(context, lead)
         scores = self._grower.grow(self.memory, _NOTHING if resting else self.budget.thresholds(), max_depth)

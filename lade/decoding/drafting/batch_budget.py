@@ -91,7 +91,7 @@ class BatchBudget:
         Args:
             fed: size of its largest tree.
             emitted: tokens that the mean row got.
-            seconds: seconds that the whole step took.
+            seconds: undisturbed seconds that the whole step took; see `lade.clock`.
             forward_s: seconds of those that the model took.
         """
         self._controller.observe(fed, emitted, seconds, forward_s)

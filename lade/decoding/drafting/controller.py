@@ -33,10 +33,7 @@ _GAIN_OF_NEWS = 0.8
 _SPREAD, _LEAP = 2, 8  # a tree has at most _SPREAD times the usual size, and _LEAP nodes more
 _STEPS = 24  # that averages are over
 _LEAST_NODES = 40  # the library's time of a step is that of the nodes fed and of this many more
-_MOST_OWN, _LEAST_OWN_S = (
-    6.0,
-    0.001,
-)  # times what is usual, or of so much: beyond it something was compiled, or collected
+_MOST_OWN, _LEAST_OWN_S = 6.0, 0.001  # times what is usual, or this: what takes longer was compiling, or collecting
 
 # Rests from looking for guesses, where nothing comes of it.
 _PATIENCE = 3  # steps
@@ -116,28 +113,40 @@ class Controller:
 
     def choose(self, scores: Sequence[float], alone: Sequence[float] | None = None) -> int:
         """See `Budget`."""
-        worth, habits = self._worth(scores, self._use_of_news), self._habits
+        worth = self._worth(scores, self._use_of_news)
         best = _best(worth)
-        self._note_search(best if alone is None else _best(self._worth(alone, self._use_of_news)) if alone else 0)
-        usual = min(int(habits.usual), len(scores))
-        if usual > best and worth[usual - 1] > worth[best - 1] - TUITION:
-            best = usual
-        elif best == 1 and habits.since_guesses >= _TRIAL_AFTER:
-            best = min(_TRIAL_SIZE, len(scores))
-        promised = sum(scores[1:best])
-        self._of_memory = alone is None or 2.0 * sum(alone[1:best]) >= promised
-        self._promised = promised / habits.trust
-        return best
+        if alone is None:
+            self._note_search(best)
+        elif alone:
+            self._note_search(_best(self._worth(alone, self._use_of_news)))
+        size = self._with_tuition(best, worth)
+        self._note_promise(scores[1:size], None if alone is None else alone[1:size])
+        return size
 
     def _note_search(self, best: int) -> None:
-        """Take in how many of the memory's candidates would be fed if there were no others; 0 if it was not searched.
+        """Take in how many of the memory's candidates would be fed if there were no others.
 
         What another text makes expect says nothing about what there is to be found, and what it teaches.
         """
-        if not best:
-            return
         self._idle = self._habits.idle = self._idle + 1 if best == 1 else 0
         self._habits.usual += (best - self._habits.usual) / _STEPS
+
+    def _with_tuition(self, best: int, worth: Sequence[float]) -> int:
+        """The size that is best now, or a larger one for what it teaches: the usual one, if that costs little, or a few
+        tokens once guesses have not been tried for long.
+        """
+        usual = min(int(self._habits.usual), len(worth))
+        if usual > best and worth[usual - 1] > worth[best - 1] - TUITION:
+            return usual
+        if best == 1 and self._habits.since_guesses >= _TRIAL_AFTER:
+            return min(_TRIAL_SIZE, len(worth))
+        return best
+
+    def _note_promise(self, scores: Sequence[float], alone: Sequence[float] | None) -> None:
+        """Remember what the guesses to be fed are expected to bring, and whether half of it or more is the memory's."""
+        promised = sum(scores)
+        self._promised = promised / self._habits.trust
+        self._of_memory = alone is None or 2.0 * sum(alone) >= promised
 
     def pays(self, scores: Sequence[float]) -> bool:
         """See `Budget`."""

@@ -124,6 +124,6 @@ class Drafter(ABC):
         Args:
             fed: tokens fed, the root included.
             emitted: tokens emitted, the bonus token included.
-            seconds: seconds that the whole step took.
+            seconds: undisturbed seconds that the whole step took; see `lade.clock`.
             forward_s: seconds of those that the model took.
         """

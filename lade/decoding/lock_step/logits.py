@@ -17,11 +17,11 @@ would need alone, and the batch as many as its slowest row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import perf_counter
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from lade.clock import Clock, Duration
 from lade.decoding.beams.logits import BeamCache
 from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.decoding.lock_step.row import LockStepRow
@@ -38,8 +38,13 @@ class LockStepRunner(Protocol[CacheT_contra]):
     """Runs the model; see `lade.decoding.loop.Runner`."""
 
     @property
-    def forward_s(self) -> float:
-        """Seconds that the last pass spent in the model."""
+    def clock(self) -> Clock:
+        """Times passes."""
+        ...
+
+    @property
+    def pass_time(self) -> Duration:
+        """What the last pass spent in the model."""
         ...
 
     @property
@@ -133,11 +138,11 @@ class LockStepLogits(Generic[CacheT]):
 
     def prefill(self) -> torch.Tensor:
         """Run the prompts; the logits after them, `[B, V]`."""
-        start = perf_counter()
+        start = self.runner.clock.start()
         prompts = [row.tokens for row in self.rows]
         logits = self.runner.prefill(prompts, self.cache, prompt_hook(self.rows))  # [B, V]
         self._learn(logits[:, None])
-        self._meter.ran([len(prompt) for prompt in prompts], perf_counter() - start, 0.0)
+        self._meter.ran([len(prompt) for prompt in prompts], self.runner.clock.since(start).wall_s, 0.0)
         return self._answer()
 
     def extend(self, tokens: Sequence[int]) -> torch.Tensor:
@@ -165,7 +170,7 @@ class LockStepLogits(Generic[CacheT]):
 
     def _pass(self) -> None:
         """Draft after what is known of each row, and feed the drafts."""
-        start, yielded = perf_counter(), self._meter.yielded
+        start, yielded = self.runner.clock.start(), self._meter.yielded
         self._meter.end()
         self.cache.keep([row.prune() for row in self.rows], self._fed, self._held)
         self._draft()
@@ -175,10 +180,11 @@ class LockStepLogits(Generic[CacheT]):
         known = [0] * len(trees) if self.runner.refeeds else self._held
         fed = [len(tree) - held for tree, held in zip(trees, known, strict=True)]
         self._learn(logits)
-        seconds = perf_counter() - start
-        self._meter.ran(fed, seconds, self.runner.forward_s)
+        took, pass_time = self.runner.clock.since(start), self.runner.pass_time
+        self._meter.ran(fed, took.wall_s, pass_time.wall_s)
         if self.budget is not None:
-            self.budget.observe_pass(max(fed), yielded, seconds, self.runner.forward_s)
+            forward_s = pass_time.undisturbed_s
+            self.budget.observe_pass(max(fed), yielded, forward_s + (took - pass_time).undisturbed_s, forward_s)
 
     def _draft(self) -> None:
         """Find the candidates of all rows first, so that they can be weighed together; padding fills what is left."""

@@ -1,0 +1,57 @@
+"""What counts of the time that work takes."""
+
+import sys
+from time import sleep, thread_time
+
+import pytest
+
+from lade.clock import Duration, ThreadClock, WallClock
+
+
+def test_waiting_for_a_processor_does_not_count():
+    assert Duration(wall_s=20.0, running_s=3.0).undisturbed_s == 3.0
+
+
+def test_where_a_thread_slept_all_its_waiting_counts():
+    assert Duration(wall_s=20.0, running_s=3.0, sleeps=1).undisturbed_s == 20.0
+
+
+def test_it_never_took_longer_than_by_the_wall():
+    """Two clocks are not read at the same moment."""
+    assert Duration(wall_s=3.0, running_s=3.001).undisturbed_s == 3.0
+
+
+def test_a_part_that_slept_says_nothing_about_the_rest():
+    whole, part = Duration(20.0, 5.0, sleeps=1), Duration(12.0, 1.0, sleeps=1)
+    assert (whole - part).undisturbed_s == 4.0
+    assert (whole - part) + part == whole
+
+
+def test_by_the_wall_all_counts():
+    clock = WallClock()
+    start = clock.start()
+    sleep(0.01)
+    took = clock.since(start)
+    assert took.undisturbed_s == took.wall_s >= 0.01
+
+
+def test_a_thread_that_sleeps_is_part_of_the_work():
+    clock = ThreadClock()
+    start = clock.start()
+    sleep(0.01)
+    took = clock.since(start)
+    assert took.undisturbed_s == took.wall_s >= 0.01
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there is a thread's waiting known")
+def test_a_thread_is_timed_while_it_runs():
+    """However busy the machine is that this runs on; unless another thread of this process took its turn."""
+    clock = ThreadClock()
+    for _ in range(20):
+        start, end = clock.start(), thread_time() + 0.005
+        while thread_time() < end:
+            pass
+        took = clock.since(start)
+        if not took.sleeps:
+            break
+    assert not took.sleeps and 0.005 <= took.undisturbed_s < 0.006
