@@ -179,7 +179,7 @@ class Product(NamedTuple):
 
     Attributes:
         x: where the rows lie, `[rows, inputs]`, contiguous.
-        laid_out: room for the rows in tiles, `[rows / 32][2][inputs / 32][16][32]`, filled up with zeros.
+        rest: the inputs behind the last whole block, `[rows, 32]`, filled up with zeros; 0 if there are none.
         weight: the panels.
         bias: `[outputs]`; 0 if there is none.
         out: `[rows, outputs]`, contiguous, what becomes of it.
@@ -187,7 +187,7 @@ class Product(NamedTuple):
     """
 
     x: int
-    laid_out: int
+    rest: int
     weight: int
     bias: int
     out: int
@@ -276,13 +276,9 @@ def _add_block(rows: Any, stride: Any, weights: Any) -> None:
 
 
 def _multiply_few(address: Any) -> None:
-    """A product of at most 16 rows, which are read where they lie: it takes as long as its weights take to be read."""
+    """A product of at most 16 rows, which takes as long as its weights take to be read."""
     product = _product(address)
-    sums, rest = _room(_SUMS), _room(TILE)
-    whole, left = product.inputs // BLOCK_INPUTS, product.inputs % BLOCK_INPUTS
-    _clear(rest, TILE)
-    for row in range(product.rows):
-        _copy(rest + _ROW * row, product.x + 2 * (product.inputs * (row + 1) - left), 2 * left)
+    sums, whole = _room(_SUMS), product.inputs // BLOCK_INPUTS
     _shape_tiles(product.rows)
     part = _next(address)
     while part < _field(address, 1):
@@ -298,8 +294,8 @@ def _multiply_few(address: Any) -> None:
                     _prefetch(at + _AHEAD + line)
                 _add_block(product.x + _ROW * block, 2 * product.inputs, at)
                 at += BLOCK
-            if left:
-                _add_block(rest, _ROW, at)
+            if product.rest:
+                _add_block(product.rest, _ROW, at)
                 at += BLOCK
             _store_tile(0, sums, _PANEL_ROW)
             _store_tile(1, sums + _ROW, _PANEL_ROW)
@@ -310,65 +306,54 @@ def _multiply_few(address: Any) -> None:
     _release()
 
 
-def _lay_out(address: Any) -> None:
-    """Bring rows into tiles, two of which make a part."""
-    product = _product(address)
-    blocks, left = -(-product.inputs // BLOCK_INPUTS), product.inputs % BLOCK_INPUTS
-    part = _next(address)
-    while part < _field(address, 1):
-        for tile in range(2 * part, 2 * part + 2):
-            to = product.laid_out + TILE * blocks * tile
-            for row in range(ROWS * tile, ROWS * (tile + 1)):
-                if row >= product.rows:
-                    for block in range(blocks):
-                        _clear(to + TILE * block, _ROW)
-                else:
-                    x = product.x + 2 * product.inputs * row
-                    for block in range(product.inputs // BLOCK_INPUTS):
-                        _copy(to + TILE * block, x + _ROW * block, _ROW)
-                    if left:
-                        _clear(to + TILE * (blocks - 1), _ROW)
-                        _copy(to + TILE * (blocks - 1), x + _ROW * (blocks - 1), 2 * left)
-                to += _ROW
-        part = _next(address)
+@inlined
+def _add_square(upper: Any, lower: Any, stride: Any, weights: Any) -> None:
+    """The products of a block of inputs of twice 16 rows and half a panel."""
+    _load_tile(6, weights, _ROW)
+    _load_tile(4, upper, stride)
+    _multiply_bfloat16(0, 4, 6)
+    _load_tile(7, weights + TILE, _ROW)
+    _multiply_bfloat16(1, 4, 7)
+    _load_tile(5, lower, stride)
+    _multiply_bfloat16(2, 5, 6)
+    _multiply_bfloat16(3, 5, 7)
 
 
 def _multiply_many(address: Any) -> None:
-    """A product of rows that lie in tiles: 32 of them by half a panel at a time."""
+    """A product of more than 16 rows: 32 of them by half a panel at a time.
+
+    The last tiles of rows may begin before the end of those before them, and write the same bits once more.
+    """
     product = _product(address)
-    blocks, sums = -(-product.inputs // BLOCK_INPUTS), _room(_SUMS)
+    sums, whole, stride = _room(_SUMS), product.inputs // BLOCK_INPUTS, 2 * product.inputs
     _shape_tiles(ROWS)
     part = _next(address)
     while part < _field(address, 1):
         first, last = _share(address, product, part)
         for half in range(2 * first, 2 * last):
-            weights = product.weight + BLOCK * blocks * (half // 2) + 2 * TILE * (half % 2)
+            weights = product.weight + BLOCK * -(-product.inputs // BLOCK_INPUTS) * (half // 2) + 2 * TILE * (half % 2)
             for row in range(0, product.rows, 2 * ROWS):
-                a, at = product.laid_out + _ROW * blocks * row, weights
-                b = a + TILE * blocks
+                upper = max(0, min(row, product.rows - 2 * ROWS))
+                lower = min(upper + ROWS, product.rows - ROWS)
+                a, b, at = product.x + stride * upper, product.x + stride * lower, weights
                 _zero(0)
                 _zero(1)
                 _zero(2)
                 _zero(3)
-                for _ in range(blocks):
-                    _load_tile(6, at, _ROW)
-                    _load_tile(4, a, _ROW)
-                    _multiply_bfloat16(0, 4, 6)
-                    _load_tile(7, at + TILE, _ROW)
-                    _multiply_bfloat16(1, 4, 7)
-                    _load_tile(5, b, _ROW)
-                    _multiply_bfloat16(2, 5, 6)
-                    _multiply_bfloat16(3, 5, 7)
-                    a, b, at = a + TILE, b + TILE, at + BLOCK
+                for _ in range(whole):
+                    _add_square(a, b, stride, at)
+                    a, b, at = a + _ROW, b + _ROW, at + BLOCK
+                if product.rest:
+                    _add_square(product.rest + _ROW * upper, product.rest + _ROW * lower, _ROW, at)
                 _store_tile(0, sums, 2 * _ROW)
                 _store_tile(1, sums + _ROW, 2 * _ROW)
                 _store_tile(2, sums + 2 * TILE, 2 * _ROW)
                 _store_tile(3, sums + 2 * TILE + _ROW, 2 * _ROW)
-                rows = min(2 * ROWS, product.rows - row)
-                _give_out(product, row, rows, PANEL // 2 * half, sums, 2 * _ROW, 2)
+                _give_out(product, upper, ROWS, PANEL // 2 * half, sums, 2 * _ROW, 2)
+                _give_out(product, lower, ROWS, PANEL // 2 * half, sums + 2 * TILE, 2 * _ROW, 2)
         part = _next(address)
     _release()
 
 
-multiply_few, lay_out, multiply_many = TeamKernel(_multiply_few), TeamKernel(_lay_out), TeamKernel(_multiply_many)
-"""The kernels, by teams of threads: a product of up to 16 rows; of more, their layout and then the product."""
+multiply_few, multiply_many = TeamKernel(_multiply_few), TeamKernel(_multiply_many)
+"""The kernels, each for a team of threads: a product of up to 16 rows, and one of more."""

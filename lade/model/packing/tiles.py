@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lade.model.tile_kernels import (
-    BLOCK_INPUTS,
-    PANEL,
-    ROWS,
-    Product,
-    lay_out,
-    multiply_few,
-    multiply_many,
-)
+from lade.model.tile_kernels import BLOCK_INPUTS, PANEL, ROWS, Product, multiply_few, multiply_many
 from lade.model.worker_threads import in_team
 
 _MANY = 2**16  # weights that are worth a thread of their own
@@ -48,15 +40,15 @@ def tile_product(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | Non
     if not rows:
         return out
     bias = None if bias is None else bias.contiguous()
-    blocks = -(-rows // (2 * ROWS)) if rows > ROWS else 0
-    laid_out = x.new_empty(blocks * 2 * ROWS * BLOCK_INPUTS * panels.shape[1])
-    places = (each.data_ptr() for each in (x, laid_out, panels))
-    fields = Product(*places, 0 if bias is None else bias.data_ptr(), out.data_ptr(), rows, inputs, outputs)
-    holds = x, laid_out, panels, bias, out
+    rest = _rest(x.view(rows, inputs)) if inputs % BLOCK_INPUTS else None
+    holds = x, rest, panels, bias, out
+    fields = Product(*(0 if each is None else each.data_ptr() for each in holds), rows, inputs, outputs)
     parts = min(len(panels), _SHARES * torch.get_num_threads(), -(-panels.numel() // _MANY))
-    if blocks:
-        in_team(lay_out, fields, blocks, holds)
-        in_team(multiply_many, fields, parts, holds)
-    else:
-        in_team(multiply_few, fields, parts, holds)
+    in_team(multiply_few if rows <= ROWS else multiply_many, fields, parts, holds)
     return out
+
+
+def _rest(x: torch.Tensor) -> torch.Tensor:
+    """The inputs of rows behind the last whole block, filled up with zeros, since nothing behind a row is to be read."""
+    left = x.shape[1] % BLOCK_INPUTS
+    return torch.nn.functional.pad(x[:, -left:], (0, BLOCK_INPUTS - left))
