@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -42,6 +43,11 @@ def in_team(kernel: TeamKernel, fields: Sequence[int], parts: int, holds: object
             kernel(place)
 
         in_parts(run, threads)
+
+
+def bits(number: float) -> int:
+    """A float32 number as a field, of which it is the first four bytes."""
+    return int.from_bytes(struct.pack("<f", number), "little")
 
 
 @cache

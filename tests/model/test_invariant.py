@@ -227,11 +227,11 @@ def test_what_is_times_a_logistic_function_is_so_at_the_ends_too(dtype):
 
 def test_threads_share_the_numbers_and_change_nothing(monkeypatch):
     x = 3 * torch.randn(200_001)
-    alone, kernel = times_logistic(x), logistic.weigh_by_logistic
+    alone, team = times_logistic(x), logistic.in_team
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     shared = []
-    monkeypatch.setattr(logistic, "weigh_by_logistic", lambda *args: (shared.append(args[-2:]), kernel(*args)))
-    assert torch.equal(times_logistic(x), alone) and sorted(shared) == [(0, 66667), (66667, 133334), (133334, 200001)]
+    monkeypatch.setattr(logistic, "in_team", lambda *args, **kwargs: (shared.append(args[2]), team(*args, **kwargs)))
+    assert torch.equal(times_logistic(x), alone) and shared == [3]
 
 
 def test_a_layer_that_is_never_alike_is_refused_by_name(monkeypatch):
