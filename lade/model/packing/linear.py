@@ -44,6 +44,7 @@ class PackedLinear(nn.Module):
     dtype: torch.dtype
     in_tiles: bool
     _packed: torch.Tensor
+    _count: int
 
     def __init__(self, layer: nn.Module, *, keep: bool) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class PackedLinear(nn.Module):
         self._parameters["bias"] = layer._parameters["bias"]
         assert weight is not None
         self.in_features, self.out_features = weight.shape if self.transposed else reversed(weight.shape)
-        self.__dict__.update(dtype=weight.dtype, in_tiles=False)
+        self.__dict__.update(dtype=weight.dtype, in_tiles=False, _count=weight.numel())
         self._pack_weight()
         self.__dict__["layer"] = layer  # outside `_modules`: it is a part of neither the model's tree nor its state
 
@@ -167,7 +168,7 @@ class PackedLinear(nn.Module):
         if name == "weight":
             # Transformers ties again what is tied, which changes nothing unless the tied weight has been resized.
             current: Any = self._parameters["weight"]
-            if value is not current or (self.keeps_original and current.numel() != self.weights):
+            if value is not current or current.numel() not in (self._count, self._packed.numel()):
                 raise UnsupportedModelError("the weight of a packed layer cannot be replaced", UNPACK_REMEDY)
         super().__setattr__(name, value)
 
