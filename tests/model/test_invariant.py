@@ -35,6 +35,7 @@ from lade.model.invariant.row_trial import cancelling, padding_for
 from lade.model.invariant.weights import _joined
 from lade.model.invariant_attention import attention
 from lade.model.invariant_attention.work import attention_of
+from lade.model.packing import tiles
 from lade.model.packing.linear import PackedLinear
 from lade.model.packing.tiles import tile_product
 from lade.model.tile_kernels import has_tiles
@@ -390,6 +391,24 @@ def test_weights_in_panels_are_kept_once_and_come_back(keep):
         assert state.keys() == weights.keys()
         assert all(torch.equal(state[name], weight) for name, weight in weights.items())
     assert torch.equal(model(ids).logits, expected)
+
+
+@needs_tiles
+def test_interrupted_while_weights_move_a_model_is_what_it_was(monkeypatch):
+    model, moved = lade.pack(toy_model(dtype=HALF), min_weights=1), []
+    weights = copy.deepcopy(model.state_dict())
+
+    def in_panels(weight):
+        moved.append(weight)
+        if len(moved) == 3:
+            raise KeyboardInterrupt
+        return tiles.in_panels(weight)
+
+    monkeypatch.setattr("lade.model.packing.linear.in_panels", in_panels)
+    with pytest.raises(KeyboardInterrupt):
+        lade.invariant(model)
+    assert not any(part.in_tiles or part._packed.layout == torch.strided for part in packed_parts(model))
+    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in weights.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF])

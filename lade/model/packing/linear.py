@@ -58,36 +58,38 @@ class PackedLinear(nn.Module):
         self._pack_weight()
         self.__dict__["layer"] = layer  # outside `_modules`: it is a part of neither the model's tree nor its state
 
-    @torch.no_grad()
     def _pack_weight(self) -> None:
         """Make the packed tensor of the dense `weight`, and give that up unless it is kept."""
-        weight: Any = self._parameters["weight"]
+        self._take(self._parameters["weight"], in_tiles=self.in_tiles)
+
+    @torch.no_grad()
+    def _take(self, weight: Any, *, in_tiles: bool) -> None:
+        """Hold this dense weight from now on; interrupted, it is the one that was held."""
         dense = weight.detach()
-        packed = self.laid_out(self._turned(dense))
-        self.__dict__["_packed"] = packed
-        if self.keeps_original:
-            return
-        if not same_bits(self.dense_weight(), dense):
+        packed = _laid_out(self._turned(dense), in_tiles)
+        if not self.keeps_original and not same_bits(self._dense(packed, in_tiles), dense):
             raise UnsupportedModelError("a packed weight does not unpack to what it was", "keep this model unpacked")
-        self._parameters["weight"] = like(weight, packed)
+        self.__dict__.update(_packed=packed, in_tiles=in_tiles)
+        if not self.keeps_original:
+            self._parameters["weight"] = like(weight, packed)
 
     def laid_out(self, weight: torch.Tensor) -> torch.Tensor:
         """A weight `[out, in]` in the layout of this layer's."""
-        return in_panels(weight) if self.in_tiles else packed_weight(weight)
+        return _laid_out(weight, self.in_tiles)
 
     def lay_out(self, *, in_tiles: bool) -> None:
         """Bring the weight into panels, where the processor has tiles for its dtype, or back into oneDNN's layout."""
         in_tiles = in_tiles and self.dtype == torch.bfloat16 and has_tiles()
         if in_tiles != self.in_tiles:
-            self._parameters["weight"] = self._dense_parameter()
-            self.__dict__["in_tiles"] = in_tiles
-            self._pack_weight()
+            self._take(self._dense_parameter(), in_tiles=in_tiles)
 
     def dense_weight(self) -> torch.Tensor:
         """A copy of the weight as the layer had it: `[out, in]`, or `[in, out]` of a `Conv1D`."""
-        if self.in_tiles:
-            return self._turned(out_of_panels(self._packed, self.out_features, self.in_features))
-        return self._turned(self._packed.to_dense())
+        return self._dense(self._packed, self.in_tiles)
+
+    def _dense(self, packed: torch.Tensor, in_tiles: bool) -> torch.Tensor:
+        outputs, inputs = self.out_features, self.in_features
+        return self._turned(out_of_panels(packed, outputs, inputs) if in_tiles else packed.to_dense())
 
     def _turned(self, weight: torch.Tensor) -> torch.Tensor:
         """From the layer's own layout to `[out, in]`, or back."""
@@ -246,6 +248,10 @@ def refuse_autocast(model: Any) -> None:
         for module in model.modules():
             if isinstance(module, PackedLinear):
                 module.check_autocast()
+
+
+def _laid_out(weight: torch.Tensor, in_tiles: bool) -> torch.Tensor:
+    return in_panels(weight) if in_tiles else packed_weight(weight)
 
 
 def weight_of(layer: nn.Module) -> torch.Tensor:
