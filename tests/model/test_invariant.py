@@ -398,11 +398,11 @@ def test_interrupted_while_weights_move_a_model_is_what_it_was(monkeypatch):
     model, moved = lade.pack(toy_model(dtype=HALF), min_weights=1), []
     weights = copy.deepcopy(model.state_dict())
 
-    def in_panels(weight):
+    def in_panels(weight, pages):
         moved.append(weight)
         if len(moved) == 3:
             raise KeyboardInterrupt
-        return tiles.in_panels(weight)
+        return tiles.in_panels(weight, pages)
 
     monkeypatch.setattr("lade.model.packing.linear.in_panels", in_panels)
     with pytest.raises(KeyboardInterrupt):

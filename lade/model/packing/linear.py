@@ -9,6 +9,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lade.errors import UnsupportedModelError
+from lade.model.packing.huge_pages import HugePages
 from lade.model.packing.layout import packed_weight
 from lade.model.packing.tiles import in_panels, out_of_panels, tile_product
 from lade.model.tile_kernels import has_tiles
@@ -45,6 +46,7 @@ class PackedLinear(nn.Module):
     in_tiles: bool
     _packed: torch.Tensor
     _count: int
+    _pages: HugePages | None
 
     def __init__(self, layer: nn.Module, *, keep: bool) -> None:
         super().__init__()
@@ -54,7 +56,7 @@ class PackedLinear(nn.Module):
         self._parameters["bias"] = layer._parameters["bias"]
         assert weight is not None
         self.in_features, self.out_features = weight.shape if self.transposed else reversed(weight.shape)
-        self.__dict__.update(dtype=weight.dtype, in_tiles=False, _count=weight.numel())
+        self.__dict__.update(dtype=weight.dtype, in_tiles=False, _count=weight.numel(), _pages=None)
         self._pack_weight()
         self.__dict__["layer"] = layer  # outside `_modules`: it is a part of neither the model's tree nor its state
 
@@ -66,21 +68,26 @@ class PackedLinear(nn.Module):
     def _take(self, weight: Any, *, in_tiles: bool) -> None:
         """Hold this dense weight from now on; interrupted, it is the one that was held."""
         dense = weight.detach()
-        packed = _laid_out(self._turned(dense), in_tiles)
+        packed = self._laid_out(self._turned(dense), in_tiles=in_tiles)
         if not self.keeps_original and not same_bits(self._dense(packed, in_tiles), dense):
             raise UnsupportedModelError("a packed weight does not unpack to what it was", "keep this model unpacked")
         self.__dict__.update(_packed=packed, in_tiles=in_tiles)
         if not self.keeps_original:
             self._parameters["weight"] = like(weight, packed)
 
-    def laid_out(self, weight: torch.Tensor) -> torch.Tensor:
-        """A weight `[out, in]` in the layout of this layer's."""
-        return _laid_out(weight, self.in_tiles)
+    def _laid_out(self, weight: torch.Tensor, *, in_tiles: bool) -> torch.Tensor:
+        """A weight `[out, in]` in the layout that this layer has, or would have."""
+        return in_panels(weight, self._pages) if in_tiles else packed_weight(weight)
 
-    def lay_out(self, *, in_tiles: bool) -> None:
-        """Bring the weight into panels, where the processor has tiles for its dtype, or back into oneDNN's layout."""
-        in_tiles = in_tiles and self.dtype == torch.bfloat16 and has_tiles()
+    def lay_out(self, pages: HugePages | None) -> None:
+        """Bring the weight into panels, where the processor has tiles for its dtype, or back into oneDNN's layout.
+
+        Args:
+            pages: what memory for panels is taken from, one for all layers of a model; None for oneDNN's layout.
+        """
+        in_tiles = pages is not None and self.dtype == torch.bfloat16 and has_tiles()
         if in_tiles != self.in_tiles:
+            self.__dict__["_pages"] = pages
             self._take(self._dense_parameter(), in_tiles=in_tiles)
 
     def dense_weight(self) -> torch.Tensor:
@@ -248,10 +255,6 @@ def refuse_autocast(model: Any) -> None:
         for module in model.modules():
             if isinstance(module, PackedLinear):
                 module.check_autocast()
-
-
-def _laid_out(weight: torch.Tensor, in_tiles: bool) -> torch.Tensor:
-    return in_panels(weight) if in_tiles else packed_weight(weight)
 
 
 def weight_of(layer: nn.Module) -> torch.Tensor:
