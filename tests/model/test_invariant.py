@@ -1,6 +1,7 @@
 """`lade.invariant`: what it changes, tries, refuses and undoes."""
 
 import copy
+import ctypes
 import pickle
 import re
 from functools import reduce
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 import lade
+from lade.model import worker_threads
 from lade.model.invariance import invariance_of
 from lade.model.invariant import activations, logistic, make_invariant
 from lade.model.invariant.logistic import times_logistic
@@ -35,7 +37,12 @@ from lade.model.invariant.padded_rows import (
 from lade.model.invariant.row_trial import cancelling, padding_for
 from lade.model.invariant.weights import _joined
 from lade.model.invariant_attention import attention
+from lade.model.invariant_attention.attention import invariant_attention
 from lade.model.invariant_attention.work import attention_of
+from lade.model.packing import tiles
+from lade.model.packing.linear import PackedLinear
+from lade.model.packing.tiles import in_panels, tile_product
+from lade.model.tile_kernels import has_tiles
 from lade.testing import toy_model
 
 pytestmark = pytest.mark.by_processor
@@ -225,11 +232,32 @@ def test_what_is_times_a_logistic_function_is_so_at_the_ends_too(dtype):
 
 def test_threads_share_the_numbers_and_change_nothing(monkeypatch):
     x = 3 * torch.randn(200_001)
-    alone, kernel = times_logistic(x), logistic.weigh_by_logistic
+    alone, team = times_logistic(x), logistic.in_team
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     shared = []
-    monkeypatch.setattr(logistic, "weigh_by_logistic", lambda *args: (shared.append(args[-2:]), kernel(*args)))
-    assert torch.equal(times_logistic(x), alone) and sorted(shared) == [(0, 66667), (66667, 133334), (133334, 200001)]
+    monkeypatch.setattr(logistic, "in_team", lambda *args, **kwargs: (shared.append(args[2]), team(*args, **kwargs)))
+    assert torch.equal(times_logistic(x), alone) and shared == [3]
+
+
+def test_a_smaller_team_than_was_asked_for_does_all_the_work(monkeypatch):
+    x, query, key = torch.randn(200_001), torch.randn(1, 4, 70, 32), torch.randn(1, 2, 90, 32)
+    rows, weight = torch.randn(40, 640).to(HALF), torch.randn(640, 640).to(HALF)
+
+    def all_work() -> list[torch.Tensor]:
+        found = [times_logistic(x), invariant_attention(nn.Identity(), query, key, key, None)[0]]
+        panels = in_panels(weight) if has_tiles() else None
+        return found if panels is None else found + [tile_product(rows[:n], panels, None, 640) for n in (3, 40)]
+
+    expected, entered = all_work(), []
+
+    def enter_alone(address, place, threads, flags):
+        entered.append(threads)
+        ctypes.CFUNCTYPE(None, ctypes.c_int64)(address)(place)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(worker_threads, "_entrance", lambda: enter_alone)
+    assert all(map(torch.equal, all_work(), expected))
+    assert entered == [3] * len(expected)
 
 
 def test_a_layer_that_is_never_alike_is_refused_by_name(monkeypatch):
@@ -378,11 +406,89 @@ def test_a_prompt_rounds_alike_however_it_is_cut(wide_model, first):
     assert torch.equal(torch.cat([before.logits, behind.logits], 1), whole)
 
 
-@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="no tiles, which have ways of their own to sum")
-def test_with_tiles_a_packed_layer_is_fed_all_rows_at_once_unless_it_has_many_inputs(wide_model):
-    layer = lade.invariant(wide_model).model.layers[0].mlp
-    assert padding_of(layer.up_proj) == NO_PADDING
-    assert padding_of(layer.down_proj) == RowPadding(most=32)
+needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this processor has no tiles (AMX)")
+
+
+def packed_parts(model: nn.Module) -> list[PackedLinear]:
+    return [module for module in model.modules() if isinstance(module, PackedLinear)]
+
+
+@needs_tiles
+def test_with_tiles_a_packed_layer_is_fed_all_rows_at_once(wide_model):
+    parts = packed_parts(lade.invariant(wide_model))
+    assert {part.in_features for part in parts} == {640, 4160}
+    assert all(part.in_tiles and padding_of(part) == NO_PADDING for part in parts)
+    assert not any(part.in_tiles for part in packed_parts(lade.variant(wide_model)))
+
+
+@needs_tiles
+@torch.no_grad()
+@pytest.mark.parametrize("keep", [False, True])
+def test_weights_in_panels_are_kept_once_and_come_back(keep):
+    ids, model = torch.arange(1, 9)[None], toy_model("gpt2", dtype=HALF)  # whose layers have biases and turned weights
+    weights = copy.deepcopy(model.state_dict())
+    expected = lade.pack(model, keep_original=keep, min_weights=1)(ids).logits
+    lade.invariant(model)
+    parts, logits = packed_parts(model), model(ids).logits
+    assert all(part.in_tiles for part in parts)
+    assert all((part.weight.data_ptr() == part._packed.data_ptr()) != part.keeps_original for part in parts)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert all(part.in_tiles for part in packed_parts(copied))
+        assert torch.equal(copied(ids).logits, logits)
+    lade.variant(model)
+    for state in (copied.state_dict(), model.state_dict(), lade.unpack(lade.variant(copied)).state_dict()):
+        assert state.keys() == weights.keys()
+        assert all(torch.equal(state[name], weight) for name, weight in weights.items())
+    assert torch.equal(model(ids).logits, expected)
+
+
+@needs_tiles
+def test_interrupted_while_weights_move_a_model_is_what_it_was(monkeypatch):
+    model, moved = lade.pack(toy_model(dtype=HALF), min_weights=1), []
+    weights = copy.deepcopy(model.state_dict())
+
+    def in_panels(weight, pages):
+        moved.append(weight)
+        if len(moved) == 3:
+            raise KeyboardInterrupt
+        return tiles.in_panels(weight, pages)
+
+    monkeypatch.setattr("lade.model.packing.linear.in_panels", in_panels)
+    with pytest.raises(KeyboardInterrupt):
+        lade.invariant(model)
+    assert not any(part.in_tiles or part._packed.layout == torch.strided for part in packed_parts(model))
+    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF])
+def test_without_tiles_for_its_dtype_the_layout_of_a_packed_layer_stays(dtype, monkeypatch):
+    if dtype == HALF:
+        monkeypatch.setattr("lade.model.packing.linear.has_tiles", lambda: False)
+    model = lade.invariant(lade.pack(toy_model(dtype=dtype), min_weights=1))
+    assert not any(part.in_tiles for part in packed_parts(model))
+
+
+@needs_tiles
+def test_a_copy_that_is_revived_without_tiles_has_the_other_layout(monkeypatch):
+    model = lade.invariant(lade.pack(toy_model(dtype=HALF), min_weights=1))
+    pickled = pickle.dumps(model)
+    monkeypatch.setattr("lade.model.packing.linear.has_tiles", lambda: False)
+    revived = pickle.loads(pickled)
+    assert not any(part.in_tiles for part in packed_parts(revived))
+    assert torch.equal(revived.lm_head.dense_weight(), model.lm_head.dense_weight())
+
+
+@needs_tiles
+def test_a_product_in_tiles_that_depends_on_its_rows_is_caught(monkeypatch):
+    def product(x, panels, bias, outputs):
+        found = tile_product(x, panels, bias, outputs)
+        return found if x.numel() == x.shape[-1] else -tile_product(-x, panels, bias, outputs) + x.amax()
+
+    monkeypatch.setattr("lade.model.packing.linear.tile_product", product)
+    model = lade.pack(toy_model(dtype=HALF), min_weights=1)
+    with pytest.raises(lade.UnsupportedModelError, match="rounds a token otherwise"):
+        lade.invariant(model)
+    assert not any(part.in_tiles for part in packed_parts(model)), "it is as it was"
 
 
 def test_packed_layers_are_padded():

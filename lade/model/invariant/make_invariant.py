@@ -8,8 +8,9 @@ which in bfloat16 is enough to part the texts where two tokens are nearly equall
 >>> model.generate(**inputs)    # is the reference from now on, and `lade.generate` returns just that
 >>> lade.variant(model)         # as it was
 
-Nothing is copied and no weight is changed: linear layers get rows of zeros beside a lone row, experts likewise, and
-attention sums in an order that depends on positions alone. The idea is of Thinking Machines' "Defeating nondeterminism
+No weight is changed: linear layers get rows of zeros beside a lone row, experts likewise, packed ones in bfloat16 lie
+in another order meanwhile where the processor has tiles, and attention sums in an order that depends on positions
+alone. The idea is of Thinking Machines' "Defeating nondeterminism
 in LLM inference" (2025), which calls it batch invariance.
 """
 
@@ -33,7 +34,7 @@ from lade.model.invariant.attention_trial import Heads, attention_keeps_order
 from lade.model.invariant.experts import NAME as EXPERTS
 from lade.model.invariant.model_trial import ModelTrial
 from lade.model.invariant.padded_rows import forget_padding
-from lade.model.invariant.weights import has_mixtures, pad_all
+from lade.model.invariant.weights import has_mixtures, lay_out, pad_all
 from lade.model.invariant_attention.attention import NAME as ATTENTION
 from lade.model.mask_plan import windows_of
 from lade.model.packing.linear import short
@@ -116,6 +117,7 @@ def variant(model: _Model) -> _Model:
     if note is not None:
         restore(inner)
         forget_padding(inner)
+        lay_out(inner, in_tiles=False)
         decoder = inner.get_decoder()
         decoder.set_attn_implementation(note.attention)
         if note.experts is not None:
@@ -131,6 +133,7 @@ def _change(model: PreTrainedModel, decoder: Any, *, mixtures: bool) -> None:
     if mixtures:
         decoder.set_experts_implementation(EXPERTS)
     compose_activations(model)
+    lay_out(model, in_tiles=True)
     pad_all(model, model.dtype)
 
 
