@@ -5,6 +5,7 @@ What is compiled is elsewhere, each time in one file with all that it calls and 
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from functools import cache
@@ -13,6 +14,8 @@ from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import numba
+from numba.core import typing
+from numba.extending import intrinsic
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +66,74 @@ def compiled(*types: object) -> Callable[[FunctionT], FunctionT]:
     return decorate
 
 
+class TeamKernel(Kernel):
+    """A function that several threads enter at once, each with the same address of what to do, and that holds no lock.
+
+    Args:
+        function: of an address in memory, an integer, called without the interpreter: it must not raise.
+    """
+
+    def __init__(self, function: Callable[[int], None]) -> None:
+        super().__init__(function, (numba.int64,), error_model="numpy")
+        self._enter: Callable[[int], None] | None = None
+
+    def __call__(self, *args: Any) -> None:
+        """Run it in this thread, given the address."""
+        if self._enter is None:
+            self._enter = cast(Callable[[int], None], self.compile().ctypes)
+        self._enter(*args)
+
+    @property
+    def address(self) -> int:
+        """Of the machine code, a function of C."""
+        return cast(int, self.compile().address)
+
+    def compile(self) -> Any:
+        """Compile it, unless that is done."""
+        return super().compile()
+
+    def _compiled(self) -> Any:
+        signature: Any = numba.void(*self._types)
+        try:
+            return numba.cfunc(signature, cache=True, **self._options)(self.__wrapped__)
+        except RuntimeError as problem:
+            if "cannot cache" not in str(problem):
+                raise
+            return numba.cfunc(signature, **self._options)(self.__wrapped__)
+
+
+CONSTANT = object()
+"""In place of an instruction's type: a number that is known when it is compiled, which it gets as such."""
+
+
+def instruction(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+    """A function of a builder of LLVM and values, as one that compiled functions may call with such arguments."""
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        def typed(context: Any, *given: Any) -> Any:
+            constants = [getattr(each, "literal_value", None) for each in given]
+            if any(kind is CONSTANT and constant is None for kind, constant in zip(arguments, constants, strict=True)):
+                return None  # numba says which arguments do not fit
+            wanted = [each if kind is CONSTANT else kind for each, kind in zip(given, arguments, strict=True)]
+
+            def lower(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+                known = zip(arguments, constants, values, strict=True)
+                found = emit(builder, *(constant if kind is CONSTANT else value for kind, constant, value in known))
+                return context.get_dummy_value() if found is None else found
+
+            return cast(Any, typing).signature(result, *wanted), lower
+
+        vars(typed)["__signature__"] = inspect.signature(emit)
+        return intrinsic(prefer_literal=CONSTANT in arguments)(typed)
+
+    return decorate
+
+
+def inlined(function: FunctionT) -> FunctionT:
+    """Compile as part of those that call it."""
+    return cast(FunctionT, numba.njit(function, error_model="numpy"))
+
+
 def compile_all(module: ModuleType) -> None:
     """Compile all kernels of a module now, as far as no machine code was kept from before.
 
@@ -75,8 +146,8 @@ def compile_all(module: ModuleType) -> None:
 
 def _log_compilation(compiled: Any, seconds: float) -> None:
     """Log that a function was compiled, unless its machine code was kept from before."""
-    stats = getattr(compiled, "stats", None)  # none where numba is switched off
-    if stats is not None and not stats.cache_hits:
+    stats = getattr(compiled, "stats", compiled)
+    if not getattr(stats, "cache_hits", True):  # none is counted where numba is switched off
         _log_first_compilation()
         logger.debug("compiled %s in %.1f s", compiled.__name__, seconds)
 

@@ -16,6 +16,7 @@ Apart from that:
     invariant/         models whose rows round alike in every pass
     invariant_attention/ the attention implementation `lade_invariant`
     vector_kernels.py  what both of these have compiled; worker_threads.py: threads that share its work
+    tile_kernels.py    matrix products for processors with tiles (AMX), compiled likewise
     recurrent/         trees through recurrent layers: cores, states, cache layers
     cuda_graphs/       GraphRunner: the same interface, by captured passes on static caches
 """

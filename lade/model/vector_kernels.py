@@ -19,18 +19,16 @@ four rows of `LANES` columns each, `[R / 4, columns / LANES, 4, LANES]`.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import numba
 import numpy as np
 import torch
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba.core import cgutils, typing
-from numba.extending import intrinsic, models, register_model
+from numba.core import cgutils
+from numba.extending import models, register_model
 
-from lade.decoding.compilation import Kernel
+from lade.decoding.compilation import Kernel, inlined, instruction
 
 QUAD = 4
 LANES = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
@@ -44,8 +42,6 @@ _WORD, _TILE = 4, 4 * QUAD * LANES  # bytes
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _BFLOAT16, _FLOAT16 = 1, 2
 _LEAST = np.finfo(np.float32).min
-
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 class Call(NamedTuple):
@@ -126,33 +122,11 @@ class _VectorModel(models.PrimitiveModel):
         super().__init__(manager, vector, ir.VectorType(ir.FloatType(), vector.lanes))  # type: ignore[no-untyped-call]
 
 
-_types, _typing, _utils = cast(Any, numba.types), cast(Any, typing), cast(Any, cgutils)
+_types, _utils = cast(Any, numba.types), cast(Any, cgutils)
 _V, _VQ = _Vector(LANES), _Vector(QUAD)
 _AT, _F, _NONE = numba.int64, numba.float32, numba.void
 _INT, _FLOATS = ir.IntType(32), ir.VectorType(ir.FloatType(), LANES)
 _INTS, _HALVES, _BYTES = (ir.VectorType(ir.IntType(bits), LANES) for bits in (32, 16, 8))
-
-
-def _instruction(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
-    """A function of LLVM values, as one that compiled functions may call with arguments of these types."""
-
-    def decorate(emit: Callable[..., Any]) -> Any:
-        def typed(context: Any, *given: Any) -> Any:
-            def lower(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-                found = emit(builder, *values)
-                return context.get_dummy_value() if found is None else found
-
-            return _typing.signature(result, *arguments), lower
-
-        vars(typed)["__signature__"] = inspect.signature(emit)
-        return intrinsic(typed)
-
-    return decorate
-
-
-def _inlined(function: FunctionT) -> FunctionT:
-    """Compile as part of those that call it."""
-    return cast(FunctionT, numba.njit(function, error_model="numpy"))
 
 
 def _read(builder: Any, address: Any, kind: Any) -> Any:
@@ -186,102 +160,102 @@ def _polynomial(builder: Any, x: Any, factors: tuple[float, ...]) -> Any:
     return found
 
 
-@_instruction(_V, _AT)
+@instruction(_V, _AT)
 def _load(builder: Any, address: Any) -> Any:
     return _read(builder, address, _FLOATS)
 
 
-@_instruction(_VQ, _AT)
+@instruction(_VQ, _AT)
 def _load_quad(builder: Any, address: Any) -> Any:
     return _read(builder, address, ir.VectorType(ir.FloatType(), QUAD))
 
 
-@_instruction(_F, _AT)
+@instruction(_F, _AT)
 def _load_one(builder: Any, address: Any) -> Any:
     return _read(builder, address, ir.FloatType())
 
 
-@_instruction(numba.int64, _AT)
+@instruction(numba.int64, _AT)
 def _load_long(builder: Any, address: Any) -> Any:
     return _read(builder, address, ir.IntType(64))
 
 
-@_instruction(_NONE, _AT, _V)
+@instruction(_NONE, _AT, _V)
 def _store(builder: Any, address: Any, vector: Any) -> None:
     _write(builder, address, vector)
 
 
-@_instruction(_NONE, _AT, _VQ)
+@instruction(_NONE, _AT, _VQ)
 def _store_quad(builder: Any, address: Any, vector: Any) -> None:
     _write(builder, address, vector)
 
 
-@_instruction(_NONE, _AT, _F)
+@instruction(_NONE, _AT, _F)
 def _store_one(builder: Any, address: Any, number: Any) -> None:
     _write(builder, address, number)
 
 
-@_instruction(_NONE, _AT, _AT, numba.int64)
+@instruction(_NONE, _AT, _AT, numba.int64)
 def _copy(builder: Any, to: Any, address: Any, count: Any) -> None:
     """So many bytes."""
     byte = ir.IntType(8).as_pointer()
     _utils.raw_memcpy(builder, builder.inttoptr(to, byte), builder.inttoptr(address, byte), count, 1)
 
 
-@_instruction(_NONE, _AT, numba.int64)
+@instruction(_NONE, _AT, numba.int64)
 def _clear(builder: Any, to: Any, count: Any) -> None:
     """So many bytes."""
     _utils.memset(builder, builder.inttoptr(to, ir.IntType(8).as_pointer()), count, 0)
 
 
-@_instruction(_V, _F)
+@instruction(_V, _F)
 def _spread(builder: Any, number: Any) -> Any:
     """The number in all lanes."""
     first = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), number, ir.Constant(_INT, 0))
     return builder.shuffle_vector(first, first, _all(0, _INTS))
 
 
-@_instruction(_V, _V, _V, _V)
+@instruction(_V, _V, _V, _V)
 def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return _fused(builder, a, b, c)
 
 
-@_instruction(_VQ, _VQ, _VQ)
+@instruction(_VQ, _VQ, _VQ)
 def _add_quads(builder: Any, a: Any, b: Any) -> Any:
     return builder.fadd(a, b)
 
 
-@_instruction(_V, _V, _V)
+@instruction(_V, _V, _V)
 def _minus(builder: Any, a: Any, b: Any) -> Any:
     return builder.fsub(a, b)
 
 
-@_instruction(_V, _V, _V)
+@instruction(_V, _V, _V)
 def _quotient(builder: Any, a: Any, b: Any) -> Any:
     return builder.fdiv(a, b)
 
 
-@_instruction(_V, _V, _V)
+@instruction(_V, _V, _V)
 def _highest(builder: Any, a: Any, b: Any) -> Any:
     """The larger of two numbers; the second, if the first is none."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
-@_instruction(_V, _V, _AT)
+@instruction(_V, _V, _AT)
 def _seen(builder: Any, scores: Any, address: Any) -> Any:
     """Scores, minus infinity where a byte is 0."""
     shown = builder.icmp_unsigned("!=", _read(builder, address, _BYTES), _all(0, _BYTES))
     return builder.select(shown, scores, _all(-float("inf")))
 
 
-@_instruction(_V, _AT)
+@instruction(_V, _AT)
 def _of_bfloat16(builder: Any, address: Any) -> Any:
     """The upper halves of float32 numbers."""
     bits = builder.zext(_read(builder, address, _HALVES), _INTS)
     return builder.bitcast(builder.shl(bits, _all(16, _INTS)), _FLOATS)
 
 
-@_instruction(_NONE, _AT, _V)
+@instruction(_NONE, _AT, _V)
 def _store_bfloat16(builder: Any, address: Any, vector: Any) -> None:
     """Rounded to the nearest, of two as near to the even one."""
     bits = builder.bitcast(vector, _INTS)
@@ -291,7 +265,7 @@ def _store_bfloat16(builder: Any, address: Any, vector: Any) -> None:
     _write(builder, address, builder.trunc(rounded, _HALVES))
 
 
-@_instruction(_V, _AT)
+@instruction(_V, _AT)
 def _of_float16(builder: Any, address: Any) -> Any:
     """Its exponents are less by 112; infinity has its largest one."""
     bits = builder.zext(_read(builder, address, _HALVES), _INTS)
@@ -316,13 +290,13 @@ def _power_of_e(builder: Any, x: Any) -> Any:
     return builder.select(small, _all(0.0), builder.fmul(found, power))
 
 
-@_instruction(_V, _V)
+@instruction(_V, _V)
 def _exp(builder: Any, x: Any) -> Any:
     """Of numbers up to 0."""
     return _power_of_e(builder, x)
 
 
-@_instruction(_V, _V, _V, _V)
+@instruction(_V, _V, _V, _V)
 def _over_exp(builder: Any, x: Any, steep: Any, cubic: Any) -> Any:
     """The quotient of x and 1 + exp(steep * x + cubic * x ** 3), of which the last is infinite from 88.37 on."""
     square = builder.fmul(x, x)
@@ -333,7 +307,7 @@ def _over_exp(builder: Any, x: Any, steep: Any, cubic: Any) -> Any:
     return builder.fdiv(x, builder.fadd(power, _all(1.0)))
 
 
-@_instruction(_V, _V, _F)
+@instruction(_V, _V, _F)
 def _capped(builder: Any, x: Any, cap: Any) -> Any:
     """A multiple of tanh, by a quotient of polynomials."""
     first = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), cap, ir.Constant(_INT, 0))
@@ -351,7 +325,7 @@ def _capped(builder: Any, x: Any, cap: Any) -> Any:
     return builder.fmul(cap, builder.fdiv(builder.fmul(x, above), below))
 
 
-@_instruction(_NONE, _AT, numba.int64, _AT, numba.int64)
+@instruction(_NONE, _AT, numba.int64, _AT, numba.int64)
 def _transpose(builder: Any, address: Any, step: Any, to: Any, to_step: Any) -> None:
     """`LANES` rows of as many numbers: blocks beside the diagonal change places, halves first, single numbers last."""
     rows = [
@@ -372,7 +346,7 @@ def _transpose(builder: Any, address: Any, step: Any, to: Any, to_step: Any) -> 
         _write(builder, builder.add(to, builder.mul(to_step, ir.Constant(step.type, row))), rows[row])
 
 
-@_instruction(_NONE, _AT)
+@instruction(_NONE, _AT)
 def _make_quads(builder: Any, tile: Any) -> None:
     """A tile `[4, LANES]` becomes `[LANES, 4]`, in place."""
     places = [ir.Constant(tile.type, _WORD * LANES * row) for row in range(QUAD)]
@@ -388,7 +362,7 @@ def _make_quads(builder: Any, tile: Any) -> None:
 # ------------------------------------------------------------------------------------------------------------ products
 
 
-@_inlined
+@inlined
 def _multiply(left: Any, right: Any, width: Any, columns: Any, depth: Any, tiles: Any) -> None:
     """Add to tiles the products of a quad `[depth, 4]` by so many columns of `[depth, width]`, depth by depth."""
     for column in range(0, columns, WIDE):
@@ -414,7 +388,7 @@ def _multiply(left: Any, right: Any, width: Any, columns: Any, depth: Any, tiles
         _store(tile + _TILE + 3 * _WORD * LANES, h)
 
 
-@_inlined
+@inlined
 def _as_floats(address: Any, kind: Any) -> Any:
     """Numbers of a kind, converted."""
     if kind == _BFLOAT16:
@@ -424,7 +398,7 @@ def _as_floats(address: Any, kind: Any) -> Any:
     return _load(address)
 
 
-@_inlined
+@inlined
 def _convert(address: Any, step: Any, kind: Any, count: Any, size: Any, floats: Any, spare: Any) -> Any:
     """So many rows of a cache as float32 `[count, size filled up]`; returns the width.
 
@@ -446,14 +420,14 @@ def _convert(address: Any, step: Any, kind: Any, count: Any, size: Any, floats: 
 # ------------------------------------------------------------------------------------------------------------ one block
 
 
-@_inlined
+@inlined
 def _place(call: Any, begin: Any, count: Any, at: Any) -> Any:
     """The token of a block's row, and which of its queries it is; rows that fill up a quad are copies of the last."""
     number = begin + min(at, count - 1)
     return number // call.group, number % call.group
 
 
-@_inlined
+@inlined
 def _span(call: Any, row: Any, begin: Any, count: Any) -> Any:
     """The first key that a query of a block sees, and the one behind the last."""
     first, last = call.slots, 0
@@ -463,7 +437,7 @@ def _span(call: Any, row: Any, begin: Any, count: Any) -> Any:
     return first, last
 
 
-@_inlined
+@inlined
 def _take_queries(call: Any, scale: Any, row: Any, head: Any, begin: Any, count: Any, queries: Any) -> None:
     """Scaled, as quads `[R / 4, D, 4]`."""
     for at in range(-(-count // QUAD) * QUAD):
@@ -475,7 +449,7 @@ def _take_queries(call: Any, scale: Any, row: Any, head: Any, begin: Any, count:
             _store_one(to + _WORD * QUAD * place, scale * _load_one(query + _WORD * place))
 
 
-@_inlined
+@inlined
 def _score(call: Any, keys: Any, queries: Any, quads: Any, count: Any, tiles: Any, floats: Any, spare: Any) -> None:
     """Scores of as many keys, into tiles `[R / 4, slots / LANES, 4, LANES]`."""
     turned = floats + _WORD * CHUNK * -(-max(call.size, call.value_size) // WIDE) * WIDE
@@ -493,7 +467,7 @@ def _score(call: Any, keys: Any, queries: Any, quads: Any, count: Any, tiles: An
             _multiply(queries + _WORD * QUAD * quad * call.size, turned, CHUNK, columns, call.size, to)
 
 
-@_inlined
+@inlined
 def _top(scores: Any, count: Any, allowed: Any, cap: Any, spare: Any) -> Any:
     """Cap and hide a row's scores in place; returns the highest, or the least number if none is seen."""
     best = _spread(_LEAST)
@@ -516,7 +490,7 @@ def _top(scores: Any, count: Any, allowed: Any, cap: Any, spare: Any) -> Any:
     return top
 
 
-@_inlined
+@inlined
 def _weigh(tiles: Any, count: Any, tops: Any, totals: Any) -> None:
     """Make of a quad's scores their weights, `[keys, 4]`, and add these to `totals`, one key after another."""
     total = _load_quad(totals)
@@ -531,7 +505,7 @@ def _weigh(tiles: Any, count: Any, tops: Any, totals: Any) -> None:
     _store_quad(totals, total)
 
 
-@_inlined
+@inlined
 def _sum_up(call: Any, values: Any, tiles: Any, quads: Any, count: Any, sums: Any, floats: Any, spare: Any) -> None:
     """Weighted values, into tiles `[R / 4, Dv / LANES, 4, LANES]`."""
     width = -(-call.value_size // WIDE) * WIDE
@@ -545,7 +519,7 @@ def _sum_up(call: Any, values: Any, tiles: Any, quads: Any, count: Any, sums: An
             _multiply(weights, floats, width, width, some, sums + _WORD * QUAD * quad * width)
 
 
-@_inlined
+@inlined
 def _give_out(call: Any, row: Any, head: Any, begin: Any, count: Any, sums: Any, spare: Any) -> None:
     """Divide by the sums of weights, and put what comes of it in its place."""
     width, whole = -(-call.value_size // WIDE) * WIDE, call.value_size // LANES * LANES

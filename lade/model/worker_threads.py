@@ -1,13 +1,61 @@
-"""Threads that compiled functions share their work among, kept from call to call."""
+"""Threads that compiled functions share their work among: those of torch's own operators, or else some kept beside.
+
+The hand-over to a thread of Python takes longer than many a product. Torch's threads, OpenMP's, wait for the next work
+before they sleep, so whatever enters their pool finds them awake between two operators of torch.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import Any
 
 import torch
+
+from lade.decoding.compilation import TeamKernel
+
+
+def in_team(kernel: TeamKernel, fields: Sequence[int], parts: int, holds: object = None) -> None:
+    """Have threads share the parts of some work, each of which takes the next one that nobody has taken.
+
+    The kernel gets the address of integers: the number of the next part, which threads count up from 0, the number of
+    parts, and then the fields.
+
+    Args:
+        kernel: run by one or more threads; together they have to do all parts.
+        fields: what to do.
+        parts: at least one; no more threads than parts or than torch has take part.
+        holds: what owns the memory that fields are addresses of.
+    """
+    work = (ctypes.c_int64 * (2 + len(fields)))(0, parts, *fields)
+    place, threads = ctypes.addressof(work), min(torch.get_num_threads(), parts)
+    if threads == 1:
+        kernel(place)
+    elif (enter := _entrance()) is not None:
+        enter(kernel.address, place, threads, 0)
+    else:
+
+        def run(part: int, parts: int, _alive: object = (work, holds)) -> None:
+            kernel(place)
+
+        in_parts(run, threads)
+
+
+@cache
+def _entrance() -> Any:
+    """OpenMP's `GOMP_parallel(function, data, threads, flags)` as torch calls it; None where it has none.
+
+    The linker looks among what is open to all before it looks among a library's own, and so does this.
+    """
+    for name in (None, torch._C.__file__):
+        enter: Any = getattr(ctypes.CDLL(name), "GOMP_parallel", None)
+        if enter is not None:
+            enter.argtypes, enter.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+            return enter
+    return None
 
 
 def in_parts(run: Callable[[int, int], object], most: int) -> None:

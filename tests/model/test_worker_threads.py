@@ -6,7 +6,9 @@ import pytest
 import torch
 from forked import in_fork
 
-from lade.model.worker_threads import in_parts
+from lade.decoding.compilation import TeamKernel
+from lade.model import tile_kernels, worker_threads
+from lade.model.worker_threads import in_parts, in_team
 
 
 @pytest.fixture(autouse=True)
@@ -35,3 +37,27 @@ def test_a_child_has_threads_of_its_own():
         return sorted(seen)
 
     assert in_fork(parts_in_child, seconds=5) == [0, 1, 2]
+
+
+def _count(address):
+    """Count each part up, in the numbers that the only field points to."""
+    part = tile_kernels._next(address)
+    while part < tile_kernels._field(address, 1):
+        tile_kernels._next(tile_kernels._field(address, 2) + 8 * part)
+        part = tile_kernels._next(address)
+
+
+count = TeamKernel(_count)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 50])
+@pytest.mark.parametrize("openmp", [True, False])
+def test_a_team_does_each_part_once(monkeypatch, parts, openmp):
+    if not openmp:
+        monkeypatch.setattr(worker_threads, "_entrance", lambda: None)
+    elif worker_threads._entrance() is None:
+        pytest.skip("torch has no pool of OpenMP's that this knows to enter")
+    done = torch.zeros(parts, dtype=torch.int64)
+    for times in (1, 2, 3):
+        in_team(count, [done.data_ptr()], parts, done)
+        assert done.tolist() == [times] * parts
