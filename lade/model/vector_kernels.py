@@ -620,3 +620,86 @@ weigh_by_logistic = Kernel(
     _weigh_by_logistic, (_AT, _AT, numba.int64, _F, _F, numba.int64, numba.int64), nogil=True, error_model="numpy"
 )
 """The kernel: `_weigh_by_logistic`, which gives up the interpreter's lock."""
+
+
+# ---------------------------------------------------------------------------------------------------------------- norms
+
+
+@inlined
+def _sum_of_squares(row: Any, kind: Any, columns: Any, sums: Any, spare: Any) -> Any:
+    """Of a row's numbers: `WIDEST` partial sums, so that no result depends on `LANES`, added up in order."""
+    item, whole = 2 if kind else 4, columns // LANES * LANES
+    _clear(sums, _WORD * WIDEST)
+    for at in range(0, columns, LANES):
+        place = row + item * at
+        if at == whole:
+            _clear(spare, _WORD * LANES)
+            _copy(spare, place, item * (columns - whole))
+            place = spare
+        numbers, partial = _as_floats(place, kind), sums + _WORD * (at % WIDEST)
+        _store(partial, _fma(numbers, numbers, _load(partial)))
+    total = np.float32(0)
+    for lane in range(WIDEST):
+        total += _load_one(sums + _WORD * lane)
+    return total
+
+
+@inlined
+def _as_rounded(numbers: Any, kind: Any, spare: Any) -> Any:
+    """Numbers as those of a kind, float32 or bfloat16."""
+    if kind == _BFLOAT16:
+        _store_bfloat16(spare, numbers)
+        return _of_bfloat16(spare)
+    return numbers
+
+
+@inlined
+def _scaled(numbers: Any, weight: Any, factor: Any, more: Any, kind: Any, rounded: Any, spare: Any) -> Any:
+    """Numbers times a factor, rounded there or not, and then times weights, to which something is added before."""
+    numbers = _fma(numbers, factor, _spread(np.float32(0)))
+    if rounded:
+        numbers = _as_rounded(numbers, kind, spare)
+    weights = _fma(_as_floats(weight, kind), _spread(np.float32(1)), more)
+    return _fma(numbers, weights, _spread(np.float32(0)))
+
+
+def _normalise(x: Any, weight: Any, found: Any, kind: Any, columns: Any, norm: Any, first: Any, last: Any) -> None:
+    """Divide each row by the root of the mean of its squares, and multiply it by the weights.
+
+    Args:
+        x: address of rows of numbers, `[R, columns]`.
+        weight: `[columns]`.
+        found: address of what becomes of the rows, not that of x.
+        kind: of all three, float32 or bfloat16.
+        columns: at least `LANES`.
+        norm: what is added to the mean, what is added to the weights, and whether (1) or not (0) numbers are rounded
+            before they are multiplied by the weights.
+        first: of the rows.
+        last: of them, and one.
+    """
+    sums = np.empty(3 * WIDEST, np.float32)
+    at_sums = sums.ctypes.data
+    spare, item = at_sums + _WORD * WIDEST, 2 if kind else 4
+    epsilon, more, rounded = norm
+    for row in range(first, last):
+        begin, to = x + item * columns * row, found + item * columns * row
+        total = _sum_of_squares(begin, kind, columns, at_sums, spare)
+        factor = _spread(np.float32(1) / np.sqrt(total / np.float32(columns) + epsilon))
+        for at in range(0, columns, LANES):
+            place = item * min(at, columns - LANES)
+            numbers = _as_floats(begin + place, kind)
+            numbers = _scaled(numbers, weight + place, factor, _spread(more), kind, rounded, spare)
+            if kind == _BFLOAT16:
+                _store_bfloat16(to + place, numbers)
+            else:
+                _store(to + place, numbers)
+
+
+_NORM = _types.UniTuple(_F, 3)
+normalise = Kernel(
+    _normalise,
+    (_AT, _AT, _AT, numba.int64, numba.int64, _NORM, numba.int64, numba.int64),
+    nogil=True,
+    error_model="numpy",
+)
+"""The kernel: `_normalise`, which gives up the interpreter's lock."""
