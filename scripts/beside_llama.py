@@ -8,7 +8,8 @@ prompt the bandwidth of memory is measured, too, and each arm writes the same nu
 time; prefill does not count. "kept" is the adaptive method whose memory has learned from answers to prompts that are
 not timed: the small model writes them, which computes the same function.
 
-In int8 the texts must be those of plain decoding in int8. In bfloat16 they may part at near ties; how many do is told.
+Where a model is invariant, in int8 always, the texts must be those of its plain decoding. In bfloat16 as it is they may
+part at near ties; how many do is told.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ ARGUMENTS = {"do_sample": False, "num_beams": 1, "eos_token_id": None}
 GIB = 2**30
 
 
-def built(small: Any, params: float, weights: str | None, dtype: str) -> Any:
-    """The inflated model, packed; in int8 invariant, too, since only then its texts can be guessed at."""
-    model = lade.pack(inflate(small, params, dtype=getattr(torch, dtype)), weights=weights)
-    return lade.invariant(model) if weights else model
+def packed(small: Any, params: float, dtype: str, weights: str | None = None) -> Any:
+    """The inflated model, packed."""
+    return lade.pack(inflate(small, params, dtype=getattr(torch, dtype)), weights=weights)
 
 
 def arms_of(small: Any, params: float, int8_dtype: str) -> dict[str, Any]:
     """All arms of this library and of transformers."""
     dense = inflate(small, params, dtype=torch.bfloat16)
-    models = {"bf16": built(small, params, None, "bfloat16")}
+    models = {"bf16": packed(small, params, "bfloat16")}
     try:
-        models["int8"] = built(small, params, "int8", int8_dtype)
+        models["invariant bf16"] = lade.invariant(packed(small, params, "bfloat16"))
+        models["int8"] = lade.invariant(packed(small, params, int8_dtype, "int8"))  # else nobody can guess its texts
     except lade.UnsupportedError as refusal:
-        print(f"no int8: {refusal}")
+        print(f"not invariant, or no int8: {refusal}")
     arms: dict[str, Any] = {"model.generate, bf16": TransformersArm(parse("hf"), dense, ARGUMENTS)}
     for name, model in models.items():
         arms |= {f"{name} {arm}": OwnArm(parse(kind), model, ARGUMENTS) for arm, kind in OWN.items()}
@@ -80,21 +81,23 @@ def of_llama(program: Path, gguf: Path, threads: int, tokens: int) -> float:
 
 def plain_of(name: str) -> str:
     """The arm whose texts an arm has to write."""
-    return "int8 plain" if name.startswith("int8") else "bf16 plain"
+    model = name.rpartition(" ")[0]
+    return f"{model} plain" if model in ("int8", "invariant bf16") else "bf16 plain"
 
 
 def check(number: int, texts: dict[str, list[list[int]]]) -> None:
-    """Raise `SystemExit` if an arm in int8 wrote another text at the last prompt."""
+    """Raise `SystemExit` if an invariant model wrote another text at the last prompt than plainly."""
     for name, written in texts.items():
-        if name.startswith("int8") and written[-1] != texts[plain_of(name)][-1]:
-            raise SystemExit(f"prompt {number}: {name} parts from {plain_of(name)}")
+        plain = plain_of(name)
+        if plain != "bf16 plain" and written[-1] != texts[plain][-1]:
+            raise SystemExit(f"prompt {number}: {name} parts from {plain}")
 
 
 def report(rates: dict[str, list[float]], texts: dict[str, list[list[int]]], fed: dict[str, list[float]]) -> None:
     """A line for each arm: median and quarters, tokens per step, and how many texts are not plain's."""
     for name, found in rates.items():
         low, middle, high = quantiles(found, n=4) if len(found) > 1 else found * 3
-        line = f"{name:22} {middle:6.1f} ({low:.1f} to {high:.1f})"
+        line = f"{name:24} {middle:6.1f} ({low:.1f} to {high:.1f})"
         if name in texts:
             parted = sum(one != other for one, other in zip(texts[name], texts[plain_of(name)], strict=True))
             line += f"  S {fmean(fed[name]):.2f}  {parted} of {len(found)} texts part from plain's"

@@ -1,6 +1,7 @@
 """How many texts are not bit for bit those of plain `model.generate`: of an invariant model, there should be none.
 
     python scripts/count_differences.py --model stories3M-hf --prompts tinystories_openings.jsonl --record count.jsonl
+    python scripts/count_differences.py --model stories3M-hf --prompts tinystories_openings.jsonl --weights packed
     python scripts/count_differences.py --model stories3M-hf --prompts tinystories_openings.jsonl --as-it-is
 
 Each prompt is continued by the paper's method, and by the adaptive one with its memory empty and kept: greedily, as
@@ -20,7 +21,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -33,6 +34,7 @@ BATCH, ROWS, BEAMS, BEAM_TOKENS = 4, 8, 3, 40
 TEMPERATURE = 0.8
 SCORED = {"output_scores": True, "return_dict_in_generate": True}
 Methods = dict[str, lade.LookaheadConfig]
+Weights = Literal["dense", "packed", "int8"]
 
 
 class Count:
@@ -161,7 +163,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="New tokens of each text.")] = 200,
     seeds: Annotated[int, typer.Option(help="Samples of each prompt and method.")] = 3,
     inflate: Annotated[float, typer.Option(help="Parameters to inflate the model to; 0 for none.")] = 0,
-    pack: Annotated[bool, typer.Option(help="Pack the weights.")] = False,
+    weights: Annotated[Weights, typer.Option(help="Dense, packed, or packed in int8.")] = "dense",
     as_it_is: Annotated[bool, typer.Option(help="Leave the model as it is, which is not invariant.")] = False,
     threads: Annotated[int, typer.Option()] = 1,
     record: Annotated[Path | None, typer.Option(help="A line of JSON for each eight prompts; resumes.")] = None,
@@ -174,7 +176,8 @@ def main(
     if inflate:
         loaded = lade.bench.inflate(loaded, inflate, dtype=getattr(torch, dtype))
     loaded.generation_config.eos_token_id = None
-    loaded = lade.pack(loaded) if pack else loaded
+    if weights != "dense":
+        lade.pack(loaded, weights="int8" if weights == "int8" else None)
     loaded = loaded if as_it_is else lade.invariant(loaded)
     done = record.read_text().splitlines() if record and record.exists() else []
     total, texts = Count(), Texts(loaded, tokenizer, methods_of(), tokens, seeds)
@@ -187,7 +190,7 @@ def main(
         if record:
             with record.open("a") as file:
                 file.write(json.dumps(methods) + "\n")
-        facts = {"dtype": dtype, "threads": threads, "seconds": round(perf_counter() - start)}
+        facts = {"dtype": dtype, "weights": weights, "threads": threads, "seconds": round(perf_counter() - start)}
         sums = {"tokens": total.tokens.total(), "differing": total.differing.total()}
         print(json.dumps({**facts, **sums, "methods": total.methods()}), flush=True)
     sys.exit(bool(total.differing.total()))

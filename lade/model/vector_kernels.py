@@ -656,3 +656,93 @@ def _weigh_in_team(address: Any) -> None:
 weigh_by_logistic = TeamKernel(_weigh_in_team)
 """`_weigh_by_logistic` by a team of threads: its fields are the arguments, factors in bits of float32, and how many
 numbers there are."""
+# ---------------------------------------------------------------------------------------------------------------- norms
+
+
+@inlined
+def _sum_of_squares(row: Any, kind: Any, columns: Any, sums: Any, spare: Any) -> Any:
+    """Of a row's numbers: `WIDEST` partial sums, so that no result depends on `LANES`, added up in order."""
+    item, whole = 2 if kind else 4, columns // LANES * LANES
+    _clear(sums, _WORD * WIDEST)
+    for at in range(0, columns, LANES):
+        place = row + item * at
+        if at == whole:
+            _clear(spare, _WORD * LANES)
+            _copy(spare, place, item * (columns - whole))
+            place = spare
+        numbers, partial = _as_floats(place, kind), sums + _WORD * (at % WIDEST)
+        _store(partial, _fma(numbers, numbers, _load(partial)))
+    total = np.float32(0)
+    for lane in range(WIDEST):
+        total += _load_one(sums + _WORD * lane)
+    return total
+
+
+@inlined
+def _as_rounded(numbers: Any, kind: Any, spare: Any) -> Any:
+    """Numbers as those of a kind, float32 or bfloat16."""
+    if kind == _BFLOAT16:
+        _store_bfloat16(spare, numbers)
+        return _of_bfloat16(spare)
+    return numbers
+
+
+@inlined
+def _scaled(numbers: Any, weight: Any, factor: Any, more: Any, kind: Any, rounded: Any, spare: Any) -> Any:
+    """Numbers times a factor, rounded there or not, and then times weights, to which something is added before."""
+    numbers = _fma(numbers, factor, _spread(np.float32(0)))
+    if rounded:
+        numbers = _as_rounded(numbers, kind, spare)
+    weights = _fma(_as_floats(weight, kind), _spread(np.float32(1)), more)
+    return _fma(numbers, weights, _spread(np.float32(0)))
+
+
+@inlined
+def _normalise(
+    x: Any, weight: Any, found: Any, kind: Any, columns: Any, norm: Any, sums: Any, first: Any, last: Any
+) -> None:
+    """Divide each row by the root of the mean of its squares, and multiply it by the weights.
+
+    Args:
+        x: address of rows of numbers, `[R, columns]`.
+        weight: `[columns]`.
+        found: address of what becomes of the rows, not that of x.
+        kind: of all three, float32 or bfloat16.
+        columns: at least `LANES`.
+        norm: what is added to the mean, what is added to the weights, and whether (1) or not (0) numbers are rounded
+            before they are multiplied by the weights.
+        sums: address of twice `WIDEST` float32 numbers to work with.
+        first: of the rows.
+        last: of them, and one.
+    """
+    item, spare = 2 if kind else 4, sums + _WORD * WIDEST
+    epsilon, more, rounded = norm
+    for row in range(first, last):
+        begin, to = x + item * columns * row, found + item * columns * row
+        total = _sum_of_squares(begin, kind, columns, sums, spare)
+        factor = _spread(np.float32(1) / np.sqrt(total / np.float32(columns) + epsilon))
+        for at in range(0, columns, LANES):
+            place = item * min(at, columns - LANES)
+            numbers = _as_floats(begin + place, kind)
+            numbers = _scaled(numbers, weight + place, factor, _spread(more), kind, rounded, spare)
+            if kind == _BFLOAT16:
+                _store_bfloat16(to + place, numbers)
+            else:
+                _store(to + place, numbers)
+
+
+def _normalise_in_team(address: Any) -> None:
+    """See `normalise`."""
+    part, parts, rows = _next(address), _load_long(address + 8), _load_long(address + 56)
+    x, weight, found = _load_long(address + 16), _load_long(address + 24), _load_long(address + 32)
+    kind, columns = _load_long(address + 40), _load_long(address + 48)
+    norm, sums = (_load_one(address + 64), _load_one(address + 72), _load_long(address + 80)), _load_long(address + 88)
+    while part < parts:
+        first, last = rows * part // parts, rows * (part + 1) // parts
+        _normalise(x, weight, found, kind, columns, norm, sums + 2 * _WORD * WIDEST * part, first, last)
+        part = _next(address)
+
+
+normalise = TeamKernel(_normalise_in_team)
+"""`_normalise` by a team of threads: its fields are the addresses and the kind, how many columns and rows there are,
+two numbers of the norm in bits of float32 and the third as it is, and the address of room for each part."""

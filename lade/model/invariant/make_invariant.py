@@ -33,6 +33,7 @@ from lade.model.invariant.activations import compose_activations
 from lade.model.invariant.attention_trial import Heads, attention_keeps_order
 from lade.model.invariant.experts import NAME as EXPERTS
 from lade.model.invariant.model_trial import ModelTrial
+from lade.model.invariant.norms import compile_norms
 from lade.model.invariant.padded_rows import forget_padding
 from lade.model.invariant.weights import has_mixtures, lay_out, pad_all
 from lade.model.invariant_attention.attention import NAME as ATTENTION
@@ -133,6 +134,7 @@ def _change(model: PreTrainedModel, decoder: Any, *, mixtures: bool) -> None:
     if mixtures:
         decoder.set_experts_implementation(EXPERTS)
     compose_activations(model)
+    compile_norms(model)
     lay_out(model, in_tiles=True)
     pad_all(model, model.dtype)
 

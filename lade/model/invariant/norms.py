@@ -1,0 +1,128 @@
+"""RMS norms in one compiled call in place of six operations: a row has the same bits wherever in a tensor it stands.
+
+Modelling code writes them in three ways, which differ in what is rounded when. Which one a layer is, is tried: what no
+formula agrees with stays as it is, and is held to the same promise by the trial of the whole model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lade.model.class_change import Changed, change, own_class
+from lade.model.vector_kernels import WIDEST, kind_of, normalise
+from lade.model.worker_threads import bits, in_team
+
+_MANY = 2**14  # numbers that are worth a thread of their own
+_ROWS = 16  # of the trial
+_NAMES = ("variance_epsilon", "eps")
+
+
+class Formula(NamedTuple):
+    """How a norm is computed.
+
+    Attributes:
+        more: what is added to the weights.
+        rounded: whether numbers are rounded to the layer's dtype before they are multiplied by the weights.
+    """
+
+    more: float
+    rounded: bool
+
+
+LLAMA, WHOLE, GEMMA = Formula(0.0, True), Formula(0.0, False), Formula(1.0, False)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, formula: Formula) -> torch.Tensor:
+    """Rows over the root of the mean of their squares, times the weights; computed in float32.
+
+    Args:
+        x: `[..., D]` on the CPU, bfloat16 or float32.
+        weight: `[D]`, of the same dtype, contiguous.
+        epsilon: what is added to the mean.
+        formula: what is rounded when.
+    """
+    x = x.contiguous()
+    found, columns = torch.empty_like(x), x.shape[-1]
+    parts = max(1, min(torch.get_num_threads(), x.numel() // _MANY))
+    room = torch.empty(parts, 2 * WIDEST)
+    places = x.data_ptr(), weight.data_ptr(), found.data_ptr()
+    norm = bits(epsilon), bits(formula.more), int(formula.rounded)
+    fields = *places, kind_of(x.dtype), columns, x.numel() // columns, *norm, room.data_ptr()
+    in_team(normalise, fields, parts, holds=(x, weight, found, room))
+    return found
+
+
+class Compiled(Changed):
+    """Mixed into the class of a norm."""
+
+    formula: Formula
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As the norm, but for the order in which squares are summed."""
+        weight: Any = self.weight
+        if x.dtype != weight.dtype:
+            mixed: torch.Tensor = self.original.forward(self, x)
+            return mixed
+        return rms_norm(x, weight, _epsilon_of(self), self.formula)
+
+
+class AsLlama(Compiled):
+    """Rounded, then times the weights."""
+
+    formula = LLAMA
+
+
+class AsWhole(Compiled):
+    """Times the weights, then rounded."""
+
+    formula = WHOLE
+
+
+class AsGemma(Compiled):
+    """Times one and the weights, then rounded."""
+
+    formula = GEMMA
+
+
+def compile_norms(model: nn.Module) -> None:
+    """Replace the RMS norms of a model, in place, as far as they are one of the three."""
+    for layer in model.modules():
+        kind = _kind_of(layer)
+        if kind is not None:
+            change(layer, kind)
+
+
+def _kind_of(layer: nn.Module) -> type[Compiled] | None:
+    """What gives nearly the bits of a norm; None of what is none, or another one."""
+    weight = layer._parameters.get("weight")
+    if not own_class(layer).__name__.endswith("RMSNorm") or len(layer._parameters) != 1 or weight is None:
+        return None
+    fits = weight.dim() == 1 and len(weight) >= WIDEST and weight.dtype in (torch.bfloat16, torch.float32)
+    if not fits or not weight.is_contiguous() or len(inspect.signature(layer.forward).parameters) != 1:
+        return None
+    if not isinstance(_epsilon_of(layer), float):
+        return None
+    x = torch.randn(_ROWS, len(weight), generator=torch.Generator().manual_seed(0))
+    x = (x * torch.logspace(-2, 2, _ROWS)[:, None]).to(weight.dtype)
+    with torch.no_grad():
+        expected = layer(x)
+        same = {kind: _alike(kind, x, weight, _epsilon_of(layer), expected) for kind in (AsLlama, AsWhole, AsGemma)}
+    best = max(same, key=lambda kind: same[kind])
+    return best if same[best] else None
+
+
+def _alike(kind: type[Compiled], x: torch.Tensor, weight: torch.Tensor, epsilon: float, expected: torch.Tensor) -> int:
+    """How many numbers have the bits expected; 0 if one differs by more than rounding does."""
+    found = rms_norm(x, weight, epsilon, kind.formula)
+    if expected.dtype != found.dtype or expected.shape != found.shape:
+        return 0
+    error = 4 * torch.finfo(found.dtype).eps
+    return int((found == expected).sum()) if torch.allclose(found, expected, rtol=error, atol=0.0) else 0
+
+
+def _epsilon_of(layer: nn.Module) -> Any:
+    return next((getattr(layer, name) for name in _NAMES if hasattr(layer, name)), None)
