@@ -187,9 +187,10 @@ class DecodeLoop(Generic[CacheT]):
                 self._keep(parts, fed)
             seconds = perf_counter() - start
             steps = [part.report(seconds) for part in parts]
+            forward_s = self.runner.forward_s
             if emitted := [step for step in steps if step.tokens]:
-                self._report(emitted, self.runner.forward_s)
-        self._observe(steps, fed, seconds)
+                self._report(emitted, forward_s)
+        self._observe(steps, fed, seconds, forward_s)
         self.drop_finished()
         return steps
 
@@ -230,9 +231,8 @@ class DecodeLoop(Generic[CacheT]):
         self.cache.keep([part.verdict.path for part in parts], fed)
         self.settled = list(self.cache.lengths)
 
-    def _observe(self, steps: Sequence[Step], fed: int, seconds: float) -> None:
+    def _observe(self, steps: Sequence[Step], fed: int, seconds: float, forward_s: float) -> None:
         """Have those that decide about sizes learn what a step cost and yielded; its largest tree had `fed` nodes."""
-        forward_s = self.runner.forward_s
         for row, step in zip(self.rows, steps, strict=True):
             row.drafter.observe(step.fed, len(step.tokens), seconds, forward_s)
         if self.budget is not None:

@@ -267,8 +267,10 @@ class TreeCache(Cache):
     @property
     def room(self) -> tuple[int, int]:
         """Rows, and tokens of each, that there are buffers for; none before the first pass."""
-        keys = self.attending[0].keys if self.attending else None
-        return (0, 0) if keys is None else (keys.shape[0], keys.shape[2])
+        for layer in self.layers:
+            if isinstance(layer, TreeLayer):
+                return (0, 0) if layer.keys is None else (layer.keys.shape[0], layer.keys.shape[2])
+        return (0, 0)
 
     def reserve(self, rows: int, slots: int) -> None:
         """Resize the buffers to this many rows and slots, at least to what is cached, which is copied."""
