@@ -187,16 +187,16 @@ def test_slots_are_uploaded_once_for_what_is_moved_in_all_layers(rows, remote, m
     feed(cache, [[20, 21, 22, 23, 24]] * rows)
     cache.keep([[0, 2, 4]] * rows, fed=5)
     moved = [[4, 6, 2, 4, 6, 2, 4, 6], [0, 0, 1, 1, 1, 2, 2, 2], [3, 4, 1, 2, 3, 1, 2, 3]]
-    assert uploads == [moved if rows == 3 else [column[:2] for column in moved]], "though the layers are more than share a buffer"
+    assert uploads == [moved if rows == 3 else [column[:2] for column in moved]], (
+        "though the layers are more than share a buffer"
+    )
     assert_holds(cache, [[1, 2, 20, 22, 24], *([10 * row, 20, 22, 24] for row in range(1, rows))])
 
 
 @pytest.mark.parametrize(
     ("path", "uploaded"), [([0, 2], 0), ([0, 3, 4], 0), ([0, 2, 3], 1), ([0, 2, 3, 4], 1), ([0, 3, 5], 1)]
 )
-def test_a_piece_that_does_not_overlap_where_it_belongs_is_moved_without_an_upload(
-    path, uploaded, remote, monkeypatch
-):
+def test_a_piece_that_does_not_overlap_where_it_belongs_is_moved_without_an_upload(path, uploaded, remote, monkeypatch):
     cache, upload, uploads = cache_of([1, 2]), module.upload, list[object]()
     monkeypatch.setattr(module, "upload", lambda *args: (uploads.append(args), upload(*args))[1])
     feed(cache, [[20, 21, 22, 23, 24, 25]])
