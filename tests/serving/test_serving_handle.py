@@ -54,6 +54,25 @@ def test_several_threads_see_all_steps(handle):
         assert all([each.index for each in future.result(SOON)] == list(range(50)) for future in seen)
 
 
+def test_whoever_waits_for_the_end_alone_is_woken_by_nothing_else(handle, monkeypatch):
+    """Each time it is woken it would take a pass's time from the thread that decodes."""
+    wakings, notify_all = [], handle._changed.notify_all
+    monkeypatch.setattr(handle._changed, "notify_all", lambda: (wakings.append(len(handle._steps)), notify_all()))
+    with ThreadPoolExecutor(2) as pool:
+        result = pool.submit(handle.result)
+        for index in range(3):
+            handle.tell(step(index, index), 0.0)
+        assert wakings == []
+        steps = pool.submit(list, handle)
+        while not handle._reading:
+            time.sleep(0.001)
+        handle.tell(step(3, 3), 0.0)
+        assert wakings == [4], "one who waits for steps, too"
+        handle.end("result")
+        assert result.result(SOON) == "result" and len(steps.result(SOON)) == 4
+    assert handle._reading == 0
+
+
 def test_whoever_waits_is_woken_by_the_end(handle):
     with ThreadPoolExecutor(2) as pool:
         steps, result = pool.submit(list, handle), pool.submit(handle.result)
