@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from inspect import signature
+from typing import Any, Literal, cast
 
 import torch
 from torch.nn.functional import pad
@@ -28,6 +29,11 @@ class Transcript:
     def __init__(self, input_ids: torch.Tensor, skipped: int = 0) -> None:
         self._buffer, self._length, self.skipped = input_ids.clone(), input_ids.shape[1], skipped
         self._on_host = input_ids.device.type == "cpu"
+
+    @property
+    def device(self) -> torch.device:
+        """Where the text is, and what is called with it."""
+        return self._buffer.device
 
     def upto(self, tokens: Sequence[int]) -> torch.Tensor:
         """`[1, L]`: the prompt as given and all emitted tokens."""
@@ -93,6 +99,26 @@ class Record:
         return taken
 
 
+Process = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From the text so far, `[1, L]`, and logits `[1, V]` to scores `[1, V]`."""
+
+
+def called_directly(processors: LogitsProcessorList) -> Process:
+    """What a list of processors does, which looks at the signature of each whenever it is called: that takes as long
+    as the processors themselves. One that wants further arguments is left to the list, which has a word for it.
+    """
+    whole: Any = processors  # annotated with LongTensor, which no torch function returns
+    if any(len(signature(processor.__call__).parameters) > 2 for processor in processors):
+        return cast(Process, whole)
+
+    def process(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        for processor in whole:
+            scores = processor(input_ids, scores)
+        return scores
+
+    return process
+
+
 class Processed:
     """The token after transformers' logits processors (temperature, repetition penalty, the user's own ...).
 
@@ -109,7 +135,7 @@ class Processed:
     def __init__(
         self, processors: LogitsProcessorList, transcript: Transcript, *, sampler: Sampler | None, record: Record
     ) -> None:
-        self._processors: Any = processors  # annotated with LongTensor, which no torch function returns
+        self._processors = called_directly(processors)
         self._transcript, self._sampler, self._record = transcript, sampler, record
 
     def choose_all(self, logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor | None:
@@ -120,8 +146,7 @@ class Processed:
         """See `lade.decoding.verify.Chooser.bind`."""
 
         def choose(node: int) -> int:
-            input_ids = self._transcript.upto(tokens)
-            raw = logits[node : node + 1].to(copy=True, dtype=torch.float32, device=input_ids.device)  # [1, V]
+            input_ids, raw = self._shown(logits[node : node + 1], tokens)
             logprobs = None if self._record.top is None else raw.log_softmax(dim=-1)  # before anyone writes to it
             scores = self._processors(input_ids, raw)
             self._record.add(scores, raw)
@@ -134,6 +159,11 @@ class Processed:
             return token
 
         return choose
+
+    def _shown(self, logits: torch.Tensor, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """What processors get: the text so far, `[1, L]`, and float32 logits `[1, V]` that they may write to."""
+        input_ids = self._transcript.upto(tokens)
+        return input_ids, logits.to(copy=True, dtype=torch.float32, device=input_ids.device)
 
 
 class Streamed:

@@ -13,7 +13,7 @@ from lade.hf.prepared import Prepared
 from lade.hf.processors import Processed, Record, Streamed, Transcript
 from lade.hf.sampling import Sampler
 from lade.hf.stop_rules import StopRules
-from lade.hf.tree_processors import AtOnce, can_be_asked_at_once, pays_at_once
+from lade.hf.tree_processors import AtOnce, Blind, can_be_asked_at_once, pays_at_once
 
 
 def row_for(
@@ -42,8 +42,9 @@ def row_for(
     transcript = Transcript(prompt, prompt.shape[1] - len(text))
     chooser: Chooser = Greedy()
     if processors or sampler or record:
-        at_once = pays_at_once(prompt.device) and can_be_asked_at_once(processors) and not record
-        make = AtOnce if at_once else Processed
+        make: type[Processed] = Processed
+        if can_be_asked_at_once(processors) and not record:
+            make = AtOnce if pays_at_once(prompt.device) else Blind
         chooser = make(processors, transcript, sampler=sampler, record=record)
     stop: StopRule = StopRules(prepared.stopping_criteria, transcript, record)
     if streamer is not None:

@@ -2,7 +2,8 @@
 
 Node by node, each emitted token costs a dozen kernels and a wait for the device; on a GPU that is much of a small
 model's step. Processors that do not read the text may as well be called for every node, reached or not, before
-the host waits. On a CPU that would be work for nodes that are mostly rejected.
+the host waits. On a CPU that would be work for nodes that are mostly rejected; there it is of use that such processors
+need neither the text nor a copy of the logits.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
 from lade.decoding.verify import Choose
-from lade.hf.processors import Processed
-from lade.hf.sampling import NO_TOKEN
+from lade.hf.processors import Processed, Record, Transcript
+from lade.hf.sampling import NO_TOKEN, Sampler
 
 BLIND_PROCESSORS = frozenset(
     """
@@ -38,6 +39,20 @@ def can_be_asked_at_once(processors: LogitsProcessorList) -> bool:
         type(processor).__module__ == logits_process.__name__ and type(processor).__name__ in BLIND_PROCESSORS
         for processor in processors
     )
+
+
+class Blind(Processed):
+    """Calls processors that do not read the text without one, and with the logits as they are; see `Processed`."""
+
+    def __init__(
+        self, processors: LogitsProcessorList, transcript: Transcript, *, sampler: Sampler | None, record: Record
+    ) -> None:
+        super().__init__(processors, transcript, sampler=sampler, record=record)
+        self._no_text = torch.empty((1, 0), dtype=torch.long, device=transcript.device)
+
+    def _shown(self, logits: torch.Tensor, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """No text, `[1, 0]`, and float32 logits `[1, V]`, which none of these processors writes to."""
+        return self._no_text, logits.to(dtype=torch.float32, device=self._no_text.device)
 
 
 class AtOnce(Processed):

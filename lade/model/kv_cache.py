@@ -26,7 +26,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from lade.errors import UnsupportedArgumentError
-from lade.model.cache_moves import Moves
+from lade.model.cache_moves import Move, make_all
 from lade.model.position_offsets import PositionOffsets
 from lade.model.recurrent.layer import RecurrentLayer, TokenCounter, empty_like
 from lade.model.recurrent.tree_pass import TreePass
@@ -47,6 +47,7 @@ class TreeCache(Cache):
         super().__init__(layer_class_to_replicate=TreeLayer)
         self.layers: list[Any]
         self._groups: list[JoinedLayers] = []
+        self._grouped_layers = 0
         self._tree_pass: TreePass | None = None
         self._state_tokens: int | None = None  # what the states of the only row hold, if that is known
         self.offsets = PositionOffsets()
@@ -137,7 +138,8 @@ class TreeCache(Cache):
     def settle(self) -> None:
         """End a plain pass: the states hold all that was fed."""
         self._tree_pass = None
-        self._state_tokens = self.lengths[0] if len(self.lengths) == 1 else None
+        lengths = self.lengths
+        self._state_tokens = lengths[0] if len(lengths) == 1 else None
 
     def reset(self) -> None:
         """Forget everything: the cache is empty, and falsy, which transformers tests before it drops a cache."""
@@ -161,8 +163,8 @@ class TreeCache(Cache):
         if len(paths) == fed == 1 and paths[0] and not held:  # a root alone stays where it is
             self.settle()
             return
-        moves, before = Moves(), self.lengths
-        lengths: list[int] = []
+        before, lengths = self.lengths, list[int]()
+        moves: list[Move] = []
         first = max(before) - fed  # slot of the first token fed
         for row, (path, length, own) in enumerate(zip(paths, before, held or [0] * len(paths), strict=True)):
             start, unused = length - fed - own, first + fed - length
@@ -170,9 +172,9 @@ class TreeCache(Cache):
             lengths.append(start + len(path))
             in_place = next((i for i, slot in enumerate(slots) if slot != i), len(slots))
             if in_place < len(slots):
-                moves.add(row, [start + slot for slot in slots[in_place:]], start + in_place)
-        if moves.rows:
-            moves.make([whole for group in self._grouped() for whole in group.joined()])
+                moves.append(Move(row, [start + slot for slot in slots[in_place:]], start + in_place))
+        if moves:
+            make_all(moves, [whole for group in self._grouped() for whole in group.joined()])
         for layer in self.attending:
             layer.lengths = lengths
         if self._tree_pass is not None and all(paths):  # a plain pass has fed the root alone, which is always kept
@@ -267,8 +269,10 @@ class TreeCache(Cache):
     @property
     def room(self) -> tuple[int, int]:
         """Rows, and tokens of each, that there are buffers for; none before the first pass."""
-        keys = self.attending[0].keys if self.attending else None
-        return (0, 0) if keys is None else (keys.shape[0], keys.shape[2])
+        for layer in self.layers:
+            if isinstance(layer, TreeLayer):
+                return (0, 0) if layer.keys is None else (layer.keys.shape[0], layer.keys.shape[2])
+        return (0, 0)
 
     def reserve(self, rows: int, slots: int) -> None:
         """Resize the buffers to this many rows and slots, at least to what is cached, which is copied."""
@@ -325,8 +329,8 @@ class TreeCache(Cache):
         self.offsets = self.offsets.selected(indices.tolist())
 
     def _grouped(self) -> list[JoinedLayers]:
-        layers = self.attending
-        if sum(len(group.layers) for group in self._groups) != len(layers):
+        if not self._groups or len(self.layers) != self._grouped_layers:
+            layers, self._grouped_layers = self.attending, len(self.layers)
             firsts = range(0, len(layers), _JOINED_LAYERS)
             self._groups = [JoinedLayers(layers[first : first + _JOINED_LAYERS]) for first in firsts]
         return self._groups

@@ -275,9 +275,9 @@ class EagerRunner:
         return logits
 
     def _inputs(self, trees: Sequence[TokenTree], lengths: Sequence[int]) -> Inputs:
-        """Tensors of a pass; a root alone is fed as plain decoding feeds it, unless patches need a mask to be there."""
-        if len(trees) == 1 and len(trees[0]) == 1 and not self._slot_patches and not self.plan.compact:
-            return RootInputs.of(trees[0].ids[ROOT], lengths[0], self.device)
+        """Tensors of a pass; roots alone are fed as plain decoding feeds them, unless patches need other inputs."""
+        if max(map(len, trees)) == 1 and not self._slot_patches and not self.plan.compact:
+            return RootInputs.of([tree.ids[ROOT] for tree in trees], lengths, self.device)
         return self.plan.inputs(trees, lengths, self.device)
 
     def _patched_for(

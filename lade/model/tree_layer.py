@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import is_
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from operator import attrgetter, is_
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from lade.model.cache_moves import Whole
+
+_BUFFERS = attrgetter("keys", "values", "indexer_keys")
 SPARE_TOKENS = 256
 """Tokens that a buffer has room for beyond those needed, at least."""
 
@@ -169,30 +173,33 @@ class JoinedLayers:
 
     def __init__(self, layers: Sequence[TreeLayer]) -> None:
         self.layers = layers
-        self._views: list[torch.Tensor] = []
-        self._wholes: list[torch.Tensor] = []
+        self._views: list[torch.Tensor | None] = []
+        self._wholes: list[Whole] = []
 
     def put(self, source: int, target: int, length: int) -> None:
         """Copy the first tokens of one row to another, in all layers."""
-        for whole in self.joined():
+        for whole, _ in self.joined():
             whole[:, target, :, :length] = whole[:, source, :, :length]
 
-    def joined(self) -> list[torch.Tensor]:
-        """What the buffers of these layers are views of, `[N, rows, H, capacity, D]` each."""
-        buffers = [buffer for layer in self.layers for buffer in layer.buffers.values()]
-        if len(buffers) != len(self._views) or not all(map(is_, buffers, self._views)):
-            self._join(buffers)
+    def joined(self) -> list[Whole]:
+        """What the buffers of these layers are views of."""
+        if not self._views or not all(map(is_, self._buffers(), self._views)):
+            self._join([buffer for buffer in self._buffers() if buffer is not None])
+            self._views = list(self._buffers())
         return self._wholes
+
+    def _buffers(self) -> Iterator[torch.Tensor | None]:
+        """Those of all layers, and None for each that there is not; without a call of Python's own for any of them."""
+        return chain.from_iterable(map(_BUFFERS, self.layers))
 
     def _join(self, buffers: list[torch.Tensor]) -> None:
         """Make one of buffers, as far as that can be."""
         if len({(buffer.shape, buffer.dtype, buffer.device) for buffer in buffers}) != 1:
-            self._wholes, self._views = [buffer[None] for buffer in buffers], buffers
+            self._wholes = [Whole.of(buffer[None]) for buffer in buffers]
             return
-        self._wholes = [torch.stack(buffers)]
-        self._views = list(self._wholes[0].unbind())
+        self._wholes = [Whole.of(torch.stack(buffers))]
         places = ((layer, name) for layer in self.layers for name in layer.buffers)
-        for (layer, name), view in zip(places, self._views, strict=True):
+        for (layer, name), view in zip(places, self._wholes[0].tensor.unbind(), strict=True):
             setattr(layer, name, view)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -27,6 +26,7 @@ from lade.serving.active import ActiveRequest
 from lade.serving.capacity import Capacity, default_max_tokens, row_bytes
 from lade.serving.request import Request
 from lade.serving.reuse import Reuse
+from lade.serving.room import Room
 from lade.serving.seats import HEADROOM, Seats
 from lade.serving.snapshot import Tally
 from lade.serving.together import first_together
@@ -84,6 +84,7 @@ class Batch:
         reader = reader_of(self._runner)
         self._loop = DecodeLoop([], self._runner, own_kind, isolate=True, reader=reader, leaving=self._shelve)
         self.seats, self._reuse = Seats(capacity, headroom), Reuse(prefix_cache)
+        self._room = Room(self._cache, self.seats)
         self.prefix_cache = prefix_cache
         self._cost: BatchCost | None = None
         self.tally = Tally()
@@ -100,6 +101,8 @@ class Batch:
 
     def _arrange(self) -> None:
         """Have rows make room until the next step has enough of it; where there is more, have them go on."""
+        if self._room.is_enough:
+            return
         while (active := self.seats.next_to_make_room()) is not None:
             row = active.row
             if row is not None and row in self._loop.rows:
@@ -137,6 +140,7 @@ class Batch:
 
     def advance(self) -> None:
         """Evict cancelled requests, prefill up to `prefill_tokens`, run one decode step."""
+        before = self._room.found
         for active in self.seats.active:
             if active.cancelled:
                 self._end(active, None)
@@ -147,7 +151,8 @@ class Batch:
         if self.idle:
             self._cache.reset()
             save_refreshed(self._model)
-        self._report_use()
+        if self._room.found is not before or not self._room.is_enough:
+            self._report_use()  # else rows have only grown, which the tally knows of
 
     def _report_use(self) -> None:
         rows, slots = self._cache.room
@@ -289,24 +294,25 @@ class Batch:
 
     def _join(self, active: ActiveRequest, row: Row) -> None:
         self.seats.join(active, row)
-        self._reserve(active.fed)
+        self._room.reserve(active.fed)
         self._cache.take(active.cache)
         self._loop.rows.append(row)
 
     def _step(self) -> None:
         rows = list(self._loop.rows)
         try:
-            self._reserve()
+            self._room.reserve()
             if self._cost is not None:
                 self._cost.resize(len(rows))
             steps = self._loop.step()
         except Exception as problem:  # noqa: BLE001 - likewise; and what the cache holds now is unknown
             self._end_rows(problem)
             return
-        self.tally.add_pass(steps, self._runner.pass_time.wall_s)
+        forward_s = self._runner.pass_time.wall_s
+        self.tally.add_pass(steps, forward_s)
         for row, step in zip(rows, steps, strict=True):
             if step.tokens:  # also of a row that then failed
-                self._deliver(self.seats.decoding[row], step)
+                self._deliver(self.seats.decoding[row], step, forward_s)
             else:
                 self._end(self.seats.decoding[row], row.problem)
 
@@ -315,18 +321,11 @@ class Batch:
         for row in rows:
             self._end(self.seats.decoding[row], problem)
 
-    def _reserve(self, joining: int = 0) -> None:
-        """Reserve slots before the cache grows by itself, which knows no limits; `joining` tokens are about to join."""
-        cache, longest, needs = self._cache, max(joining, *self._cache.lengths), self.seats.needs()
-        capacity = replace(self.capacity, sizing=cache)  # of the buffers that hold the rows now
-        if not capacity.suffices(cache.room, needs, longest):
-            cache.reserve(*capacity.room(needs, longest))
-
-    def _deliver(self, active: ActiveRequest, step: Step) -> None:
+    def _deliver(self, active: ActiveRequest, step: Step, forward_s: float = 0.0) -> None:
         assert active.row is not None
         step = active.request.told(step, last=active.row.done)
         try:
-            active.handle.tell(step, 0.0 if step.index == 0 else self._runner.pass_time.wall_s)
+            active.handle.tell(step, forward_s)
         except Exception as problem:  # noqa: BLE001 - on_step is the user's
             self._end(active, problem)
             return

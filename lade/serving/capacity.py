@@ -99,6 +99,12 @@ class Capacity:
         total = rows * (slots + self.state_slots)
         return rows >= len(needs) and slots >= self.slots(needs, now) and total <= self.max_tokens
 
+    def longest(self, slots: int, needs: Sequence[Need]) -> int:
+        """How long the longest of these texts may be for rows of so many slots to be enough for a step."""
+        tree = max(need.tree for need in needs)
+        tokens = slots - tree
+        return tokens - max(0, self.sizing.buffer_slots(tokens, tree) - slots)  # no less than what rounding up adds
+
     def room(self, needs: Sequence[Need], now: int) -> tuple[int, int]:
         """Rows, and slots of each, to make room for: more than a step takes, so that copies stay rare.
 

@@ -72,6 +72,7 @@ class Handle:
         self._result: Output | BaseException | None = None  # None where it was cancelled
         self._ended = False
         self._changed = threading.Condition()
+        self._reading = 0  # threads that wait for a step, not for the end alone
         self._process = os.getpid()
         self._watchers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
@@ -186,9 +187,14 @@ class Handle:
         if there():  # without the lock, which in a forked process no thread may be there to release
             return
         check_process(self._process)
+        reads = steps < math.inf
         with self._changed:
-            if not self._changed.wait_for(there, timeout):
-                raise TimeoutError
+            self._reading += reads  # before looking whether it is there: `tell` looks the other way round, unlocked
+            try:
+                if not self._changed.wait_for(there, timeout):
+                    raise TimeoutError
+            finally:
+                self._reading -= reads
 
     def _raise_problem(self) -> None:
         if isinstance(self._result, BaseException):
@@ -209,7 +215,8 @@ class Handle:
             if self._on_step is not None:
                 self._on_step(step)
         finally:
-            self._wake()
+            if self._reading or self._watchers:  # waking a thread that waits for the end would take time from a pass
+                self._wake()
 
     def end(self, result: Output | BaseException | None, reason: Reason | None = None) -> bool:
         """For the engine: the result, the error that ended it, or None where it was cancelled; the first one counts.

@@ -118,12 +118,13 @@ class Request:
             step: the next one, as the loop has it.
             last: whether the answer has ended with it.
         """
+        tokens = len(step.tokens)
+        logprobs = self._record.taken(tokens)
         if self.text is None:
-            return replace(step, logprobs=self._record.taken(len(step.tokens)))
+            return step if logprobs is None else replace(step, logprobs=logprobs)
         if last:
             self.text.finish()
-        tokens = len(step.tokens)
-        return replace(step, logprobs=self._record.taken(tokens), texts=self.text.taken(tokens))
+        return replace(step, logprobs=logprobs, texts=self.text.taken(tokens))
 
     def output(self, row: Row) -> Output:
         """What `model.generate` returns, given the row that has ended."""

@@ -46,6 +46,8 @@ class Scheduler:
         self._places: set[Place] = set()  # held for requests that are being prepared
         self._seats: dict[Handle, ActiveRequest] = {}
         self._blocked = False  # whether the first one that waits had no room
+        self._stirred = True  # whether there is anything new in the line, or the end
+        self._admitted = -1  # changes of the seats when requests were admitted last
         self._changed, self.wakeups = threading.Condition(), Wakeups()
         self._closed = False
         self.problem: BaseException | None = None
@@ -125,7 +127,7 @@ class Scheduler:
             self._places.remove(place)
             place.handle = handle
             self._waiting.add(request, handle)
-            self._changed.notify_all()
+            self._stir()
         return handle
 
     def _check_open(self) -> None:
@@ -150,6 +152,7 @@ class Scheduler:
                 self._seats[handle].cancelled = True
                 return True
             self._waiting.remove(handle)
+            self._stir()
         self._end(handle, None)
         return True
 
@@ -159,7 +162,7 @@ class Scheduler:
             return
         with self._changed:
             self._closed = True
-            self._changed.notify_all()
+            self._stir()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -168,9 +171,8 @@ class Scheduler:
         try:
             with torch.no_grad():
                 while self._admit():
-                    with self.wakeups.gathered():
+                    with self.wakeups:
                         self._batch.advance()
-                    self._forget_ended()
         except BaseException as unforeseen:
             problem = unforeseen
             raise
@@ -179,20 +181,29 @@ class Scheduler:
             if self._ended is not None:
                 self._ended(problem)
 
+    def _stir(self) -> None:
+        """Have the thread look at the line; by one that has the lock."""
+        self._stirred = True
+        self._changed.notify_all()
+
     def _admit(self) -> bool:
         """Admit requests that fit, waiting for one if there is nothing to do; false to end."""
+        seats = self._batch.seats
+        if not self._stirred and seats.changes == self._admitted:
+            return True  # rows have only grown: nobody fits who did not
         with self._changed:
+            self._forget_ended()
             self._changed.wait_for(lambda: self._closed or self._waiting or not self._batch.idle)
-            while self._waiting and not self._closed and self._batch.seats.has_room(self._waiting.first):
+            self._stirred = False
+            while self._waiting and not self._closed and seats.has_room(self._waiting.first):
                 request, handle = self._waiting.pop()
-                self._seats[handle] = self._batch.seats.add(request, handle)
-            self._blocked = bool(self._waiting)
+                self._seats[handle] = seats.add(request, handle)
+            self._blocked, self._admitted = bool(self._waiting), seats.changes
             return not self._closed
 
     def _forget_ended(self) -> None:
-        with self._changed:
-            for handle in [handle for handle in self._seats if handle.done()]:
-                del self._seats[handle]
+        for handle in [handle for handle in self._seats if handle.done()]:
+            del self._seats[handle]
 
     def _end_all(self, problem: BaseException | None) -> None:
         with self._changed:
@@ -201,7 +212,8 @@ class Scheduler:
         for handle in waiting:
             self._end(handle, problem)
         self._batch.close(problem)
-        self._forget_ended()
+        with self._changed:
+            self._forget_ended()
 
     def _end(self, handle: Handle, problem: BaseException | None) -> None:
         """End a request that waits, as cancelled or with an error."""

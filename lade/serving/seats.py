@@ -32,19 +32,23 @@ class Seats:
         prefilling: those whose text is being fed, in this order.
         decoding: those after that, by their rows.
         displaced: those that have made room, in the order in which they were seated first.
+        active: all of these.
+        changes: how often anyone has come, gone, or taken another place. As long as nobody has, rows only grow.
     """
 
     def __init__(self, capacity: Capacity, headroom: int) -> None:
         self.capacity, self._headroom = capacity, headroom
+        self._spares = [sys.maxsize, *(headroom >> half for half in range(headroom.bit_length() + 1))]
         self.prefilling: list[ActiveRequest] = []
         self.decoding: dict[Row, ActiveRequest] = {}
         self.displaced: list[ActiveRequest] = []
+        self.active: list[ActiveRequest] = []
+        self.changes = 0
         self._numbers = itertools.count()
 
-    @property
-    def active(self) -> list[ActiveRequest]:
-        """All that have been seated and have not ended."""
-        return [*self._seated, *self.displaced]
+    def _note_change(self) -> None:
+        self.active = [*self._seated, *self.displaced]
+        self.changes += 1
 
     @property
     def _seated(self) -> list[ActiveRequest]:
@@ -63,12 +67,14 @@ class Seats:
         """Seat a request; it is prefilled after those before it."""
         active = ActiveRequest(request, handle, next(self._numbers))
         self.prefilling.append(active)
+        self._note_change()
         return active
 
     def join(self, active: ActiveRequest, row: Row) -> None:
         """A request's text has been fed."""
         self.prefilling.remove(active)
         self.decoding[row] = active
+        self._note_change()
 
     def next_to_make_room(self) -> ActiveRequest | None:
         """Who has to make room before the next step, if there is not enough."""
@@ -81,11 +87,13 @@ class Seats:
         """It has made room."""
         self.remove(active)
         bisect.insort(self.displaced, active, key=lambda active: active.number)
+        self._note_change()
 
     def recall(self) -> None:
         """Have those go on that there is room for again; their texts are fed after those before them."""
         while self.displaced and self._fits(self.displaced[0].need(self._headroom)):
             self.prefilling.append(self.displaced.pop(0))
+            self._note_change()
 
     def remove(self, active: ActiveRequest) -> None:
         """It is no longer here."""
@@ -94,14 +102,20 @@ class Seats:
                 line.remove(active)
         if active.row is not None:
             self.decoding.pop(active.row, None)
+        self._note_change()
 
     def clear(self) -> list[ActiveRequest]:
         """Remove all, and return them."""
         everyone, self.prefilling, self.decoding, self.displaced = self.active, [], {}, []
+        self._note_change()
         return everyone
 
     def needs(self) -> list[Need]:
         """What room to make for those that are decoded: for all that they may become, or as far as there is room."""
-        spares = [sys.maxsize, *(self._headroom >> half for half in range(self._headroom.bit_length() + 1))]
         rows = self.decoding.values()
-        return next(filter(self.capacity.fits, ([row.need(spare) for row in rows] for spare in spares)))
+        return next(filter(self.capacity.fits, ([row.need(spare) for row in rows] for spare in self._spares)))
+
+    def growth(self) -> int:
+        """By how many tokens all may grow before one has to make room, at least; -1 if one has to now."""
+        fits, seated = self.capacity.fits, self._seated
+        return next((spare for spare in self._spares if fits([active.need(spare) for active in seated])), -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -88,10 +88,19 @@ class Sums:
     forward_s: float = 0.0
 
 
+_MOST_NOTED = 256
+"""Passes that are noted before they are counted."""
+
+
 class Tally:
-    """Counts what an engine does; a copy can be made at any time, whatever the engine is doing."""
+    """Counts what an engine does; a copy can be made at any time, whatever the engine is doing.
+
+    Passes are noted, and counted when somebody looks, or when there are many: a pass leaves nothing of this in the
+    processor's caches, so that counting it at once takes ten times as long.
+    """
 
     def __init__(self) -> None:
+        self._noted = deque[tuple[Sequence[Step], float]]()
         self._sums, self._requests, self._sources = Sums(), Counter[str](), Counter[str]()
         self._lock = ForkSafeLock()  # never held while anything is decoded
 
@@ -118,14 +127,23 @@ class Tally:
             self._sums.prefill_s += seconds
 
     def add_pass(self, steps: Sequence[Step], forward_s: float) -> None:
-        """A pass of all rows, which took `forward_s` in the model."""
-        with self._lock:
+        """A pass of all rows, which took `forward_s` in the model. Each token takes one more slot."""
+        self._noted.append((steps, forward_s))
+        if len(self._noted) >= _MOST_NOTED:
+            with self._lock:
+                self._count()
+
+    def _count(self) -> None:
+        """Count the passes that were noted; by a thread that has the lock."""
+        while self._noted:
+            steps, forward_s = self._noted.popleft()
             self._sums.passes += 1
             self._sums.decode_s += steps[0].seconds
             self._sums.forward_s += forward_s
             for step in (step for step in steps if step.tokens):  # the others failed before they had any
                 self._sums.steps += 1
                 self._sums.fed_tokens += step.fed
+                self._sums.slots += len(step.tokens)
                 self._add_tokens(step)
 
     def _add_tokens(self, step: Step) -> None:
@@ -135,11 +153,13 @@ class Tally:
     def set_use(self, slots: int, room: int, prefix_texts: int, prefix_bytes: int) -> None:
         """So much memory is in use, see `Snapshot`."""
         with self._lock:
+            self._count()
             self._sums.slots, self._sums.room = slots, room
             self._sums.prefix_texts, self._sums.prefix_bytes = prefix_texts, prefix_bytes
 
     def snapshot(self, **known: Any) -> Snapshot:
         """A copy, with what only the queue knows."""
         with self._lock:
+            self._count()
             known |= {"requests": dict(self._requests), "sources": dict(self._sources), **asdict(self._sums)}
         return Snapshot(**known)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 
 
 class Wakeups:
@@ -15,17 +15,17 @@ class Wakeups:
         self._gathering: int | None = None  # the thread whose calls are gathered
         self._gathered: dict[asyncio.AbstractEventLoop, set[asyncio.Event]] = {}
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """Wake whatever this thread wakes in the block at its end."""
         self._gathering = threading.get_ident()
-        try:
-            yield
-        finally:
-            self._gathering = None
-            gathered, self._gathered = self._gathered, {}
-            for loop, events in gathered.items():
-                _set(loop, events)
+
+    def __exit__(self, *problem: object) -> None:
+        self._gathering = None
+        if not self._gathered:
+            return
+        gathered, self._gathered = self._gathered, {}
+        for loop, events in gathered.items():
+            _set(loop, events)
 
     def wake(self, loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
         """Set an event of a loop that runs in another thread."""

@@ -17,7 +17,7 @@ import lade
 from lade import LookaheadConfig
 from lade.hf import row as hf_row
 from lade.hf.batch_rules import ROW_WISE_PROCESSORS
-from lade.hf.processors import Processed, Record, Transcript
+from lade.hf.processors import Processed, Record, Transcript, called_directly
 from lade.hf.sampling import LoneSampler
 from lade.hf.tree_processors import BLIND_PROCESSORS, AtOnce, can_be_asked_at_once, pays_at_once
 
@@ -38,6 +38,11 @@ MASK = (IDS != 0).long()
 
 def made(name: str) -> Any:
     return getattr(logits_process, name)(*MADE[name])
+
+
+class Wanting:
+    def __call__(self, input_ids, scores, more=1.0):
+        return more * scores
 
 
 @pytest.fixture
@@ -89,16 +94,55 @@ def test_only_those_are_asked_at_once():
     new_tokens=st.integers(1, 40),
     eos=st.sampled_from([None, [5, 17]]),
     seed=st.integers(0, 1000),
+    at_once=st.booleans(),
 )
-def test_the_tokens_and_the_generator_are_plains(family, config, warped, suppressed, new_tokens, eos, seed):
+def test_the_tokens_and_the_generator_are_plains(family, config, warped, suppressed, new_tokens, eos, seed, at_once):
     model = MODELS[family]
     arguments = {"max_new_tokens": new_tokens, "eos_token_id": eos, "suppress_tokens": suppressed, **warped}
     expected, expected_state = sampled(plain, model, seed, **arguments)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(hf_row, "pays_at_once", lambda device: True)
+        patched.setattr(hf_row, "pays_at_once", lambda device: at_once)
         ours, state = sampled(lade.generate, model, seed, lookahead=config, **arguments)
     assert torch.equal(ours, expected)
     assert torch.equal(state, expected_state)
+
+
+def test_on_a_cpu_they_get_no_text_and_no_copy_of_the_logits(monkeypatch):
+    seen, process = [], logits_process.TemperatureLogitsWarper.__call__
+
+    def watched(self, input_ids, scores):
+        seen.append((input_ids.shape[1], scores.data_ptr()))
+        return process(self, input_ids, scores)
+
+    monkeypatch.setattr(logits_process.TemperatureLogitsWarper, "__call__", watched)
+    made, init = [], hf_row.Blind.__init__
+
+    def noted(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(hf_row.Blind, "__init__", noted)
+    sampled(lade.generate, MODELS["llama"], 0, max_new_tokens=5, temperature=0.7, lookahead=LookaheadConfig())
+    assert len(made) == 1 and [length for length, _ in seen] == [0] * 5
+    logits = torch.randn(3, 20)
+    made[0].bind(logits, [0, 0, 0], [1])(1)
+    assert seen[-1][1] == logits[1].data_ptr()
+
+
+def test_a_list_is_called_as_transformers_calls_it():
+    """In its order; and one that wants more than it gets is refused in the same words."""
+    ids, scores = torch.zeros(1, 4, dtype=torch.long), torch.randn(1, 30)
+    processors = LogitsProcessorList(
+        [made("TemperatureLogitsWarper"), made("MinPLogitsWarper"), lambda _, scores: -scores]
+    )
+    assert torch.equal(called_directly(processors)(ids, scores), processors(ids, scores))
+    assert torch.equal(called_directly(LogitsProcessorList())(ids, scores), scores)
+    wanting = LogitsProcessorList([Wanting()])
+    with pytest.raises(ValueError, match="all the required parameters") as theirs:
+        wanting(ids, scores)
+    with pytest.raises(ValueError, match="all the required parameters") as ours:
+        called_directly(wanting)(ids, scores)
+    assert str(ours.value) == str(theirs.value)
 
 
 def test_it_is_what_was_tried(at_once):

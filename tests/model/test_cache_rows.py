@@ -166,8 +166,14 @@ def test_the_row_that_is_taken_is_not_kept_twice():
         assert part.room == (0, 0)
 
 
+@pytest.fixture
+def remote(monkeypatch):
+    """Caches are moved as on a device of their own: by operations of torch."""
+    monkeypatch.setattr(module.Whole, "of", classmethod(lambda cls, tensor: cls(tensor, None)))
+
+
 @pytest.mark.parametrize("rows", [1, 3])
-def test_slots_are_uploaded_once_for_what_is_moved_in_all_layers(rows, monkeypatch):
+def test_slots_are_uploaded_once_for_what_is_moved_in_all_layers(rows, remote, monkeypatch):
     cache = cache_of([1, 2])
     for row in range(1, rows):
         cache.take(cache_of([10 * row]))
@@ -180,21 +186,44 @@ def test_slots_are_uploaded_once_for_what_is_moved_in_all_layers(rows, monkeypat
     monkeypatch.setattr(module, "upload", watched)
     feed(cache, [[20, 21, 22, 23, 24]] * rows)
     cache.keep([[0, 2, 4]] * rows, fed=5)
-    moved = [[4, 6]] if rows == 1 else [[4, 6, 2, 4, 6, 2, 4, 6], [0, 0, 1, 1, 1, 2, 2, 2], [3, 4, 1, 2, 3, 1, 2, 3]]
-    assert uploads == [moved], "though the layers are more than share a buffer"
+    moved = [[4, 6, 2, 4, 6, 2, 4, 6], [0, 0, 1, 1, 1, 2, 2, 2], [3, 4, 1, 2, 3, 1, 2, 3]]
+    assert uploads == [moved if rows == 3 else [column[:2] for column in moved]], (
+        "though the layers are more than share a buffer"
+    )
     assert_holds(cache, [[1, 2, 20, 22, 24], *([10 * row, 20, 22, 24] for row in range(1, rows))])
 
 
 @pytest.mark.parametrize(
     ("path", "uploaded"), [([0, 2], 0), ([0, 3, 4], 0), ([0, 2, 3], 1), ([0, 2, 3, 4], 1), ([0, 3, 5], 1)]
 )
-def test_a_piece_that_does_not_overlap_where_it_belongs_is_moved_without_an_upload(path, uploaded, monkeypatch):
+def test_a_piece_that_does_not_overlap_where_it_belongs_is_moved_without_an_upload(path, uploaded, remote, monkeypatch):
     cache, upload, uploads = cache_of([1, 2]), module.upload, list[object]()
     monkeypatch.setattr(module, "upload", lambda *args: (uploads.append(args), upload(*args))[1])
     feed(cache, [[20, 21, 22, 23, 24, 25]])
     cache.keep([path], fed=6)
     assert len(uploads) == uploaded
     assert_holds(cache, [[1, 2, *(20 + node for node in path)]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("sources", [[4, 6, 7], [3, 4, 5], [5, 6, 7], [7]])
+def test_on_the_host_moves_are_those_of_any_device(sources, dtype):
+    """Pieces, with and without overlap, and what lies apart; of whatever type, even one that numpy does not know."""
+    held = torch.arange(2 * 3 * 2 * 9 * 4).reshape(2, 3, 2, 9, 4).to(dtype)
+    moves = [module.Move(2, sources, 2), module.Move(0, sources[:1], 0)]
+    for first, last in ((0, 1), (0, 2)):
+        here, there = held.clone(), held.clone()
+        module.make_all(moves[first:last], [module.Whole.of(here)])
+        module.make_all(moves[first:last], [module.Whole(there, None)])
+        assert torch.equal(here, there) and not torch.equal(here, held)
+
+
+def test_what_has_grown_is_moved_where_it_is_now():
+    cache = cache_of([1, 2])
+    for first in (10, 300):  # the second time buffers have been replaced
+        feed(cache, [range(first, first + 280)])
+        cache.keep([[0, 279]], fed=280)
+    assert_holds(cache, [[1, 2, 10, 289, 300, 579]])
 
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

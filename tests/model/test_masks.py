@@ -92,10 +92,12 @@ def test_smaller_trees_are_filled_up_and_stay_by_themselves(texts, holding, data
 
 @pytest.mark.parametrize("span", [FULL, sliding(3), sliding(50), chunked(4)], ids=str)
 @pytest.mark.parametrize("additive", [False, True])
-def test_a_root_alone_sees_what_it_sees_among_others_and_needs_no_mask_to_see_everything(span, additive):
-    plan = MaskPlan({"attention": span}, by_layer_type=False, additive=additive)
-    lone, dense = RootInputs.of(7, 9, CPU), StepInputs.of([TokenTree(7)], [9], CPU)
-    assert torch.equal(lone.ids, dense.ids) and torch.equal(lone.positions, dense.positions)
-    assert torch.equal(lone.key_positions, dense.key_positions)
-    mask, expected = plan.masks(lone, torch.float32), plan.masks(dense, torch.float32)
-    assert mask is None if span is FULL else torch.equal(mask, expected)
+@pytest.mark.parametrize("lengths", [[9], [9, 4, 12], [5, 5]], ids=str)
+def test_roots_alone_see_what_they_see_in_trees_and_a_lone_one_needs_no_mask_to_see_everything(lengths, span, additive):
+    plan, tokens = MaskPlan({"attention": span}, by_layer_type=False, additive=additive), [7, 1, 3][: len(lengths)]
+    roots = RootInputs.of(tokens, lengths, CPU)
+    dense = StepInputs.of([TokenTree(token) for token in tokens], lengths, CPU)
+    assert torch.equal(roots.ids, dense.ids) and torch.equal(roots.positions, dense.positions)
+    assert torch.equal(roots.key_positions, dense.key_positions)
+    mask, expected = plan.masks(roots, torch.float32), plan.masks(dense, torch.float32)
+    assert mask is None if span is FULL and len(lengths) == 1 else torch.equal(mask, expected)

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 
 import torch
 
@@ -22,6 +23,10 @@ PAPER = LookaheadConfig(5, 4, 5)
 METHODS = (None, "auto", PAPER, LookaheadConfig(0, 3, 4), LookaheadConfig(4, 2, 0), LookaheadConfig(budget=12))
 ENOUGH = 10**6
 SOON = 30.0
+KNOWN_TO_THE_QUEUE = (
+    *("rows", "max_rows", "waiting", "max_waiting", "displaced"),
+    *("max_slots", "max_prefix_bytes", "closed"),
+)
 
 
 class Gate:
@@ -150,6 +155,12 @@ class Driven:
         assert {id(seat.handle) for seat in self.batch.seats.active} == {id(handle) for handle in self.seats}
         assert len(self.batch._loop.rows) == len(self.batch.seats.decoding)
         assert cache.lengths == ([len(row.tokens) - 1 for row in self.batch._loop.rows] or [0])
+        told = self.batch.tally.snapshot(**dict.fromkeys(KNOWN_TO_THE_QUEUE, 0))
+        assert (told.slots, told.room) == (sum(cache.lengths), rows * slots)
+        if self.batch._loop.rows and self.batch._room.is_enough:
+            needs, now = self.batch.seats.needs(), max(cache.lengths)
+            assert self.batch.seats.next_to_make_room() is None
+            assert replace(capacity, sizing=cache).suffices(cache.room, needs, now)
         if isinstance(cache, FallbackCache) and isinstance(cache.current, StaticCache):
             check_zeros(cache.current)
         self.most_rows = max(self.most_rows, len(self.batch._loop.rows))

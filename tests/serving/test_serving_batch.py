@@ -28,6 +28,7 @@ from lade.model.runner import EagerRunner
 from lade.serving import batch
 from lade.serving.capacity import Capacity, Need, largest_tree
 from lade.serving.extras import PLAIN
+from lade.serving.seats import Seats
 from lade.testing import nearly_flat_cost, toy_model
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)
@@ -286,6 +287,26 @@ def test_room_for_texts_that_fit_is_enough_and_not_too_much(texts, max_rows, max
     room = capacity.room(texts, now)
     assert capacity.suffices(room, texts, now)
     assert len(texts) <= room[0] <= max_rows and room[0] * room[1] <= max_tokens and room[1] <= capacity.slots(texts)
+    most = capacity.longest(room[1], texts)
+    assert most >= now and capacity.suffices(room, texts, most) and not capacity.suffices(room, texts, most + 1)
+
+
+def test_room_is_looked_at_when_rows_come_and_go_and_have_grown(monkeypatch):
+    """Not at every step: it takes as long as a good part of a small model's pass."""
+    looks, growth = [], Seats.growth
+
+    def watched(self):
+        looks.append(len(self.decoding))
+        return growth(self)
+
+    monkeypatch.setattr(Seats, "growth", watched)
+    driven = Driven(LLAMA)
+    driven.add(random_ids(5), None, max_new_tokens=60)
+    driven.advance(20)
+    assert len(looks) <= 2
+    driven.add(random_ids(4), None, max_new_tokens=60)
+    driven.advance(20)
+    assert looks[-1] == 2 and len(looks) <= 4
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

@@ -279,6 +279,7 @@ def test_static_room_for_texts_that_fit_is_enough_and_not_too_much(texts, max_ro
     assert capacity.suffices(room, texts, now) and rows * slots <= max_tokens and slots <= capacity.slots(texts)
     assert batch_bucket(rows) == rows >= len(texts) and key_bucket(slots) == slots, "as they will be made"
     assert slots > now + max(step_bucket(need.tree) for need in texts), "a pass finds room, and zeros after it"
+    assert capacity.suffices(room, texts, capacity.longest(slots, texts))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import gc
 import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 from serving_toys import VOCABULARY, FailsAt, alone, random_ids
@@ -52,6 +53,26 @@ def test_several_threads_see_all_steps(handle):
             time.sleep(0.0002)
         handle.end("result")
         assert all([each.index for each in future.result(SOON)] == list(range(50)) for future in seen)
+
+
+def test_whoever_waits_for_the_end_alone_is_woken_by_nothing_else(handle, monkeypatch):
+    """Each time it is woken it would take a pass's time from the thread that decodes."""
+    wakings, notify_all = [], handle._changed.notify_all
+    monkeypatch.setattr(handle._changed, "notify_all", lambda: (wakings.append(len(handle._steps)), notify_all()))
+    with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
+        stack.callback(handle.end, "result")  # whatever happens, nobody waits for ever
+        result = pool.submit(handle.result)
+        for index in range(3):
+            handle.tell(step(index, index), 0.0)
+        assert wakings == []
+        steps = pool.submit(list, handle)
+        until = time.monotonic() + SOON
+        while not handle._reading and time.monotonic() < until:
+            time.sleep(0.001)
+        handle.tell(step(3, 3), 0.0)
+        assert wakings == [4], "one who waits for steps, too"
+    assert result.result(SOON) == "result" and len(steps.result(SOON)) == 4
+    assert handle._reading == 0
 
 
 def test_whoever_waits_is_woken_by_the_end(handle):

@@ -37,6 +37,7 @@ class LookaheadDrafter(Drafter):
         self._constraint = constraint
         self.pool = NGramPool(config.ngram, config.guesses, excluded)
         self.window: Window | None = None
+        self._learns = bool(config.window or config.guesses)  # else this is plain decoding
 
     def begin(self, tokens: Sequence[int], prompt_length: int) -> None:
         """Learn the prompt, and set up the window."""
@@ -53,7 +54,7 @@ class LookaheadDrafter(Drafter):
         last_row_nodes = self.window.plant(tree) if self.window else []
         for tokens, name in islice(self._proposed(context), self.config.guesses):
             tree.add_path(tokens, name)
-        return Draft(tree, last_row_nodes=last_row_nodes)
+        return Draft(tree, last_row_nodes=last_row_nodes, teaches=self._learns)
 
     def _proposed(self, context: Sequence[int]) -> Iterator[tuple[Sequence[int], str]]:
         """Guesses of up to N - 1 tokens, each with the name of its source, the best first."""
@@ -71,6 +72,8 @@ class LookaheadDrafter(Drafter):
 
     def learn(self, context: Sequence[int], draft: Draft, readout: Readout, verdict: Verdict) -> None:
         """The window advances; its n-grams, the model's choices at all nodes and the accepted text enter the pool."""
+        if not draft.teaches:
+            return
         if self.window:
             new = self.window.new_row(draft.last_row_nodes, readout.argmax_ids)
             self.pool.learn(self.window.advance(context[-1], new), "pool")
