@@ -146,7 +146,7 @@ class PackedLinear(nn.Module):
         if name == "weight":
             # Transformers ties again what is tied, which changes nothing unless the tied weight has been resized.
             current: Any = self._parameters["weight"]
-            if value is not current or current.numel() != self._packed.numel():
+            if value is not current or current.numel() not in (self.weights, self._packed.numel()):
                 raise UnsupportedModelError("the weight of a packed layer cannot be replaced", UNPACK_REMEDY)
         super().__setattr__(name, value)
 

@@ -34,7 +34,7 @@ from lade.model.packing.checks import (
 )
 from lade.model.packing.codes import Codes
 from lade.model.packing.int8 import RELOAD_REMEDY, Int8Linear
-from lade.model.packing.integer_trial import input_dtype
+from lade.model.packing.input_forms import input_form
 from lade.model.packing.linear import Guard, PackedLinear, weight_of
 from lade.model.packing.shared_inputs import SharedInputs
 
@@ -217,7 +217,7 @@ def _try_kernels(kinds: Mapping[nn.Module, type[PackedLinear]]) -> None:
     for dtype in {weight_of(layer).dtype for layer, kind in kinds.items() if kind is PackedLinear}:
         try_kernel(dtype)
     for outputs, inputs in {_shape(layer) for layer, kind in kinds.items() if kind is Int8Linear}:
-        input_dtype(inputs, outputs)
+        input_form(inputs, outputs)
 
 
 def _shape(layer: nn.Module) -> tuple[int, int]:
