@@ -112,6 +112,8 @@ def instruction(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], 
     def decorate(emit: Callable[..., Any]) -> Any:
         def typed(context: Any, *given: Any) -> Any:
             constants = [getattr(each, "literal_value", None) for each in given]
+            if any(kind is CONSTANT and constant is None for kind, constant in zip(arguments, constants, strict=True)):
+                return None  # numba says which arguments do not fit
             wanted = [each if kind is CONSTANT else kind for each, kind in zip(given, arguments, strict=True)]
 
             def lower(context: Any, builder: Any, signature: Any, values: Any) -> Any:

@@ -36,7 +36,8 @@ BLOCK = 4 * TILE
 """Bytes of a panel's block of inputs."""
 BLOCK_INPUTS = 32
 """Inputs of such a block in bfloat16; of int8 there are twice as many."""
-_ROW = 64  # bytes
+_ROW, _PANEL_ROW = 64, 4 * PANEL
+_SUMS = 4 * TILE  # bytes
 
 
 @cache
@@ -169,6 +170,212 @@ def _shape_tiles(rows: Any) -> None:
     _configure(shapes)
 
 
+# ------------------------------------------------------------------------------------------------------------ bfloat16
+
+_AHEAD = 2 * BLOCK  # bytes: what is read of the weights before it is needed
+_FLOATS, _HALVES, _INTS = (ir.VectorType(kind, ROWS) for kind in (ir.FloatType(), ir.IntType(16), _INT))
+
+
+class Product(NamedTuple):
+    """Rows by the weights of a layer in bfloat16.
+
+    Attributes:
+        x: where the rows lie, `[rows, inputs]`, contiguous.
+        laid_out: room for the rows in tiles, `[rows / 32][2][inputs / 32][16][32]`, filled up with zeros.
+        weight: the panels.
+        bias: `[outputs]`; 0 if there is none.
+        out: `[rows, outputs]`, contiguous, what becomes of it.
+        rows, inputs, outputs: how many.
+    """
+
+    x: int
+    laid_out: int
+    weight: int
+    bias: int
+    out: int
+    rows: int
+    inputs: int
+    outputs: int
+
+
+@inlined
+def _product(address: Any) -> Any:
+    """From the fields behind the header that a team is given."""
+    places = _field(address, 2), _field(address, 3), _field(address, 4), _field(address, 5), _field(address, 6)
+    return Product(*places, _field(address, 7), _field(address, 8), _field(address, 9))
+
+
+def _all(value: int) -> Any:
+    return ir.Constant(_INTS, [value] * ROWS)
+
+
+def _read(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.load(_pointer(builder, address, kind), align=2)
+
+
+@instruction(_NONE, _AT, _AT)
+def _add_bfloat16(builder: Any, to: Any, address: Any) -> None:
+    """Add 16 numbers in bfloat16 to as many in float32."""
+    bits = builder.shl(builder.zext(_read(builder, address, _HALVES), _INTS), _all(16))
+    found = builder.fadd(_read(builder, to, _FLOATS), builder.bitcast(bits, _FLOATS))
+    builder.store(found, _pointer(builder, to, _FLOATS), align=4)
+
+
+@instruction(_NONE, _AT, _AT)
+def _round_off(builder: Any, to: Any, address: Any) -> None:
+    """Write 16 numbers in float32 as bfloat16: the nearest, of two as near the even one."""
+    bits = _read(builder, address, _INTS)
+    odd = builder.and_(builder.lshr(bits, _all(16)), _all(1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, _all(0x7FFF))), _all(16))
+    number = builder.icmp_unsigned("<=", builder.and_(bits, _all(0x7FFFFFFF)), _all(0x7F800000))
+    rounded = builder.select(number, rounded, _all(0x7FC0))
+    builder.store(builder.trunc(rounded, _HALVES), _pointer(builder, to, _HALVES), align=2)
+
+
+@inlined
+def _give_out(product: Any, row: Any, rows: Any, output: Any, sums: Any, stride: Any, tiles: Any) -> None:
+    """Round so many rows of so many tiles of sums off, with the bias added, into their place.
+
+    What is left over of the outputs goes by way of `spare`, so that nothing behind them is read or written.
+    """
+    spare = _room(_ROW)
+    for column in range(0, min(ROWS * tiles, product.outputs - output), ROWS):
+        count = min(ROWS, product.outputs - output - column)
+        bias = product.bias + 2 * (output + column)
+        if product.bias and count < ROWS:
+            _copy(spare, bias, 2 * count)
+            bias = spare
+        for at in range(rows):
+            found, to = sums + stride * at + 4 * column, product.out + 2 * ((row + at) * product.outputs + output + column)
+            if product.bias:
+                _add_bfloat16(found, bias)
+            if count < ROWS:
+                _round_off(found, found)
+                _copy(to, found, 2 * count)
+            else:
+                _round_off(to, found)
+
+
+@inlined
+def _share(address: Any, product: Any, part: Any) -> Any:
+    """The first panel of a part of the work, and the one behind the last."""
+    parts, panels = _field(address, 1), -(-product.outputs // PANEL)
+    return panels * part // parts, panels * (part + 1) // parts
+
+
+@inlined
+def _add_block(rows: Any, stride: Any, weights: Any) -> None:
+    """The products of a block of inputs of up to 16 rows and a whole panel."""
+    _load_tile(4, rows, stride)
+    _load_tile(5, weights, _ROW)
+    _load_tile(6, weights + TILE, _ROW)
+    _load_tile(7, weights + 2 * TILE, _ROW)
+    _multiply_bfloat16(0, 4, 5)
+    _multiply_bfloat16(1, 4, 6)
+    _multiply_bfloat16(2, 4, 7)
+    _load_tile(5, weights + 3 * TILE, _ROW)
+    _multiply_bfloat16(3, 4, 5)
+
+
+def _multiply_few(address: Any) -> None:
+    """A product of at most 16 rows, which are read where they lie: it takes as long as its weights take to be read."""
+    product = _product(address)
+    sums, rest = _room(_SUMS), _room(TILE)
+    whole, left = product.inputs // BLOCK_INPUTS, product.inputs % BLOCK_INPUTS
+    _clear(rest, TILE)
+    for row in range(product.rows):
+        _copy(rest + _ROW * row, product.x + 2 * (product.inputs * (row + 1) - left), 2 * left)
+    _shape_tiles(product.rows)
+    part = _next(address)
+    while part < _field(address, 1):
+        first, last = _share(address, product, part)
+        at = product.weight + first * BLOCK * -(-product.inputs // BLOCK_INPUTS)
+        for panel in range(first, last):
+            _zero(0)
+            _zero(1)
+            _zero(2)
+            _zero(3)
+            for block in range(whole):
+                for line in range(0, BLOCK, _ROW):
+                    _prefetch(at + _AHEAD + line)
+                _add_block(product.x + _ROW * block, 2 * product.inputs, at)
+                at += BLOCK
+            if left:
+                _add_block(rest, _ROW, at)
+                at += BLOCK
+            _store_tile(0, sums, _PANEL_ROW)
+            _store_tile(1, sums + _ROW, _PANEL_ROW)
+            _store_tile(2, sums + 2 * _ROW, _PANEL_ROW)
+            _store_tile(3, sums + 3 * _ROW, _PANEL_ROW)
+            _give_out(product, 0, product.rows, PANEL * panel, sums, _PANEL_ROW, 4)
+        part = _next(address)
+    _release()
+
+
+def _lay_out(address: Any) -> None:
+    """Bring rows into tiles, two of which make a part."""
+    product = _product(address)
+    blocks, left = -(-product.inputs // BLOCK_INPUTS), product.inputs % BLOCK_INPUTS
+    part = _next(address)
+    while part < _field(address, 1):
+        for tile in range(2 * part, 2 * part + 2):
+            to = product.laid_out + TILE * blocks * tile
+            for row in range(ROWS * tile, ROWS * (tile + 1)):
+                if row >= product.rows:
+                    for block in range(blocks):
+                        _clear(to + TILE * block, _ROW)
+                else:
+                    x = product.x + 2 * product.inputs * row
+                    for block in range(product.inputs // BLOCK_INPUTS):
+                        _copy(to + TILE * block, x + _ROW * block, _ROW)
+                    if left:
+                        _clear(to + TILE * (blocks - 1), _ROW)
+                        _copy(to + TILE * (blocks - 1), x + _ROW * (blocks - 1), 2 * left)
+                to += _ROW
+        part = _next(address)
+
+
+def _multiply_many(address: Any) -> None:
+    """A product of rows that lie in tiles: 32 of them by half a panel at a time."""
+    product = _product(address)
+    blocks, sums = -(-product.inputs // BLOCK_INPUTS), _room(_SUMS)
+    _shape_tiles(ROWS)
+    part = _next(address)
+    while part < _field(address, 1):
+        first, last = _share(address, product, part)
+        for half in range(2 * first, 2 * last):
+            weights = product.weight + BLOCK * blocks * (half // 2) + 2 * TILE * (half % 2)
+            for row in range(0, product.rows, 2 * ROWS):
+                a, at = product.laid_out + _ROW * blocks * row, weights
+                b = a + TILE * blocks
+                _zero(0)
+                _zero(1)
+                _zero(2)
+                _zero(3)
+                for _ in range(blocks):
+                    _load_tile(6, at, _ROW)
+                    _load_tile(4, a, _ROW)
+                    _multiply_bfloat16(0, 4, 6)
+                    _load_tile(7, at + TILE, _ROW)
+                    _multiply_bfloat16(1, 4, 7)
+                    _load_tile(5, b, _ROW)
+                    _multiply_bfloat16(2, 5, 6)
+                    _multiply_bfloat16(3, 5, 7)
+                    a, b, at = a + TILE, b + TILE, at + BLOCK
+                _store_tile(0, sums, 2 * _ROW)
+                _store_tile(1, sums + _ROW, 2 * _ROW)
+                _store_tile(2, sums + 2 * TILE, 2 * _ROW)
+                _store_tile(3, sums + 2 * TILE + _ROW, 2 * _ROW)
+                rows = min(2 * ROWS, product.rows - row)
+                _give_out(product, row, rows, PANEL // 2 * half, sums, 2 * _ROW, 2)
+        part = _next(address)
+    _release()
+
+
+multiply_few, lay_out, multiply_many = TeamKernel(_multiply_few), TeamKernel(_lay_out), TeamKernel(_multiply_many)
+"""The kernels, by teams of threads: a product of up to 16 rows; of more, their layout and then the product."""
+
+
 # --------------------------------------------------------------------------------------------------------------- codes
 
 LANES = 16
@@ -177,7 +384,6 @@ CODES = 64
 """Codes, of one row or one output, that lie together: a block of inputs."""
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _BFLOAT16, _FLOAT16 = 1, 2
-_SUMS = 4 * TILE  # bytes of what is summed up at a time
 _SINGLES, _BITS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_INT, LANES)
 _SHORTS, _SMALLS = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(ir.HalfType(), LANES)
 
@@ -475,6 +681,12 @@ def _give_sums_out(product: Any, row: Any, rows: Any, output: Any, sums: Any, co
 
 
 @inlined
+def _read_ahead(weight: Any) -> None:
+    for line in range(0, TILE, _ROW):
+        _prefetch(weight + _AHEAD + line)
+
+
+@inlined
 def _sum_up_few(codes: Any, rows: Any, blocks: Any, weight: Any, sums: Any) -> None:
     """Sums `[rows, 64]` of up to 16 rows by a panel, which is read ahead."""
     _zero(0)
@@ -482,14 +694,16 @@ def _sum_up_few(codes: Any, rows: Any, blocks: Any, weight: Any, sums: Any) -> N
     _zero(2)
     _zero(3)
     for _ in range(blocks):
-        for line in range(0, BLOCK, _ROW):
-            _prefetch(weight + 2 * BLOCK + line)
         _load_tile(4, codes, _ROW)
+        _read_ahead(weight)
         _load_tile(5, weight, _ROW)
-        _load_tile(6, weight + TILE, _ROW)
-        _load_tile(7, weight + 2 * TILE, _ROW)
+        _read_ahead(weight + TILE)
         _multiply_int8(0, 4, 5)
+        _load_tile(6, weight + TILE, _ROW)
+        _read_ahead(weight + 2 * TILE)
         _multiply_int8(1, 4, 6)
+        _load_tile(7, weight + 2 * TILE, _ROW)
+        _read_ahead(weight + 3 * TILE)
         _multiply_int8(2, 4, 7)
         _load_tile(5, weight + 3 * TILE, _ROW)
         _multiply_int8(3, 4, 5)

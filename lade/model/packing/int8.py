@@ -17,6 +17,7 @@ from torch import nn
 
 from lade.errors import UnsupportedModelError
 from lade.model.packing.codes import Codes
+from lade.model.packing.huge_pages import HugePages
 from lade.model.packing.input_forms import TILES, Form, input_form
 from lade.model.packing.integer_product import multiplied, prepacked
 from lade.model.packing.linear import PackedLinear
@@ -37,6 +38,7 @@ class Int8Linear(PackedLinear):
         keep: whether the layer's own weight stays beside the packed one.
         codes: of its weight, where they are known; else they are made of it.
         inputs: one for all layers of a model.
+        pages: likewise.
 
     Raises:
         UnsupportedModelError: no form of its inputs is multiplied exactly here.
@@ -50,11 +52,18 @@ class Int8Linear(PackedLinear):
     _zeros: torch.Tensor
     _form: Form
     _inputs: SharedInputs
+    _pages: HugePages
 
     def __init__(
-        self, layer: nn.Module, *, keep: bool, codes: Codes | None = None, inputs: SharedInputs | None = None
+        self,
+        layer: nn.Module,
+        *,
+        keep: bool,
+        codes: Codes | None = None,
+        inputs: SharedInputs | None = None,
+        pages: HugePages | None = None,
     ) -> None:
-        self.__dict__.update(_given=codes, _inputs=inputs or SharedInputs())
+        self.__dict__.update(_given=codes, _inputs=inputs or SharedInputs(), _pages=pages or HugePages())
         super().__init__(layer, keep=keep)
 
     @torch.no_grad()
@@ -63,7 +72,7 @@ class Int8Linear(PackedLinear):
         weight: Any = self._parameters["weight"]
         codes = self.__dict__.pop("_given", None) or Codes.of(self._turned(weight.detach()))
         form = input_form(self.in_features, self.out_features)
-        packed = in_panels(codes.values) if form == TILES else prepacked(codes.values)
+        packed = in_panels(codes.values, self._pages) if form == TILES else prepacked(codes.values)
         zeros = torch.zeros(self.out_features, dtype=torch.int)
         self.__dict__.update(_packed=packed, _scale=codes.scale, _zeros=zeros, _form=form)
         if not self.keeps_original:

@@ -34,6 +34,7 @@ from lade.model.packing.checks import (
 )
 from lade.model.packing.codes import Codes
 from lade.model.packing.int8 import RELOAD_REMEDY, Int8Linear
+from lade.model.packing.huge_pages import HugePages
 from lade.model.packing.input_forms import input_form
 from lade.model.packing.linear import Guard, PackedLinear, weight_of
 from lade.model.packing.shared_inputs import SharedInputs
@@ -121,10 +122,11 @@ def pack_layers(
         keep_original: see `pack`.
         codes: of layers whose int8 weights are known.
     """
-    places, shared, done, inputs = _places(model), shared_weights(model), list[PackedLinear](), SharedInputs()
+    places, shared, done = _places(model), shared_weights(model), list[PackedLinear]()
+    common = {"inputs": SharedInputs(), "pages": HugePages()}
     try:
         for layer, kind in kinds.items():
-            known: Any = {"codes": (codes or {}).get(layer), "inputs": inputs} if kind is Int8Linear else {}
+            known: Any = {"codes": (codes or {}).get(layer), **common} if kind is Int8Linear else {}
             packed = kind(layer, keep=keep_original or id(layer.weight) in shared, **known)
             done.append(packed)
             _put(packed, places[layer])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from lade.model.packing.huge_pages import HugePages
 from lade.model.tile_kernels import (
     CODES,
     PANEL,
@@ -26,15 +27,19 @@ _MANY_WEIGHTS, _MANY_INPUTS = 2**16, 2**15  # that are worth a thread of their o
 _SHARES = 4  # parts for each thread, which may be held up
 
 
-def in_panels(values: torch.Tensor) -> torch.Tensor:
+def in_panels(values: torch.Tensor, pages: HugePages) -> torch.Tensor:
     """Codes `[out, in]` as panels `[out / 64, in / 64, 4, 16, 64]`, filled up with zeros.
 
     A panel's block of inputs is four tiles of 16 outputs; a row of a tile holds four inputs of each of them.
+
+    Args:
+        values: int8.
+        pages: where the panels are to lie.
     """
     outputs, inputs = values.shape
     filled = torch.nn.functional.pad(values, (0, -inputs % CODES, 0, -outputs % PANEL))
-    quads = filled.view(torch.int32).view(-1, 4, ROWS, filled.shape[1] // CODES, ROWS)
-    return quads.permute(0, 3, 1, 4, 2).contiguous().view(torch.int8)
+    quads = filled.view(torch.int32).view(-1, 4, ROWS, filled.shape[1] // CODES, ROWS).permute(0, 3, 1, 4, 2)
+    return pages.take(filled.numel()).view(torch.int32).view(quads.shape).copy_(quads).view(torch.int8)
 
 
 def out_of_panels(panels: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
@@ -86,7 +91,8 @@ def multiplied_in_tiles(
     Returns:
         `out`.
     """
-    (count, blocks), rows, few = panels.shape[:2], len(scales), len(scales) <= ROWS
+    count, blocks, *_ = panels.shape
+    rows = scales.numel()
     if not rows:
         return out
     bias = None if bias is None else bias.contiguous()
@@ -98,7 +104,7 @@ def multiplied_in_tiles(
     )
     parts = -(-rows // row_group) * -(-count // panel_group)
     holds = codes, scales, panels, steps, bias, out
-    in_team(multiply_few_codes if few else multiply_many_codes, fields, parts, holds)
+    in_team(multiply_few_codes if rows <= ROWS else multiply_many_codes, fields, parts, holds)
     return out
 
 
