@@ -246,7 +246,10 @@ def _give_out(product: Any, row: Any, rows: Any, output: Any, sums: Any, stride:
             _copy(spare, bias, 2 * count)
             bias = spare
         for at in range(rows):
-            found, to = sums + stride * at + 4 * column, product.out + 2 * ((row + at) * product.outputs + output + column)
+            found, to = (
+                sums + stride * at + 4 * column,
+                product.out + 2 * ((row + at) * product.outputs + output + column),
+            )
             if product.bias:
                 _add_bfloat16(found, bias)
             if count < ROWS:

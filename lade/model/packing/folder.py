@@ -28,8 +28,8 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from lade.errors import InputError, UnsupportedModelError
 from lade.files import write_whole
 from lade.model.packing.codes import Codes
-from lade.model.packing.int8 import Int8Linear
 from lade.model.packing.input_forms import input_form
+from lade.model.packing.int8 import Int8Linear
 from lade.model.packing.linear import PackedLinear, short, weight_of
 from lade.model.packing.pack import guard, pack_layers, shared_weights
 

@@ -44,8 +44,8 @@ class Int8Linear(PackedLinear):
         UnsupportedModelError: no form of its inputs is multiplied exactly here.
 
     Attributes:
-        weight: the layer's own parameter where it is kept; else one in the packed layout, int8: `[in, out]` in oneDNN's,
-            or panels.
+        weight: the layer's own parameter where it is kept; else one in the packed layout, int8: `[in, out]` in
+            oneDNN's, or panels.
     """
 
     _scale: torch.Tensor

@@ -33,9 +33,9 @@ from lade.model.packing.checks import (
     try_kernel,
 )
 from lade.model.packing.codes import Codes
-from lade.model.packing.int8 import RELOAD_REMEDY, Int8Linear
 from lade.model.packing.huge_pages import HugePages
 from lade.model.packing.input_forms import input_form
+from lade.model.packing.int8 import RELOAD_REMEDY, Int8Linear
 from lade.model.packing.linear import Guard, PackedLinear, weight_of
 from lade.model.packing.shared_inputs import SharedInputs
 

@@ -1,6 +1,6 @@
 """Int8 codes in tiles, for processors that have them (AMX): inputs rounded, and multiplied with weights in panels.
 
-What comes out has the bits of the products by oneDNN: integer sums are exact, and the rest is rounded in the same steps.
+What comes out has the bits of products by oneDNN: integer sums are exact, and the rest is rounded in the same steps.
 """
 
 from __future__ import annotations
