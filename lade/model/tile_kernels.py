@@ -113,10 +113,10 @@ def _multiply_int8(builder: Any, sums: Any, rows: Any, weights: Any) -> None:
     _call(builder, "llvm.x86.tdpbssd", sums, rows, weights)
 
 
-@instruction(_NONE, _AT)
-def _prefetch(builder: Any, address: Any) -> None:
-    """Begin to read 64 bytes into the nearest cache; where there is no memory nothing happens."""
-    read, near, data = (ir.Constant(_INT, value) for value in (0, 3, 1))
+@instruction(_NONE, _AT, CONSTANT)
+def _prefetch(builder: Any, address: Any, near: Any) -> None:
+    """Begin to read 64 bytes into the nearest cache (3), or the second one (2); without memory nothing happens."""
+    read, near, data = (ir.Constant(_INT, value) for value in (0, near, 1))
     _call(builder, "llvm.prefetch.p0", _pointer(builder, address), read, near, data)
 
 
@@ -173,7 +173,8 @@ def _shape_tiles(rows: Any) -> None:
 # ------------------------------------------------------------------------------------------------------------ bfloat16
 
 _AHEAD = 2 * BLOCK  # bytes: what is read of the weights before it is needed
-_FLOATS, _HALVES, _INTS = (ir.VectorType(kind, ROWS) for kind in (ir.FloatType(), ir.IntType(16), _INT))
+_COLUMNS, _LINES = PANEL // 2, 2 * TILE // _ROW  # of half a panel: outputs, and 64 bytes of a block
+_FLOATS, _HALVES, _INTS = (ir.VectorType(kind, _COLUMNS) for kind in (ir.FloatType(), ir.IntType(16), _INT))
 
 
 class Product(NamedTuple):
@@ -181,82 +182,93 @@ class Product(NamedTuple):
 
     Attributes:
         x: where the rows lie, `[rows, inputs]`, contiguous.
-        laid_out: room for the rows in tiles, `[rows / 32][2][inputs / 32][16][32]`, filled up with zeros.
+        rest: the inputs behind the last whole block, `[rows, 32]`, filled up with zeros; 0 if there are none.
         weight: the panels.
         bias: `[outputs]`; 0 if there is none.
         out: `[rows, outputs]`, contiguous, what becomes of it.
+        partial: room for sums over some of the inputs, see `partial_sums`; unused if there is one chunk.
         rows, inputs, outputs: how many.
+        chunk: how many blocks of inputs go through the panels together.
     """
 
     x: int
-    laid_out: int
+    rest: int
     weight: int
     bias: int
     out: int
+    partial: int
     rows: int
     inputs: int
     outputs: int
+    chunk: int
+
+
+def partial_sums(rows: int, outputs: int) -> int:
+    """How many float32 numbers a product of more than one chunk needs room for."""
+    return -(-rows // (2 * ROWS)) * -(-outputs // _COLUMNS) * TILE
 
 
 @inlined
 def _product(address: Any) -> Any:
     """From the fields behind the header that a team is given."""
     places = _field(address, 2), _field(address, 3), _field(address, 4), _field(address, 5), _field(address, 6)
-    return Product(*places, _field(address, 7), _field(address, 8), _field(address, 9))
+    more = _field(address, 7), _field(address, 8), _field(address, 9), _field(address, 10), _field(address, 11)
+    return Product(*places, *more)
 
 
 def _all(value: int) -> Any:
-    return ir.Constant(_INTS, [value] * ROWS)
+    return ir.Constant(_INTS, [value] * _COLUMNS)
 
 
 def _read(builder: Any, address: Any, kind: Any) -> Any:
     return builder.load(_pointer(builder, address, kind), align=2)
 
 
-@instruction(_NONE, _AT, _AT)
-def _add_bfloat16(builder: Any, to: Any, address: Any) -> None:
-    """Add 16 numbers in bfloat16 to as many in float32."""
-    bits = builder.shl(builder.zext(_read(builder, address, _HALVES), _INTS), _all(16))
-    found = builder.fadd(_read(builder, to, _FLOATS), builder.bitcast(bits, _FLOATS))
-    builder.store(found, _pointer(builder, to, _FLOATS), align=4)
+def _write_rounded(builder: Any, to: Any, numbers: Any) -> None:
+    """As bfloat16: the nearest, of two as near the even one; what is no number stays none."""
+    bits = builder.bitcast(numbers, _INTS)
+    odd = builder.and_(builder.lshr(bits, _all(16)), _all(1))
+    rounded = builder.add(builder.add(bits, _all(0x7FFF)), odd)
+    rounded = builder.select(builder.fcmp_ordered("ord", numbers, numbers), rounded, _all(0x7FC00000))
+    halves = builder.bitcast(rounded, ir.VectorType(ir.IntType(16), 2 * _COLUMNS))
+    upper = ir.Constant(_INTS, [2 * column + 1 for column in range(_COLUMNS)])
+    builder.store(builder.shuffle_vector(halves, halves, upper), _pointer(builder, to, _HALVES), align=2)
 
 
 @instruction(_NONE, _AT, _AT)
 def _round_off(builder: Any, to: Any, address: Any) -> None:
-    """Write 16 numbers in float32 as bfloat16: the nearest, of two as near the even one."""
-    bits = _read(builder, address, _INTS)
-    odd = builder.and_(builder.lshr(bits, _all(16)), _all(1))
-    rounded = builder.lshr(builder.add(bits, builder.add(odd, _all(0x7FFF))), _all(16))
-    number = builder.icmp_unsigned("<=", builder.and_(bits, _all(0x7FFFFFFF)), _all(0x7F800000))
-    rounded = builder.select(number, rounded, _all(0x7FC0))
-    builder.store(builder.trunc(rounded, _HALVES), _pointer(builder, to, _HALVES), align=2)
+    """Write as many numbers in float32 as half a panel has outputs in bfloat16."""
+    _write_rounded(builder, to, _read(builder, address, _FLOATS))
+
+
+@instruction(_NONE, _AT, _AT, _AT)
+def _round_off_sums(builder: Any, to: Any, address: Any, bias: Any) -> None:
+    """The same of their sums with numbers in bfloat16."""
+    bits = builder.shl(builder.zext(_read(builder, bias, _HALVES), _INTS), _all(16))
+    numbers = builder.fadd(_read(builder, address, _FLOATS), builder.bitcast(bits, _FLOATS))
+    _write_rounded(builder, to, numbers)
 
 
 @inlined
-def _give_out(product: Any, row: Any, rows: Any, output: Any, sums: Any, stride: Any, tiles: Any) -> None:
-    """Round so many rows of so many tiles of sums off, with the bias added, into their place.
+def _give_out(product: Any, row: Any, rows: Any, output: Any, sums: Any, stride: Any) -> None:
+    """Round the sums of so many rows and half a panel off, with the bias added, into their place.
 
-    What is left over of the outputs goes by way of `spare`, so that nothing behind them is read or written.
+    Where fewer outputs are left they go by way of `spare`, so that nothing behind them is read or written.
     """
-    spare = _room(_ROW)
-    for column in range(0, min(ROWS * tiles, product.outputs - output), ROWS):
-        count = min(ROWS, product.outputs - output - column)
-        bias = product.bias + 2 * (output + column)
-        if product.bias and count < ROWS:
-            _copy(spare, bias, 2 * count)
-            bias = spare
-        for at in range(rows):
-            found, to = (
-                sums + stride * at + 4 * column,
-                product.out + 2 * ((row + at) * product.outputs + output + column),
-            )
-            if product.bias:
-                _add_bfloat16(found, bias)
-            if count < ROWS:
-                _round_off(found, found)
-                _copy(to, found, 2 * count)
-            else:
-                _round_off(to, found)
+    spare, count = _room(_ROW), min(_COLUMNS, product.outputs - output)
+    bias, out, step = product.bias + 2 * output, product.out + 2 * output, 2 * product.outputs
+    if product.bias and count < _COLUMNS:
+        _copy(spare, bias, 2 * count)
+        bias = spare
+    for at in range(rows):
+        to = out + step * (row + at)
+        place = to if count == _COLUMNS else sums + stride * at
+        if product.bias:
+            _round_off_sums(place, sums + stride * at, bias)
+        else:
+            _round_off(place, sums + stride * at)
+        if count < _COLUMNS:
+            _copy(to, place, 2 * count)
 
 
 @inlined
@@ -281,13 +293,9 @@ def _add_block(rows: Any, stride: Any, weights: Any) -> None:
 
 
 def _multiply_few(address: Any) -> None:
-    """A product of at most 16 rows, which are read where they lie: it takes as long as its weights take to be read."""
+    """A product of at most 16 rows, which takes as long as its weights take to be read."""
     product = _product(address)
-    sums, rest = _room(_SUMS), _room(TILE)
-    whole, left = product.inputs // BLOCK_INPUTS, product.inputs % BLOCK_INPUTS
-    _clear(rest, TILE)
-    for row in range(product.rows):
-        _copy(rest + _ROW * row, product.x + 2 * (product.inputs * (row + 1) - left), 2 * left)
+    sums, whole = _room(_SUMS), product.inputs // BLOCK_INPUTS
     _shape_tiles(product.rows)
     part = _next(address)
     while part < _field(address, 1):
@@ -300,83 +308,123 @@ def _multiply_few(address: Any) -> None:
             _zero(3)
             for block in range(whole):
                 for line in range(0, BLOCK, _ROW):
-                    _prefetch(at + _AHEAD + line)
+                    _prefetch(at + _AHEAD + line, 3)
                 _add_block(product.x + _ROW * block, 2 * product.inputs, at)
                 at += BLOCK
-            if left:
-                _add_block(rest, _ROW, at)
+            if product.rest:
+                _add_block(product.rest, _ROW, at)
                 at += BLOCK
             _store_tile(0, sums, _PANEL_ROW)
             _store_tile(1, sums + _ROW, _PANEL_ROW)
             _store_tile(2, sums + 2 * _ROW, _PANEL_ROW)
             _store_tile(3, sums + 3 * _ROW, _PANEL_ROW)
-            _give_out(product, 0, product.rows, PANEL * panel, sums, _PANEL_ROW, 4)
+            _give_out(product, 0, product.rows, PANEL * panel, sums, _PANEL_ROW)
+            if PANEL * panel + _COLUMNS < product.outputs:
+                _give_out(product, 0, product.rows, PANEL * panel + _COLUMNS, sums + 2 * _ROW, _PANEL_ROW)
         part = _next(address)
     _release()
 
 
-def _lay_out(address: Any) -> None:
-    """Bring rows into tiles, two of which make a part."""
-    product = _product(address)
-    blocks, left = -(-product.inputs // BLOCK_INPUTS), product.inputs % BLOCK_INPUTS
-    part = _next(address)
-    while part < _field(address, 1):
-        for tile in range(2 * part, 2 * part + 2):
-            to = product.laid_out + TILE * blocks * tile
-            for row in range(ROWS * tile, ROWS * (tile + 1)):
-                if row >= product.rows:
-                    for block in range(blocks):
-                        _clear(to + TILE * block, _ROW)
-                else:
-                    x = product.x + 2 * product.inputs * row
-                    for block in range(product.inputs // BLOCK_INPUTS):
-                        _copy(to + TILE * block, x + _ROW * block, _ROW)
-                    if left:
-                        _clear(to + TILE * (blocks - 1), _ROW)
-                        _copy(to + TILE * (blocks - 1), x + _ROW * (blocks - 1), 2 * left)
-                to += _ROW
-        part = _next(address)
+@inlined
+def _add_square(upper: Any, lower: Any, stride: Any, weights: Any) -> None:
+    """The products of a block of inputs of twice 16 rows and half a panel."""
+    _load_tile(6, weights, _ROW)
+    _load_tile(4, upper, stride)
+    _multiply_bfloat16(0, 4, 6)
+    _load_tile(7, weights + TILE, _ROW)
+    _multiply_bfloat16(1, 4, 7)
+    _load_tile(5, lower, stride)
+    _multiply_bfloat16(2, 5, 6)
+    _multiply_bfloat16(3, 5, 7)
+
+
+@inlined
+def _half(product: Any, half: Any) -> Any:
+    """Where half a panel begins."""
+    blocks = -(-product.inputs // BLOCK_INPUTS)
+    return product.weight + BLOCK * blocks * (half // 2) + 2 * TILE * (half % 2)
+
+
+@inlined
+def _fetch_share(weights: Any, share: Any, shares: Any) -> None:
+    """Begin to read a part of half a panel's block."""
+    for line in range(_LINES * share // shares, _LINES * (share + 1) // shares):
+        _prefetch(weights + _ROW * line, 2)
+
+
+@inlined
+def _begin_square(begin: Any, sums: Any) -> Any:
+    """Four tiles of zeros, or of what came of the inputs before block number `begin`."""
+    if begin == 0:
+        _zero(0)
+        _zero(1)
+        _zero(2)
+        _zero(3)
+    else:
+        _load_tile(0, sums, _ROW)
+        _load_tile(1, sums + TILE, _ROW)
+        _load_tile(2, sums + 2 * TILE, _ROW)
+        _load_tile(3, sums + 3 * TILE, _ROW)
+
+
+@inlined
+def _multiply_square(product: Any, half: Any, square: Any, begin: Any, end: Any, following: Any) -> None:
+    """Two tiles of rows by half a panel, from block number `begin` to `end` of the inputs."""
+    whole, stride = product.inputs // BLOCK_INPUTS, 2 * product.inputs
+    squares = -(-product.rows // (2 * ROWS))
+    upper = max(0, min(2 * ROWS * square, product.rows - 2 * ROWS))
+    lower = min(upper + ROWS, product.rows - ROWS)
+    a, b = (product.x + stride * upper + _ROW * begin, product.x + stride * lower + _ROW * begin)
+    at, sums = _half(product, half) + BLOCK * begin, product.partial + _SUMS * (squares * half + square)
+    _begin_square(begin, sums)
+    for block in range(end - begin):
+        _fetch_share(following + BLOCK * block if squares > 1 else at + _AHEAD, square, squares)
+        _add_square(a, b, stride, at)
+        a, b, at = a + _ROW, b + _ROW, at + BLOCK
+    if end == whole and product.rest:
+        _add_square(product.rest + _ROW * upper, product.rest + _ROW * lower, _ROW, at)
+    if end < whole:
+        _store_tile(0, sums, _ROW)
+        _store_tile(1, sums + TILE, _ROW)
+        _store_tile(2, sums + 2 * TILE, _ROW)
+        _store_tile(3, sums + 3 * TILE, _ROW)
+    else:
+        sums = _room(_SUMS)
+        _store_tile(0, sums, 2 * _ROW)
+        _store_tile(1, sums + _ROW, 2 * _ROW)
+        _store_tile(2, sums + 2 * TILE, 2 * _ROW)
+        _store_tile(3, sums + 2 * TILE + _ROW, 2 * _ROW)
+        _give_out(product, upper, ROWS, _COLUMNS * half, sums, 2 * _ROW)
+        _give_out(product, lower, ROWS, _COLUMNS * half, sums + 2 * TILE, 2 * _ROW)
 
 
 def _multiply_many(address: Any) -> None:
-    """A product of rows that lie in tiles: 32 of them by half a panel at a time."""
+    """A product of more than 16 rows: 32 of them by half a panel at a time.
+
+    The last tiles of rows may begin before the end of those before them, and write the same bits once more. While
+    rows are multiplied by half a panel, the next half is read. Where there are many inputs a chunk of them goes through
+    all halves before the next one, so that the rows' part of it is still near; sums stay what they are meanwhile.
+    """
     product = _product(address)
-    blocks, sums = -(-product.inputs // BLOCK_INPUTS), _room(_SUMS)
+    whole, halves = product.inputs // BLOCK_INPUTS, -(-product.outputs // _COLUMNS)
     _shape_tiles(ROWS)
     part = _next(address)
     while part < _field(address, 1):
         first, last = _share(address, product, part)
-        for half in range(2 * first, 2 * last):
-            weights = product.weight + BLOCK * blocks * (half // 2) + 2 * TILE * (half % 2)
-            for row in range(0, product.rows, 2 * ROWS):
-                a, at = product.laid_out + _ROW * blocks * row, weights
-                b = a + TILE * blocks
-                _zero(0)
-                _zero(1)
-                _zero(2)
-                _zero(3)
-                for _ in range(blocks):
-                    _load_tile(6, at, _ROW)
-                    _load_tile(4, a, _ROW)
-                    _multiply_bfloat16(0, 4, 6)
-                    _load_tile(7, at + TILE, _ROW)
-                    _multiply_bfloat16(1, 4, 7)
-                    _load_tile(5, b, _ROW)
-                    _multiply_bfloat16(2, 5, 6)
-                    _multiply_bfloat16(3, 5, 7)
-                    a, b, at = a + TILE, b + TILE, at + BLOCK
-                _store_tile(0, sums, 2 * _ROW)
-                _store_tile(1, sums + _ROW, 2 * _ROW)
-                _store_tile(2, sums + 2 * TILE, 2 * _ROW)
-                _store_tile(3, sums + 2 * TILE + _ROW, 2 * _ROW)
-                rows = min(2 * ROWS, product.rows - row)
-                _give_out(product, row, rows, PANEL // 2 * half, sums, 2 * _ROW, 2)
+        for begin in range(0, max(1, whole), product.chunk):
+            end = min(whole, begin + product.chunk)
+            for half in range(2 * first, min(2 * last, halves)):
+                following = _half(product, half + 1) + BLOCK * begin
+                if half + 1 == 2 * last:
+                    following = _half(product, 2 * first) + BLOCK * end
+                for square in range(-(-product.rows // (2 * ROWS))):
+                    _multiply_square(product, half, square, begin, end, following)
         part = _next(address)
     _release()
 
 
-multiply_few, lay_out, multiply_many = TeamKernel(_multiply_few), TeamKernel(_lay_out), TeamKernel(_multiply_many)
-"""The kernels, by teams of threads: a product of up to 16 rows; of more, their layout and then the product."""
+multiply_few, multiply_many = TeamKernel(_multiply_few), TeamKernel(_multiply_many)
+"""The kernels, each for a team of threads: a product of up to 16 rows, and one of more."""
 
 
 # --------------------------------------------------------------------------------------------------------------- codes
@@ -686,7 +734,7 @@ def _give_sums_out(product: Any, row: Any, rows: Any, output: Any, sums: Any, co
 @inlined
 def _read_ahead(weight: Any) -> None:
     for line in range(0, TILE, _ROW):
-        _prefetch(weight + _AHEAD + line)
+        _prefetch(weight + _AHEAD + line, 3)
 
 
 @inlined

@@ -33,7 +33,7 @@ from lade.model.invariant.attention_trial import Heads, attention_keeps_order
 from lade.model.invariant.experts import NAME as EXPERTS
 from lade.model.invariant.model_trial import ModelTrial
 from lade.model.invariant.padded_rows import forget_padding
-from lade.model.invariant.weights import has_mixtures, pad_all
+from lade.model.invariant.weights import has_mixtures, lay_out, pad_all
 from lade.model.invariant_attention.attention import NAME as ATTENTION
 from lade.model.mask_plan import windows_of
 from lade.model.packing.linear import short
@@ -114,6 +114,7 @@ def variant(model: _Model) -> _Model:
     if note is not None:
         restore(inner)
         forget_padding(inner)
+        lay_out(inner, in_tiles=False)
         decoder = inner.get_decoder()
         decoder.set_attn_implementation(note.attention)
         if note.experts is not None:
@@ -129,6 +130,7 @@ def _change(model: PreTrainedModel, decoder: Any, *, mixtures: bool) -> None:
     if mixtures:
         decoder.set_experts_implementation(EXPERTS)
     compose_activations(model)
+    lay_out(model, in_tiles=True)
     pad_all(model, model.dtype)
 
 

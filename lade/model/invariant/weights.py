@@ -17,8 +17,7 @@ from lade.model.invariant.experts import expert_product, has_own_gate
 from lade.model.invariant.padded_rows import RowPadding, note_padding, pad_rows
 from lade.model.invariant.row_trial import cancelling, padding_for
 from lade.model.packing.int8 import Int8Linear
-from lade.model.packing.layout import packed_weight
-from lade.model.packing.linear import short
+from lade.model.packing.linear import PackedLinear, short
 
 VECTORS = RowPadding(multiple=32)
 """For modules that compute more than products: PyTorch computes what is left over of a vector by another formula, and
@@ -80,6 +79,18 @@ def pad_all(model: nn.Module, dtype: torch.dtype) -> None:
             pad_rows(layer, padding)
 
 
+def lay_out(model: nn.Module, *, in_tiles: bool) -> None:
+    """Bring packed weights into panels, whose products give a row the same bits beside any others, or back again.
+
+    Args:
+        model: its layers packed in bfloat16 are changed one by one, where the processor has tiles.
+        in_tiles: whether into panels.
+    """
+    for layer in model.modules():
+        if isinstance(layer, PackedLinear) and not isinstance(layer, Int8Linear):
+            layer.lay_out(in_tiles=in_tiles)
+
+
 def has_mixtures(model: nn.Module) -> bool:
     """Whether some layers are mixtures of experts that transformers' interface serves."""
     return any(map(_is_mixture, model.modules()))
@@ -117,13 +128,13 @@ def _weights_of_trial(layer: Any) -> Iterator[None]:
     first = isinstance(layer, Conv1D) or (_is_mixture(layer) and layer.is_transposed)
     try:
         if packed is not None:
-            drawn = cancelling(torch.empty(packed.shape, dtype=packed.dtype))
-            vars(layer)["_packed"] = packed_weight(drawn)
+            drawn = cancelling(torch.empty(layer.out_features, layer.in_features, dtype=layer.dtype))
+            vars(layer)["_packed"] = layer.laid_out(drawn)
         for name, weight in own.items():
             if weight is None or type(weight.data) is not torch.Tensor or not weight.dtype.is_floating_point:
                 continue
-            if weight.layout != torch.strided:
-                continue  # packed, see above
+            if packed is not None and name == "weight":
+                continue  # see above
             drawn = torch.zeros_like(weight) if "bias" in name else cancelling(weight, features_first=first)
             layer._parameters[name] = nn.Parameter(drawn, requires_grad=False)
         yield

@@ -10,6 +10,8 @@ from transformers.pytorch_utils import Conv1D
 
 from lade.errors import UnsupportedModelError
 from lade.model.packing.layout import packed_weight
+from lade.model.packing.tiles import in_panels, out_of_panels, tile_product
+from lade.model.tile_kernels import has_tiles
 
 UNPACK_REMEDY = "call lade.unpack(model) first"
 
@@ -21,7 +23,7 @@ of weights from which on that pays."""
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight lies in oneDNN's blocked layout.
+    """A linear layer whose weight lies in oneDNN's blocked layout, or in panels for tiles.
 
     Args:
         layer: an `nn.Linear`, or a `Conv1D`, whose weight is transposed.
@@ -32,13 +34,17 @@ class PackedLinear(nn.Module):
         bias: the layer's own parameter, `[out]`, or None.
         layer: the layer that this one stands for, without its weight.
         dtype: of what it is fed and gives.
-        weight: the layer's own parameter where it is kept; else a parameter in the packed layout, `[out, in]`.
+        in_tiles: whether the weight lies in panels, see `tiles.py`.
+        weight: the layer's own parameter where it is kept; else a parameter in the packed layout, `[out, in]` in
+            oneDNN's.
     """
 
     bias: nn.Parameter | None
     layer: nn.Module
     dtype: torch.dtype
+    in_tiles: bool
     _packed: torch.Tensor
+    _size: int
 
     def __init__(self, layer: nn.Module, *, keep: bool) -> None:
         super().__init__()
@@ -48,7 +54,7 @@ class PackedLinear(nn.Module):
         self._parameters["bias"] = layer._parameters["bias"]
         assert weight is not None
         self.in_features, self.out_features = weight.shape if self.transposed else reversed(weight.shape)
-        self.__dict__["dtype"] = weight.dtype
+        self.__dict__.update(dtype=weight.dtype, in_tiles=False, _size=weight.numel())
         self._pack_weight()
         self.__dict__["layer"] = layer  # outside `_modules`: it is a part of neither the model's tree nor its state
 
@@ -57,7 +63,7 @@ class PackedLinear(nn.Module):
         """Make the packed tensor of the dense `weight`, and give that up unless it is kept."""
         weight: Any = self._parameters["weight"]
         dense = weight.detach()
-        packed = packed_weight(self._turned(dense))
+        packed = self.laid_out(self._turned(dense))
         self.__dict__["_packed"] = packed
         if self.keeps_original:
             return
@@ -65,8 +71,22 @@ class PackedLinear(nn.Module):
             raise UnsupportedModelError("a packed weight does not unpack to what it was", "keep this model unpacked")
         self._parameters["weight"] = like(weight, packed)
 
+    def laid_out(self, weight: torch.Tensor) -> torch.Tensor:
+        """A weight `[out, in]` in the layout of this layer's."""
+        return in_panels(weight) if self.in_tiles else packed_weight(weight)
+
+    def lay_out(self, *, in_tiles: bool) -> None:
+        """Bring the weight into panels, where the processor has tiles for its dtype, or back into oneDNN's layout."""
+        in_tiles = in_tiles and self.dtype == torch.bfloat16 and has_tiles()
+        if in_tiles != self.in_tiles:
+            self._parameters["weight"] = self._dense_parameter()
+            self.__dict__["in_tiles"] = in_tiles
+            self._pack_weight()
+
     def dense_weight(self) -> torch.Tensor:
         """A copy of the weight as the layer had it: `[out, in]`, or `[in, out]` of a `Conv1D`."""
+        if self.in_tiles:
+            return self._turned(out_of_panels(self._packed, self.out_features, self.in_features))
         return self._turned(self._packed.to_dense())
 
     def _turned(self, weight: torch.Tensor) -> torch.Tensor:
@@ -105,6 +125,8 @@ class PackedLinear(nn.Module):
         return self._product(x)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
+        if self.in_tiles:
+            return tile_product(x, self._packed, self.bias, self.out_features)
         # In 16 bits it gains little, and a lone row's kernel gives bit for bit what the layer gave unpacked.
         lone = x.numel() == self.in_features and self.dtype == torch.float32 and self.weights >= LONE_FROM
         rows = x.reshape(1, -1).expand(LONE_ROWS, -1) if lone else x
@@ -146,7 +168,7 @@ class PackedLinear(nn.Module):
         if name == "weight":
             # Transformers ties again what is tied, which changes nothing unless the tied weight has been resized.
             current: Any = self._parameters["weight"]
-            if value is not current or current.numel() not in (self.weights, self._packed.numel()):
+            if value is not current or (self.keeps_original and current.numel() != self._size):
                 raise UnsupportedModelError("the weight of a packed layer cannot be replaced", UNPACK_REMEDY)
         super().__setattr__(name, value)
 
@@ -175,6 +197,7 @@ class PackedLinear(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.__dict__["in_tiles"] = self.in_tiles and has_tiles()
         self._pack_weight()
 
 

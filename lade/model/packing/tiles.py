@@ -1,35 +1,30 @@
-"""Weights in panels, and rows by them, on processors with tiles: each output is one chain of sums; see `tile_kernels`."""
+"""Weights in panels for processors with tiles, and rows by them: an output is one chain of sums, see `tile_kernels`."""
 
 from __future__ import annotations
 
 import torch
 
-from lade.model.tile_kernels import (
-    BLOCK_INPUTS,
-    PANEL,
-    ROWS,
-    Product,
-    lay_out,
-    multiply_few,
-    multiply_many,
-)
+from lade.model.tile_kernels import BLOCK_INPUTS, PANEL, ROWS, Product, multiply_few, multiply_many, partial_sums
 from lade.model.worker_threads import in_team
 
-_MANY = 2**16  # weights that are worth a thread of their own
-_SHARES = 4  # parts for each thread, which may be held up
+_MANY = 2**16  # weights that are worth a part of their own
+_CHUNK = 64  # blocks of inputs that go through all panels together
+_NEAR = 2**20  # bytes of the rows' inputs in a chunk, for which the second cache has room beside weights
 
 
 def in_panels(weight: torch.Tensor) -> torch.Tensor:
     """A weight `[out, in]` in bfloat16 as panels `[out / 64, in / 32, 4, 16, 16, 2]`, filled up with zeros."""
     outputs, inputs = weight.shape
-    filled = torch.nn.functional.pad(weight, (0, -inputs % BLOCK_INPUTS, 0, -outputs % PANEL))
-    return filled.view(-1, 4, ROWS, filled.shape[1] // BLOCK_INPUTS, ROWS, 2).permute(0, 3, 1, 4, 2, 5).contiguous()
+    filled = torch.nn.functional.pad(weight, (0, -inputs % BLOCK_INPUTS, 0, -outputs % PANEL)).contiguous()
+    pairs = filled.view(torch.int32).view(-1, 4, ROWS, filled.shape[1] // BLOCK_INPUTS, ROWS)
+    panels = pairs.permute(0, 3, 1, 4, 2).contiguous()
+    return panels.view(weight.dtype).view(*panels.shape, 2)
 
 
 def out_of_panels(panels: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
     """The weight `[out, in]` that `in_panels` was given."""
-    count, blocks = panels.shape[:2]
-    filled = panels.permute(0, 2, 4, 1, 3, 5).reshape(PANEL * count, BLOCK_INPUTS * blocks)
+    pairs = panels.flatten(-2).view(torch.int32).permute(0, 2, 4, 1, 3)
+    filled = pairs.reshape(PANEL * len(panels), -1).view(panels.dtype)
     return filled[:outputs, :inputs].contiguous()
 
 
@@ -42,21 +37,28 @@ def tile_product(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | Non
         bias: `[out]`, bfloat16.
         outputs: how many there are.
     """
-    x, inputs = x.contiguous(), x.shape[-1]
-    rows = x.numel() // inputs
+    rows, bias = x.reshape(-1, x.shape[-1]), None if bias is None else bias.contiguous()
     out = x.new_empty(*x.shape[:-1], outputs)
-    if not rows:
-        return out
-    bias = None if bias is None else bias.contiguous()
-    blocks = -(-rows // (2 * ROWS)) if rows > ROWS else 0
-    laid_out = x.new_empty(blocks * 2 * ROWS * BLOCK_INPUTS * panels.shape[1])
-    places = (each.data_ptr() for each in (x, laid_out, panels))
-    fields = Product(*places, 0 if bias is None else bias.data_ptr(), out.data_ptr(), rows, inputs, outputs)
-    holds = x, laid_out, panels, bias, out
-    parts = min(len(panels), _SHARES * torch.get_num_threads(), -(-panels.numel() // _MANY))
-    if blocks:
-        in_team(lay_out, fields, blocks, holds)
-        in_team(multiply_many, fields, parts, holds)
-    else:
-        in_team(multiply_few, fields, parts, holds)
+    most = _NEAR // (2 * BLOCK_INPUTS * min(panels.shape[1], _CHUNK))
+    for some, found in zip(rows.split(most), out.view(-1, outputs).split(most), strict=True):
+        if len(some):
+            _multiply(some.contiguous(), panels, bias, found)
     return out
+
+
+def _multiply(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """As `tile_product`, into `out`, of so few rows that they stay near."""
+    (rows, inputs), outputs, blocks = x.shape, out.shape[1], panels.shape[1]
+    few, chunk = rows <= ROWS, min(blocks, _CHUNK)
+    rest = _rest(x) if inputs % BLOCK_INPUTS else None
+    partial = None if few or chunk == blocks else torch.empty(partial_sums(rows, outputs))
+    holds = x, rest, panels, bias, out, partial
+    work = Product(*(0 if each is None else each.data_ptr() for each in holds), rows, inputs, outputs, chunk)
+    parts = min(len(panels), torch.get_num_threads(), -(-panels.numel() // _MANY))
+    in_team(multiply_few if few else multiply_many, work, parts, holds)
+
+
+def _rest(x: torch.Tensor) -> torch.Tensor:
+    """The inputs of rows behind the last whole block, filled up with zeros, since nothing behind a row may be read."""
+    left = x.shape[1] % BLOCK_INPUTS
+    return torch.nn.functional.pad(x[:, -left:], (0, BLOCK_INPUTS - left))
