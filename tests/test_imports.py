@@ -132,7 +132,7 @@ def named(node: ast.AST) -> set[str]:
 
 
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 350, 50
-LONG_FILES = {"decoding/kernels.py", "model/tile_kernels.py", "model/vector_kernels.py"}  # they say why
+LONG_FILES = {"decoding/kernels.py", "model/vector_kernels.py", "model/tile_kernels.py"}  # they say why
 
 
 def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

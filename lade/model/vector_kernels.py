@@ -28,7 +28,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils
 from numba.extending import models, register_model
 
-from lade.decoding.compilation import Kernel, inlined, instruction
+from lade.decoding.compilation import TeamKernel, inlined, instruction
 
 QUAD = 4
 LANES = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
@@ -125,6 +125,7 @@ class _VectorModel(models.PrimitiveModel):
 _types, _utils = cast(Any, numba.types), cast(Any, cgutils)
 _V, _VQ = _Vector(LANES), _Vector(QUAD)
 _AT, _F, _NONE = numba.int64, numba.float32, numba.void
+_CALL = _types.NamedUniTuple(numba.int64, len(Call._fields), Call)
 _INT, _FLOATS = ir.IntType(32), ir.VectorType(ir.FloatType(), LANES)
 _INTS, _HALVES, _BYTES = (ir.VectorType(ir.IntType(bits), LANES) for bits in (32, 16, 8))
 
@@ -178,6 +179,19 @@ def _load_one(builder: Any, address: Any) -> Any:
 @instruction(numba.int64, _AT)
 def _load_long(builder: Any, address: Any) -> Any:
     return _read(builder, address, ir.IntType(64))
+
+
+@instruction(numba.int64, _AT)
+def _next(builder: Any, address: Any) -> Any:
+    """Count an integer up, which no other thread comes between, and return what it was."""
+    place = builder.inttoptr(address, ir.IntType(64).as_pointer())
+    return builder.atomic_rmw("add", place, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+
+@instruction(_CALL, _AT)
+def _call_at(builder: Any, address: Any) -> Any:
+    """The integers of a call, one behind the other."""
+    return _read(builder, address, ir.ArrayType(ir.IntType(64), len(Call._fields)))
 
 
 @instruction(_NONE, _AT, _V)
@@ -537,6 +551,7 @@ def _give_out(call: Any, row: Any, head: Any, begin: Any, count: Any, sums: Any,
             _copy(out + _WORD * whole, spare, _WORD * (call.value_size - whole))
 
 
+@inlined
 def _attend(call: Any, scale: Any, cap: Any, scratch: Any, part: Any, parts: Any) -> None:
     """Work through every so manieth block, from number `part` on.
 
@@ -584,14 +599,25 @@ def _attend(call: Any, scale: Any, cap: Any, scratch: Any, part: Any, parts: Any
         _give_out(call, row, head, begin, count, sums, spare)
 
 
-_CALL = _types.NamedUniTuple(numba.int64, len(Call._fields), Call)
-attend = Kernel(_attend, (_CALL, _F, _F, _AT, numba.int64, numba.int64), nogil=True, error_model="numpy")
-"""The kernel: `_attend`, which gives up the interpreter's lock."""
+def _attend_in_team(address: Any) -> None:
+    """See `attend`."""
+    part, parts = _next(address), _load_long(address + 8)
+    scratch, size = _load_long(address + 16), _load_long(address + 24)
+    scale, cap, call = _load_one(address + 32), _load_one(address + 40), _call_at(address + 48)
+    while part < parts:
+        _attend(call, scale, cap, scratch + _WORD * size * part, part, parts)
+        part = _next(address)
+
+
+attend = TeamKernel(_attend_in_team)
+"""Attention by a team of threads, see `worker_threads`: its fields are the address of what `scratch_size` says for each
+part and that number, the scale and the cap in bits of float32, and a `Call`."""
 
 
 # ------------------------------------------------------------------------------------------------------------ logistic
 
 
+@inlined
 def _weigh_by_logistic(x: Any, found: Any, kind: Any, steep: Any, cubic: Any, first: Any, last: Any) -> None:
     """Fill in `found`, x over 1 + exp(steep * x + cubic * x ** 3), from number `first` to the one before `last`.
 
@@ -616,7 +642,17 @@ def _weigh_by_logistic(x: Any, found: Any, kind: Any, steep: Any, cubic: Any, fi
             _store(found + at, numbers)
 
 
-weigh_by_logistic = Kernel(
-    _weigh_by_logistic, (_AT, _AT, numba.int64, _F, _F, numba.int64, numba.int64), nogil=True, error_model="numpy"
-)
-"""The kernel: `_weigh_by_logistic`, which gives up the interpreter's lock."""
+def _weigh_in_team(address: Any) -> None:
+    """See `weigh_by_logistic`."""
+    part, parts, numbers = _next(address), _load_long(address + 8), _load_long(address + 56)
+    x, found, kind = _load_long(address + 16), _load_long(address + 24), _load_long(address + 32)
+    steep, cubic = _load_one(address + 40), _load_one(address + 48)
+    while part < parts:
+        first, last = numbers * part // parts, numbers * (part + 1) // parts
+        _weigh_by_logistic(x, found, kind, steep, cubic, first, last)
+        part = _next(address)
+
+
+weigh_by_logistic = TeamKernel(_weigh_in_team)
+"""`_weigh_by_logistic` by a team of threads: its fields are the arguments, factors in bits of float32, and how many
+numbers there are."""

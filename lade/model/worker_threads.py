@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,11 @@ def in_team(kernel: TeamKernel, fields: Sequence[int], parts: int, holds: object
             kernel(place)
 
         in_parts(run, threads)
+
+
+def bits(number: float) -> int:
+    """A float32 number as a field, of which it is the first four bytes."""
+    return int.from_bytes(struct.pack("<f", number), "little")
 
 
 @cache

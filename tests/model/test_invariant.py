@@ -35,6 +35,9 @@ from lade.model.invariant.row_trial import cancelling, padding_for
 from lade.model.invariant.weights import _joined
 from lade.model.invariant_attention import attention
 from lade.model.invariant_attention.work import attention_of
+from lade.model.packing.linear import PackedLinear
+from lade.model.packing.tiles import tile_product
+from lade.model.tile_kernels import has_tiles
 from lade.testing import toy_model
 
 pytestmark = pytest.mark.by_processor
@@ -224,11 +227,11 @@ def test_what_is_times_a_logistic_function_is_so_at_the_ends_too(dtype):
 
 def test_threads_share_the_numbers_and_change_nothing(monkeypatch):
     x = 3 * torch.randn(200_001)
-    alone, kernel = times_logistic(x), logistic.weigh_by_logistic
+    alone, team = times_logistic(x), logistic.in_team
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     shared = []
-    monkeypatch.setattr(logistic, "weigh_by_logistic", lambda *args: (shared.append(args[-2:]), kernel(*args)))
-    assert torch.equal(times_logistic(x), alone) and sorted(shared) == [(0, 66667), (66667, 133334), (133334, 200001)]
+    monkeypatch.setattr(logistic, "in_team", lambda *args, **kwargs: (shared.append(args[2]), team(*args, **kwargs)))
+    assert torch.equal(times_logistic(x), alone) and shared == [3]
 
 
 def test_a_layer_that_is_never_alike_is_refused_by_name(monkeypatch):
@@ -353,11 +356,71 @@ def test_a_prompt_rounds_alike_however_it_is_cut(wide_model, first):
     assert torch.equal(torch.cat([before.logits, behind.logits], 1), whole)
 
 
-@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="no tiles, which have ways of their own to sum")
-def test_with_tiles_a_packed_layer_is_fed_all_rows_at_once_unless_it_has_many_inputs(wide_model):
-    layer = lade.invariant(wide_model).model.layers[0].mlp
-    assert padding_of(layer.up_proj) == NO_PADDING
-    assert padding_of(layer.down_proj) == RowPadding(most=32)
+needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this processor has no tiles (AMX)")
+
+
+def packed_parts(model: nn.Module) -> list[PackedLinear]:
+    return [module for module in model.modules() if isinstance(module, PackedLinear)]
+
+
+@needs_tiles
+def test_with_tiles_a_packed_layer_is_fed_all_rows_at_once(wide_model):
+    parts = packed_parts(lade.invariant(wide_model))
+    assert {part.in_features for part in parts} == {640, 4160}
+    assert all(part.in_tiles and padding_of(part) == NO_PADDING for part in parts)
+    assert not any(part.in_tiles for part in packed_parts(lade.variant(wide_model)))
+
+
+@needs_tiles
+@torch.no_grad()
+@pytest.mark.parametrize("keep", [False, True])
+def test_weights_in_panels_are_kept_once_and_come_back(keep):
+    ids, model = torch.arange(1, 9)[None], toy_model("gpt2", dtype=HALF)  # whose layers have biases and turned weights
+    weights = copy.deepcopy(model.state_dict())
+    expected = lade.pack(model, keep_original=keep, min_weights=1)(ids).logits
+    lade.invariant(model)
+    parts, logits = packed_parts(model), model(ids).logits
+    assert all(part.in_tiles for part in parts)
+    assert all((part.weight.data_ptr() == part._packed.data_ptr()) != part.keeps_original for part in parts)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert all(part.in_tiles for part in packed_parts(copied))
+        assert torch.equal(copied(ids).logits, logits)
+    lade.variant(model)
+    for state in (copied.state_dict(), model.state_dict(), lade.unpack(lade.variant(copied)).state_dict()):
+        assert state.keys() == weights.keys()
+        assert all(torch.equal(state[name], weight) for name, weight in weights.items())
+    assert torch.equal(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF])
+def test_without_tiles_for_its_dtype_the_layout_of_a_packed_layer_stays(dtype, monkeypatch):
+    if dtype == HALF:
+        monkeypatch.setattr("lade.model.packing.linear.has_tiles", lambda: False)
+    model = lade.invariant(lade.pack(toy_model(dtype=dtype), min_weights=1))
+    assert not any(part.in_tiles for part in packed_parts(model))
+
+
+@needs_tiles
+def test_a_copy_that_is_revived_without_tiles_has_the_other_layout(monkeypatch):
+    model = lade.invariant(lade.pack(toy_model(dtype=HALF), min_weights=1))
+    pickled = pickle.dumps(model)
+    monkeypatch.setattr("lade.model.packing.linear.has_tiles", lambda: False)
+    revived = pickle.loads(pickled)
+    assert not any(part.in_tiles for part in packed_parts(revived))
+    assert torch.equal(revived.lm_head.dense_weight(), model.lm_head.dense_weight())
+
+
+@needs_tiles
+def test_a_product_in_tiles_that_depends_on_its_rows_is_caught(monkeypatch):
+    def product(x, panels, bias, outputs):
+        found = tile_product(x, panels, bias, outputs)
+        return found if x.numel() == x.shape[-1] else -tile_product(-x, panels, bias, outputs) + x.amax()
+
+    monkeypatch.setattr("lade.model.packing.linear.tile_product", product)
+    model = lade.pack(toy_model(dtype=HALF), min_weights=1)
+    with pytest.raises(lade.UnsupportedModelError, match="rounds a token otherwise"):
+        lade.invariant(model)
+    assert not any(part.in_tiles for part in packed_parts(model)), "it is as it was"
 
 
 def test_packed_layers_are_padded():

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from lade.model.vector_kernels import WIDEST, kind_of, weigh_by_logistic
-from lade.model.worker_threads import in_parts
+from lade.model.worker_threads import bits, in_team
 
-_MANY = 2**16  # numbers that are worth a thread of their own
+_MANY = 2**14  # numbers that are worth a thread of their own
 
 
 def times_logistic(x: torch.Tensor, steep: float = 1.0, cubic: float = 0.0) -> torch.Tensor:
@@ -30,10 +30,6 @@ def times_logistic(x: torch.Tensor, steep: float = 1.0, cubic: float = 0.0) -> t
         return times_logistic(padded, steep, cubic)[:numbers].view(x.shape)
     x = x.contiguous()
     found = torch.empty_like(x)
-    places = x.data_ptr(), found.data_ptr(), kind_of(x.dtype)
-
-    def run(part: int, parts: int, _alive: object = (x, found)) -> None:  # in other threads, even after Ctrl-C in this
-        weigh_by_logistic(*places, -steep, -cubic, numbers * part // parts, numbers * (part + 1) // parts)
-
-    in_parts(run, numbers // _MANY)
+    fields = x.data_ptr(), found.data_ptr(), kind_of(x.dtype), bits(-steep), bits(-cubic), numbers
+    in_team(weigh_by_logistic, fields, max(1, min(torch.get_num_threads(), numbers // _MANY)), holds=(x, found))
     return found

@@ -6,11 +6,11 @@ import torch
 
 from lade.model.invariant_attention.placed_mask import PlacedMask
 from lade.model.vector_kernels import CHUNK, QUAD, Call, attend, kind_of, scratch_size
-from lade.model.worker_threads import in_parts
+from lade.model.worker_threads import bits, in_team
 
 _ROWS = 64  # queries that share what is converted of keys and values
 _SCORES = 2**18  # of a block at the most, where that leaves a quad: a megabyte
-_MANY = 2**22  # multiplications that are worth a thread of their own
+_MANY = 2**18  # multiplications that are worth a thread of their own
 
 
 def attention_of(
@@ -51,13 +51,11 @@ def attention_of(
         *(rows, kv_heads, group, step, size, value_size, block, -(-group * step // block), slots),
     )
 
-    states = query, key, value, mask, sinks, out
-
-    def run(part: int, parts: int, _alive: object = states) -> None:  # in other threads, even if Ctrl-C ends this one
-        scratch = torch.empty(scratch_size(call))
-        attend(call, scale, softcap or 0.0, scratch.data_ptr(), part, parts)
-
-    in_parts(run, min(rows * kv_heads * call.blocks, query.numel() * slots // _MANY))
+    most = min(rows * kv_heads * call.blocks, query.numel() * slots // _MANY)
+    parts, size = max(1, min(torch.get_num_threads(), most)), scratch_size(call)
+    scratch = torch.empty(parts * size)
+    fields = scratch.data_ptr(), size, bits(scale), bits(softcap or 0.0), *call
+    in_team(attend, fields, parts, holds=(query, key, value, mask, sinks, out, scratch))
     return out
 
 

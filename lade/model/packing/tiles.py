@@ -37,25 +37,35 @@ def tile_product(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | Non
         bias: `[out]`, bfloat16.
         outputs: how many there are.
     """
-    rows, bias = x.reshape(-1, x.shape[-1]), None if bias is None else bias.contiguous()
+    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
     out = x.new_empty(*x.shape[:-1], outputs)
-    most = _NEAR // (2 * BLOCK_INPUTS * min(panels.shape[1], _CHUNK))
-    for some, found in zip(rows.split(most), out.view(-1, outputs).split(most), strict=True):
-        if len(some):
-            _multiply(some.contiguous(), panels, bias, found)
+    rows, most = x.numel() // x.shape[-1], _NEAR // (2 * BLOCK_INPUTS * min(panels.shape[1], _CHUNK))
+    if rows > most:
+        parts = x.view(rows, -1).split(most), out.view(rows, -1).split(most)
+        for some, found in zip(*parts, strict=True):
+            _multiply(some, panels, bias, found)
+    elif rows:
+        _multiply(x, panels, bias, out)
     return out
 
 
 def _multiply(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     """As `tile_product`, into `out`, of so few rows that they stay near."""
-    (rows, inputs), outputs, blocks = x.shape, out.shape[1], panels.shape[1]
-    few, chunk = rows <= ROWS, min(blocks, _CHUNK)
-    rest = _rest(x) if inputs % BLOCK_INPUTS else None
-    partial = None if few or chunk == blocks else torch.empty(partial_sums(rows, outputs))
-    holds = x, rest, panels, bias, out, partial
-    work = Product(*(0 if each is None else each.data_ptr() for each in holds), rows, inputs, outputs, chunk)
-    parts = min(len(panels), torch.get_num_threads(), -(-panels.numel() // _MANY))
-    in_team(multiply_few if few else multiply_many, work, parts, holds)
+    inputs, outputs, blocks = x.shape[-1], out.shape[-1], panels.shape[1]
+    rows, chunk = x.numel() // inputs, min(blocks, _CHUNK)
+    rest = _rest(x.view(rows, inputs)) if inputs % BLOCK_INPUTS else None
+    partial = None if rows <= ROWS or chunk == blocks else torch.empty(partial_sums(rows, outputs))
+    work = Product(
+        *(_place(x), _place(rest), _place(panels), _place(bias), _place(out), _place(partial)),
+        *(rows, inputs, outputs, chunk),
+    )
+    most = min(panels.shape[0], -(-panels.numel() // _MANY))
+    kernel = multiply_few if rows <= ROWS else multiply_many
+    in_team(kernel, work, min(most, torch.get_num_threads()), holds=(x, rest, panels, bias, out, partial))
+
+
+def _place(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _rest(x: torch.Tensor) -> torch.Tensor:
