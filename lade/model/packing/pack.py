@@ -75,7 +75,7 @@ def pack(
         model: a model in evaluation mode, on the CPU.
         keep_original: keep the dense weights as the layers' `weight`, at the price of a second copy. By default they
             are freed, layer by layer, and `weight` is a parameter in oneDNN's layout, whose values `weight.to_dense()`
-            gives. `state_dict` and `save_pretrained` write dense weights either way.
+            gives, or in panels for tiles. `state_dict` and `save_pretrained` write dense weights either way.
         weights: "int8", or None for weights in the dtype that they have.
         keep: with int8: names of layers that keep their dtype, and are packed in it. Patterns such as "lm_head" or
             "layers.0.*", for the whole name or the end of it.
