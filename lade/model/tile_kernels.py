@@ -91,12 +91,6 @@ def _load_tile(builder: Any, tile: Any, address: Any, stride: Any) -> None:
 
 
 @instruction(_NONE, CONSTANT, _AT, _AT)
-def _stream_tile(builder: Any, tile: Any, address: Any, stride: Any) -> None:
-    """The same of what will not be read again soon."""
-    _call(builder, "llvm.x86.tileloaddt164", tile, _pointer(builder, address), stride)
-
-
-@instruction(_NONE, CONSTANT, _AT, _AT)
 def _store_tile(builder: Any, tile: Any, address: Any, stride: Any) -> None:
     _call(builder, "llvm.x86.tilestored64", tile, _pointer(builder, address), stride)
 

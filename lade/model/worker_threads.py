@@ -1,7 +1,8 @@
 """Threads that compiled functions share their work among: those of torch's own operators, or else some kept beside.
 
 The hand-over to a thread of Python takes longer than many a product. Torch's threads, OpenMP's, wait for the next work
-before they sleep, so whatever enters their pool finds them awake between two operators of torch.
+before they sleep, so whatever enters their pool finds them awake between two operators of torch. As with these, a
+process that is forked off after such work hangs when it does more of it with several threads.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@ import numba
 import pytest
 
 from lade.decoding import kernels
-from lade.decoding.compilation import Kernel, compile_all, compiled
+from lade.decoding.compilation import Kernel, TeamKernel, compile_all, compiled
 
 
-def without_a_file():
+def without_a_file(returned="2 * x"):
     """A function that numba finds no source file of, and so no folder to keep its machine code in."""
     names: dict = {}
-    exec(compile("def double(x):\n    return 2 * x", "nowhere", "exec"), names)
+    exec(compile(f"def double(x):\n    return {returned}", "nowhere", "exec"), names)
     return names["double"]
 
 
@@ -19,6 +19,21 @@ def test_what_cannot_be_kept_is_compiled_all_the_same():
         numba.njit((numba.int64,), cache=True)(without_a_file())
     double = compiled(numba.int64)(without_a_file())
     assert double(21) == 42 and len(double.compile().signatures) == 1
+
+
+def test_the_same_is_so_of_what_a_team_enters():
+    nothing = TeamKernel(without_a_file("None"))
+    nothing(21)
+    assert nothing.address and nothing.compile() is nothing.compile()
+
+
+def test_other_problems_of_what_a_team_enters_are_not_hidden(monkeypatch):
+    def cfunc(types, cache=False, **options):
+        raise RuntimeError("out of registers")
+
+    monkeypatch.setattr(numba, "cfunc", cfunc)
+    with pytest.raises(RuntimeError, match="out of registers"):
+        TeamKernel(len).compile()
 
 
 def test_machine_code_is_kept_where_it_can_be(monkeypatch):

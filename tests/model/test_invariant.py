@@ -1,6 +1,7 @@
 """`lade.invariant`: what it changes, tries, refuses and undoes."""
 
 import copy
+import ctypes
 import pickle
 from functools import reduce
 
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 import lade
+from lade.model import worker_threads
 from lade.model.invariance import invariance_of
 from lade.model.invariant import activations, logistic, make_invariant
 from lade.model.invariant.logistic import times_logistic
@@ -34,9 +36,11 @@ from lade.model.invariant.padded_rows import (
 from lade.model.invariant.row_trial import cancelling, padding_for
 from lade.model.invariant.weights import _joined
 from lade.model.invariant_attention import attention
+from lade.model.invariant_attention.attention import invariant_attention
 from lade.model.invariant_attention.work import attention_of
+from lade.model.packing import tiles
 from lade.model.packing.linear import PackedLinear
-from lade.model.packing.tiles import tile_product
+from lade.model.packing.tiles import in_panels, tile_product
 from lade.model.tile_kernels import has_tiles
 from lade.testing import toy_model
 
@@ -234,6 +238,27 @@ def test_threads_share_the_numbers_and_change_nothing(monkeypatch):
     assert torch.equal(times_logistic(x), alone) and shared == [3]
 
 
+def test_a_smaller_team_than_was_asked_for_does_all_the_work(monkeypatch):
+    x, query, key = torch.randn(200_001), torch.randn(1, 4, 70, 32), torch.randn(1, 2, 90, 32)
+    rows, weight = torch.randn(40, 640).to(HALF), torch.randn(640, 640).to(HALF)
+
+    def all_work() -> list[torch.Tensor]:
+        found = [times_logistic(x), invariant_attention(nn.Identity(), query, key, key, None)[0]]
+        panels = in_panels(weight) if has_tiles() else None
+        return found if panels is None else found + [tile_product(rows[:n], panels, None, 640) for n in (3, 40)]
+
+    expected, entered = all_work(), []
+
+    def enter_alone(address, place, threads, flags):
+        entered.append(threads)
+        ctypes.CFUNCTYPE(None, ctypes.c_int64)(address)(place)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(worker_threads, "_entrance", lambda: enter_alone)
+    assert all(map(torch.equal, all_work(), expected))
+    assert entered == [3] * len(expected)
+
+
 def test_a_layer_that_is_never_alike_is_refused_by_name(monkeypatch):
     model = toy_model(dtype=torch.float32)
     before = state_of(model)
@@ -390,6 +415,24 @@ def test_weights_in_panels_are_kept_once_and_come_back(keep):
         assert state.keys() == weights.keys()
         assert all(torch.equal(state[name], weight) for name, weight in weights.items())
     assert torch.equal(model(ids).logits, expected)
+
+
+@needs_tiles
+def test_interrupted_while_weights_move_a_model_is_what_it_was(monkeypatch):
+    model, moved = lade.pack(toy_model(dtype=HALF), min_weights=1), []
+    weights = copy.deepcopy(model.state_dict())
+
+    def in_panels(weight, pages):
+        moved.append(weight)
+        if len(moved) == 3:
+            raise KeyboardInterrupt
+        return tiles.in_panels(weight, pages)
+
+    monkeypatch.setattr("lade.model.packing.linear.in_panels", in_panels)
+    with pytest.raises(KeyboardInterrupt):
+        lade.invariant(model)
+    assert not any(part.in_tiles or part._packed.layout == torch.strided for part in packed_parts(model))
+    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in weights.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF])

@@ -16,7 +16,7 @@ def _multiply(address, whole):
     tiles._shape_tiles(tiles._field(address, 2))
     tiles._zero(0)
     tiles._load_tile(4, tiles._field(address, 3), 64)
-    tiles._stream_tile(5, tiles._field(address, 4), 64)
+    tiles._load_tile(5, tiles._field(address, 4), 64)
     if whole:
         tiles._multiply_int8(0, 4, 5)
     else:

@@ -8,8 +8,9 @@ which in bfloat16 is enough to part the texts where two tokens are nearly equall
 >>> model.generate(**inputs)    # is the reference from now on, and `lade.generate` returns just that
 >>> lade.variant(model)         # as it was
 
-Nothing is copied and no weight is changed: linear layers get rows of zeros beside a lone row, experts likewise, and
-attention sums in an order that depends on positions alone. The idea is of Thinking Machines' "Defeating nondeterminism
+No weight is changed: linear layers get rows of zeros beside a lone row, experts likewise, packed ones in bfloat16 lie
+in another order meanwhile where the processor has tiles, and attention sums in an order that depends on positions
+alone. The idea is of Thinking Machines' "Defeating nondeterminism
 in LLM inference" (2025), which calls it batch invariance.
 """
 

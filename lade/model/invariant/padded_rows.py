@@ -1,8 +1,9 @@
 """Layers that are fed rows of zeros beside a lone row, since matrix products take other kernels for a few rows.
 
-Where they take other kernels for many rows, too, as on processors with tiles (AMX), many rows are fed in pieces. Nor do
-layers ever see rows that do not lie one behind the other, such as the last tokens of a batch's prompts: PyTorch
-multiplies these one by one, or adds the bias after it has rounded.
+Where they take other kernels for many rows, too, as on processors with tiles (AMX), many rows are fed in pieces, unless
+the layer is packed: then its product is one that needs neither (`packing/tiles.py`). Nor do layers ever see rows that
+do not lie one behind the other, such as the last tokens of a batch's prompts: PyTorch multiplies these one by one, or
+adds the bias after it has rounded.
 """
 
 from __future__ import annotations

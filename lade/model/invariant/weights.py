@@ -16,8 +16,11 @@ from lade.errors import UnsupportedModelError
 from lade.model.invariant.experts import expert_product, has_own_gate
 from lade.model.invariant.padded_rows import RowPadding, note_padding, pad_rows
 from lade.model.invariant.row_trial import cancelling, padding_for
+from lade.model.packing.huge_pages import HugePages
 from lade.model.packing.int8 import Int8Linear
+from lade.model.packing.layout import packed_weight
 from lade.model.packing.linear import PackedLinear, short
+from lade.model.packing.tiles import in_panels
 
 VECTORS = RowPadding(multiple=32)
 """For modules that compute more than products: PyTorch computes what is left over of a vector by another formula, and
@@ -86,9 +89,10 @@ def lay_out(model: nn.Module, *, in_tiles: bool) -> None:
         model: its layers packed in bfloat16 are changed one by one, where the processor has tiles.
         in_tiles: whether into panels.
     """
+    pages = HugePages() if in_tiles else None
     for layer in model.modules():
         if isinstance(layer, PackedLinear) and not isinstance(layer, Int8Linear):
-            layer.lay_out(in_tiles=in_tiles)
+            layer.lay_out(pages)
 
 
 def has_mixtures(model: nn.Module) -> bool:
@@ -129,7 +133,7 @@ def _weights_of_trial(layer: Any) -> Iterator[None]:
     try:
         if packed is not None:
             drawn = cancelling(torch.empty(layer.out_features, layer.in_features, dtype=layer.dtype))
-            vars(layer)["_packed"] = layer.laid_out(drawn)
+            vars(layer)["_packed"] = in_panels(drawn) if layer.in_tiles else packed_weight(drawn)
         for name, weight in own.items():
             if weight is None or type(weight.data) is not torch.Tensor or not weight.dtype.is_floating_point:
                 continue

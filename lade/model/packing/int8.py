@@ -52,7 +52,7 @@ class Int8Linear(PackedLinear):
     _zeros: torch.Tensor
     _form: Form
     _inputs: SharedInputs
-    _pages: HugePages
+    _memory: HugePages
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Int8Linear(PackedLinear):
         inputs: SharedInputs | None = None,
         pages: HugePages | None = None,
     ) -> None:
-        self.__dict__.update(_given=codes, _inputs=inputs or SharedInputs(), _pages=pages or HugePages())
+        self.__dict__.update(_given=codes, _inputs=inputs or SharedInputs(), _memory=pages or HugePages())
         super().__init__(layer, keep=keep)
 
     @torch.no_grad()
@@ -72,7 +72,7 @@ class Int8Linear(PackedLinear):
         weight: Any = self._parameters["weight"]
         codes = self.__dict__.pop("_given", None) or Codes.of(self._turned(weight.detach()))
         form = input_form(self.in_features, self.out_features)
-        packed = in_panels(codes.values, self._pages) if form == TILES else prepacked(codes.values)
+        packed = in_panels(codes.values, self._memory) if form == TILES else prepacked(codes.values)
         zeros = torch.zeros(self.out_features, dtype=torch.int)
         self.__dict__.update(_packed=packed, _scale=codes.scale, _zeros=zeros, _form=form)
         if not self.keeps_original:

@@ -9,6 +9,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lade.errors import UnsupportedModelError
+from lade.model.packing.huge_pages import HugePages
 from lade.model.packing.layout import packed_weight
 from lade.model.packing.tiles import in_panels, out_of_panels, tile_product
 from lade.model.tile_kernels import has_tiles
@@ -44,7 +45,8 @@ class PackedLinear(nn.Module):
     dtype: torch.dtype
     in_tiles: bool
     _packed: torch.Tensor
-    _size: int
+    _count: int
+    _pages: HugePages | None
 
     def __init__(self, layer: nn.Module, *, keep: bool) -> None:
         super().__init__()
@@ -54,40 +56,47 @@ class PackedLinear(nn.Module):
         self._parameters["bias"] = layer._parameters["bias"]
         assert weight is not None
         self.in_features, self.out_features = weight.shape if self.transposed else reversed(weight.shape)
-        self.__dict__.update(dtype=weight.dtype, in_tiles=False, _size=weight.numel())
+        self.__dict__.update(dtype=weight.dtype, in_tiles=False, _count=weight.numel(), _pages=None)
         self._pack_weight()
         self.__dict__["layer"] = layer  # outside `_modules`: it is a part of neither the model's tree nor its state
 
-    @torch.no_grad()
     def _pack_weight(self) -> None:
         """Make the packed tensor of the dense `weight`, and give that up unless it is kept."""
-        weight: Any = self._parameters["weight"]
+        self._take(self._parameters["weight"], in_tiles=self.in_tiles)
+
+    @torch.no_grad()
+    def _take(self, weight: Any, *, in_tiles: bool) -> None:
+        """Hold this dense weight from now on; interrupted, it is the one that was held."""
         dense = weight.detach()
-        packed = self.laid_out(self._turned(dense))
-        self.__dict__["_packed"] = packed
-        if self.keeps_original:
-            return
-        if not same_bits(self.dense_weight(), dense):
+        packed = self._laid_out(self._turned(dense), in_tiles=in_tiles)
+        if not self.keeps_original and not same_bits(self._dense(packed, in_tiles), dense):
             raise UnsupportedModelError("a packed weight does not unpack to what it was", "keep this model unpacked")
-        self._parameters["weight"] = like(weight, packed)
+        self.__dict__.update(_packed=packed, in_tiles=in_tiles)
+        if not self.keeps_original:
+            self._parameters["weight"] = like(weight, packed)
 
-    def laid_out(self, weight: torch.Tensor) -> torch.Tensor:
-        """A weight `[out, in]` in the layout of this layer's."""
-        return in_panels(weight) if self.in_tiles else packed_weight(weight)
+    def _laid_out(self, weight: torch.Tensor, *, in_tiles: bool) -> torch.Tensor:
+        """A weight `[out, in]` in the layout that this layer has, or would have."""
+        return in_panels(weight, self._pages) if in_tiles else packed_weight(weight)
 
-    def lay_out(self, *, in_tiles: bool) -> None:
-        """Bring the weight into panels, where the processor has tiles for its dtype, or back into oneDNN's layout."""
-        in_tiles = in_tiles and self.dtype == torch.bfloat16 and has_tiles()
+    def lay_out(self, pages: HugePages | None) -> None:
+        """Bring the weight into panels, where the processor has tiles for its dtype, or back into oneDNN's layout.
+
+        Args:
+            pages: what memory for panels is taken from, one for all layers of a model; None for oneDNN's layout.
+        """
+        in_tiles = pages is not None and self.dtype == torch.bfloat16 and has_tiles()
         if in_tiles != self.in_tiles:
-            self._parameters["weight"] = self._dense_parameter()
-            self.__dict__["in_tiles"] = in_tiles
-            self._pack_weight()
+            self.__dict__["_pages"] = pages
+            self._take(self._dense_parameter(), in_tiles=in_tiles)
 
     def dense_weight(self) -> torch.Tensor:
         """A copy of the weight as the layer had it: `[out, in]`, or `[in, out]` of a `Conv1D`."""
-        if self.in_tiles:
-            return self._turned(out_of_panels(self._packed, self.out_features, self.in_features))
-        return self._turned(self._packed.to_dense())
+        return self._dense(self._packed, self.in_tiles)
+
+    def _dense(self, packed: torch.Tensor, in_tiles: bool) -> torch.Tensor:
+        outputs, inputs = self.out_features, self.in_features
+        return self._turned(out_of_panels(packed, outputs, inputs) if in_tiles else packed.to_dense())
 
     def _turned(self, weight: torch.Tensor) -> torch.Tensor:
         """From the layer's own layout to `[out, in]`, or back."""
@@ -168,7 +177,7 @@ class PackedLinear(nn.Module):
         if name == "weight":
             # Transformers ties again what is tied, which changes nothing unless the tied weight has been resized.
             current: Any = self._parameters["weight"]
-            if value is not current or (self.keeps_original and current.numel() != self._size):
+            if value is not current or current.numel() not in (self._count, self._packed.numel()):
                 raise UnsupportedModelError("the weight of a packed layer cannot be replaced", UNPACK_REMEDY)
         super().__setattr__(name, value)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from lade.model.packing.huge_pages import HugePages
 from lade.model.tile_kernels import BLOCK_INPUTS, PANEL, ROWS, Product, multiply_few, multiply_many, partial_sums
 from lade.model.worker_threads import in_team
 
@@ -12,12 +13,18 @@ _CHUNK = 64  # blocks of inputs that go through all panels together
 _NEAR = 2**20  # bytes of the rows' inputs in a chunk, for which the second cache has room beside weights
 
 
-def in_panels(weight: torch.Tensor) -> torch.Tensor:
-    """A weight `[out, in]` in bfloat16 as panels `[out / 64, in / 32, 4, 16, 16, 2]`, filled up with zeros."""
+def in_panels(weight: torch.Tensor, pages: HugePages | None = None) -> torch.Tensor:
+    """A weight `[out, in]` in bfloat16 as panels `[out / 64, in / 32, 4, 16, 16, 2]`, filled up with zeros.
+
+    Args:
+        weight: is left as it is.
+        pages: what memory for them is taken from.
+    """
     outputs, inputs = weight.shape
     filled = torch.nn.functional.pad(weight, (0, -inputs % BLOCK_INPUTS, 0, -outputs % PANEL)).contiguous()
-    pairs = filled.view(torch.int32).view(-1, 4, ROWS, filled.shape[1] // BLOCK_INPUTS, ROWS)
-    panels = pairs.permute(0, 3, 1, 4, 2).contiguous()
+    pairs = filled.view(torch.int32).view(-1, 4, ROWS, filled.shape[1] // BLOCK_INPUTS, ROWS).permute(0, 3, 1, 4, 2)
+    room = pages.take(filled.nbytes) if pages is not None else torch.empty(filled.nbytes, dtype=torch.int8)
+    panels = room.view(torch.int32).view(pairs.shape).copy_(pairs)
     return panels.view(weight.dtype).view(*panels.shape, 2)
 
 
