@@ -19,10 +19,12 @@ from functools import cache
 from typing import Any, NamedTuple, cast
 
 import numba
+import numpy as np
 import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils
 from numba.core.registry import cpu_target
+from numba.extending import models, register_model
 
 from lade.decoding.compilation import CONSTANT, TeamKernel, inlined, instruction
 
@@ -417,3 +419,406 @@ def _multiply_many(address: Any) -> None:
 
 multiply_few, multiply_many = TeamKernel(_multiply_few), TeamKernel(_multiply_many)
 """The kernels, each for a team of threads: a product of up to 16 rows, and one of more."""
+
+
+# --------------------------------------------------------------------------------------------------------------- codes
+
+LANES = 16
+"""Numbers of 32 bits in a vector of 64 bytes."""
+CODES = 64
+"""Codes, of one row or one output, that lie together: a block of inputs."""
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_BFLOAT16, _FLOAT16 = 1, 2
+_SINGLES, _BITS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_INT, LANES)
+_SHORTS, _SMALLS = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(ir.HalfType(), LANES)
+
+
+class _Lanes(numba.types.Type):
+    """16 numbers of 32 bits."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name)
+
+
+class _Numbers(_Lanes):
+    """Float32 ones."""
+
+
+class _Sizes(_Lanes):
+    """The bits of absolute values, which have their order; what is not a number is larger than all."""
+
+
+@register_model(_Numbers)
+class _NumbersModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, vector: _Numbers) -> None:
+        super().__init__(manager, vector, _SINGLES)  # type: ignore[no-untyped-call]
+
+
+@register_model(_Sizes)
+class _SizesModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, vector: _Sizes) -> None:
+        super().__init__(manager, vector, _BITS)  # type: ignore[no-untyped-call]
+
+
+_V, _S, _F = _Numbers("numbers16"), _Sizes("sizes16"), numba.float32
+
+
+class Coding(NamedTuple):
+    """Rows to round to int8 codes, each by its own largest element.
+
+    Attributes:
+        x: where they lie, `[rows, inputs]`, contiguous.
+        kind: of their dtype.
+        codes: what becomes of them, `[rows / 16, blocks, 16, 64]`, in which the last block is filled up with zeros;
+            fewer than 16 rows lie as `[blocks, rows, 64]`.
+        scales: `[rows]` float32, what a step is worth.
+        rows, inputs: how many.
+    """
+
+    x: int
+    kind: int
+    codes: int
+    scales: int
+    rows: int
+    inputs: int
+
+
+class CodeProduct(NamedTuple):
+    """Rows of codes by the weights of a layer in int8.
+
+    Attributes:
+        codes, scales: where the rows lie, see `Coding`; more than 16 of them in room for a multiple of 32.
+        weight: the panels.
+        steps: `[outputs]` float32, what a step of each output's codes is worth.
+        bias: `[outputs]`; 0 if there is none.
+        bias_kind: of its dtype.
+        out: `[rows, outputs]`, contiguous, what becomes of it: sums, times `steps`, times `scales`, plus the bias.
+        kind: of its dtype.
+        rows, blocks, outputs: how many; 64 inputs make a block.
+        row_group, panel_group: so many rows, a multiple of 32, and so many panels make one part of the work.
+    """
+
+    codes: int
+    scales: int
+    weight: int
+    steps: int
+    bias: int
+    bias_kind: int
+    out: int
+    kind: int
+    rows: int
+    blocks: int
+    outputs: int
+    row_group: int
+    panel_group: int
+
+
+def kind_of(dtype: torch.dtype) -> int:
+    """The number of a dtype of rows and biases."""
+    return _KINDS[dtype]
+
+
+def _equal(value: float, kind: Any = _SINGLES) -> Any:
+    return ir.Constant(kind, [value] * LANES)
+
+
+def _taken(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.load(_pointer(builder, address, kind), align=2)
+
+
+def _put(builder: Any, address: Any, value: Any) -> None:
+    builder.store(value, _pointer(builder, address, value.type), align=1)
+
+
+@instruction(_V, _AT)
+def _take_float32(builder: Any, address: Any) -> Any:
+    return _taken(builder, address, _SINGLES)
+
+
+@instruction(_V, _AT)
+def _take_bfloat16(builder: Any, address: Any) -> Any:
+    bits = builder.zext(_taken(builder, address, _SHORTS), _BITS)
+    return builder.bitcast(builder.shl(bits, _equal(16, _BITS)), _SINGLES)
+
+
+@instruction(_V, _AT)
+def _take_float16(builder: Any, address: Any) -> Any:
+    return builder.fpext(_taken(builder, address, _SMALLS), _SINGLES)
+
+
+@instruction(_V, _AT)
+def _take_sums(builder: Any, address: Any) -> Any:
+    """Integers, of which large ones are rounded."""
+    return builder.sitofp(_taken(builder, address, _BITS), _SINGLES)
+
+
+@instruction(_F, _AT)
+def _take_one(builder: Any, address: Any) -> Any:
+    return builder.load(_pointer(builder, address, ir.FloatType()), align=4)
+
+
+@instruction(_NONE, _AT, _F)
+def _put_one(builder: Any, address: Any, number: Any) -> None:
+    _put(builder, address, number)
+
+
+@instruction(_NONE, _AT, _V)
+def _put_float32(builder: Any, address: Any, numbers: Any) -> None:
+    _put(builder, address, numbers)
+
+
+@instruction(_NONE, _AT, _V)
+def _put_bfloat16(builder: Any, address: Any, numbers: Any) -> None:
+    """Rounded to the nearest, of two as near to the even one."""
+    bits = builder.bitcast(numbers, _BITS)
+    odd = builder.and_(builder.lshr(bits, _equal(16, _BITS)), _equal(1, _BITS))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, _equal(0x7FFF, _BITS))), _equal(16, _BITS))
+    rounded = builder.select(builder.fcmp_ordered("==", numbers, numbers), rounded, _equal(0x7FC0, _BITS))
+    _put(builder, address, builder.trunc(rounded, _SHORTS))
+
+
+@instruction(_NONE, _AT, _V)
+def _put_float16(builder: Any, address: Any, numbers: Any) -> None:
+    """Rounded likewise."""
+    _put(builder, address, builder.fptrunc(numbers, _SMALLS))
+
+
+@instruction(_V, _F)
+def _in_all_lanes(builder: Any, number: Any) -> Any:
+    first = builder.insert_element(ir.Constant(_SINGLES, ir.Undefined), number, ir.Constant(_INT, 0))
+    return builder.shuffle_vector(first, first, _equal(0, _BITS))
+
+
+@instruction(_V, _V, _V)
+def _times(builder: Any, a: Any, b: Any) -> Any:
+    return builder.fmul(a, b)
+
+
+@instruction(_V, _V, _V)
+def _plus(builder: Any, a: Any, b: Any) -> Any:
+    return builder.fadd(a, b)
+
+
+@instruction(_S)
+def _no_sizes(builder: Any) -> Any:
+    return _equal(0, _BITS)
+
+
+@instruction(_S, _S, _V)
+def _larger(builder: Any, sizes: Any, numbers: Any) -> Any:
+    bits = builder.and_(builder.bitcast(numbers, _BITS), _equal(0x7FFFFFFF, _BITS))
+    return builder.select(builder.icmp_unsigned(">", bits, sizes), bits, sizes)
+
+
+@instruction(_F, _S)
+def _largest(builder: Any, sizes: Any) -> Any:
+    kind = ir.FunctionType(_INT, [_BITS])
+    most = _utils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.umax.v16i32")
+    return builder.bitcast(builder.call(most, [sizes]), ir.FloatType())
+
+
+@instruction(_NONE, _AT, _V, _V)
+def _put_codes(builder: Any, address: Any, numbers: Any, steps: Any) -> None:
+    """Numbers over what a step is worth, as int8.
+
+    The conversion cuts off, so that the half makes it round; 128 is taken off again by changing the first bit.
+    """
+    shifted = builder.fadd(builder.fdiv(numbers, steps), _equal(128.5))
+    octets = ir.VectorType(_BYTE, LANES)
+    codes = builder.trunc(builder.fptosi(shifted, _BITS), octets)
+    _put(builder, address, builder.xor(codes, _equal(128, octets)))
+
+
+@inlined
+def _take(address: Any, kind: Any) -> Any:
+    if kind == _BFLOAT16:
+        return _take_bfloat16(address)
+    if kind == _FLOAT16:
+        return _take_float16(address)
+    return _take_float32(address)
+
+
+@inlined
+def _put_as(address: Any, numbers: Any, kind: Any) -> None:
+    if kind == _BFLOAT16:
+        _put_bfloat16(address, numbers)
+    elif kind == _FLOAT16:
+        _put_float16(address, numbers)
+    else:
+        _put_float32(address, numbers)
+
+
+@inlined
+def _take_some(address: Any, kind: Any, count: Any, spare: Any) -> Any:
+    """As many numbers as there are lanes, or less: the rest is zeros, and nothing behind them is read."""
+    if count < LANES:
+        _clear(spare, 4 * LANES)
+        _copy(spare, address, (2 if kind else 4) * count)
+        address = spare
+    return _take(address, kind)
+
+
+@inlined
+def _code_row(x: Any, kind: Any, inputs: Any, to: Any, stride: Any) -> Any:
+    """Round a row; blocks of codes are so many bytes apart. Returns what a step is worth."""
+    item, spare, whole = 2 if kind else 4, _room(_ROW), inputs // LANES * LANES
+    sizes = _no_sizes()
+    for at in range(0, inputs, LANES):
+        sizes = _larger(sizes, _take_some(x + item * at, kind, inputs - at, spare))
+    size = _largest(sizes)
+    step = (np.float32(1e-30) if size < np.float32(1e-30) else size) / np.float32(127)  # a row of zeros has one, too
+    steps = _in_all_lanes(step)
+    for at in range(0, whole, LANES):
+        _put_codes(to + at // CODES * stride + at % CODES, _take(x + item * at, kind), steps)
+    for at in range(whole, -(-inputs // CODES) * CODES, LANES):
+        last = _take_some(x + item * at, kind, max(0, inputs - at), spare)
+        _put_codes(to + at // CODES * stride + at % CODES, last, steps)
+    return step
+
+
+def _code_rows(address: Any) -> None:
+    """Round rows, see `Coding`: each part has as many of them."""
+    x, kind, codes, scales = _field(address, 2), _field(address, 3), _field(address, 4), _field(address, 5)
+    rows, inputs, parts = _field(address, 6), _field(address, 7), _field(address, 1)
+    stride, blocks, length = CODES * min(rows, ROWS), -(-inputs // CODES), (2 if kind else 4) * inputs
+    part = _next(address)
+    while part < parts:
+        for row in range(rows * part // parts, rows * (part + 1) // parts):
+            to = codes + CODES * (row // ROWS * ROWS * blocks + row % ROWS)
+            _put_one(scales + 4 * row, _code_row(x + length * row, kind, inputs, to, stride))
+        part = _next(address)
+
+
+@inlined
+def _code_product(address: Any) -> Any:
+    """From the fields behind the header that a team is given."""
+    codes, scales, weight, steps = _field(address, 2), _field(address, 3), _field(address, 4), _field(address, 5)
+    bias, bias_kind, out, kind = _field(address, 6), _field(address, 7), _field(address, 8), _field(address, 9)
+    sizes = _field(address, 10), _field(address, 11), _field(address, 12), _field(address, 13), _field(address, 14)
+    return CodeProduct(codes, scales, weight, steps, bias, bias_kind, out, kind, *sizes)
+
+
+@inlined
+def _give_sums_out(product: Any, row: Any, rows: Any, output: Any, sums: Any, columns: Any) -> None:
+    """Scale sums `[rows, columns]`, add the bias, and round them into their place.
+
+    What is left over of the outputs goes by way of `spare`, so that nothing behind them is read or written.
+    """
+    spare, item, bias_item = _room(_ROW), 2 if product.kind else 4, 2 if product.bias_kind else 4
+    for column in range(0, min(columns, product.outputs - output), LANES):
+        place = output + column
+        count = min(LANES, product.outputs - place)
+        steps = _take_some(product.steps + 4 * place, 0, count, spare)
+        added = steps
+        if product.bias:
+            added = _take_some(product.bias + bias_item * place, product.bias_kind, count, spare)
+        for at in range(row, row + rows):
+            scale = _in_all_lanes(_take_one(product.scales + 4 * at))
+            found = _times(_times(_take_sums(sums + 4 * ((at - row) * columns + column)), steps), scale)
+            if product.bias:
+                found = _plus(found, added)
+            to = product.out + item * (at * product.outputs + place)
+            if count < LANES:
+                _put_as(spare, found, product.kind)
+                _copy(to, spare, item * count)
+            else:
+                _put_as(to, found, product.kind)
+
+
+@inlined
+def _read_ahead(weight: Any) -> None:
+    for line in range(0, TILE, _ROW):
+        _prefetch(weight + _AHEAD + line, 3)
+
+
+@inlined
+def _sum_up_few(codes: Any, rows: Any, blocks: Any, weight: Any, sums: Any) -> None:
+    """Sums `[rows, 64]` of up to 16 rows by a panel, which is read ahead."""
+    _zero(0)
+    _zero(1)
+    _zero(2)
+    _zero(3)
+    for _ in range(blocks):
+        _load_tile(4, codes, _ROW)
+        _read_ahead(weight)
+        _load_tile(5, weight, _ROW)
+        _read_ahead(weight + TILE)
+        _multiply_int8(0, 4, 5)
+        _load_tile(6, weight + TILE, _ROW)
+        _read_ahead(weight + 2 * TILE)
+        _multiply_int8(1, 4, 6)
+        _load_tile(7, weight + 2 * TILE, _ROW)
+        _read_ahead(weight + 3 * TILE)
+        _multiply_int8(2, 4, 7)
+        _load_tile(5, weight + 3 * TILE, _ROW)
+        _multiply_int8(3, 4, 5)
+        codes, weight = codes + CODES * rows, weight + BLOCK
+    _store_tile(0, sums, 4 * PANEL)
+    _store_tile(1, sums + _ROW, 4 * PANEL)
+    _store_tile(2, sums + 2 * _ROW, 4 * PANEL)
+    _store_tile(3, sums + 3 * _ROW, 4 * PANEL)
+
+
+@inlined
+def _sum_up_many(codes: Any, blocks: Any, weight: Any, sums: Any) -> None:
+    """Sums `[32, 32]` of 32 rows by half a panel."""
+    below = codes + TILE * blocks
+    _zero(0)
+    _zero(1)
+    _zero(2)
+    _zero(3)
+    for _ in range(blocks):
+        _load_tile(6, weight, _ROW)
+        _load_tile(4, codes, _ROW)
+        _multiply_int8(0, 4, 6)
+        _load_tile(7, weight + TILE, _ROW)
+        _multiply_int8(1, 4, 7)
+        _load_tile(5, below, _ROW)
+        _multiply_int8(2, 5, 6)
+        _multiply_int8(3, 5, 7)
+        codes, below, weight = codes + TILE, below + TILE, weight + BLOCK
+    _store_tile(0, sums, 2 * _ROW)
+    _store_tile(1, sums + _ROW, 2 * _ROW)
+    _store_tile(2, sums + 2 * TILE, 2 * _ROW)
+    _store_tile(3, sums + 2 * TILE + _ROW, 2 * _ROW)
+
+
+def _multiply_few_codes(address: Any) -> None:
+    """A product of at most 16 rows, see `CodeProduct`: it takes as long as its weights take to be read."""
+    product, sums = _code_product(address), _room(_SUMS)
+    panels = -(-product.outputs // PANEL)
+    _shape_tiles(product.rows)
+    part = _next(address)
+    while part < _field(address, 1):
+        first = product.panel_group * part
+        for panel in range(first, min(first + product.panel_group, panels)):
+            weight = product.weight + BLOCK * product.blocks * panel
+            _sum_up_few(product.codes, product.rows, product.blocks, weight, sums)
+            _give_sums_out(product, 0, product.rows, PANEL * panel, sums, PANEL)
+        part = _next(address)
+    _release()
+
+
+def _multiply_many_codes(address: Any) -> None:
+    """A product of more rows: a group of panels stays in a core's cache while a group of rows goes by."""
+    product, sums = _code_product(address), _room(_SUMS)
+    panels = -(-product.outputs // PANEL)
+    groups = -(-panels // product.panel_group)
+    _shape_tiles(ROWS)
+    part = _next(address)
+    while part < _field(address, 1):
+        top, first = product.row_group * (part // groups), product.panel_group * (part % groups)
+        for row in range(top, min(top + product.row_group, product.rows), 2 * ROWS):
+            codes, rows = product.codes + CODES * product.blocks * row, min(2 * ROWS, product.rows - row)
+            for half in range(2 * first, 2 * min(first + product.panel_group, panels)):
+                weight = product.weight + BLOCK * product.blocks * (half // 2) + 2 * TILE * (half % 2)
+                _sum_up_many(codes, product.blocks, weight, sums)
+                _give_sums_out(product, row, rows, PANEL // 2 * half, sums, PANEL // 2)
+        part = _next(address)
+    _release()
+
+
+code_rows = TeamKernel(_code_rows)
+"""The kernel that rounds rows to codes, by a team of threads: as many parts as one likes."""
+multiply_few_codes, multiply_many_codes = TeamKernel(_multiply_few_codes), TeamKernel(_multiply_many_codes)
+"""Those that multiply up to 16 rows of codes, and more: a part for each group of rows and each group of panels."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -32,8 +33,8 @@ def in_team(kernel: TeamKernel, fields: Sequence[int], parts: int, holds: object
         parts: at least one; no more threads than parts or than torch has take part.
         holds: what owns the memory that fields are addresses of.
     """
-    work = (ctypes.c_int64 * (2 + len(fields)))(0, parts, *fields)
-    place, threads = ctypes.addressof(work), min(torch.get_num_threads(), parts)
+    work = array("q", (0, parts, *fields))
+    (place, _), threads = work.buffer_info(), min(torch.get_num_threads(), parts)
     if threads == 1:
         kernel(place)
     elif (enter := _entrance()) is not None:

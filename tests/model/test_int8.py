@@ -13,11 +13,13 @@ from transformers.pytorch_utils import Conv1D
 import lade
 from lade.errors import ConfigError, InputError, UnsupportedModelError
 from lade.model.invariant.padded_rows import PaddedRows
-from lade.model.packing import codes, folder, int8, integer_trial, shared_inputs
+from lade.model.packing import codes, folder, input_forms, int8, integer_trial, shared_inputs
+from lade.model.packing.input_forms import TILES
 from lade.model.packing.int8 import Int8Linear
 from lade.model.packing.integer_product import fewest_rows, multiplied, prepacked
 from lade.model.packing.pack import int8_layers, kept_layers, packed_layers
 from lade.model.packing.quality import perplexity, watched
+from lade.model.tile_kernels import has_tiles
 from lade.testing import toy_model
 
 pytestmark = pytest.mark.by_processor
@@ -26,6 +28,7 @@ VOCABULARY = 48
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORMS = [torch.uint8, torch.int8]
+ALL_FORMS = [*FORMS, pytest.param(TILES, marks=pytest.mark.skipif(not has_tiles(), reason="no tiles (AMX) here"))]
 
 
 def build(family="llama", dtype=torch.float32):
@@ -42,16 +45,17 @@ def logits(model, ids=IDS):
 
 
 @pytest.fixture
-def untried():
-    """No trial is remembered, neither before nor after."""
+def untried(monkeypatch):
+    """No trial is remembered, neither before nor after, nor does this processor have tiles."""
+    monkeypatch.setattr(input_forms, "has_tiles", lambda: False)
     integer_trial._is_exact.cache_clear()
     yield
     integer_trial._is_exact.cache_clear()
 
 
 def take(monkeypatch, form):
-    """Have layers take this form of input codes; both are exact for few inputs, and signed ones for many."""
-    monkeypatch.setattr(int8, "input_dtype", lambda inputs, outputs: form)
+    """Have layers take this form of input codes; all are exact for few inputs, and signed ones for many."""
+    monkeypatch.setattr(int8, "input_form", lambda inputs, outputs: form)
 
 
 def difference(found, expected):
@@ -152,9 +156,9 @@ def rounded(monkeypatch):
 
     def noted(x, form):
         shapes.append(tuple(x.shape))
-        return codes.quantised(x, form)
+        return input_forms.rounded(x, form)
 
-    monkeypatch.setattr(shared_inputs, "quantised", noted)
+    monkeypatch.setattr(shared_inputs, "rounded", noted)
     return shapes
 
 
@@ -198,7 +202,7 @@ def test_an_input_that_was_written_into_is_rounded_anew(rounded):
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", ALL_FORMS, ids=str)
 def test_lookahead_writes_the_tokens_of_plain_decoding(form, family, dtype, monkeypatch):
     take(monkeypatch, form)
     model = lade.invariant(packed(build(family, dtype)))
@@ -218,16 +222,16 @@ def test_lookahead_writes_the_tokens_of_plain_decoding(form, family, dtype, monk
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_prompt_of_an_invariant_model_is_one_product_for_each_layer(dtype, monkeypatch):
-    fed, product = list[int](), int8.multiplied
+    fed, product = list[int](), Int8Linear._product
 
-    def noted(codes, *others):
-        fed.append(codes.shape[-2])
-        return product(codes, *others)
+    def noted(layer, x):
+        fed.append(x.shape[-2])
+        return product(layer, x)
 
     model = lade.invariant(packed(build(dtype=dtype), keep="lm_head"))
     layers = [module for module in model.modules() if isinstance(module, Int8Linear)]
     assert not any(isinstance(layer, PaddedRows) for layer in layers)
-    monkeypatch.setattr(int8, "multiplied", noted)
+    monkeypatch.setattr(Int8Linear, "_product", noted)
     logits(model, torch.randint(1, VOCABULARY, (1, 75)))
     assert fed == [75] * len(layers) != []
 

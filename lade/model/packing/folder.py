@@ -28,8 +28,8 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from lade.errors import InputError, UnsupportedModelError
 from lade.files import write_whole
 from lade.model.packing.codes import Codes
+from lade.model.packing.input_forms import input_form
 from lade.model.packing.int8 import Int8Linear
-from lade.model.packing.integer_trial import input_dtype
 from lade.model.packing.linear import PackedLinear, short, weight_of
 from lade.model.packing.pack import guard, pack_layers, shared_weights
 
@@ -214,7 +214,7 @@ def _fill(model: PreTrainedModel, index: Index, files: dict[str, Any]) -> None:
         empty = torch.empty(weight_of(layer).shape, dtype=getattr(torch, dtype), device="meta")
         layer._parameters["weight"] = nn.Parameter(empty)  # for its dtype
     for outputs, inputs in {each.values.shape for each in codes.values()}:
-        input_dtype(inputs, outputs)  # raises before anything is filled in
+        input_form(inputs, outputs)  # raises before anything is filled in
     for name, file in files.items():
         place, _, own = name.rpartition(".")
         module, tensor = model.get_submodule(place), file.get_tensor(name)

@@ -1,7 +1,8 @@
 """A linear layer whose weight lies in int8: half the bytes of 16 bits to read, and sums that have no order.
 
-Inputs are rounded to int8 too, token by token, and oneDNN multiplies integers. An integer sum is exact, whatever the
-kernel and however many rows there are, so a row's result does not depend on the rows beside it, bit for bit.
+Inputs are rounded to int8 too, token by token, and integers are multiplied: in tiles, by what is compiled here, on
+processors that have them (AMX), elsewhere by oneDNN. An integer sum is exact, whatever the kernel and however many rows
+there are, so a row's result does not depend on the rows beside it, bit for bit.
 
 The scheme, a scale for each output of the weights and one for each token of the inputs, is that of Dettmers et al.,
 "LLM.int8()" (2022), without its outliers, and of Xiao et al., "SmoothQuant" (2022), per-token dynamic.
@@ -16,13 +17,16 @@ from torch import nn
 
 from lade.errors import UnsupportedModelError
 from lade.model.packing.codes import Codes
+from lade.model.packing.huge_pages import HugePages
+from lade.model.packing.input_forms import TILES, Form, input_form
 from lade.model.packing.integer_product import multiplied, prepacked
-from lade.model.packing.integer_trial import input_dtype
 from lade.model.packing.linear import PackedLinear
 from lade.model.packing.shared_inputs import SharedInputs
+from lade.model.packing.tile_codes import in_panels, multiplied_in_tiles, out_of_panels
 
 MOST_INPUTS = 2**31 // (255 * 127)
 """Inputs of a layer whose sum of products fits into 32 bits whatever they are."""
+MOVE_REMEDY = "move it to the CPU"
 RELOAD_REMEDY = "load the model again, or pack it with keep_original=True to begin with"
 
 
@@ -34,23 +38,32 @@ class Int8Linear(PackedLinear):
         keep: whether the layer's own weight stays beside the packed one.
         codes: of its weight, where they are known; else they are made of it.
         inputs: one for all layers of a model.
+        pages: likewise.
 
     Raises:
         UnsupportedModelError: no form of its inputs is multiplied exactly here.
 
     Attributes:
-        weight: the layer's own parameter where it is kept; else one in the packed layout, int8, `[in, out]`.
+        weight: the layer's own parameter where it is kept; else one in the packed layout, int8: `[in, out]` in
+            oneDNN's, or panels.
     """
 
     _scale: torch.Tensor
     _zeros: torch.Tensor
-    _form: torch.dtype
+    _form: Form
     _inputs: SharedInputs
+    _memory: HugePages
 
     def __init__(
-        self, layer: nn.Module, *, keep: bool, codes: Codes | None = None, inputs: SharedInputs | None = None
+        self,
+        layer: nn.Module,
+        *,
+        keep: bool,
+        codes: Codes | None = None,
+        inputs: SharedInputs | None = None,
+        pages: HugePages | None = None,
     ) -> None:
-        self.__dict__.update(_given=codes, _inputs=inputs or SharedInputs())
+        self.__dict__.update(_given=codes, _inputs=inputs or SharedInputs(), _memory=pages or HugePages())
         super().__init__(layer, keep=keep)
 
     @torch.no_grad()
@@ -58,8 +71,9 @@ class Int8Linear(PackedLinear):
         """Make the packed tensor, and give the dense `weight` up unless it is kept."""
         weight: Any = self._parameters["weight"]
         codes = self.__dict__.pop("_given", None) or Codes.of(self._turned(weight.detach()))
-        form = input_dtype(self.in_features, self.out_features)
-        packed, zeros = prepacked(codes.values), torch.zeros(self.out_features, dtype=torch.int)
+        form = input_form(self.in_features, self.out_features)
+        packed = in_panels(codes.values, self._memory) if form == TILES else prepacked(codes.values)
+        zeros = torch.zeros(self.out_features, dtype=torch.int)
         self.__dict__.update(_packed=packed, _scale=codes.scale, _zeros=zeros, _form=form)
         if not self.keeps_original:
             integers = nn.Parameter(packed, requires_grad=False)  # gradients of integers there are none
@@ -68,6 +82,8 @@ class Int8Linear(PackedLinear):
 
     def codes(self) -> Codes:
         """A copy of the weight's codes."""
+        if self._form == TILES:
+            return Codes(out_of_panels(self._packed, self.out_features, self.in_features), self._scale)
         return Codes(self._packed.to_dense().t().contiguous(), self._scale)
 
     def kept_weight(self) -> torch.Tensor:
@@ -86,7 +102,7 @@ class Int8Linear(PackedLinear):
     @property
     def nbytes(self) -> int:
         """Bytes of the integers and their scales."""
-        return self.weights + self._scale.nbytes
+        return self._packed.numel() + self._scale.nbytes
 
     def _dense_parameter(self) -> nn.Parameter:
         if not self.keeps_original:
@@ -94,10 +110,16 @@ class Int8Linear(PackedLinear):
         return super()._dense_parameter()
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        codes, scale = self._inputs.quantised(x, self._form, id(self))  # [..., in], [..., 1]
+        if not x.is_cpu:
+            raise UnsupportedModelError(f"a layer packed in int8 for the CPU is fed what is on {x.device}", MOVE_REMEDY)
+        codes, scale = self._inputs.rounded(x, self._form, id(self))
+        bias = self._parameters["bias"]
+        if self._form == TILES:
+            out = x.new_empty(*x.shape[:-1], self.out_features)
+            return multiplied_in_tiles(codes, scale, self._packed, self._scale, bias, out)
         y = multiplied(codes, self._packed, self._scale, self._zeros).mul_(scale)  # [..., out] float32
-        if self.bias is not None:
-            y.add_(self.bias)
+        if bias is not None:
+            y.add_(bias)
         return y.to(x.dtype)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which form of input codes this processor multiplies exactly: tried, with the largest codes and sums.
+"""Which form of input codes oneDNN multiplies exactly on this processor: tried, with the largest codes and sums.
 
 Unsigned inputs with their zero at 128 are what VNNI multiplies with signed weights. Beside AMX oneDNN takes the zero's
 part off the sums in float32, which is not exact beyond 2^24, but there it multiplies signed inputs as fast. Both stand

@@ -33,8 +33,9 @@ from lade.model.packing.checks import (
     try_kernel,
 )
 from lade.model.packing.codes import Codes
+from lade.model.packing.huge_pages import HugePages
+from lade.model.packing.input_forms import input_form
 from lade.model.packing.int8 import RELOAD_REMEDY, Int8Linear
-from lade.model.packing.integer_trial import input_dtype
 from lade.model.packing.linear import Guard, PackedLinear, weight_of
 from lade.model.packing.shared_inputs import SharedInputs
 
@@ -74,7 +75,7 @@ def pack(
         model: a model in evaluation mode, on the CPU.
         keep_original: keep the dense weights as the layers' `weight`, at the price of a second copy. By default they
             are freed, layer by layer, and `weight` is a parameter in oneDNN's layout, whose values `weight.to_dense()`
-            gives. `state_dict` and `save_pretrained` write dense weights either way.
+            gives, or in panels for tiles. `state_dict` and `save_pretrained` write dense weights either way.
         weights: "int8", or None for weights in the dtype that they have.
         keep: with int8: names of layers that keep their dtype, and are packed in it. Patterns such as "lm_head" or
             "layers.0.*", for the whole name or the end of it.
@@ -121,10 +122,11 @@ def pack_layers(
         keep_original: see `pack`.
         codes: of layers whose int8 weights are known.
     """
-    places, shared, done, inputs = _places(model), shared_weights(model), list[PackedLinear](), SharedInputs()
+    places, shared, done = _places(model), shared_weights(model), list[PackedLinear]()
+    common = {"inputs": SharedInputs(), "pages": HugePages()}
     try:
         for layer, kind in kinds.items():
-            known: Any = {"codes": (codes or {}).get(layer), "inputs": inputs} if kind is Int8Linear else {}
+            known: Any = {"codes": (codes or {}).get(layer), **common} if kind is Int8Linear else {}
             packed = kind(layer, keep=keep_original or id(layer.weight) in shared, **known)
             done.append(packed)
             _put(packed, places[layer])
@@ -217,7 +219,7 @@ def _try_kernels(kinds: Mapping[nn.Module, type[PackedLinear]]) -> None:
     for dtype in {weight_of(layer).dtype for layer, kind in kinds.items() if kind is PackedLinear}:
         try_kernel(dtype)
     for outputs, inputs in {_shape(layer) for layer, kind in kinds.items() if kind is Int8Linear}:
-        input_dtype(inputs, outputs)
+        input_form(inputs, outputs)
 
 
 def _shape(layer: nn.Module) -> tuple[int, int]:

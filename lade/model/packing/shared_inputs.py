@@ -7,7 +7,7 @@ from weakref import ref
 
 import torch
 
-from lade.model.packing.codes import quantised
+from lade.model.packing.input_forms import Form, rounded
 
 
 class _Rounded(NamedTuple):
@@ -15,7 +15,7 @@ class _Rounded(NamedTuple):
 
     x: ref[torch.Tensor]
     version: int
-    form: torch.dtype
+    form: Form
     codes: torch.Tensor
     scale: torch.Tensor
     takers: set[int]
@@ -34,8 +34,8 @@ class SharedInputs:
     def __reduce__(self) -> tuple[type[SharedInputs], tuple[()]]:
         return SharedInputs, ()
 
-    def quantised(self, x: torch.Tensor, form: torch.dtype, taker: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `quantised` in codes.py; not to be written into.
+    def rounded(self, x: torch.Tensor, form: Form, taker: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `rounded` in input_forms.py; not to be written into.
 
         Args:
             x: `[..., in]`.
@@ -43,12 +43,12 @@ class SharedInputs:
             taker: number of the layer.
         """
         if x.is_inference():  # it has no version
-            return quantised(x, form)
+            return rounded(x, form)
         last = self._last
         same = last is not None and last.x() is x and (last.version, last.form) == (x._version, form)
         if last is not None and same and taker not in last.takers:
             last.takers.add(taker)
             return last.codes, last.scale
-        codes, scale = quantised(x, form)
+        codes, scale = rounded(x, form)
         self._last = _Rounded(ref(x), x._version, form, codes, scale, {taker})
         return codes, scale

@@ -1,0 +1,117 @@
+"""Int8 codes in tiles, for processors that have them (AMX): inputs rounded, and multiplied with weights in panels.
+
+What comes out has the bits of products by oneDNN: integer sums are exact, and the rest is rounded in the same steps.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lade.model.packing.huge_pages import HugePages
+from lade.model.tile_kernels import (
+    CODES,
+    PANEL,
+    ROWS,
+    CodeProduct,
+    Coding,
+    code_rows,
+    kind_of,
+    multiply_few_codes,
+    multiply_many_codes,
+)
+from lade.model.worker_threads import in_team
+
+_QUAD = 4  # codes that lie together in a tile
+_NEAR, _GROUP = 2**20, 2**18  # bytes of rows and of weights that a core's cache keeps
+_MANY_WEIGHTS, _MANY_INPUTS = 2**16, 2**15  # that are worth a thread of their own
+_SHARES = 4  # parts for each thread, which may be held up
+
+
+def in_panels(values: torch.Tensor, pages: HugePages) -> torch.Tensor:
+    """Codes `[out, in]` as panels `[out / 64, in / 64, 4, 16, 64]`, filled up with zeros.
+
+    A panel's block of inputs is four tiles of 16 outputs; a row of a tile holds four inputs of each of them.
+
+    Args:
+        values: int8.
+        pages: where the panels are to lie.
+    """
+    outputs, inputs = values.shape
+    filled = torch.nn.functional.pad(values, (0, -inputs % CODES, 0, -outputs % PANEL))
+    quads = filled.view(torch.int32).view(-1, 4, ROWS, filled.shape[1] // CODES, ROWS).permute(0, 3, 1, 4, 2)
+    return pages.take(filled.numel()).view(torch.int32).view(quads.shape).copy_(quads).view(torch.int8)
+
+
+def out_of_panels(panels: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
+    """The codes `[out, in]` that `in_panels` was given."""
+    count, blocks = panels.shape[:2]
+    quads = panels.view(torch.int32).permute(0, 2, 4, 1, 3).reshape(PANEL * count, CODES // _QUAD * blocks)
+    return quads.view(torch.int8)[:outputs, :inputs].contiguous()
+
+
+def coded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round inputs as `quantised` in codes.py does.
+
+    Args:
+        x: `[..., in]`, float32, bfloat16 or float16.
+
+    Returns:
+        Codes as `Coding` lays them out, with room for a multiple of 32 rows where there are more than 16; and what a
+        step of each row is worth, `[rows]` float32.
+    """
+    x, inputs = x.contiguous(), x.shape[-1]
+    rows = x.numel() // inputs
+    room = rows if rows <= ROWS else -(-rows // (2 * ROWS)) * 2 * ROWS
+    codes = torch.empty(room * -(-inputs // CODES) * CODES, dtype=torch.int8)
+    scales = torch.empty(rows)
+    fields = Coding(x.data_ptr(), kind_of(x.dtype), codes.data_ptr(), scales.data_ptr(), rows, inputs)
+    parts = max(1, min(rows, _SHARES * torch.get_num_threads(), x.numel() // _MANY_INPUTS))
+    in_team(code_rows, fields, parts, (x, codes, scales))
+    return codes, scales
+
+
+def multiplied_in_tiles(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    panels: torch.Tensor,
+    steps: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Integer sums, times the scales of outputs and of rows, plus the bias.
+
+    Args:
+        codes: of `coded`.
+        scales: likewise.
+        panels: of `in_panels`.
+        steps: `[out]` float32, of the weights.
+        bias: `[out]`, in one of the dtypes of inputs.
+        out: `[..., out]`, contiguous, in one of these dtypes: is filled in.
+
+    Returns:
+        `out`.
+    """
+    count, blocks, *_ = panels.shape
+    rows = scales.numel()
+    if not rows:
+        return out
+    bias = None if bias is None else bias.contiguous()
+    row_group, panel_group = _groups(rows, count, blocks)
+    fields = CodeProduct(
+        *(codes.data_ptr(), scales.data_ptr(), panels.data_ptr(), steps.data_ptr()),
+        *((0, 0) if bias is None else (bias.data_ptr(), kind_of(bias.dtype))),
+        *(out.data_ptr(), kind_of(out.dtype), rows, blocks, out.shape[-1], row_group, panel_group),
+    )
+    parts = -(-rows // row_group) * -(-count // panel_group)
+    holds = codes, scales, panels, steps, bias, out
+    in_team(multiply_few_codes if rows <= ROWS else multiply_many_codes, fields, parts, holds)
+    return out
+
+
+def _groups(rows: int, panels: int, blocks: int) -> tuple[int, int]:
+    """How many rows and how many panels make one part of the work."""
+    size, threads = blocks * CODES * PANEL, torch.get_num_threads()
+    if rows <= ROWS:
+        return rows, max(-(-panels // (_SHARES * threads)), -(-_MANY_WEIGHTS // size))
+    step = 2 * ROWS
+    return max(step, _NEAR // (blocks * CODES) // step * step), max(1, _GROUP // size)

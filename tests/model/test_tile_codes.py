@@ -1,0 +1,149 @@
+"""Int8 codes in tiles: the bits of the products by oneDNN, whatever the shape, the rows and the threads."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from lade.errors import UnsupportedModelError
+from lade.model.packing import huge_pages
+from lade.model.packing.codes import Codes, quantised
+from lade.model.packing.huge_pages import HugePages
+from lade.model.packing.input_forms import TILES
+from lade.model.packing.int8 import Int8Linear
+from lade.model.packing.integer_product import multiplied, prepacked
+from lade.model.packing.tile_codes import coded, in_panels, multiplied_in_tiles, out_of_panels
+from lade.model.tile_kernels import has_tiles
+
+needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this processor has no tiles (AMX)")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(64, 64), (1, 33), (7, 3), (300, 64), (64, 300), (130, 777), (96, 2000)]
+EDGES = [1, 2, 3, 15, 16, 17, 31, 32, 33, 40]
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def inputs_of(rows, inputs, dtype):
+    """Rows of many sizes: near the middle between two codes, the largest, the least and zeros among them."""
+    x = torch.randn(rows, inputs) * 10 ** torch.linspace(-2, 2, rows)[:, None]
+    ties = (torch.arange(inputs) * 37 % 254 - 126.5) * torch.tensor([1, 1 - 2**-23, 1 + 2**-23])[:, None]
+    ties[:, 0] = 127
+    x[: min(3, rows)] = ties[:rows]
+    x[3:4] = torch.finfo(dtype).max * torch.rand(inputs)
+    x[4:5] = torch.finfo(dtype).tiny * torch.rand(inputs)
+    x[5:6] = 0
+    return x.to(dtype)
+
+
+def by_onednn(x, codes, bias):
+    """As the layer multiplies elsewhere."""
+    values, scale = quantised(x, torch.int8)
+    y = multiplied(values, prepacked(codes.values), codes.scale, torch.zeros(len(codes.scale), dtype=torch.int))
+    y.mul_(scale)
+    return (y if bias is None else y.add_(bias)).to(x.dtype)
+
+
+def in_tiles(x, codes, bias):
+    out = x.new_empty(len(x), len(codes.scale))
+    return multiplied_in_tiles(*coded(x), in_panels(codes.values, HugePages()), codes.scale, bias, out)
+
+
+def same(found, expected):
+    return torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
+
+
+@needs_tiles
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@torch.no_grad()
+def test_results_have_the_bits_of_onednn(shape, dtype, threads):
+    outputs, inputs = shape
+    codes = Codes.of(torch.randn(outputs, inputs))
+    rows_tried = [*range(1, 41), 200] if threads == 1 else EDGES
+    for rows, bias in itertools.product(rows_tried, (None, torch.randn(outputs).to(dtype))):
+        x = inputs_of(rows, inputs, dtype)
+        assert same(in_tiles(x, codes, bias), by_onednn(x, codes, bias)), rows
+
+
+@needs_tiles
+@torch.no_grad()
+def test_the_largest_sums_are_exact(threads):
+    values = torch.full((70, 6080), 127, dtype=torch.int8)
+    values[::3] = -127
+    values[1, 7] = 126
+    codes = Codes(values, torch.rand(70))
+    x = torch.full((150, 6080), 3.0)
+    x[::2] *= -1
+    x[:, -1] *= 0.5
+    assert torch.equal(in_tiles(x, codes, None), by_onednn(x, codes, None))
+
+
+@needs_tiles
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("inputs", [1, 16, 63, 64, 65, 777])
+@torch.no_grad()
+def test_inputs_are_rounded_to_the_same_codes(inputs, dtype, threads):
+    blocks = -(-inputs // 64)
+    for rows in EDGES:
+        x = inputs_of(rows, inputs, dtype)
+        (codes, scales), (expected, scale) = coded(x), quantised(x, torch.int8)
+        together = min(rows, 16)
+        laid_out = codes.view(-1, blocks, together, 64).transpose(1, 2).reshape(-1, 64 * blocks)[:rows]
+        assert torch.equal(laid_out[:, :inputs], expected) and not laid_out[:, inputs:].any()
+        assert torch.equal(scales, scale[:, 0])
+
+
+@needs_tiles
+@torch.no_grad()
+def test_what_is_not_finite_does_not_become_so():
+    codes = Codes.of(torch.randn(70, 200))
+    x = torch.randn(20, 200)
+    expected = in_tiles(x, codes, None)
+    x[3, 199], x[18, 0], x[7, 5] = float("nan"), float("inf"), -float("inf")
+    found = in_tiles(x, codes, None)
+    finite = [row for row in range(20) if row not in (3, 7, 18)]
+    assert torch.equal(found[finite], expected[finite]) and not found[[3, 7, 18]].isfinite().any()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_panels_hold_the_codes_and_zeros(shape):
+    values = torch.randint(-127, 128, shape, dtype=torch.int8)
+    panels = in_panels(values, HugePages())
+    assert panels.shape == (-(-shape[0] // 64), -(-shape[1] // 64), 4, 16, 64) and panels.data_ptr() % 64 == 0
+    assert torch.equal(out_of_panels(panels, *shape), values)
+    assert panels.count_nonzero() == values.count_nonzero()
+    if shape == (130, 777):
+        assert panels[1, 2, 3, 5, 4 * 7 + 2] == values[64 + 3 * 16 + 7, 2 * 64 + 5 * 4 + 2]
+
+
+@needs_tiles
+@torch.no_grad()
+def test_a_layer_takes_tiles_and_says_what_it_cannot_be_fed():
+    layer = Int8Linear(nn.Linear(30, 70), keep=False)
+    assert layer._form == TILES and layer.weight.dtype == torch.int8
+    with pytest.raises(UnsupportedModelError, match="on meta; move it to the CPU"):
+        layer(torch.randn(3, 30, device="meta"))
+    kept = Int8Linear(nn.Linear(30, 70), keep=True)
+    kept.weight = kept.weight  # as transformers ties weights, of whatever size they are when packed
+    assert layer.nbytes == 2 * 64 * 64 + 70 * 4
+
+
+def test_memory_is_handed_out_piece_by_piece():
+    pages = HugePages()
+    pieces = [pages.take(size) for size in (64, 128, huge_pages.CHUNK - 256, 4096, huge_pages.CHUNK + 64, 64)]
+    for number, piece in enumerate(pieces):
+        assert piece.data_ptr() % 64 == 0 and not piece[:64].any() and not piece[-64:].any()
+        piece[:64], piece[-64:] = number + 1, number + 1
+    assert all((piece[[0, -1]] == number + 1).all() for number, piece in enumerate(pieces))
+    assert [len(piece) for piece in pieces[:2]] == [64, 128]
+    assert pieces[1].data_ptr() - pieces[0].data_ptr() == 64
+    assert len(copy.deepcopy(pages)._left) == 0
