@@ -11,7 +11,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from lade.model.cache_moves import Whole
 
-_BUFFERS = attrgetter("keys", "values", "indexer_keys")
+_NAMES = "keys", "values", "indexer_keys"
+_buffers_of = attrgetter(*_NAMES)
 SPARE_TOKENS = 256
 """Tokens that a buffer has room for beyond those needed, at least."""
 
@@ -39,8 +40,7 @@ class TreeLayer(CacheLayerMixin):
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
         """Those that there are, by the name of the attribute."""
-        there = {"keys": self.keys, "values": self.values, "indexer_keys": self.indexer_keys}
-        return {name: buffer for name, buffer in there.items() if buffer is not None}
+        return {name: buffer for name, buffer in zip(_NAMES, _buffers_of(self), strict=True) if buffer is not None}
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate buffers like `key_states` and `value_states` (`[B, H, T, D]`), with room to grow."""
@@ -190,7 +190,7 @@ class JoinedLayers:
 
     def _buffers(self) -> Iterator[torch.Tensor | None]:
         """Those of all layers, and None for each that there is not; without a call of Python's own for any of them."""
-        return chain.from_iterable(map(_BUFFERS, self.layers))
+        return chain.from_iterable(map(_buffers_of, self.layers))
 
     def _join(self, buffers: list[torch.Tensor]) -> None:
         """Make one of buffers, as far as that can be."""
