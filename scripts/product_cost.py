@@ -23,7 +23,8 @@ from lade.model.packing.huge_pages import HugePages
 from lade.model.packing.integer_product import multiplied, prepacked
 from lade.model.packing.integer_trial import input_dtype
 from lade.model.packing.layout import packed_weight
-from lade.model.packing.tile_codes import coded, in_panels, multiplied_in_tiles
+from lade.model.packing.panels import in_panels
+from lade.model.packing.tile_codes import coded, multiplied_in_tiles
 from lade.model.tile_kernels import has_tiles
 
 BYTES = 200e6

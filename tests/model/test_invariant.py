@@ -39,9 +39,9 @@ from lade.model.invariant.weights import _joined
 from lade.model.invariant_attention import attention
 from lade.model.invariant_attention.attention import invariant_attention
 from lade.model.invariant_attention.work import attention_of
-from lade.model.packing import tiles
 from lade.model.packing.linear import PackedLinear
-from lade.model.packing.tiles import in_panels, tile_product
+from lade.model.packing.panels import in_panels
+from lade.model.packing.tiles import tile_product
 from lade.model.tile_kernels import has_tiles
 from lade.testing import toy_model
 
@@ -447,13 +447,13 @@ def test_interrupted_while_weights_move_a_model_is_what_it_was(monkeypatch):
     model, moved = lade.pack(toy_model(dtype=HALF), min_weights=1), []
     weights = copy.deepcopy(model.state_dict())
 
-    def in_panels(weight, pages):
+    def interrupted(weight, pages):
         moved.append(weight)
         if len(moved) == 3:
             raise KeyboardInterrupt
-        return tiles.in_panels(weight, pages)
+        return in_panels(weight, pages)
 
-    monkeypatch.setattr("lade.model.packing.linear.in_panels", in_panels)
+    monkeypatch.setattr("lade.model.packing.linear.in_panels", interrupted)
     with pytest.raises(KeyboardInterrupt):
         lade.invariant(model)
     assert not any(part.in_tiles or part._packed.layout == torch.strided for part in packed_parts(model))

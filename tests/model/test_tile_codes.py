@@ -14,7 +14,8 @@ from lade.model.packing.huge_pages import HugePages
 from lade.model.packing.input_forms import TILES
 from lade.model.packing.int8 import Int8Linear
 from lade.model.packing.integer_product import multiplied, prepacked
-from lade.model.packing.tile_codes import coded, in_panels, multiplied_in_tiles, out_of_panels
+from lade.model.packing.panels import in_panels, out_of_panels
+from lade.model.packing.tile_codes import coded, multiplied_in_tiles
 from lade.model.tile_kernels import has_tiles
 
 needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this processor has no tiles (AMX)")

@@ -5,7 +5,8 @@ import torch
 
 from lade.model.invariant.row_trial import _drawn, _order, cancelling
 from lade.model.packing import tiles
-from lade.model.packing.tiles import in_panels, out_of_panels, tile_product
+from lade.model.packing.panels import in_panels, out_of_panels
+from lade.model.packing.tiles import tile_product
 from lade.model.tile_kernels import has_tiles
 
 pytestmark = pytest.mark.skipif(not has_tiles(), reason="this processor has no tiles (AMX)")
@@ -91,7 +92,7 @@ def test_nothing_beside_the_rows_is_read_or_written(rows):
 
 def test_what_fills_panels_up_is_zero():
     panels = in_panels(torch.ones(70, 33, dtype=HALF))
-    assert panels.shape == (2, 2, 4, 16, 16, 2)
+    assert panels.shape == (2, 2, 4, 16, 32)
     assert panels.sum() == 70 * 33 and panels[0].count_nonzero() == 64 * 33
 
 

@@ -21,8 +21,9 @@ from lade.model.packing.huge_pages import HugePages
 from lade.model.packing.input_forms import TILES, Form, input_form
 from lade.model.packing.integer_product import multiplied, prepacked
 from lade.model.packing.linear import PackedLinear
+from lade.model.packing.panels import in_panels, out_of_panels
 from lade.model.packing.shared_inputs import SharedInputs
-from lade.model.packing.tile_codes import in_panels, multiplied_in_tiles, out_of_panels
+from lade.model.packing.tile_codes import multiplied_in_tiles
 
 MOST_INPUTS = 2**31 // (255 * 127)
 """Inputs of a layer whose sum of products fits into 32 bits whatever they are."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from lade.model.packing.huge_pages import HugePages
 from lade.model.tile_kernels import (
     CODES,
     PANEL,
@@ -21,32 +20,9 @@ from lade.model.tile_kernels import (
 )
 from lade.model.worker_threads import in_team
 
-_QUAD = 4  # codes that lie together in a tile
 _NEAR, _GROUP = 2**20, 2**18  # bytes of rows and of weights that a core's cache keeps
 _MANY_WEIGHTS, _MANY_INPUTS = 2**16, 2**15  # that are worth a thread of their own
 _SHARES = 4  # parts for each thread, which may be held up
-
-
-def in_panels(values: torch.Tensor, pages: HugePages) -> torch.Tensor:
-    """Codes `[out, in]` as panels `[out / 64, in / 64, 4, 16, 64]`, filled up with zeros.
-
-    A panel's block of inputs is four tiles of 16 outputs; a row of a tile holds four inputs of each of them.
-
-    Args:
-        values: int8.
-        pages: where the panels are to lie.
-    """
-    outputs, inputs = values.shape
-    filled = torch.nn.functional.pad(values, (0, -inputs % CODES, 0, -outputs % PANEL))
-    quads = filled.view(torch.int32).view(-1, 4, ROWS, filled.shape[1] // CODES, ROWS).permute(0, 3, 1, 4, 2)
-    return pages.take(filled.numel()).view(torch.int32).view(quads.shape).copy_(quads).view(torch.int8)
-
-
-def out_of_panels(panels: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
-    """The codes `[out, in]` that `in_panels` was given."""
-    count, blocks = panels.shape[:2]
-    quads = panels.view(torch.int32).permute(0, 2, 4, 1, 3).reshape(PANEL * count, CODES // _QUAD * blocks)
-    return quads.view(torch.int8)[:outputs, :inputs].contiguous()
 
 
 def coded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

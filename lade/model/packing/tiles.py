@@ -4,35 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from lade.model.packing.huge_pages import HugePages
-from lade.model.tile_kernels import BLOCK_INPUTS, PANEL, ROWS, Product, multiply_few, multiply_many, partial_sums
+from lade.model.tile_kernels import BLOCK_INPUTS, ROWS, Product, multiply_few, multiply_many, partial_sums
 from lade.model.worker_threads import in_team
 
 _MANY = 2**16  # weights that are worth a part of their own
 _CHUNK = 64  # blocks of inputs that go through all panels together
 _NEAR = 2**20  # bytes of the rows' inputs in a chunk, for which the second cache has room beside weights
-
-
-def in_panels(weight: torch.Tensor, pages: HugePages | None = None) -> torch.Tensor:
-    """A weight `[out, in]` in bfloat16 as panels `[out / 64, in / 32, 4, 16, 16, 2]`, filled up with zeros.
-
-    Args:
-        weight: is left as it is.
-        pages: what memory for them is taken from.
-    """
-    outputs, inputs = weight.shape
-    filled = torch.nn.functional.pad(weight, (0, -inputs % BLOCK_INPUTS, 0, -outputs % PANEL)).contiguous()
-    pairs = filled.view(torch.int32).view(-1, 4, ROWS, filled.shape[1] // BLOCK_INPUTS, ROWS).permute(0, 3, 1, 4, 2)
-    room = pages.take(filled.nbytes) if pages is not None else torch.empty(filled.nbytes, dtype=torch.int8)
-    panels = room.view(torch.int32).view(pairs.shape).copy_(pairs)
-    return panels.view(weight.dtype).view(*panels.shape, 2)
-
-
-def out_of_panels(panels: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
-    """The weight `[out, in]` that `in_panels` was given."""
-    pairs = panels.flatten(-2).view(torch.int32).permute(0, 2, 4, 1, 3)
-    filled = pairs.reshape(PANEL * len(panels), -1).view(panels.dtype)
-    return filled[:outputs, :inputs].contiguous()
 
 
 def tile_product(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
