@@ -153,6 +153,15 @@ def _next(builder: Any, address: Any) -> Any:
 
 
 @inlined
+def _zero_sums() -> None:
+    """Begin the sums, tiles 0 to 3, with nothing."""
+    _zero(0)
+    _zero(1)
+    _zero(2)
+    _zero(3)
+
+
+@inlined
 def _shape_tiles(rows: Any) -> None:
     """Configure all tiles but weights' (number 5 to 7) to so many rows, and those to 16."""
     shapes = _room(64)
@@ -296,10 +305,7 @@ def _multiply_few(address: Any) -> None:
         first, last = _share(address, product, part)
         at = product.weight + first * BLOCK * -(-product.inputs // BLOCK_INPUTS)
         for panel in range(first, last):
-            _zero(0)
-            _zero(1)
-            _zero(2)
-            _zero(3)
+            _zero_sums()
             for block in range(whole):
                 for line in range(0, BLOCK, _ROW):
                     _prefetch(at + _AHEAD + line, 3)
@@ -350,10 +356,7 @@ def _fetch_share(weights: Any, share: Any, shares: Any) -> None:
 def _begin_square(begin: Any, sums: Any) -> Any:
     """Four tiles of zeros, or of what came of the inputs before block number `begin`."""
     if begin == 0:
-        _zero(0)
-        _zero(1)
-        _zero(2)
-        _zero(3)
+        _zero_sums()
     else:
         _load_tile(0, sums, _ROW)
         _load_tile(1, sums + TILE, _ROW)
@@ -734,10 +737,7 @@ def _read_ahead(weight: Any) -> None:
 @inlined
 def _sum_up_few(codes: Any, rows: Any, blocks: Any, weight: Any, sums: Any) -> None:
     """Sums `[rows, 64]` of up to 16 rows by a panel, which is read ahead."""
-    _zero(0)
-    _zero(1)
-    _zero(2)
-    _zero(3)
+    _zero_sums()
     for _ in range(blocks):
         _load_tile(4, codes, _ROW)
         _read_ahead(weight)
@@ -763,10 +763,7 @@ def _sum_up_few(codes: Any, rows: Any, blocks: Any, weight: Any, sums: Any) -> N
 def _sum_up_many(codes: Any, blocks: Any, weight: Any, sums: Any) -> None:
     """Sums `[32, 32]` of 32 rows by half a panel."""
     below = codes + TILE * blocks
-    _zero(0)
-    _zero(1)
-    _zero(2)
-    _zero(3)
+    _zero_sums()
     for _ in range(blocks):
         _load_tile(6, weight, _ROW)
         _load_tile(4, codes, _ROW)

@@ -618,6 +618,15 @@ part and that number, the scale and the cap in bits of float32, and a `Call`."""
 
 
 @inlined
+def _store_as(address: Any, numbers: Any, kind: Any) -> None:
+    """As numbers of a kind, float32 or bfloat16."""
+    if kind == _BFLOAT16:
+        _store_bfloat16(address, numbers)
+    else:
+        _store(address, numbers)
+
+
+@inlined
 def _weigh_by_logistic(x: Any, found: Any, kind: Any, steep: Any, cubic: Any, first: Any, last: Any) -> None:
     """Fill in `found`, x over 1 + exp(steep * x + cubic * x ** 3), from number `first` to the one before `last`.
 
@@ -636,10 +645,7 @@ def _weigh_by_logistic(x: Any, found: Any, kind: Any, steep: Any, cubic: Any, fi
     for begin in range(first, last, LANES):
         at = item * min(begin, last - LANES)
         numbers = _over_exp(_as_floats(x + at, kind), steeps, cubics)
-        if kind == _BFLOAT16:
-            _store_bfloat16(found + at, numbers)
-        else:
-            _store(found + at, numbers)
+        _store_as(found + at, numbers, kind)
 
 
 def _weigh_in_team(address: Any) -> None:
@@ -725,10 +731,7 @@ def _normalise(
             place = item * min(at, columns - LANES)
             numbers = _as_floats(begin + place, kind)
             numbers = _scaled(numbers, weight + place, factor, _spread(more), kind, rounded, spare)
-            if kind == _BFLOAT16:
-                _store_bfloat16(to + place, numbers)
-            else:
-                _store(to + place, numbers)
+            _store_as(to + place, numbers, kind)
 
 
 def _normalise_in_team(address: Any) -> None:
