@@ -407,6 +407,9 @@ def test_a_prompt_rounds_alike_however_it_is_cut(wide_model, first):
 
 
 needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this processor has no tiles (AMX)")
+needs_float16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="oneDNN has no float16 product for this processor"
+)
 
 
 def packed_parts(model: nn.Module) -> list[PackedLinear]:
@@ -460,7 +463,7 @@ def test_interrupted_while_weights_move_a_model_is_what_it_was(monkeypatch):
     assert all(torch.equal(model.state_dict()[name], weight) for name, weight in weights.items())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=needs_float16), HALF])
 def test_without_tiles_for_its_dtype_the_layout_of_a_packed_layer_stays(dtype, monkeypatch):
     if dtype == HALF:
         monkeypatch.setattr("lade.model.packing.linear.has_tiles", lambda: False)
