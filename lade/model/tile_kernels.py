@@ -472,10 +472,12 @@ class Coding(NamedTuple):
     Attributes:
         x: where they lie, `[rows, inputs]`, contiguous.
         kind: of their dtype.
-        codes: what becomes of them, `[rows / 16, blocks, 16, 64]`, in which the last block is filled up with zeros;
-            fewer than 16 rows lie as `[blocks, rows, 64]`.
+        codes: what becomes of them, `[rows / together, blocks, together, 64]`, in which the last block is filled up
+            with zeros; rows that are missing are left as they are.
         scales: `[rows]` float32, what a step is worth.
         rows, inputs: how many.
+        together: how many rows lie together.
+        zero: 0 of signed codes, 128 of unsigned ones.
     """
 
     x: int
@@ -484,6 +486,8 @@ class Coding(NamedTuple):
     scales: int
     rows: int
     inputs: int
+    together: int
+    zero: int
 
 
 class CodeProduct(NamedTuple):
@@ -620,16 +624,19 @@ def _largest(builder: Any, sizes: Any) -> Any:
     return builder.bitcast(builder.call(most, [sizes]), ir.FloatType())
 
 
-@instruction(_NONE, _AT, _V, _V)
-def _put_codes(builder: Any, address: Any, numbers: Any, steps: Any) -> None:
-    """Numbers over what a step is worth, as int8.
+@instruction(_NONE, _AT, _V, _V, numba.int64)
+def _put_codes(builder: Any, address: Any, numbers: Any, steps: Any, zero: Any) -> None:
+    """Numbers over what a step is worth, as codes.
 
-    The conversion cuts off, so that the half makes it round; 128 is taken off again by changing the first bit.
+    The conversion cuts off, so that the half makes it round; of signed codes 128 is taken off again by changing the
+    first bit.
     """
     shifted = builder.fadd(builder.fdiv(numbers, steps), _equal(128.5))
-    octets = ir.VectorType(_BYTE, LANES)
-    codes = builder.trunc(builder.fptosi(shifted, _BITS), octets)
-    _put(builder, address, builder.xor(codes, _equal(128, octets)))
+    codes = builder.fptosi(shifted, _BITS)
+    signed = builder.trunc(builder.xor(zero, ir.Constant(_LONG, 128)), _INT)
+    first = builder.insert_element(ir.Constant(_BITS, ir.Undefined), signed, ir.Constant(_INT, 0))
+    changed = builder.xor(codes, builder.shuffle_vector(first, first, _equal(0, _BITS)))
+    _put(builder, address, builder.trunc(changed, ir.VectorType(_BYTE, LANES)))
 
 
 @inlined
@@ -662,7 +669,7 @@ def _take_some(address: Any, kind: Any, count: Any, spare: Any) -> Any:
 
 
 @inlined
-def _code_row(x: Any, kind: Any, inputs: Any, to: Any, stride: Any) -> Any:
+def _code_row(x: Any, kind: Any, inputs: Any, to: Any, stride: Any, zero: Any) -> Any:
     """Round a row; blocks of codes are so many bytes apart. Returns what a step is worth."""
     item, spare, whole = 2 if kind else 4, _room(_ROW), inputs // LANES * LANES
     sizes = _no_sizes()
@@ -672,23 +679,28 @@ def _code_row(x: Any, kind: Any, inputs: Any, to: Any, stride: Any) -> Any:
     step = (np.float32(1e-30) if size < np.float32(1e-30) else size) / np.float32(127)  # a row of zeros has one, too
     steps = _in_all_lanes(step)
     for at in range(0, whole, LANES):
-        _put_codes(to + at // CODES * stride + at % CODES, _take(x + item * at, kind), steps)
+        _put_codes(to + at // CODES * stride + at % CODES, _take(x + item * at, kind), steps, zero)
     for at in range(whole, -(-inputs // CODES) * CODES, LANES):
         last = _take_some(x + item * at, kind, max(0, inputs - at), spare)
-        _put_codes(to + at // CODES * stride + at % CODES, last, steps)
+        _put_codes(to + at // CODES * stride + at % CODES, last, steps, zero)
     return step
 
 
 def _code_rows(address: Any) -> None:
     """Round rows, see `Coding`: each part has as many of them."""
     x, kind, codes, scales = _field(address, 2), _field(address, 3), _field(address, 4), _field(address, 5)
-    rows, inputs, parts = _field(address, 6), _field(address, 7), _field(address, 1)
-    stride, blocks, length = CODES * min(rows, ROWS), -(-inputs // CODES), (2 if kind else 4) * inputs
+    rows, inputs, together, zero = _field(address, 6), _field(address, 7), _field(address, 8), _field(address, 9)
+    stride, blocks, length, parts = (
+        CODES * together,
+        -(-inputs // CODES),
+        (2 if kind else 4) * inputs,
+        _field(address, 1),
+    )
     part = _next(address)
     while part < parts:
         for row in range(rows * part // parts, rows * (part + 1) // parts):
-            to = codes + CODES * (row // ROWS * ROWS * blocks + row % ROWS)
-            _put_one(scales + 4 * row, _code_row(x + length * row, kind, inputs, to, stride))
+            to = codes + CODES * (row // together * together * blocks + row % together)
+            _put_one(scales + 4 * row, _code_row(x + length * row, kind, inputs, to, stride, zero))
         part = _next(address)
 
 

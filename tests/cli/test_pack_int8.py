@@ -96,7 +96,7 @@ def test_what_is_wrong_is_said(lade, folder, arguments, words, tmp_path, monkeyp
 
 def test_a_processor_without_the_kernel_is_an_error(lade, folder, text, small_layers_count, monkeypatch):
     integer_trial._is_exact.cache_clear()
-    monkeypatch.setattr(input_forms, "has_tiles", lambda: False)
+    monkeypatch.setattr(input_forms, "panel_for", lambda dtype: 0)
     monkeypatch.setattr(integer_trial, "multiplied", lambda *arguments: 1 / 0)
     monkeypatch.setattr(integer_trial, "prepacked", lambda values: (_ for _ in ()).throw(RuntimeError("no kernel")))
     result = lade("pack", folder, "--check", text)

@@ -12,9 +12,10 @@ from transformers.pytorch_utils import Conv1D
 
 import lade
 from lade.errors import ConfigError, InputError, UnsupportedModelError
+from lade.model.dot_kernels import has_dots
 from lade.model.invariant.padded_rows import PaddedRows
 from lade.model.packing import codes, folder, input_forms, int8, integer_trial, shared_inputs
-from lade.model.packing.input_forms import TILES
+from lade.model.packing.input_forms import DOTS, TILES
 from lade.model.packing.int8 import Int8Linear
 from lade.model.packing.integer_product import fewest_rows, multiplied, prepacked
 from lade.model.packing.pack import int8_layers, kept_layers, packed_layers
@@ -28,7 +29,11 @@ VOCABULARY = 48
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORMS = [torch.uint8, torch.int8]
-ALL_FORMS = [*FORMS, pytest.param(TILES, marks=pytest.mark.skipif(not has_tiles(), reason="no tiles (AMX) here"))]
+ALL_FORMS = [
+    *FORMS,
+    pytest.param(TILES, marks=pytest.mark.skipif(not has_tiles(), reason="no tiles (AMX) here")),
+    pytest.param(DOTS, marks=pytest.mark.skipif(not has_dots(torch.int8), reason="no VNNI here")),
+]
 
 
 def build(family="llama", dtype=torch.float32):
@@ -46,8 +51,8 @@ def logits(model, ids=IDS):
 
 @pytest.fixture
 def untried(monkeypatch):
-    """No trial is remembered, neither before nor after, nor does this processor have tiles."""
-    monkeypatch.setattr(input_forms, "has_tiles", lambda: False)
+    """No trial is remembered, neither before nor after, nor does this processor have products of our own."""
+    monkeypatch.setattr(input_forms, "panel_for", lambda dtype: 0)
     integer_trial._is_exact.cache_clear()
     yield
     integer_trial._is_exact.cache_clear()

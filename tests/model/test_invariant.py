@@ -41,8 +41,7 @@ from lade.model.invariant_attention.attention import invariant_attention
 from lade.model.invariant_attention.work import attention_of
 from lade.model.packing.linear import PackedLinear
 from lade.model.packing.panels import in_panels
-from lade.model.packing.tiles import tile_product
-from lade.model.tile_kernels import has_tiles
+from lade.model.packing.products import panel_for, panel_product
 from lade.testing import toy_model
 
 pytestmark = pytest.mark.by_processor
@@ -245,8 +244,10 @@ def test_a_smaller_team_than_was_asked_for_does_all_the_work(monkeypatch):
 
     def all_work() -> list[torch.Tensor]:
         found = [times_logistic(x), invariant_attention(nn.Identity(), query, key, key, None)[0]]
-        panels = in_panels(weight) if has_tiles() else None
-        return found if panels is None else found + [tile_product(rows[:n], panels, None, 640) for n in (3, 40)]
+        if not panel_for(HALF):
+            return found
+        panels = in_panels(weight, panel=panel_for(HALF))
+        return found + [panel_product(rows[:n], panels, None, 640) for n in (3, 40)]
 
     expected, entered = all_work(), []
 
@@ -406,7 +407,7 @@ def test_a_prompt_rounds_alike_however_it_is_cut(wide_model, first):
     assert torch.equal(torch.cat([before.logits, behind.logits], 1), whole)
 
 
-needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this processor has no tiles (AMX)")
+needs_panels = pytest.mark.skipif(not panel_for(HALF), reason="neither tiles (AMX) nor AVX512-BF16 here")
 needs_float16 = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="oneDNN has no float16 product for this processor"
 )
@@ -416,15 +417,15 @@ def packed_parts(model: nn.Module) -> list[PackedLinear]:
     return [module for module in model.modules() if isinstance(module, PackedLinear)]
 
 
-@needs_tiles
-def test_with_tiles_a_packed_layer_is_fed_all_rows_at_once(wide_model):
+@needs_panels
+def test_in_panels_a_packed_layer_is_fed_all_rows_at_once(wide_model):
     parts = packed_parts(lade.invariant(wide_model))
     assert {part.in_features for part in parts} == {640, 4160}
-    assert all(part.in_tiles and padding_of(part) == NO_PADDING for part in parts)
-    assert not any(part.in_tiles for part in packed_parts(lade.variant(wide_model)))
+    assert all(part.panel and padding_of(part) == NO_PADDING for part in parts)
+    assert not any(part.panel for part in packed_parts(lade.variant(wide_model)))
 
 
-@needs_tiles
+@needs_panels
 @torch.no_grad()
 @pytest.mark.parametrize("keep", [False, True])
 def test_weights_in_panels_are_kept_once_and_come_back(keep):
@@ -433,10 +434,10 @@ def test_weights_in_panels_are_kept_once_and_come_back(keep):
     expected = lade.pack(model, keep_original=keep, min_weights=1)(ids).logits
     lade.invariant(model)
     parts, logits = packed_parts(model), model(ids).logits
-    assert all(part.in_tiles for part in parts)
+    assert all(part.panel for part in parts)
     assert all((part.weight.data_ptr() == part._packed.data_ptr()) != part.keeps_original for part in parts)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert all(part.in_tiles for part in packed_parts(copied))
+        assert all(part.panel for part in packed_parts(copied))
         assert torch.equal(copied(ids).logits, logits)
     lade.variant(model)
     for state in (copied.state_dict(), model.state_dict(), lade.unpack(lade.variant(copied)).state_dict()):
@@ -445,53 +446,53 @@ def test_weights_in_panels_are_kept_once_and_come_back(keep):
     assert torch.equal(model(ids).logits, expected)
 
 
-@needs_tiles
+@needs_panels
 def test_interrupted_while_weights_move_a_model_is_what_it_was(monkeypatch):
     model, moved = lade.pack(toy_model(dtype=HALF), min_weights=1), []
     weights = copy.deepcopy(model.state_dict())
 
-    def interrupted(weight, pages):
+    def interrupted(weight, pages, panel):
         moved.append(weight)
         if len(moved) == 3:
             raise KeyboardInterrupt
-        return in_panels(weight, pages)
+        return in_panels(weight, pages, panel)
 
     monkeypatch.setattr("lade.model.packing.linear.in_panels", interrupted)
     with pytest.raises(KeyboardInterrupt):
         lade.invariant(model)
-    assert not any(part.in_tiles or part._packed.layout == torch.strided for part in packed_parts(model))
+    assert not any(part.panel or part._packed.layout == torch.strided for part in packed_parts(model))
     assert all(torch.equal(model.state_dict()[name], weight) for name, weight in weights.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=needs_float16), HALF])
-def test_without_tiles_for_its_dtype_the_layout_of_a_packed_layer_stays(dtype, monkeypatch):
+def test_without_products_for_its_dtype_the_layout_of_a_packed_layer_stays(dtype, monkeypatch):
     if dtype == HALF:
-        monkeypatch.setattr("lade.model.packing.linear.has_tiles", lambda: False)
+        monkeypatch.setattr("lade.model.packing.linear.panel_for", lambda dtype: 0)
     model = lade.invariant(lade.pack(toy_model(dtype=dtype), min_weights=1))
-    assert not any(part.in_tiles for part in packed_parts(model))
+    assert not any(part.panel for part in packed_parts(model))
 
 
-@needs_tiles
-def test_a_copy_that_is_revived_without_tiles_has_the_other_layout(monkeypatch):
+@needs_panels
+def test_a_copy_that_is_revived_without_products_for_panels_has_the_other_layout(monkeypatch):
     model = lade.invariant(lade.pack(toy_model(dtype=HALF), min_weights=1))
     pickled = pickle.dumps(model)
-    monkeypatch.setattr("lade.model.packing.linear.has_tiles", lambda: False)
+    monkeypatch.setattr("lade.model.packing.linear.panel_for", lambda dtype: 0)
     revived = pickle.loads(pickled)
-    assert not any(part.in_tiles for part in packed_parts(revived))
+    assert not any(part.panel for part in packed_parts(revived))
     assert torch.equal(revived.lm_head.dense_weight(), model.lm_head.dense_weight())
 
 
-@needs_tiles
-def test_a_product_in_tiles_that_depends_on_its_rows_is_caught(monkeypatch):
+@needs_panels
+def test_a_product_in_panels_that_depends_on_its_rows_is_caught(monkeypatch):
     def product(x, panels, bias, outputs):
-        found = tile_product(x, panels, bias, outputs)
-        return found if x.numel() == x.shape[-1] else -tile_product(-x, panels, bias, outputs) + x.amax()
+        found = panel_product(x, panels, bias, outputs)
+        return found if x.numel() == x.shape[-1] else -panel_product(-x, panels, bias, outputs) + x.amax()
 
-    monkeypatch.setattr("lade.model.packing.linear.tile_product", product)
+    monkeypatch.setattr("lade.model.packing.linear.panel_product", product)
     model = lade.pack(toy_model(dtype=HALF), min_weights=1)
     with pytest.raises(lade.UnsupportedModelError, match="rounds a token otherwise"):
         lade.invariant(model)
-    assert not any(part.in_tiles for part in packed_parts(model)), "it is as it was"
+    assert not any(part.panel for part in packed_parts(model)), "it is as it was"
 
 
 def test_packed_layers_are_padded():

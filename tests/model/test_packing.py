@@ -537,7 +537,7 @@ def test_what_interrupts_packing_leaves_the_model_as_it_was(monkeypatch, problem
 def test_a_weight_that_does_not_come_back_is_not_given_up(monkeypatch):
     model = build("llama")
     weight = model.lm_head.weight
-    monkeypatch.setattr(PackedLinear, "_dense", lambda self, packed, in_tiles: packed.to_dense() + 1)
+    monkeypatch.setattr(PackedLinear, "_dense", lambda self, packed, panel: packed.to_dense() + 1)
     refused(lambda: packed(model), "does not unpack to what it was")
     assert model.lm_head.weight is weight and not packed_layers(model)
 

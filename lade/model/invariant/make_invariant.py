@@ -118,7 +118,7 @@ def variant(model: _Model) -> _Model:
     if note is not None:
         restore(inner)
         forget_padding(inner)
-        lay_out(inner, in_tiles=False)
+        lay_out(inner, panels=False)
         decoder = inner.get_decoder()
         decoder.set_attn_implementation(note.attention)
         if note.experts is not None:
@@ -135,7 +135,7 @@ def _change(model: PreTrainedModel, decoder: Any, *, mixtures: bool) -> None:
         decoder.set_experts_implementation(EXPERTS)
     compose_activations(model)
     compile_norms(model)
-    lay_out(model, in_tiles=True)
+    lay_out(model, panels=True)
     pad_all(model, model.dtype)
 
 

@@ -82,14 +82,14 @@ def pad_all(model: nn.Module, dtype: torch.dtype) -> None:
             pad_rows(layer, padding)
 
 
-def lay_out(model: nn.Module, *, in_tiles: bool) -> None:
+def lay_out(model: nn.Module, *, panels: bool) -> None:
     """Bring packed weights into panels, whose products give a row the same bits beside any others, or back again.
 
     Args:
-        model: its layers packed in bfloat16 are changed one by one, where the processor has tiles.
-        in_tiles: whether into panels.
+        model: its layers packed in bfloat16 are changed one by one, where products of our own take them.
+        panels: whether into panels.
     """
-    pages = HugePages() if in_tiles else None
+    pages = HugePages() if panels else None
     for layer in model.modules():
         if isinstance(layer, PackedLinear) and not isinstance(layer, Int8Linear):
             layer.lay_out(pages)
@@ -133,7 +133,7 @@ def _weights_of_trial(layer: Any) -> Iterator[None]:
     try:
         if packed is not None:
             drawn = cancelling(torch.empty(layer.out_features, layer.in_features, dtype=layer.dtype))
-            vars(layer)["_packed"] = in_panels(drawn) if layer.in_tiles else packed_weight(drawn)
+            vars(layer)["_packed"] = in_panels(drawn, None, layer.panel) if layer.panel else packed_weight(drawn)
         for name, weight in own.items():
             if weight is None or type(weight.data) is not torch.Tensor or not weight.dtype.is_floating_point:
                 continue

@@ -6,15 +6,22 @@ from typing import Literal
 
 import torch
 
+from lade.model.dot_kernels import DOT_PANEL
 from lade.model.packing.codes import quantised
+from lade.model.packing.dot_codes import coded_for_dots
 from lade.model.packing.integer_trial import input_dtype
-from lade.model.packing.tile_codes import coded
-from lade.model.tile_kernels import has_tiles
+from lade.model.packing.products import panel_for
+from lade.model.packing.tile_codes import coded_for_tiles
+from lade.model.tile_kernels import PANEL
 
 TILES: Literal["tiles"] = "tiles"
-"""Codes in tiles, of inputs and of weights; the other forms are dtypes of inputs that oneDNN multiplies."""
+DOTS: Literal["dots"] = "dots"
+"""Codes for products of our own; the other forms are dtypes of inputs that oneDNN multiplies."""
 
-Form = torch.dtype | Literal["tiles"]
+Form = torch.dtype | Literal["tiles", "dots"]
+
+PANELS: dict[Form, int] = {TILES: PANEL, DOTS: DOT_PANEL}
+"""Outputs of the panels that weights lie in."""
 
 
 def input_form(inputs: int, outputs: int) -> Form:
@@ -23,9 +30,13 @@ def input_form(inputs: int, outputs: int) -> Form:
     Raises:
         UnsupportedModelError: oneDNN's are not exact, see `input_dtype`.
     """
-    return TILES if has_tiles() else input_dtype(inputs, outputs)
+    panel = panel_for(torch.int8)
+    own = next((form for form, outputs_each in PANELS.items() if outputs_each == panel), None)
+    return own or input_dtype(inputs, outputs)
 
 
 def rounded(x: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of inputs `[..., in]`, and what a step is worth: of `coded`, or of `quantised`."""
-    return coded(x) if isinstance(form, str) else quantised(x, form)
+    if isinstance(form, str):
+        return coded_for_tiles(x) if form == TILES else coded_for_dots(x)
+    return quantised(x, form)

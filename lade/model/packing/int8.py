@@ -1,8 +1,8 @@
 """A linear layer whose weight lies in int8: half the bytes of 16 bits to read, and sums that have no order.
 
-Inputs are rounded to int8 too, token by token, and integers are multiplied: in tiles, by what is compiled here, on
-processors that have them (AMX), elsewhere by oneDNN. An integer sum is exact, whatever the kernel and however many rows
-there are, so a row's result does not depend on the rows beside it, bit for bit.
+Inputs are rounded to int8 too, token by token, and integers are multiplied: by what is compiled here on processors with
+tiles (AMX) or dot products (AVX-512 with VNNI), elsewhere by oneDNN. An integer sum is exact, whatever the kernel and
+however many rows there are, so a row's result does not depend on the rows beside it, bit for bit.
 
 The scheme, a scale for each output of the weights and one for each token of the inputs, is that of Dettmers et al.,
 "LLM.int8()" (2022), without its outliers, and of Xiao et al., "SmoothQuant" (2022), per-token dynamic.
@@ -17,8 +17,9 @@ from torch import nn
 
 from lade.errors import UnsupportedModelError
 from lade.model.packing.codes import Codes
+from lade.model.packing.dot_codes import first_sums, multiplied_by_dots
 from lade.model.packing.huge_pages import HugePages
-from lade.model.packing.input_forms import TILES, Form, input_form
+from lade.model.packing.input_forms import DOTS, PANELS, TILES, Form, input_form
 from lade.model.packing.integer_product import multiplied, prepacked
 from lade.model.packing.linear import PackedLinear
 from lade.model.packing.panels import in_panels, out_of_panels
@@ -73,8 +74,9 @@ class Int8Linear(PackedLinear):
         weight: Any = self._parameters["weight"]
         codes = self.__dict__.pop("_given", None) or Codes.of(self._turned(weight.detach()))
         form = input_form(self.in_features, self.out_features)
-        packed = in_panels(codes.values, self._memory) if form == TILES else prepacked(codes.values)
-        zeros = torch.zeros(self.out_features, dtype=torch.int)
+        panel = PANELS.get(form)
+        packed = in_panels(codes.values, self._memory, panel) if panel else prepacked(codes.values)
+        zeros = first_sums(codes.values) if form == DOTS else torch.zeros(self.out_features, dtype=torch.int)
         self.__dict__.update(_packed=packed, _scale=codes.scale, _zeros=zeros, _form=form)
         if not self.keeps_original:
             integers = nn.Parameter(packed, requires_grad=False)  # gradients of integers there are none
@@ -83,7 +85,7 @@ class Int8Linear(PackedLinear):
 
     def codes(self) -> Codes:
         """A copy of the weight's codes."""
-        if self._form == TILES:
+        if self._form in PANELS:
             return Codes(out_of_panels(self._packed, self.out_features, self.in_features), self._scale)
         return Codes(self._packed.to_dense().t().contiguous(), self._scale)
 
@@ -115,9 +117,11 @@ class Int8Linear(PackedLinear):
             raise UnsupportedModelError(f"a layer packed in int8 for the CPU is fed what is on {x.device}", MOVE_REMEDY)
         codes, scale = self._inputs.rounded(x, self._form, id(self))
         bias = self._parameters["bias"]
-        if self._form == TILES:
+        if self._form in PANELS:
             out = x.new_empty(*x.shape[:-1], self.out_features)
-            return multiplied_in_tiles(codes, scale, self._packed, self._scale, bias, out)
+            if self._form == TILES:
+                return multiplied_in_tiles(codes, scale, self._packed, self._scale, bias, out)
+            return multiplied_by_dots(codes, scale, self._packed, self._zeros, self._scale, bias, out)
         y = multiplied(codes, self._packed, self._scale, self._zeros).mul_(scale)  # [..., out] float32
         if bias is not None:
             y.add_(bias)

@@ -12,8 +12,7 @@ from lade.errors import UnsupportedModelError
 from lade.model.packing.huge_pages import HugePages
 from lade.model.packing.layout import packed_weight
 from lade.model.packing.panels import in_panels, out_of_panels
-from lade.model.packing.tiles import tile_product
-from lade.model.tile_kernels import has_tiles
+from lade.model.packing.products import panel_for, panel_product
 
 UNPACK_REMEDY = "call lade.unpack(model) first"
 
@@ -25,7 +24,7 @@ of weights from which on that pays."""
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight lies in oneDNN's blocked layout, or in panels for tiles.
+    """A linear layer whose weight lies in oneDNN's blocked layout, or in panels.
 
     Args:
         layer: an `nn.Linear`, or a `Conv1D`, whose weight is transposed.
@@ -36,7 +35,7 @@ class PackedLinear(nn.Module):
         bias: the layer's own parameter, `[out]`, or None.
         layer: the layer that this one stands for, without its weight.
         dtype: of what it is fed and gives.
-        in_tiles: whether the weight lies in panels, see `tiles.py`.
+        panel: outputs of a panel that the weight lies in, see `in_panels`; 0 in oneDNN's layout.
         weight: the layer's own parameter where it is kept; else a parameter in the packed layout, `[out, in]` in
             oneDNN's.
     """
@@ -44,7 +43,7 @@ class PackedLinear(nn.Module):
     bias: nn.Parameter | None
     layer: nn.Module
     dtype: torch.dtype
-    in_tiles: bool
+    panel: int
     _packed: torch.Tensor
     _count: int
     _pages: HugePages | None
@@ -57,47 +56,47 @@ class PackedLinear(nn.Module):
         self._parameters["bias"] = layer._parameters["bias"]
         assert weight is not None
         self.in_features, self.out_features = weight.shape if self.transposed else reversed(weight.shape)
-        self.__dict__.update(dtype=weight.dtype, in_tiles=False, _count=weight.numel(), _pages=None)
+        self.__dict__.update(dtype=weight.dtype, panel=0, _count=weight.numel(), _pages=None)
         self._pack_weight()
         self.__dict__["layer"] = layer  # outside `_modules`: it is a part of neither the model's tree nor its state
 
     def _pack_weight(self) -> None:
         """Make the packed tensor of the dense `weight`, and give that up unless it is kept."""
-        self._take(self._parameters["weight"], in_tiles=self.in_tiles)
+        self._take(self._parameters["weight"], self.panel)
 
     @torch.no_grad()
-    def _take(self, weight: Any, *, in_tiles: bool) -> None:
+    def _take(self, weight: Any, panel: int) -> None:
         """Hold this dense weight from now on; interrupted, it is the one that was held."""
         dense = weight.detach()
-        packed = self._laid_out(self._turned(dense), in_tiles=in_tiles)
-        if not self.keeps_original and not same_bits(self._dense(packed, in_tiles), dense):
+        packed = self._laid_out(self._turned(dense), panel)
+        if not self.keeps_original and not same_bits(self._dense(packed, panel), dense):
             raise UnsupportedModelError("a packed weight does not unpack to what it was", "keep this model unpacked")
-        self.__dict__.update(_packed=packed, in_tiles=in_tiles)
+        self.__dict__.update(_packed=packed, panel=panel)
         if not self.keeps_original:
             self._parameters["weight"] = like(weight, packed)
 
-    def _laid_out(self, weight: torch.Tensor, *, in_tiles: bool) -> torch.Tensor:
+    def _laid_out(self, weight: torch.Tensor, panel: int) -> torch.Tensor:
         """A weight `[out, in]` in the layout that this layer has, or would have."""
-        return in_panels(weight, self._pages) if in_tiles else packed_weight(weight)
+        return in_panels(weight, self._pages, panel) if panel else packed_weight(weight)
 
     def lay_out(self, pages: HugePages | None) -> None:
-        """Bring the weight into panels, where the processor has tiles for its dtype, or back into oneDNN's layout.
+        """Bring the weight into panels, where products of our own take its dtype here, or back into oneDNN's layout.
 
         Args:
             pages: what memory for panels is taken from, one for all layers of a model; None for oneDNN's layout.
         """
-        in_tiles = pages is not None and self.dtype == torch.bfloat16 and has_tiles()
-        if in_tiles != self.in_tiles:
+        panel = 0 if pages is None else panel_for(self.dtype)
+        if panel != self.panel:
             self.__dict__["_pages"] = pages
-            self._take(self._dense_parameter(), in_tiles=in_tiles)
+            self._take(self._dense_parameter(), panel)
 
     def dense_weight(self) -> torch.Tensor:
         """A copy of the weight as the layer had it: `[out, in]`, or `[in, out]` of a `Conv1D`."""
-        return self._dense(self._packed, self.in_tiles)
+        return self._dense(self._packed, self.panel)
 
-    def _dense(self, packed: torch.Tensor, in_tiles: bool) -> torch.Tensor:
+    def _dense(self, packed: torch.Tensor, panel: int) -> torch.Tensor:
         outputs, inputs = self.out_features, self.in_features
-        return self._turned(out_of_panels(packed, outputs, inputs) if in_tiles else packed.to_dense())
+        return self._turned(out_of_panels(packed, outputs, inputs) if panel else packed.to_dense())
 
     def _turned(self, weight: torch.Tensor) -> torch.Tensor:
         """From the layer's own layout to `[out, in]`, or back."""
@@ -135,8 +134,8 @@ class PackedLinear(nn.Module):
         return self._product(x)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        if self.in_tiles:
-            return tile_product(x, self._packed, self.bias, self.out_features)
+        if self.panel:
+            return panel_product(x, self._packed, self.bias, self.out_features)
         # In 16 bits it gains little, and a lone row's kernel gives bit for bit what the layer gave unpacked.
         lone = x.numel() == self.in_features and self.dtype == torch.float32 and self.weights >= LONE_FROM
         rows = x.reshape(1, -1).expand(LONE_ROWS, -1) if lone else x
@@ -207,7 +206,7 @@ class PackedLinear(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.__dict__["in_tiles"] = self.in_tiles and has_tiles()
+        self.__dict__["panel"] = self.panel and panel_for(self.dtype)
         self._pack_weight()
 
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import torch
 
+from lade.model.packing.row_codes import coded
 from lade.model.tile_kernels import (
     CODES,
     PANEL,
     ROWS,
     CodeProduct,
-    Coding,
-    code_rows,
     kind_of,
     multiply_few_codes,
     multiply_many_codes,
@@ -21,29 +20,14 @@ from lade.model.tile_kernels import (
 from lade.model.worker_threads import in_team
 
 _NEAR, _GROUP = 2**20, 2**18  # bytes of rows and of weights that a core's cache keeps
-_MANY_WEIGHTS, _MANY_INPUTS = 2**16, 2**15  # that are worth a thread of their own
+_MANY_WEIGHTS = 2**16  # that are worth a thread of their own
 _SHARES = 4  # parts for each thread, which may be held up
 
 
-def coded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round inputs as `quantised` in codes.py does.
-
-    Args:
-        x: `[..., in]`, float32, bfloat16 or float16.
-
-    Returns:
-        Codes as `Coding` lays them out, with room for a multiple of 32 rows where there are more than 16; and what a
-        step of each row is worth, `[rows]` float32.
-    """
-    x, inputs = x.contiguous(), x.shape[-1]
-    rows = x.numel() // inputs
-    room = rows if rows <= ROWS else -(-rows // (2 * ROWS)) * 2 * ROWS
-    codes = torch.empty(room * -(-inputs // CODES) * CODES, dtype=torch.int8)
-    scales = torch.empty(rows)
-    fields = Coding(x.data_ptr(), kind_of(x.dtype), codes.data_ptr(), scales.data_ptr(), rows, inputs)
-    parts = max(1, min(rows, _SHARES * torch.get_num_threads(), x.numel() // _MANY_INPUTS))
-    in_team(code_rows, fields, parts, (x, codes, scales))
-    return codes, scales
+def coded_for_tiles(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `coded`: signed codes, 16 rows together, with room for a multiple of 32 where there are more."""
+    rows = x.numel() // x.shape[-1]
+    return coded(x, min(rows, ROWS), rows if rows <= ROWS else -(-rows // (2 * ROWS)) * 2 * ROWS, 0)
 
 
 def multiplied_in_tiles(
@@ -57,7 +41,7 @@ def multiplied_in_tiles(
     """Integer sums, times the scales of outputs and of rows, plus the bias.
 
     Args:
-        codes: of `coded`.
+        codes: of `coded_for_tiles`.
         scales: likewise.
         panels: of `in_panels`.
         steps: `[out]` float32, of the weights.

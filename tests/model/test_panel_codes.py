@@ -1,4 +1,4 @@
-"""Int8 codes in tiles: the bits of the products by oneDNN, whatever the shape, the rows and the threads."""
+"""Int8 codes in panels: the bits of the products by oneDNN, whatever the shape, the rows and the threads."""
 
 import copy
 import itertools
@@ -8,17 +8,25 @@ import torch
 from torch import nn
 
 from lade.errors import UnsupportedModelError
+from lade.model.dot_kernels import DOT_PANEL, has_dots, rows_together
 from lade.model.packing import huge_pages
 from lade.model.packing.codes import Codes, quantised
+from lade.model.packing.dot_codes import coded_for_dots, first_sums, multiplied_by_dots
 from lade.model.packing.huge_pages import HugePages
-from lade.model.packing.input_forms import TILES
+from lade.model.packing.input_forms import DOTS, TILES
 from lade.model.packing.int8 import Int8Linear
 from lade.model.packing.integer_product import multiplied, prepacked
+from lade.model.packing.integer_trial import input_dtype
 from lade.model.packing.panels import in_panels, out_of_panels
-from lade.model.packing.tile_codes import coded, multiplied_in_tiles
-from lade.model.tile_kernels import has_tiles
+from lade.model.packing.products import panel_for
+from lade.model.packing.tile_codes import coded_for_tiles, multiplied_in_tiles
+from lade.model.tile_kernels import PANEL, has_tiles
 
 needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this processor has no tiles (AMX)")
+needs_dots = pytest.mark.skipif(not has_dots(torch.int8), reason="this processor has no VNNI")
+own_forms = pytest.mark.parametrize(
+    "form", [pytest.param(TILES, marks=needs_tiles), pytest.param(DOTS, marks=needs_dots)]
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(64, 64), (1, 33), (7, 3), (300, 64), (64, 300), (130, 777), (96, 2000)]
@@ -47,37 +55,41 @@ def inputs_of(rows, inputs, dtype):
 
 def by_onednn(x, codes, bias):
     """As the layer multiplies elsewhere."""
-    values, scale = quantised(x, torch.int8)
-    y = multiplied(values, prepacked(codes.values), codes.scale, torch.zeros(len(codes.scale), dtype=torch.int))
+    outputs, inputs = codes.values.shape
+    values, scale = quantised(x, input_dtype(inputs, outputs))
+    y = multiplied(values, prepacked(codes.values), codes.scale, torch.zeros(outputs, dtype=torch.int))
     y.mul_(scale)
     return (y if bias is None else y.add_(bias)).to(x.dtype)
 
 
-def in_tiles(x, codes, bias):
+def by_own(form, x, codes, bias):
     out = x.new_empty(len(x), len(codes.scale))
-    return multiplied_in_tiles(*coded(x), in_panels(codes.values, HugePages()), codes.scale, bias, out)
+    if form == TILES:
+        return multiplied_in_tiles(*coded_for_tiles(x), in_panels(codes.values, HugePages()), codes.scale, bias, out)
+    packed = in_panels(codes.values, HugePages(), DOT_PANEL)
+    return multiplied_by_dots(*coded_for_dots(x), packed, first_sums(codes.values), codes.scale, bias, out)
 
 
 def same(found, expected):
     return torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
 
 
-@needs_tiles
+@own_forms
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @torch.no_grad()
-def test_results_have_the_bits_of_onednn(shape, dtype, threads):
+def test_results_have_the_bits_of_onednn(form, shape, dtype, threads):
     outputs, inputs = shape
     codes = Codes.of(torch.randn(outputs, inputs))
     rows_tried = [*range(1, 41), 200] if threads == 1 else EDGES
     for rows, bias in itertools.product(rows_tried, (None, torch.randn(outputs).to(dtype))):
         x = inputs_of(rows, inputs, dtype)
-        assert same(in_tiles(x, codes, bias), by_onednn(x, codes, bias)), rows
+        assert same(by_own(form, x, codes, bias), by_onednn(x, codes, bias)), rows
 
 
-@needs_tiles
+@own_forms
 @torch.no_grad()
-def test_the_largest_sums_are_exact(threads):
+def test_the_largest_sums_are_exact(form, threads):
     values = torch.full((70, 6080), 127, dtype=torch.int8)
     values[::3] = -127
     values[1, 7] = 126
@@ -85,57 +97,62 @@ def test_the_largest_sums_are_exact(threads):
     x = torch.full((150, 6080), 3.0)
     x[::2] *= -1
     x[:, -1] *= 0.5
-    assert torch.equal(in_tiles(x, codes, None), by_onednn(x, codes, None))
+    assert torch.equal(by_own(form, x, codes, None), by_onednn(x, codes, None))
 
 
-@needs_tiles
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("inputs", [1, 16, 63, 64, 65, 777])
+@pytest.mark.parametrize("unsigned", [False, True])
 @torch.no_grad()
-def test_inputs_are_rounded_to_the_same_codes(inputs, dtype, threads):
+def test_inputs_are_rounded_to_the_same_codes(inputs, dtype, unsigned, threads):
     blocks = -(-inputs // 64)
     for rows in EDGES:
         x = inputs_of(rows, inputs, dtype)
-        (codes, scales), (expected, scale) = coded(x), quantised(x, torch.int8)
-        together = min(rows, 16)
+        codes, scales = coded_for_dots(x) if unsigned else coded_for_tiles(x)
+        expected, scale = quantised(x, torch.uint8 if unsigned else torch.int8)
+        together = rows_together(rows) if unsigned else min(rows, 16)
         laid_out = codes.view(-1, blocks, together, 64).transpose(1, 2).reshape(-1, 64 * blocks)[:rows]
-        assert torch.equal(laid_out[:, :inputs], expected) and not laid_out[:, inputs:].any()
+        laid_out = laid_out.view(expected.dtype)
+        assert torch.equal(laid_out[:, :inputs], expected) and (laid_out[:, inputs:] == 128 * unsigned).all()
         assert torch.equal(scales, scale[:, 0])
 
 
-@needs_tiles
+@own_forms
 @torch.no_grad()
-def test_what_is_not_finite_does_not_become_so():
+def test_what_is_not_finite_does_not_become_so(form):
     codes = Codes.of(torch.randn(70, 200))
     x = torch.randn(20, 200)
-    expected = in_tiles(x, codes, None)
+    expected = by_own(form, x, codes, None)
     x[3, 199], x[18, 0], x[7, 5] = float("nan"), float("inf"), -float("inf")
-    found = in_tiles(x, codes, None)
+    found = by_own(form, x, codes, None)
     finite = [row for row in range(20) if row not in (3, 7, 18)]
     assert torch.equal(found[finite], expected[finite]) and not found[[3, 7, 18]].isfinite().any()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_panels_hold_the_codes_and_zeros(shape):
+@pytest.mark.parametrize("panel", [PANEL, DOT_PANEL])
+def test_panels_hold_the_codes_and_zeros(shape, panel):
     values = torch.randint(-127, 128, shape, dtype=torch.int8)
-    panels = in_panels(values, HugePages())
-    assert panels.shape == (-(-shape[0] // 64), -(-shape[1] // 64), 4, 16, 64) and panels.data_ptr() % 64 == 0
-    assert torch.equal(out_of_panels(panels, *shape), values)
-    assert panels.count_nonzero() == values.count_nonzero()
+    packed = in_panels(values, HugePages(), panel)
+    assert packed.shape == (-(-shape[0] // panel), -(-shape[1] // 64), panel // 16, 16, 64)
+    assert packed.data_ptr() % 64 == 0
+    assert torch.equal(out_of_panels(packed, *shape), values)
+    assert packed.count_nonzero() == values.count_nonzero()
     if shape == (130, 777):
-        assert panels[1, 2, 3, 5, 4 * 7 + 2] == values[64 + 3 * 16 + 7, 2 * 64 + 5 * 4 + 2]
+        output, tile = divmod(64 + 3 * 16, panel)
+        assert packed[output, 2, tile // 16, 5, 4 * 7 + 2] == values[64 + 3 * 16 + 7, 2 * 64 + 5 * 4 + 2]
 
 
-@needs_tiles
+@pytest.mark.skipif(not panel_for(torch.int8), reason="neither tiles nor dot products here")
 @torch.no_grad()
-def test_a_layer_takes_tiles_and_says_what_it_cannot_be_fed():
+def test_a_layer_takes_panels_and_says_what_it_cannot_be_fed():
     layer = Int8Linear(nn.Linear(30, 70), keep=False)
-    assert layer._form == TILES and layer.weight.dtype == torch.int8
+    assert layer._form == (TILES if has_tiles() else DOTS) and layer.weight.dtype == torch.int8
     with pytest.raises(UnsupportedModelError, match="on meta; move it to the CPU"):
         layer(torch.randn(3, 30, device="meta"))
     kept = Int8Linear(nn.Linear(30, 70), keep=True)
     kept.weight = kept.weight  # as transformers ties weights, of whatever size they are when packed
-    assert layer.nbytes == 2 * 64 * 64 + 70 * 4
+    assert layer.nbytes == (2 * 64 if has_tiles() else 5 * 16) * 64 + 70 * 4
 
 
 def test_memory_is_handed_out_piece_by_piece():

@@ -1,19 +1,28 @@
 """Products of rows by weights in panels: one chain of sums for each output, however many rows there are."""
 
+from functools import partial
+
 import pytest
 import torch
 
+from lade.model.dot_kernels import DOT_PANEL, has_dots
 from lade.model.invariant.row_trial import _drawn, _order, cancelling
-from lade.model.packing import tiles
-from lade.model.packing.panels import in_panels, out_of_panels
-from lade.model.packing.tiles import tile_product
-from lade.model.tile_kernels import has_tiles
-
-pytestmark = pytest.mark.skipif(not has_tiles(), reason="this processor has no tiles (AMX)")
+from lade.model.packing import dots, panels, tiles
+from lade.model.packing.panels import out_of_panels
+from lade.model.packing.products import panel_product
+from lade.model.tile_kernels import PANEL, has_tiles
 
 HALF = torch.bfloat16
+TILES = pytest.param(PANEL, id="tiles", marks=pytest.mark.skipif(not has_tiles(), reason="no tiles (AMX) here"))
+DOTS = pytest.param(DOT_PANEL, id="dots", marks=pytest.mark.skipif(not has_dots(HALF), reason="no AVX512-BF16 here"))
 SHAPES = [(64, 32), (70, 33), (96, 64), (97, 65), (33, 7), (130, 1000), (200, 2500)]
 """Outputs and inputs: of the last there are several chunks."""
+
+
+@pytest.fixture(params=[TILES, DOTS])
+def in_panels(request):
+    """Lays a weight out for either sort of products."""
+    return partial(panels.in_panels, panel=request.param)
 
 
 def drawn(outputs: int, inputs: int, rows: int = 500) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -27,44 +36,46 @@ def drawn(outputs: int, inputs: int, rows: int = 500) -> tuple[torch.Tensor, tor
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 @pytest.mark.parametrize("biased", [False, True])
-def test_an_output_has_the_same_bits_beside_any_rows(outputs, inputs, biased, monkeypatch):
+def test_an_output_has_the_same_bits_beside_any_rows(outputs, inputs, biased, in_panels, monkeypatch):
     x, weight, bias = drawn(outputs, inputs)
-    panels, bias = in_panels(weight), bias if biased else None
-    assert torch.equal(out_of_panels(panels, outputs, inputs), weight)
-    expected = tile_product(x, panels, bias, outputs)
+    packed, bias = in_panels(weight), bias if biased else None
+    assert torch.equal(out_of_panels(packed, outputs, inputs), weight)
+    expected = panel_product(x, packed, bias, outputs)
     for rows in (*range(1, 71), 200):
         for first in (0, 500 - rows):
-            found = tile_product(x[first : first + rows], panels, bias, outputs)
+            found = panel_product(x[first : first + rows], packed, bias, outputs)
             assert torch.equal(found, expected[first : first + rows]), rows
     monkeypatch.setattr(tiles, "_MANY", 1)
+    monkeypatch.setattr(dots, "_MANY_WEIGHTS", 1)
+    monkeypatch.setattr(dots, "_MANY_INPUTS", 1)
     for threads in (2, 3, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         for rows in (1, 16, 17, 500):
-            assert torch.equal(tile_product(x[:rows], panels, bias, outputs), expected[:rows]), (threads, rows)
+            assert torch.equal(panel_product(x[:rows], packed, bias, outputs), expected[:rows]), (threads, rows)
 
 
-def test_the_trial_of_orders_can_tell_them_apart():
+def test_the_trial_of_orders_can_tell_them_apart(in_panels):
     """Sums over the inputs in another order are others: so equal bits say something."""
     x, weight, _ = drawn(130, 1000)
-    found = tile_product(x, in_panels(weight), None, 130)
-    turned = tile_product(x.flip(-1).contiguous(), in_panels(weight.flip(-1).contiguous()), None, 130)
+    found = panel_product(x, in_panels(weight), None, 130)
+    turned = panel_product(x.flip(-1).contiguous(), in_panels(weight.flip(-1).contiguous()), None, 130)
     assert (found != turned).float().mean() > 0.5
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 @pytest.mark.parametrize("rows", [1, 16, 33, 70])
-def test_outputs_are_the_sums(outputs, inputs, rows):
+def test_outputs_are_the_sums(outputs, inputs, rows, in_panels):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, 1, inputs, generator=generator).to(HALF)
     weight, bias = (torch.randn(*shape, generator=generator).to(HALF) for shape in ((outputs, inputs), (outputs,)))
-    found = tile_product(x, in_panels(weight), bias, outputs)
+    found = panel_product(x, in_panels(weight), bias, outputs)
     assert found.shape == (rows, 1, outputs)
     expected = x.double() @ weight.double().t() + bias.double()
     torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-4)
 
 
 @pytest.mark.parametrize("rows", [5, 40])
-def test_sums_are_rounded_to_the_nearest_after_the_bias_is_added(rows):
+def test_sums_are_rounded_to_the_nearest_after_the_bias_is_added(rows, in_panels):
     generator = torch.Generator().manual_seed(0)
     x, bias = torch.randn(rows, 64, generator=generator).to(HALF), torch.randn(64, generator=generator).to(HALF)
     bias[:4] = torch.tensor([2**-8, 3 * 2**-8, 2**-8 + 2**-15, -(2**-8)])  # halfway, to the even one: down, up, ...
@@ -72,12 +83,12 @@ def test_sums_are_rounded_to_the_nearest_after_the_bias_is_added(rows):
     bias[8] = 3.3e38
     expected = (x.float() + bias.float()).to(HALF)
     expected[3] = torch.nan  # infinity times zero
-    found = tile_product(x, in_panels(torch.eye(64, dtype=HALF)), bias, 64)
+    found = panel_product(x, in_panels(torch.eye(64, dtype=HALF)), bias, 64)
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("rows", [3, 16, 20, 300])
-def test_nothing_beside_the_rows_is_read_or_written(rows):
+def test_nothing_beside_the_rows_is_read_or_written(rows, in_panels):
     x, weight, bias = drawn(70, 33, rows)
     around = torch.full((rows * 33 + 2000,), torch.nan, dtype=HALF)
     inner = around[1000:-1000].view(rows, 33)
@@ -85,27 +96,27 @@ def test_nothing_beside_the_rows_is_read_or_written(rows):
     out = torch.full((rows * 70 + 2000,), 7.0, dtype=HALF)
     biases = torch.full((70 + 100,), torch.nan, dtype=HALF)
     biases[:70] = bias
-    tiles._multiply(inner, in_panels(weight), biases[:70], out[1000:-1000].view(rows, 70))
+    module = tiles if in_panels.keywords["panel"] == PANEL else dots
+    module._multiply(inner, in_panels(weight), biases[:70], out[1000:-1000].view(rows, 70))
     assert (out[:1000] == 7).all() and (out[-1000:] == 7).all()
-    assert torch.equal(out[1000:-1000].view(rows, 70), tile_product(x, in_panels(weight), bias, 70))
+    assert torch.equal(out[1000:-1000].view(rows, 70), panel_product(x, in_panels(weight), bias, 70))
 
 
-def test_what_fills_panels_up_is_zero():
-    panels = in_panels(torch.ones(70, 33, dtype=HALF))
-    assert panels.shape == (2, 2, 4, 16, 32)
-    assert panels.sum() == 70 * 33 and panels[0].count_nonzero() == 64 * 33
+@pytest.mark.parametrize(("panel", "shape"), [(PANEL, (2, 2, 4, 16, 32)), (DOT_PANEL, (5, 2, 1, 16, 32))])
+def test_what_fills_panels_up_is_zero(panel, shape):
+    packed = panels.in_panels(torch.ones(70, 33, dtype=HALF), panel=panel)
+    assert packed.shape == shape
+    assert packed.sum() == 70 * 33 and packed[0].count_nonzero() == panel * 33
 
 
-def test_no_rows_have_no_outputs():
-    assert tile_product(torch.empty(0, 33, dtype=HALF), in_panels(torch.ones(70, 33, dtype=HALF)), None, 70).shape == (
-        0,
-        70,
-    )
+def test_no_rows_have_no_outputs(in_panels):
+    packed = in_panels(torch.ones(70, 33, dtype=HALF))
+    assert panel_product(torch.empty(0, 33, dtype=HALF), packed, None, 70).shape == (0, 70)
 
 
-def test_rows_that_do_not_lie_one_behind_the_other():
+def test_rows_that_do_not_lie_one_behind_the_other(in_panels):
     x, weight, bias = drawn(70, 65, 60)
-    panels = in_panels(weight)
+    packed = in_panels(weight)
     apart, turned = x.view(20, 3, 65)[:, 1], x.t().contiguous().t()
-    assert torch.equal(tile_product(apart, panels, bias, 70), tile_product(apart.contiguous(), panels, bias, 70))
-    assert torch.equal(tile_product(turned, panels, bias, 70), tile_product(x, panels, bias, 70))
+    assert torch.equal(panel_product(apart, packed, bias, 70), panel_product(apart.contiguous(), packed, bias, 70))
+    assert torch.equal(panel_product(turned, packed, bias, 70), panel_product(x, packed, bias, 70))

@@ -1,0 +1,75 @@
+"""Rows by weights in panels, for processors with dot products: an output is one chain of sums, see `dot_kernels`."""
+
+from __future__ import annotations
+
+import torch
+
+from lade.model.dot_kernels import (
+    BLOCK,
+    DOT_PANEL,
+    FEW,
+    TOGETHER,
+    DotProduct,
+    Layout,
+    lay_rows,
+    multiply_few,
+    multiply_many,
+    rows_together,
+)
+from lade.model.tile_kernels import kind_of
+from lade.model.worker_threads import in_team
+
+_NEAR, _GROUP = 2**19, 2**18  # bytes of rows and of weights that a core's cache keeps
+_MANY_WEIGHTS, _MANY_INPUTS = 2**16, 2**15  # bytes that are worth a thread of their own
+_SHARES = 4  # parts for each thread, which may be held up
+
+
+def dot_product(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
+    """Rows `[..., in]` by a weight in panels: `[..., out]`; an output has the same bits beside whatever other rows.
+
+    Args:
+        x: bfloat16.
+        panels: see `in_panels`, of 16 outputs.
+        bias: `[out]`, bfloat16.
+        outputs: how many there are.
+    """
+    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
+    out = x.new_empty(*x.shape[:-1], outputs)
+    if x.numel():
+        _multiply(x, panels, bias, out)
+    return out
+
+
+def _multiply(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """As `dot_product`, into `out`."""
+    rows = x.numel() // x.shape[-1]
+    laid_out = _in_blocks(x, rows)
+    count, blocks, *_ = panels.shape
+    row_group, panel_group = groups(rows, count, blocks)
+    fields = DotProduct(
+        *(laid_out.data_ptr(), rows_together(rows), panels.data_ptr(), 0, 0, 0),
+        *((0, 0) if bias is None else (bias.data_ptr(), kind_of(bias.dtype))),
+        *(out.data_ptr(), kind_of(out.dtype), rows, blocks, out.shape[-1], row_group, panel_group),
+    )
+    parts = -(-rows // row_group) * -(-count // panel_group)
+    in_team(multiply_few if rows <= FEW else multiply_many, fields, parts, (laid_out, panels, bias, out))
+
+
+def _in_blocks(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Rows in blocks of their inputs, as `Layout` says; a lone row lies so already, if its blocks are whole."""
+    inputs = x.shape[-1]
+    if rows == 1 and 2 * inputs % BLOCK == 0:
+        return x
+    together = rows_together(rows)
+    to = x.new_empty(-(-rows // together) * together * -(-2 * inputs // BLOCK) * (BLOCK // 2))
+    parts = max(1, min(rows, _SHARES * torch.get_num_threads(), 2 * x.numel() // _MANY_INPUTS))
+    in_team(lay_rows, Layout(x.data_ptr(), to.data_ptr(), rows, inputs, together), parts, (x, to))
+    return to
+
+
+def groups(rows: int, panels: int, blocks: int) -> tuple[int, int]:
+    """How many rows and how many panels make one part of the work; two panels are taken at a time."""
+    size = blocks * BLOCK * DOT_PANEL
+    if rows <= FEW:
+        return rows, max(-(-panels // (_SHARES * torch.get_num_threads())), -(-_MANY_WEIGHTS // size))
+    return max(TOGETHER, _NEAR // (blocks * BLOCK) // TOGETHER * TOGETHER), max(2, _GROUP // size // 2 * 2)
