@@ -39,10 +39,10 @@ from lade.model.invariant.weights import _joined
 from lade.model.invariant_attention import attention
 from lade.model.invariant_attention.attention import invariant_attention
 from lade.model.invariant_attention.work import attention_of
+from lade.model.kernels.tiles import has_tiles
 from lade.model.packing.linear import PackedLinear
 from lade.model.packing.panels import in_panels
 from lade.model.packing.tiles import tile_product
-from lade.model.tile_kernels import has_tiles
 from lade.testing import toy_model
 
 pytestmark = pytest.mark.by_processor

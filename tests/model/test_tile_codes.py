@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lade.errors import UnsupportedModelError
+from lade.model.kernels.tiles import has_tiles
 from lade.model.packing import huge_pages
 from lade.model.packing.codes import Codes, quantised
 from lade.model.packing.huge_pages import HugePages
@@ -16,7 +17,6 @@ from lade.model.packing.int8 import Int8Linear
 from lade.model.packing.integer_product import multiplied, prepacked
 from lade.model.packing.panels import in_panels, out_of_panels
 from lade.model.packing.tile_codes import coded, multiplied_in_tiles
-from lade.model.tile_kernels import has_tiles
 
 needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this processor has no tiles (AMX)")
 

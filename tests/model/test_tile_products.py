@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from lade.model.invariant.row_trial import _drawn, _order, cancelling
+from lade.model.kernels.tiles import has_tiles
 from lade.model.packing import tiles
 from lade.model.packing.panels import in_panels, out_of_panels
 from lade.model.packing.tiles import tile_product
-from lade.model.tile_kernels import has_tiles
 
 pytestmark = pytest.mark.skipif(not has_tiles(), reason="this processor has no tiles (AMX)")
 

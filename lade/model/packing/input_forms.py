@@ -6,10 +6,10 @@ from typing import Literal
 
 import torch
 
+from lade.model.kernels.tiles import has_tiles
 from lade.model.packing.codes import quantised
 from lade.model.packing.integer_trial import input_dtype
 from lade.model.packing.tile_codes import coded
-from lade.model.tile_kernels import has_tiles
 
 TILES: Literal["tiles"] = "tiles"
 """Codes in tiles, of inputs and of weights; the other forms are dtypes of inputs that oneDNN multiplies."""

@@ -9,11 +9,11 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lade.errors import UnsupportedModelError
+from lade.model.kernels.tiles import has_tiles
 from lade.model.packing.huge_pages import HugePages
 from lade.model.packing.layout import packed_weight
 from lade.model.packing.panels import in_panels, out_of_panels
 from lade.model.packing.tiles import tile_product
-from lade.model.tile_kernels import has_tiles
 
 UNPACK_REMEDY = "call lade.unpack(model) first"
 

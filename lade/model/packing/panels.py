@@ -1,11 +1,11 @@
-"""The layout of weights for tiles (AMX): panels of 64 outputs, as `tile_kernels` reads them, first byte to last."""
+"""The layout of weights for tiles (AMX): panels of 64 outputs, as `kernels.tiles` reads them, first byte to last."""
 
 from __future__ import annotations
 
 import torch
 
+from lade.model.kernels.tiles import PANEL, ROWS
 from lade.model.packing.huge_pages import HugePages
-from lade.model.tile_kernels import PANEL, ROWS
 
 _LINE, _WORD = 64, 4  # bytes of a tile's row, and of one output's inputs in it
 
