@@ -18,6 +18,7 @@ from typing import Annotated
 import torch
 import typer
 
+from lade.model.kernels.tiles import has_tiles
 from lade.model.packing.codes import in_form
 from lade.model.packing.huge_pages import HugePages
 from lade.model.packing.integer_product import multiplied, prepacked
@@ -25,7 +26,6 @@ from lade.model.packing.integer_trial import input_dtype
 from lade.model.packing.layout import packed_weight
 from lade.model.packing.panels import in_panels
 from lade.model.packing.tile_codes import coded, multiplied_in_tiles
-from lade.model.tile_kernels import has_tiles
 
 BYTES = 200e6
 """Of all weights of a shape, in 16 bits."""

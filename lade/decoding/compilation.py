@@ -1,6 +1,7 @@
 """When functions are compiled: at their first call, or ahead of it; their machine code is kept for later processes.
 
-What is compiled is elsewhere, each time in one file with all that it calls and every constant that it depends on.
+What is compiled is elsewhere, each time in one package of kernels with all that it calls and every constant that it
+depends on, see `KernelCache`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from typing import Any, TypeVar, cast
 
 import numba
 from numba.core import typing
+from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
+
+from lade.kernel_cache import KernelCache, sources_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +37,7 @@ class Kernel:
 
     def __init__(self, function: Callable[..., Any], types: tuple[object, ...], **options: Any) -> None:
         self.__wrapped__, self._types, self._options = function, types, options
+        self._sources = sources_of(function)
         self._machine_code: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -48,13 +53,20 @@ class Kernel:
         return self._machine_code
 
     def _compiled(self) -> Callable[..., Any]:
+        dispatcher: Any = numba.njit(self.__wrapped__, **self._options)
+        if dispatcher is not self.__wrapped__:  # numba is not switched off
+            self._keep(dispatcher)
+            dispatcher.compile(self._types)
+            dispatcher.disable_compile()
+        return cast(Callable[..., Any], dispatcher)
+
+    def _keep(self, code: Any) -> None:
+        """Have numba keep machine code, or take what was kept, unless there is no folder for it."""
         try:
-            return cast(Callable[..., Any], numba.njit(self._types, cache=True, **self._options)(self.__wrapped__))
+            code._cache = KernelCache(self.__wrapped__, self._sources)
         except RuntimeError as problem:
             if "cannot cache" not in str(problem):
                 raise
-            uncached = numba.njit(self._types, **self._options)  # there is no folder to keep it in
-            return cast(Callable[..., Any], uncached(self.__wrapped__))
 
 
 def compiled(*types: object) -> Callable[[FunctionT], FunctionT]:
@@ -93,13 +105,10 @@ class TeamKernel(Kernel):
         return super().compile()
 
     def _compiled(self) -> Any:
-        signature: Any = numba.void(*self._types)
-        try:
-            return numba.cfunc(signature, cache=True, **self._options)(self.__wrapped__)
-        except RuntimeError as problem:
-            if "cannot cache" not in str(problem):
-                raise
-            return numba.cfunc(signature, **self._options)(self.__wrapped__)
+        function: Any = cast(Any, CFunc)(self.__wrapped__, (self._types, numba.void), {}, self._options)
+        self._keep(function)
+        function.compile()
+        return function
 
 
 CONSTANT = object()

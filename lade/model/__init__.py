@@ -15,8 +15,7 @@ Apart from that:
     tree_attention/    the attention implementation `lade_tree`
     invariant/         models whose rows round alike in every pass
     invariant_attention/ the attention implementation `lade_invariant`
-    vector_kernels.py  what both of these have compiled; worker_threads.py: threads that share its work
-    tile_kernels.py    matrix products for processors with tiles (AMX), compiled likewise
+    kernels/           what these have compiled; worker_threads.py: threads that share its work
     recurrent/         trees through recurrent layers: cores, states, cache layers
     cuda_graphs/       GraphRunner: the same interface, by captured passes on static caches
 """

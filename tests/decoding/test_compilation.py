@@ -1,9 +1,11 @@
 """When kernels are compiled, and what becomes of their machine code."""
 
+import importlib
+
 import numba
 import pytest
 
-from lade.decoding import kernels
+from lade.decoding import compilation, kernels
 from lade.decoding.compilation import Kernel, TeamKernel, compile_all, compiled
 
 
@@ -27,41 +29,32 @@ def test_the_same_is_so_of_what_a_team_enters():
     assert nothing.address and nothing.compile() is nothing.compile()
 
 
-def test_other_problems_of_what_a_team_enters_are_not_hidden(monkeypatch):
-    def cfunc(types, cache=False, **options):
+@pytest.mark.parametrize("kernel", [Kernel(max, (numba.int64,)), TeamKernel(max)])
+def test_other_problems_are_not_hidden(monkeypatch, kernel):
+    def cache(function, sources):
         raise RuntimeError("out of registers")
 
-    monkeypatch.setattr(numba, "cfunc", cfunc)
+    monkeypatch.setattr(compilation, "KernelCache", cache)
+    monkeypatch.setattr(kernel, "__wrapped__", lambda x: None)
     with pytest.raises(RuntimeError, match="out of registers"):
-        TeamKernel(len).compile()
+        kernel.compile()
 
 
-def test_machine_code_is_kept_where_it_can_be(monkeypatch):
-    asked = []
-
-    def njit(types, cache=False):
-        asked.append((types, cache))
-        if cache and fails:
-            raise RuntimeError("cannot cache function 'f': no locator available for file 'f.py'")
-        return lambda function: (function, cache)
-
-    monkeypatch.setattr(numba, "njit", njit)
-    fails = False
-    assert compiled(1, 2)(len).compile() == (len, True)
-    fails = True
-    assert compiled(1, 2)(len).compile() == (len, False)
-    assert asked == [((1, 2), True), ((1, 2), True), ((1, 2), False)]
+@pytest.mark.parametrize("what", ["double", "count"])
+def test_machine_code_is_kept_from_one_kernel_to_the_next(monkeypatch, tmp_path, what):
+    (tmp_path / "some_functions.py").write_text("def double(x):\n    return 2 * x\n\ndef count(x):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    function = getattr(importlib.import_module("some_functions"), what)
+    kernels = [TeamKernel(function) if what == "count" else Kernel(function, (numba.int64,)) for _ in range(2)]
+    hits = [(getattr(each.compile(), "stats", None) or each.compile()).cache_hits for each in kernels]
+    assert [bool(each) for each in hits] == [False, True]
+    assert kernels[1](21) == (None if what == "count" else 42)
 
 
-def test_other_problems_of_the_compiler_are_not_hidden(monkeypatch):
-    def njit(types, cache=False):
-        if cache:
-            raise RuntimeError("out of registers")
-        return lambda function: function
-
-    monkeypatch.setattr(numba, "njit", njit)
-    with pytest.raises(RuntimeError, match="out of registers"):
-        compiled(1)(len).compile()
+def test_where_numba_is_switched_off_the_function_itself_is_called(monkeypatch):
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", True)
+    double = without_a_file()
+    assert Kernel(double, (numba.int64,)).compile() is double
 
 
 def test_kernels_are_compiled_when_they_are_called_or_all_at_once(monkeypatch):

@@ -12,15 +12,15 @@ from transformers.pytorch_utils import Conv1D
 
 import lade
 from lade.errors import ConfigError, InputError, UnsupportedModelError
-from lade.model.dot_kernels import has_dots
 from lade.model.invariant.padded_rows import PaddedRows
+from lade.model.kernels.dots import has_dots
+from lade.model.kernels.tiles import has_tiles
 from lade.model.packing import codes, folder, input_forms, int8, integer_trial, shared_inputs
 from lade.model.packing.input_forms import DOTS, TILES
 from lade.model.packing.int8 import Int8Linear
 from lade.model.packing.integer_product import fewest_rows, multiplied, prepacked
 from lade.model.packing.pack import int8_layers, kept_layers, packed_layers
 from lade.model.packing.quality import perplexity, watched
-from lade.model.tile_kernels import has_tiles
 from lade.testing import toy_model
 
 pytestmark = pytest.mark.by_processor

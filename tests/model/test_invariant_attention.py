@@ -209,14 +209,14 @@ def exact_attention(query, key, value, softcap, sinks):
 
 BITS = """
 import torch
-from lade.model import vector_kernels
 from lade.model.invariant.norms import LLAMA, rms_norm
 from lade.model.invariant_attention.attention import invariant_attention
+from lade.model.kernels import vectors
 torch.manual_seed(0)
 query, key = torch.randn(1, 6, 9, 40), torch.randn(1, 2, 150, 40)
 found, _ = invariant_attention(torch.nn.Identity(), query, key, key[..., :24], None, softcap=5.0)
 norms = rms_norm(torch.randn(5, 71), torch.randn(71), 1e-6, LLAMA)
-print(vector_kernels.LANES, found.view(torch.int32).tolist(), norms.view(torch.int32).tolist())
+print(vectors.LANES, found.view(torch.int32).tolist(), norms.view(torch.int32).tolist())
 """
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from lade.errors import UnsupportedModelError
-from lade.model.dot_kernels import DOT_PANEL, has_dots, rows_together
+from lade.model.kernels.dots import DOT_PANEL, has_dots, rows_together
+from lade.model.kernels.tiles import PANEL, has_tiles
 from lade.model.packing import huge_pages
 from lade.model.packing.codes import Codes, quantised
 from lade.model.packing.dot_codes import coded_for_dots, first_sums, multiplied_by_dots
@@ -20,7 +21,6 @@ from lade.model.packing.integer_trial import input_dtype
 from lade.model.packing.panels import in_panels, out_of_panels
 from lade.model.packing.products import panel_for
 from lade.model.packing.tile_codes import coded_for_tiles, multiplied_in_tiles
-from lade.model.tile_kernels import PANEL, has_tiles
 
 needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this processor has no tiles (AMX)")
 needs_dots = pytest.mark.skipif(not has_dots(torch.int8), reason="this processor has no VNNI")

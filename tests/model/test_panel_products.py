@@ -5,12 +5,12 @@ from functools import partial
 import pytest
 import torch
 
-from lade.model.dot_kernels import DOT_PANEL, has_dots
 from lade.model.invariant.row_trial import _drawn, _order, cancelling
+from lade.model.kernels.dots import DOT_PANEL, has_dots
+from lade.model.kernels.tiles import PANEL, has_tiles
 from lade.model.packing import dots, panels, tiles
 from lade.model.packing.panels import out_of_panels
 from lade.model.packing.products import panel_product
-from lade.model.tile_kernels import PANEL, has_tiles
 
 HALF = torch.bfloat16
 TILES = pytest.param(PANEL, id="tiles", marks=pytest.mark.skipif(not has_tiles(), reason="no tiles (AMX) here"))

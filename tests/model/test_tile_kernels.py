@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from lade.decoding.compilation import TeamKernel
-from lade.model import tile_kernels as tiles
+from lade.model.kernels import tiles
+from lade.model.kernels.instructions import field
 from lade.model.worker_threads import in_team
 
 pytestmark = pytest.mark.skipif(not tiles.has_tiles(), reason="this processor has no tiles (AMX)")
@@ -13,16 +14,16 @@ pytestmark = pytest.mark.skipif(not tiles.has_tiles(), reason="this processor ha
 
 @numba.njit
 def _multiply(address, whole):
-    tiles._shape_tiles(tiles._field(address, 2))
-    tiles._zero(0)
-    tiles._load_tile(4, tiles._field(address, 3), 64)
-    tiles._load_tile(5, tiles._field(address, 4), 64)
+    tiles.shape_tiles(field(address, 2))
+    tiles.zero_tile(0)
+    tiles.load_tile(4, field(address, 3), 64)
+    tiles.load_tile(5, field(address, 4), 64)
     if whole:
-        tiles._multiply_int8(0, 4, 5)
+        tiles.multiply_int8(0, 4, 5)
     else:
-        tiles._multiply_bfloat16(0, 4, 5)
-    tiles._store_tile(0, tiles._field(address, 5), 64)
-    tiles._release()
+        tiles.multiply_bfloat16(0, 4, 5)
+    tiles.store_tile(0, field(address, 5), 64)
+    tiles.release_tiles()
 
 
 multiply_int8 = TeamKernel(lambda address: _multiply(address, True))

@@ -7,7 +7,8 @@ import torch
 from forked import in_fork
 
 from lade.decoding.compilation import TeamKernel
-from lade.model import tile_kernels, worker_threads
+from lade.model import worker_threads
+from lade.model.kernels.instructions import field, next_part
 from lade.model.worker_threads import in_parts, in_team
 
 
@@ -41,10 +42,10 @@ def test_a_child_has_threads_of_its_own():
 
 def _count(address):
     """Count each part up, in the numbers that the only field points to."""
-    part = tile_kernels._next(address)
-    while part < tile_kernels._field(address, 1):
-        tile_kernels._next(tile_kernels._field(address, 2) + 8 * part)
-        part = tile_kernels._next(address)
+    part = next_part(address)
+    while part < field(address, 1):
+        next_part(field(address, 2) + 8 * part)
+        part = next_part(address)
 
 
 count = TeamKernel(_count)

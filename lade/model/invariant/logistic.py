@@ -1,6 +1,6 @@
 """Numbers times the logistic function of a multiple of theirs: SiLU and all that is like it.
 
-Nothing in it is a sum, and all numbers go through the same instructions (`vector_kernels`): so a number has the same
+Nothing in it is a sum, and all numbers go through the same instructions (`kernels.logistic`): so a number has the same
 bits wherever it stands.
 """
 
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from lade.model.vector_kernels import WIDEST, kind_of, weigh_by_logistic
+from lade.model.kernels.kinds import kind_of
+from lade.model.kernels.logistic import weigh_by_logistic
+from lade.model.kernels.vectors import WIDEST
 from lade.model.worker_threads import bits, in_team
 
 _MANY = 2**14  # numbers that are worth a thread of their own

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from lade.model.class_change import Changed, change, own_class
-from lade.model.vector_kernels import WIDEST, kind_of, normalise
+from lade.model.kernels.kinds import kind_of
+from lade.model.kernels.norms import normalise
+from lade.model.kernels.vectors import WIDEST
 from lade.model.worker_threads import bits, in_team
 
 _MANY = 2**14  # numbers that are worth a thread of their own

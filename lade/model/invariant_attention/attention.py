@@ -1,10 +1,10 @@
 """The attention implementation `lade_invariant`: a query's result depends on the keys that it sees, on nothing else.
 
 Attention as PyTorch has it rounds otherwise for one query than for sixteen, and for 64 keys than for 65. Here each
-query goes through the same instructions, one key after another, whatever is beside it (`vector_kernels`). So a node of
-a tree gets bit for bit what plain decoding gives the same text: the keys that it sees lie in the cache in the order of
-their positions, and the others have the weight zero. That a result must not depend on how the work is cut is the idea
-of Thinking Machines' "Defeating nondeterminism in LLM inference" (2025).
+query goes through the same instructions, one key after another, whatever is beside it (`kernels/attention.py`). So a
+node of a tree gets bit for bit what plain decoding gives the same text: the keys that it sees lie in the cache in the
+order of their positions, and the others have the weight zero. That a result must not depend on how the work is cut is
+the idea of Thinking Machines' "Defeating nondeterminism in LLM inference" (2025).
 """
 
 from __future__ import annotations

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from lade.model.invariant_attention.placed_mask import PlacedMask
-from lade.model.vector_kernels import CHUNK, QUAD, Call, attend, kind_of, scratch_size
+from lade.model.kernels.attention import CHUNK, Call, attend, scratch_size
+from lade.model.kernels.kinds import kind_of
+from lade.model.kernels.vectors import QUAD
 from lade.model.worker_threads import bits, in_team
 
 _ROWS = 64  # queries that share what is converted of keys and values

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from lade.model.dot_kernels import DOT_PANEL, FEW, DotProduct, multiply_few_codes, multiply_many_codes, rows_together
+from lade.model.kernels.dot_code_products import multiply_few_codes, multiply_many_codes
+from lade.model.kernels.dots import DOT_PANEL, FEW, DotProduct, rows_together
+from lade.model.kernels.kinds import kind_of
 from lade.model.packing.codes import ZERO_POINT
 from lade.model.packing.dots import groups
 from lade.model.packing.row_codes import coded
-from lade.model.tile_kernels import kind_of
 from lade.model.worker_threads import in_team
 
 

@@ -1,22 +1,12 @@
-"""Rows by weights in panels, for processors with dot products: an output is one chain of sums, see `dot_kernels`."""
+"""Rows by weights in panels, for processors with dot products: an output is one chain of sums."""
 
 from __future__ import annotations
 
 import torch
 
-from lade.model.dot_kernels import (
-    BLOCK,
-    DOT_PANEL,
-    FEW,
-    TOGETHER,
-    DotProduct,
-    Layout,
-    lay_rows,
-    multiply_few,
-    multiply_many,
-    rows_together,
-)
-from lade.model.tile_kernels import kind_of
+from lade.model.kernels.dot_products import Layout, lay_rows, multiply_few, multiply_many
+from lade.model.kernels.dots import DOT_BLOCK, DOT_PANEL, FEW, TOGETHER, DotProduct, rows_together
+from lade.model.kernels.kinds import kind_of
 from lade.model.worker_threads import in_team
 
 _NEAR, _GROUP = 2**19, 2**18  # bytes of rows and of weights that a core's cache keeps
@@ -58,10 +48,10 @@ def _multiply(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, 
 def _in_blocks(x: torch.Tensor, rows: int) -> torch.Tensor:
     """Rows in blocks of their inputs, as `Layout` says; a lone row lies so already, if its blocks are whole."""
     inputs = x.shape[-1]
-    if rows == 1 and 2 * inputs % BLOCK == 0:
+    if rows == 1 and 2 * inputs % DOT_BLOCK == 0:
         return x
     together = rows_together(rows)
-    to = x.new_empty(-(-rows // together) * together * -(-2 * inputs // BLOCK) * (BLOCK // 2))
+    to = x.new_empty(-(-rows // together) * together * -(-2 * inputs // DOT_BLOCK) * (DOT_BLOCK // 2))
     parts = max(1, min(rows, _SHARES * torch.get_num_threads(), 2 * x.numel() // _MANY_INPUTS))
     in_team(lay_rows, Layout(x.data_ptr(), to.data_ptr(), rows, inputs, together), parts, (x, to))
     return to
@@ -69,7 +59,7 @@ def _in_blocks(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 def groups(rows: int, panels: int, blocks: int) -> tuple[int, int]:
     """How many rows and how many panels make one part of the work; two panels are taken at a time."""
-    size = blocks * BLOCK * DOT_PANEL
+    size = blocks * DOT_BLOCK * DOT_PANEL
     if rows <= FEW:
         return rows, max(-(-panels // (_SHARES * torch.get_num_threads())), -(-_MANY_WEIGHTS // size))
-    return max(TOGETHER, _NEAR // (blocks * BLOCK) // TOGETHER * TOGETHER), max(2, _GROUP // size // 2 * 2)
+    return max(TOGETHER, _NEAR // (blocks * DOT_BLOCK) // TOGETHER * TOGETHER), max(2, _GROUP // size // 2 * 2)

@@ -6,13 +6,13 @@ from typing import Literal
 
 import torch
 
-from lade.model.dot_kernels import DOT_PANEL
+from lade.model.kernels.dots import DOT_PANEL
+from lade.model.kernels.tiles import PANEL
 from lade.model.packing.codes import quantised
 from lade.model.packing.dot_codes import coded_for_dots
 from lade.model.packing.integer_trial import input_dtype
 from lade.model.packing.products import panel_for
 from lade.model.packing.tile_codes import coded_for_tiles
-from lade.model.tile_kernels import PANEL
 
 TILES: Literal["tiles"] = "tiles"
 DOTS: Literal["dots"] = "dots"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from lade.model.kernels.tiles import PANEL, ROWS
 from lade.model.packing.huge_pages import HugePages
-from lade.model.tile_kernels import PANEL, ROWS
 
 _LINE, _WORD = 64, 4  # bytes of a tile's row, and of one output's inputs in it
 
@@ -19,7 +19,7 @@ def in_panels(weight: torch.Tensor, pages: HugePages | None = None, panel: int =
     Args:
         weight: bfloat16 or int8; is left as it is.
         pages: what memory for them is taken from.
-        panel: outputs of a panel, a multiple of 16: 64 as `tile_kernels` reads them, 16 as `dot_kernels` does.
+        panel: outputs of a panel, a multiple of 16: 64 as `kernels.tiles` reads them, 16 as `kernels.dots` does.
 
     Returns:
         `[out / panel, in / block, panel / 16, 16, block]`, of the weight's dtype.

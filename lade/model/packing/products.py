@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from lade.model.dot_kernels import DOT_PANEL, has_dots
+from lade.model.kernels.dots import DOT_PANEL, has_dots
+from lade.model.kernels.tiles import PANEL, has_tiles
 from lade.model.packing.dots import dot_product
 from lade.model.packing.tiles import tile_product
-from lade.model.tile_kernels import PANEL, has_tiles
 
 
 def panel_for(dtype: torch.dtype) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lade.model.tile_kernels import CODES, Coding, code_rows, kind_of
+from lade.model.kernels.codes import CODES, Coding, code_rows
+from lade.model.kernels.kinds import kind_of
 from lade.model.worker_threads import in_team
 
 _MANY_INPUTS = 2**15  # that are worth a thread of their own

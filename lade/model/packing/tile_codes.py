@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import torch
 
+from lade.model.kernels.code_products import CodeProduct
+from lade.model.kernels.codes import CODES
+from lade.model.kernels.kinds import kind_of
+from lade.model.kernels.tile_code_products import multiply_few_codes, multiply_many_codes
+from lade.model.kernels.tiles import PANEL, ROWS
 from lade.model.packing.row_codes import coded
-from lade.model.tile_kernels import (
-    CODES,
-    PANEL,
-    ROWS,
-    CodeProduct,
-    kind_of,
-    multiply_few_codes,
-    multiply_many_codes,
-)
 from lade.model.worker_threads import in_team
 
 _NEAR, _GROUP = 2**20, 2**18  # bytes of rows and of weights that a core's cache keeps

@@ -1,10 +1,11 @@
-"""Weights in panels for processors with tiles, and rows by them: an output is one chain of sums, see `tile_kernels`."""
+"""Weights in panels for processors with tiles, and rows by them: an output is one chain of sums (`tile_products`)."""
 
 from __future__ import annotations
 
 import torch
 
-from lade.model.tile_kernels import BLOCK_INPUTS, ROWS, Product, multiply_few, multiply_many, partial_sums
+from lade.model.kernels.tile_products import Product, multiply_few, multiply_many, partial_sums
+from lade.model.kernels.tiles import BLOCK_INPUTS, ROWS
 from lade.model.worker_threads import in_team
 
 _MANY = 2**16  # weights that are worth a part of their own
