@@ -32,7 +32,7 @@ FORMS = [torch.uint8, torch.int8]
 ALL_FORMS = [
     *FORMS,
     pytest.param(TILES, marks=pytest.mark.skipif(not has_tiles(), reason="no tiles (AMX) here")),
-    pytest.param(DOTS, marks=pytest.mark.skipif(not has_dots(torch.int8), reason="no VNNI here")),
+    pytest.param(DOTS, marks=pytest.mark.skipif(not has_dots(torch.int8), reason="no AVX2 here")),
 ]
 
 

@@ -1,7 +1,11 @@
-"""Int8 codes in panels: the bits of the products by oneDNN, whatever the shape, the rows and the threads."""
+"""Int8 codes in panels: exact sums, rounded as oneDNN's are, whatever the shape, the rows and the threads."""
 
 import copy
 import itertools
+import os
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,6 +13,7 @@ from torch import nn
 
 from lade.errors import UnsupportedModelError
 from lade.model.kernels.dots import DOT_PANEL, has_dots, rows_together
+from lade.model.kernels.processor import has_features
 from lade.model.kernels.tiles import PANEL, has_tiles
 from lade.model.packing import huge_pages
 from lade.model.packing.codes import Codes, quantised
@@ -16,14 +21,12 @@ from lade.model.packing.dot_codes import coded_for_dots, first_sums, multiplied_
 from lade.model.packing.huge_pages import HugePages
 from lade.model.packing.input_forms import DOTS, TILES
 from lade.model.packing.int8 import Int8Linear
-from lade.model.packing.integer_product import multiplied, prepacked
-from lade.model.packing.integer_trial import input_dtype
 from lade.model.packing.panels import in_panels, out_of_panels
 from lade.model.packing.products import panel_for
 from lade.model.packing.tile_codes import coded_for_tiles, multiplied_in_tiles
 
 needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this processor has no tiles (AMX)")
-needs_dots = pytest.mark.skipif(not has_dots(torch.int8), reason="this processor has no VNNI")
+needs_dots = pytest.mark.skipif(not has_dots(torch.int8), reason="this processor has no AVX2")
 own_forms = pytest.mark.parametrize(
     "form", [pytest.param(TILES, marks=needs_tiles), pytest.param(DOTS, marks=needs_dots)]
 )
@@ -53,12 +56,11 @@ def inputs_of(rows, inputs, dtype):
     return x.to(dtype)
 
 
-def by_onednn(x, codes, bias):
-    """As the layer multiplies elsewhere."""
-    outputs, inputs = codes.values.shape
-    values, scale = quantised(x, input_dtype(inputs, outputs))
-    y = multiplied(values, prepacked(codes.values), codes.scale, torch.zeros(outputs, dtype=torch.int))
-    y.mul_(scale)
+def by_numbers(x, codes, bias):
+    """As the layer multiplies elsewhere: exact sums, rounded to float32, times both scales, plus the bias."""
+    values, scale = quantised(x, torch.int8)
+    sums = (values.double() @ codes.values.double().t()).float()
+    y = sums.mul_(codes.scale).mul_(scale)
     return (y if bias is None else y.add_(bias)).to(x.dtype)
 
 
@@ -78,13 +80,13 @@ def same(found, expected):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @torch.no_grad()
-def test_results_have_the_bits_of_onednn(form, shape, dtype, threads):
+def test_results_have_the_bits_of_exact_sums(form, shape, dtype, threads):
     outputs, inputs = shape
     codes = Codes.of(torch.randn(outputs, inputs))
     rows_tried = [*range(1, 41), 200] if threads == 1 else EDGES
     for rows, bias in itertools.product(rows_tried, (None, torch.randn(outputs).to(dtype))):
         x = inputs_of(rows, inputs, dtype)
-        assert same(by_own(form, x, codes, bias), by_onednn(x, codes, bias)), rows
+        assert same(by_own(form, x, codes, bias), by_numbers(x, codes, bias)), rows
 
 
 @own_forms
@@ -97,7 +99,7 @@ def test_the_largest_sums_are_exact(form, threads):
     x = torch.full((150, 6080), 3.0)
     x[::2] *= -1
     x[:, -1] *= 0.5
-    assert torch.equal(by_own(form, x, codes, None), by_onednn(x, codes, None))
+    assert torch.equal(by_own(form, x, codes, None), by_numbers(x, codes, None))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -165,3 +167,27 @@ def test_memory_is_handed_out_piece_by_piece():
     assert [len(piece) for piece in pieces[:2]] == [64, 128]
     assert pieces[1].data_ptr() - pieces[0].data_ptr() == 64
     assert len(copy.deepcopy(pages)._left) == 0
+
+
+ANY_X86 = ("avx", "avx2", "fma", "f16c", "sse4.2", "popcnt", "bmi", "bmi2")
+OTHERS = {
+    "haswell": ANY_X86,
+    "alderlake": (*ANY_X86, "avxvnni"),
+    "skylake-avx512": (*ANY_X86, "avx512f", "avx512bw", "avx512vl", "avx512dq"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_processors_with_less_have_the_same_bits(name, tmp_path):
+    """This one, as far as its instructions go, compiled for as if it were another."""
+    if not has_features(*OTHERS[name]):
+        pytest.skip(f"this processor cannot stand for {name}")
+    features = ",".join(f"+{each}" for each in OTHERS[name])
+    compiled_for = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
+    tests = "bits_of_exact_sums or largest_sums or same_codes or not_finite"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", tests]
+    done = subprocess.run(command, env={**os.environ, **compiled_for}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed and int(passed[1]) > 50

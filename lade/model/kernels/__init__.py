@@ -4,7 +4,7 @@ Machine code is kept for later processes as long as no file of this folder chang
 takes constants from, files of this folder alone.
 
     instructions.py       memory by its address, and counts that threads share
-    kinds.py              the numbers of dtypes
+    kinds.py              the numbers of dtypes; processor.py: what there is to compile for
     vector_types.py       vectors as types of compiled functions; their conversions
     lanes.py              16 float32 numbers at once
     vectors.py            as many at once as the processor has; exponentials.py: exp and tanh of them

@@ -7,12 +7,14 @@ from typing import Any
 from lade.decoding.compilation import TeamKernel, inlined
 from lade.model.kernels.code_products import give_sums_out
 from lade.model.kernels.dots import (
+    COLUMNS,
     DOT_BLOCK,
     DOT_PANEL,
     FEW_SUMS,
     MANY_SUMS,
     PANEL_BLOCK,
     TOGETHER,
+    WIDE,
     asked_for,
     sum_codes,
 )
@@ -27,7 +29,7 @@ def _few_codes(together: Any, x: Any, start: Any, weight: Any, blocks: Any, to: 
         sum_codes(1, 1, x, start, weight, 0, blocks, to)
     elif together == 2:
         sum_codes(2, 1, x, start, weight, 0, blocks, to)
-    elif together == 4:
+    elif together == 4 or not WIDE:
         sum_codes(4, 1, x, start, weight, 0, blocks, to)
     elif together == 6:
         sum_codes(6, 1, x, start, weight, 0, blocks, to)
@@ -63,15 +65,15 @@ def _multiply_many_codes(address: Any) -> None:
     part = next_part(address)
     while part < field(address, 1):
         top, first = product.row_group * (part // groups), product.panel_group * (part % groups)
-        for panel in range(first, min(first + product.panel_group, panels), 2):
+        for panel in range(first, min(first + product.panel_group, panels), COLUMNS):
             start, weight = product.start + LINE * panel, product.weight + size * panel
             for row in range(top, min(top + product.row_group, product.rows), TOGETHER):
                 x, rows = product.x + DOT_BLOCK * blocks * row, min(TOGETHER, product.rows - row)
-                if panel + 1 < panels:
-                    sum_codes(8, 2, x, start, weight, size, blocks, sums)
+                if panel + 1 < panels and COLUMNS == 2:
+                    sum_codes(TOGETHER, 2, x, start, weight, size, blocks, sums)
                     give_sums_out(product, row, rows, DOT_PANEL * panel, sums, 2 * DOT_PANEL)
                 else:
-                    sum_codes(8, 1, x, start, weight, 0, blocks, sums)
+                    sum_codes(TOGETHER, 1, x, start, weight, 0, blocks, sums)
                     give_sums_out(product, row, rows, DOT_PANEL * panel, sums, DOT_PANEL)
         part = next_part(address)
 

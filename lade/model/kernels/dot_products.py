@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 from lade.decoding.compilation import TeamKernel, inlined
 from lade.model.kernels.dots import (
+    COLUMNS,
     DOT_BLOCK,
     DOT_PANEL,
     FEW_SUMS,
     MANY_SUMS,
     PANEL_BLOCK,
     TOGETHER,
+    WIDE,
     asked_for,
     sum_bfloat16,
 )
@@ -63,7 +65,7 @@ def _few_in_bfloat16(together: Any, x: Any, weight: Any, blocks: Any, to: Any) -
         sum_bfloat16(1, 1, x, weight, 0, blocks, to)
     elif together == 2:
         sum_bfloat16(2, 1, x, weight, 0, blocks, to)
-    elif together == 4:
+    elif together == 4 or not WIDE:
         sum_bfloat16(4, 1, x, weight, 0, blocks, to)
     elif together == 6:
         sum_bfloat16(6, 1, x, weight, 0, blocks, to)
@@ -124,16 +126,16 @@ def _multiply_many(address: Any) -> None:
     part = next_part(address)
     while part < field(address, 1):
         top, first = product.row_group * (part // groups), product.panel_group * (part % groups)
-        for panel in range(first, min(first + product.panel_group, panels), 2):
+        for panel in range(first, min(first + product.panel_group, panels), COLUMNS):
             weight = product.weight + size * panel
             for row in range(top, min(top + product.row_group, product.rows), TOGETHER):
                 x, rows = product.x + DOT_BLOCK * blocks * row, min(TOGETHER, product.rows - row)
-                if panel + 1 < panels:
-                    sum_bfloat16(8, 2, x, weight, size, blocks, sums)
+                if panel + 1 < panels and COLUMNS == 2:
+                    sum_bfloat16(TOGETHER, 2, x, weight, size, blocks, sums)
                     _give_out(product, row, rows, panel, sums, 2 * LINE)
                     _give_out(product, row, rows, panel + 1, sums + LINE, 2 * LINE)
                 else:
-                    sum_bfloat16(8, 1, x, weight, 0, blocks, sums)
+                    sum_bfloat16(TOGETHER, 1, x, weight, 0, blocks, sums)
                     _give_out(product, row, rows, panel, sums, LINE)
         part = next_part(address)
 

@@ -1,13 +1,15 @@
-"""Dot products (AVX-512 with VNNI, or with BF16): their instructions, and how rows and weights lie for them.
+"""Dot products: their instructions, and how rows and weights lie for them.
 
-One instruction adds to each of 16 sums of float32 the products of two inputs in bfloat16 (to sums of int32 those of
-four in int8). A sum goes through its inputs in their order and knows nothing of other rows, so what an output is
-depends on its row and its weights alone, however many rows there are and however the work is cut.
+One instruction of AVX-512 adds to each of 16 sums of float32 the products of two inputs in bfloat16 (to sums of int32
+those of four in int8, where there is VNNI). Processors with AVX2 alone have eight sums in a register, and products of
+pairs of 16 bits in place of fours of int8. A sum goes through its inputs in their order and knows nothing of other
+rows, so what an output is depends on its row and its weights alone, however many rows there are and however the work is
+cut.
 
 Weights lie in panels of 16 outputs, `[N / 16][K / 32][16][16][2]` in bfloat16: the panel, the block of inputs, and in
 it pairs of inputs by outputs (`[N / 16][K / 64][16][16][4]` in int8, fours of inputs). Up to `FEW` rows go through a
 panel together, which is read once, from its first byte to its last and ahead of its use: few as they are, that takes
-hardly longer than for one. More rows go by eights, through two panels at a time.
+hardly longer than for one. More rows go in groups, through `COLUMNS` panels at a time.
 
 Rows lie in blocks of inputs, too, `[blocks, rows, 64 bytes]`, for the sake of the nearest cache: rows that are a power
 of two apart would drive one another out of it.
@@ -15,42 +17,40 @@ of two apart would drive one another out of it.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple, cast
 
 import numba
 import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 
 from lade.decoding.compilation import CONSTANT, inlined, instruction
 from lade.model.kernels.instructions import AT, INT, LONG, NONE, call_intrinsic, fetch, field, pointer
 from lade.model.kernels.lanes import LANES, LINE
-from lade.model.kernels.vector_types import spread_out
+from lade.model.kernels.processor import has_features
+from lade.model.kernels.vector_types import equal, spread_out
 
 DOT_BLOCK = 64
 """Bytes of a row's or an output's inputs that lie together."""
 DOT_PANEL = LANES
 """Outputs of a panel."""
-FEW = 24
+WIDE = has_features("avx512f", "avx512bw")
+"""Whether registers have 64 bytes, and there are 32 of them; else they have half as many, and are half as many."""
+_SIZES = (1, 2, 4, 6, 8, 12, 16, 24) if WIDE else (1, 2, 4)
+FEW = _SIZES[-1]
 """Rows that go through a panel together, at most."""
-TOGETHER = 8
-"""Rows of a group where there are more."""
+TOGETHER, COLUMNS = (8, 2) if WIDE else (4, 1)
+"""Rows of a group where there are more, and panels that they go through together."""
 PANEL_BLOCK = DOT_BLOCK * LANES
 """Bytes of a panel's block of inputs."""
-FEW_SUMS, MANY_SUMS = FEW * LINE, 2 * TOGETHER * LINE
-"""Bytes of all sums of few rows and one panel, and of a group of rows and two panels."""
-_SIZES = (1, 2, 4, 6, 8, 12, 16, FEW)
+FEW_SUMS, MANY_SUMS = FEW * LINE, COLUMNS * TOGETHER * LINE
+"""Bytes of all sums of few rows and one panel, and of a group of rows and its panels."""
 _WORD, _AHEAD = 4, 8 * PANEL_BLOCK
 
 
-@cache
 def has_dots(dtype: torch.dtype) -> bool:
-    """Whether this processor has dot products of a dtype, bfloat16 or int8, and numba compiles for them."""
-    needed = {torch.bfloat16: "+avx512bf16", torch.int8: "+avx512vnni"}.get(dtype)
-    _, _, features = cast(Any, cpu_target).target_context.codegen().magic_tuple()
-    return needed in features.split(",") and not cast(Any, numba).config.DISABLE_JIT
+    """Whether there are dot products of a dtype here: of bfloat16 with AVX512-BF16, of int8 with AVX2 and upwards."""
+    return has_features("avx512bf16") if dtype == torch.bfloat16 else dtype == torch.int8 and has_features("avx2")
 
 
 def rows_together(rows: int) -> int:
@@ -74,8 +74,8 @@ class DotProduct(NamedTuple):
         out: `[rows, outputs]`, contiguous, what becomes of it.
         kind: of its dtype.
         rows, blocks, outputs: how many.
-        row_group, panel_group: so many rows, a multiple of 8, and so many panels, an even number, make one part of the
-            work; of few rows one part has all.
+        row_group, panel_group: so many rows, whole groups of them, and so many panels, a multiple of `COLUMNS`, make
+            one part of the work; of few rows one part has all.
     """
 
     x: int
@@ -117,19 +117,57 @@ class _Bfloat16(ir.Type):  # type: ignore[misc]
         return hash(_Bfloat16)
 
 
-_SINGLES, _BITS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(INT, LANES)
-_PAIRS = ir.VectorType(_Bfloat16(), 2 * LANES)
+_WIDTH = LANES if WIDE else LANES // 2
+_SINGLES, _BITS = (ir.VectorType(kind, _WIDTH) for kind in (ir.FloatType(), INT))
+_SHORTS, _PAIRS = (ir.VectorType(kind, 2 * _WIDTH) for kind in (ir.IntType(16), _Bfloat16()))
 _utils = cast(Any, cgutils)
 
 
-def _dot_bfloat16(builder: Any, sums: Any, x: Any, weights: Any) -> Any:
-    x, weights = builder.bitcast(x, _PAIRS), builder.bitcast(weights, _PAIRS)
-    return call_intrinsic(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _SINGLES, sums, x, weights)
+class _Bfloat16Dots:
+    """Dot products of bfloat16."""
+
+    def weights(self, builder: Any, weights: Any) -> Any:
+        return builder.bitcast(weights, _PAIRS)
+
+    inputs = weights
+
+    def add(self, builder: Any, sums: Any, x: Any, weights: Any) -> Any:
+        return call_intrinsic(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _SINGLES, sums, x, weights)
 
 
-def _dot_int8(builder: Any, sums: Any, x: Any, weights: Any) -> Any:
-    """Of unsigned inputs and signed weights; nothing is cut off."""
-    return call_intrinsic(builder, "llvm.x86.avx512.vpdpbusd.512", _BITS, sums, x, weights)
+class _CodeDots:
+    """Dot products of unsigned inputs and signed weights in int8, of which nothing is cut off."""
+
+    def weights(self, builder: Any, weights: Any) -> Any:
+        return weights
+
+    inputs = weights
+
+    def add(self, builder: Any, sums: Any, x: Any, weights: Any) -> Any:
+        name = "llvm.x86.avx512.vpdpbusd.512" if WIDE else "llvm.x86.avx512.vpdpbusd.256"
+        return call_intrinsic(builder, name, _BITS, sums, x, weights)
+
+
+class _PairDots:
+    """The same without VNNI: bytes become 16 bits each, the first and third of four, and the second and fourth."""
+
+    def weights(self, builder: Any, weights: Any) -> Any:
+        shorts, eight = builder.bitcast(weights, _SHORTS), equal(8, _SHORTS)
+        return builder.ashr(builder.shl(shorts, eight), eight), builder.ashr(shorts, eight)
+
+    def inputs(self, builder: Any, x: Any) -> Any:
+        shorts = builder.bitcast(x, _SHORTS)
+        return builder.and_(shorts, equal(255, _SHORTS)), builder.lshr(shorts, equal(8, _SHORTS))
+
+    def add(self, builder: Any, sums: Any, x: Any, weights: Any) -> Any:
+        name = "llvm.x86.avx512.pmaddw.d.512" if WIDE else "llvm.x86.avx2.pmadd.wd"
+        for pair, factors in zip(x, weights, strict=True):
+            sums = builder.add(sums, call_intrinsic(builder, name, _BITS, pair, factors))
+        return sums
+
+
+def _code_dots() -> Any:
+    return _CodeDots() if has_features("avx512vnni" if WIDE else "avxvnni") else _PairDots()
 
 
 def _at(builder: Any, address: Any, offset: int) -> Any:
@@ -141,32 +179,35 @@ def _load(builder: Any, address: Any, offset: int, kind: Any) -> Any:
 
 
 def _sum_up(
-    builder: Any, dot: Any, begin: list[Any], rows: int, x: Any, weight: Any, apart: Any, blocks: Any, to: Any
+    builder: Any, dots: Any, begin: list[Any], rows: int, x: Any, weight: Any, apart: Any, blocks: Any, to: Any
 ) -> None:
-    """Sums of so many rows by as many panels as there are in `begin`, kept in registers until they are written."""
+    """Sums of so many rows by some panels, which begin with some vectors; in registers until they are written."""
     sums = [[_utils.alloca_once_value(builder, first) for first in begin] for _ in range(rows)]
+    columns, size = len(begin) * _WIDTH // LANES, 4 * _WIDTH
     with _utils.for_range(builder, blocks) as loop:
         row = builder.add(x, builder.mul(loop.index, ir.Constant(LONG, DOT_BLOCK * rows)))
         first = builder.add(weight, builder.mul(loop.index, ir.Constant(LONG, PANEL_BLOCK)))
-        panels = [builder.add(first, builder.mul(apart, ir.Constant(LONG, column))) for column in range(len(begin))]
+        panels = [builder.add(first, builder.mul(apart, ir.Constant(LONG, column))) for column in range(columns)]
         for word in range(DOT_BLOCK // _WORD):
             for panel in panels:
                 fetch(builder, _at(builder, panel, _AHEAD + LINE * word), 3)
-            weights = [_load(builder, panel, LINE * word, _BITS) for panel in panels]
+            places = [(panel, LINE * word + part) for panel in panels for part in range(0, LINE, size)]
+            weights = [dots.weights(builder, _load(builder, *place, _BITS)) for place in places]
             for number in range(rows):
-                spread = spread_out(builder, _load(builder, row, DOT_BLOCK * number + _WORD * word, INT), LANES)
-                for place, line in zip(sums[number], weights, strict=True):
-                    builder.store(dot(builder, builder.load(place), spread, line), place)
+                inputs = _load(builder, row, DOT_BLOCK * number + _WORD * word, INT)
+                inputs = dots.inputs(builder, spread_out(builder, inputs, _WIDTH))
+                for place, factors in zip(sums[number], weights, strict=True):
+                    builder.store(dots.add(builder, builder.load(place), inputs, factors), place)
     for number, place in enumerate(place for places in sums for place in places):
         found = builder.load(place)
-        builder.store(found, pointer(builder, _at(builder, to, LINE * number), found.type), align=_WORD)
+        builder.store(found, pointer(builder, _at(builder, to, size * number), found.type), align=_WORD)
 
 
 @instruction(NONE, CONSTANT, CONSTANT, AT, AT, AT, numba.int64, AT)
 def sum_bfloat16(builder: Any, rows: Any, columns: Any, x: Any, weight: Any, apart: Any, blocks: Any, to: Any) -> None:
     """Sums `[rows, columns, 16]` of rows in blocks by panels that are so many bytes apart."""
-    begin = [ir.Constant(_SINGLES, None)] * columns
-    _sum_up(builder, _dot_bfloat16, begin, rows, x, weight, apart, blocks, to)
+    begin = [ir.Constant(_SINGLES, None)] * (columns * LANES // _WIDTH)
+    _sum_up(builder, _Bfloat16Dots(), begin, rows, x, weight, apart, blocks, to)
 
 
 @instruction(NONE, CONSTANT, CONSTANT, AT, AT, AT, AT, numba.int64, AT)
@@ -174,5 +215,5 @@ def sum_codes(
     builder: Any, rows: Any, columns: Any, x: Any, start: Any, weight: Any, apart: Any, blocks: Any, to: Any
 ) -> None:
     """The same of codes, which begin with what is given for each panel."""
-    begin = [_load(builder, start, LINE * column, _BITS) for column in range(columns)]
-    _sum_up(builder, _dot_int8, begin, rows, x, weight, apart, blocks, to)
+    begin = [_load(builder, start, offset, _BITS) for offset in range(0, LINE * columns, 4 * _WIDTH)]
+    _sum_up(builder, _code_dots(), begin, rows, x, weight, apart, blocks, to)

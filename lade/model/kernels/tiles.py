@@ -13,15 +13,15 @@ last, a kilobyte for each tile.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import numba
 import torch
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba.core.registry import cpu_target
 
 from lade.decoding.compilation import CONSTANT, inlined, instruction
 from lade.model.kernels.instructions import AT, BYTE, NONE, call_intrinsic, clear, pointer, room
+from lade.model.kernels.processor import has_features
 
 ROWS, TILE = 16, 1024
 """Rows of a tile, and its bytes."""
@@ -41,9 +41,7 @@ AHEAD = 2 * BLOCK
 def has_tiles() -> bool:
     """Whether this processor has tiles, the system lets this process use them, and numba compiles for them."""
     told = getattr(torch.cpu, "_init_amx", None)  # which asks Linux for them
-    _, _, features = cast(Any, cpu_target).target_context.codegen().magic_tuple()
-    compiles = {"+amx-tile", "+amx-bf16", "+amx-int8"} <= set(features.split(","))
-    return bool(compiles and not cast(Any, numba).config.DISABLE_JIT and told is not None and told())
+    return bool(has_features("amx-tile", "amx-bf16", "amx-int8") and told is not None and told())
 
 
 def _call(builder: Any, name: str, *values: Any) -> None:

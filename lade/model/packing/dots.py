@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lade.model.kernels.dot_products import Layout, lay_rows, multiply_few, multiply_many
-from lade.model.kernels.dots import DOT_BLOCK, DOT_PANEL, FEW, TOGETHER, DotProduct, rows_together
+from lade.model.kernels.dots import COLUMNS, DOT_BLOCK, DOT_PANEL, FEW, TOGETHER, DotProduct, rows_together
 from lade.model.kernels.kinds import kind_of
 from lade.model.worker_threads import in_team
 
@@ -58,8 +58,10 @@ def _in_blocks(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def groups(rows: int, panels: int, blocks: int) -> tuple[int, int]:
-    """How many rows and how many panels make one part of the work; two panels are taken at a time."""
+    """How many rows and how many panels make one part of the work."""
     size = blocks * DOT_BLOCK * DOT_PANEL
     if rows <= FEW:
         return rows, max(-(-panels // (_SHARES * torch.get_num_threads())), -(-_MANY_WEIGHTS // size))
-    return max(TOGETHER, _NEAR // (blocks * DOT_BLOCK) // TOGETHER * TOGETHER), max(2, _GROUP // size // 2 * 2)
+    return max(TOGETHER, _NEAR // (blocks * DOT_BLOCK) // TOGETHER * TOGETHER), max(
+        COLUMNS, _GROUP // size // COLUMNS * COLUMNS
+    )
