@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors import numpy as container
 
 from lade.decoding.drafting.memory import KINDS, LEAST_BYTES, Snapshot
-from lade.decoding.kernels import BITS, CEILING, END, FLOOR, LINES, ORDERS, TEXT_ORDERS, TOKEN, WIDTH, Ints
+from lade.decoding.kernels.layout import BITS, CEILING, END, FLOOR, LINES, ORDERS, TEXT_ORDERS, TOKEN, WIDTH, Ints
 from lade.errors import InputError
 from lade.files import write_whole
 from lade.version import __version__

@@ -29,7 +29,7 @@ Words, each with one meaning:
     emit           append a token to its row: accepted ones and the bonus
     chooser        turns logits into a token: the argmax, or processors and a sampler (`Chooser`)
     readout        what is copied from the device in a step: argmax ids, choices, entries (`Readout`)
-    entries        of a row of logits the likeliest tokens with their log-odds, `WIDTH` int32 (`kernels`)
+    entries        of a row of logits the likeliest tokens with their log-odds, `WIDTH` int32 (`kernels.layout`)
     memory         entries by context: what the model's logits were, and what followed in texts (`ContextMemory`)
     hit            a context that the memory has entries for
     evict          remove what was used least recently, to make room

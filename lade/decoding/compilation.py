@@ -10,6 +10,8 @@ import inspect
 import logging
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
 from time import perf_counter
 from types import ModuleType
 from typing import Any, TypeVar, cast
@@ -143,14 +145,15 @@ def inlined(function: FunctionT) -> FunctionT:
     return cast(FunctionT, numba.njit(function, error_model="numpy"))
 
 
-def compile_all(module: ModuleType) -> None:
-    """Compile all kernels of a module now, as far as no machine code was kept from before.
+def compile_all(package: ModuleType) -> None:
+    """Compile all kernels in a package's files now, as far as no machine code was kept from before.
 
     Those of `lade.decoding.kernels` take 5 to 12 seconds, once on a machine.
     """
-    for thing in list(vars(module).values()):
-        if isinstance(thing, Kernel):
-            thing.compile()
+    for file in iter_modules(package.__path__):
+        for thing in list(vars(import_module(f"{package.__name__}.{file.name}")).values()):
+            if isinstance(thing, Kernel):
+                thing.compile()
 
 
 def _log_compilation(compiled: Any, seconds: float) -> None:

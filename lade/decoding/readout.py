@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lade.decoding import kernels
-from lade.decoding.kernels import BITS, BLOCK, FLOOR, SCALE, TINY, TOKEN, WIDTH, Ints
+from lade.decoding.kernels import reading
+from lade.decoding.kernels.layout import BITS, BLOCK, FLOOR, SCALE, TINY, TOKEN, WIDTH, Ints
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _read_here(logits: torch.Tensor, *, wants_entries: bool) -> tuple[npt.NDArra
     rows = logits.float().numpy().reshape(-1, logits.shape[-1])  # by numpy: an operation of torch takes 5 us here
     if not wants_entries:  # numpy's argmax is ten times as fast as torch's, and takes the first one too
         return rows.argmax(axis=-1), None
-    return kernels.entries_of(np.ascontiguousarray(rows))
+    return reading.entries_of(np.ascontiguousarray(rows))
 
 
 def _maxima(logits: torch.Tensor) -> torch.Tensor:
@@ -109,7 +109,7 @@ def _read_remotely(logits: torch.Tensor, choices: torch.Tensor | None, *, wants_
 
 
 def _entries(logits: torch.Tensor) -> torch.Tensor:
-    """Entries `[M, WIDTH]` int32 of float32 logits `[M, V]`; see `kernels.entries_of`, which does the same."""
+    """Entries `[M, WIDTH]` int32 of float32 logits `[M, V]`; see `reading.entries_of`, which does the same."""
     scores, tokens = logits.topk(min(WIDTH, logits.shape[1]))  # [M, K], in falling order
     best = scores[:, :1]
     total = (_maxima(logits) - best).exp().sum(dim=-1, keepdim=True)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from lade import Memory
 from lade.cli.main import app
-from lade.decoding.kernels import ORDERS
+from lade.decoding.kernels.layout import ORDERS
 from lade.hf.detokenizer import Detokenizer
 
 PROMPT = "say it again, say it"

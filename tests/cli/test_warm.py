@@ -13,7 +13,7 @@ from lade.cli import warm as module
 from lade.cli.loading.loaded_model import LoadedModel
 from lade.cli.main import app
 from lade.cli.warm import WarmResult
-from lade.decoding.kernels import ORDERS, TEXT_ORDERS
+from lade.decoding.kernels.layout import ORDERS, TEXT_ORDERS
 from lade.memory_file import fingerprint_of
 from lade.stats import Stats
 

@@ -6,7 +6,7 @@ from math import exp
 import numpy as np
 
 from lade.decoding.drafting.memory import context_of
-from lade.decoding.kernels import (
+from lade.decoding.kernels.layout import (
     BITS,
     END,
     FLOOR,

@@ -19,7 +19,7 @@ from lade.decoding.drafting.adaptive import LEAST_COLUMNS, NGRAM, AdaptiveDrafte
 from lade.decoding.drafting.controller import LARGEST, Controller
 from lade.decoding.drafting.drafter import Draft, Guess
 from lade.decoding.drafting.tree_size import FixedBudget
-from lade.decoding.kernels import ORDERS, TEXT_ORDERS
+from lade.decoding.kernels.layout import ORDERS, TEXT_ORDERS
 from lade.decoding.readout import read
 from lade.decoding.tree import ROOT, TokenTree
 from lade.decoding.verify import Verdict, walk

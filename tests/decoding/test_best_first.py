@@ -22,7 +22,7 @@ from memories import (
 
 from lade.decoding.drafting import best_first as module
 from lade.decoding.drafting.best_first import OPTIMISM, TreeGrower
-from lade.decoding.kernels import ORDERS, TEXT_ORDERS
+from lade.decoding.kernels.layout import ORDERS, TEXT_ORDERS
 from lade.decoding.tree import ROOT, TokenTree
 from lade.memory import Memory
 

@@ -7,6 +7,7 @@ import pytest
 
 from lade.decoding import compilation, kernels
 from lade.decoding.compilation import Kernel, TeamKernel, compile_all, compiled
+from lade.decoding.kernels import tables
 
 
 def without_a_file(returned="2 * x"):
@@ -65,6 +66,6 @@ def test_kernels_are_compiled_when_they_are_called_or_all_at_once(monkeypatch):
     assert made == []
     assert kernel("four") == kernel("four") == 4
     assert made == [len], "once"
-    monkeypatch.setattr(kernels, "late", compiled(numba.int64)(abs), raising=False)
+    monkeypatch.setattr(tables, "late", compiled(numba.int64)(abs), raising=False)
     compile_all(kernels)
     assert made == [len, abs], "all others had been compiled"

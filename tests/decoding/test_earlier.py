@@ -17,7 +17,7 @@ from lade.decoding.drafting.best_first import TreeGrower
 from lade.decoding.drafting.earlier import EarlierText
 from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.drafting.followed import OwnText
-from lade.decoding.kernels import CEILING, EACH, FLOOR, LATEST, PROMPT, SCALE, SPOTS, TOKEN, TOLD, WIDTH
+from lade.decoding.kernels.layout import CEILING, EACH, FLOOR, LATEST, PROMPT, SCALE, SPOTS, TOKEN, TOLD, WIDTH
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.decoding.tree import ROOT, TokenTree

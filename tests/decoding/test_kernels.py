@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memories import Reference, rows_of, tails_of, unpacked
 
-from lade.decoding import kernels
 from lade.decoding.drafting.memory import context_of
 from lade.decoding.drafting.mixer import prior_weights
-from lade.decoding.kernels import END, LENGTHS, LINES, LONGEST, ORDERS, TEXT, TEXT_ORDERS, WIDTH, Ints
+from lade.decoding.kernels import tables
+from lade.decoding.kernels.layout import END, LENGTHS, LINES, LONGEST, ORDERS, TEXT, TEXT_ORDERS, WIDTH, Ints
+from lade.decoding.kernels.work import Work
 
 COLUMNS = 2 + WIDTH
 
@@ -40,7 +41,7 @@ def slots_with(keys: list[tuple[int, int]]) -> Ints:
 
 def known(young: Ints, old: Ints, text: list[int]) -> tuple[list, list]:
     rows = np.full((END, WIDTH), -1, np.int32)
-    found, heard = kernels.look_up(young, old, context_of(text), rows)
+    found, heard = tables.look_up(young, old, context_of(text), rows)
     assert (rows[found:TEXT] == -1).all() and (rows[TEXT + heard :] == -1).all(), "only what is known is written"
     return [unpacked(row) for row in rows[:found]], [unpacked(row) for row in rows[TEXT : TEXT + heard]]
 
@@ -59,7 +60,7 @@ def test_the_constants_fit_together():
 def test_the_lower_half_of_a_key_tells_the_kind_and_is_never_0(text):
     young, old = table_of(64), table_of(1)
     for first, end in ((0, TEXT), (TEXT, END)):
-        kernels.learn(young, old, tails_of([text]), rows_of([{1: 2}]), first, end, 0, 0, 63)
+        tables.learn(young, old, tails_of([text]), rows_of([{1: 2}]), first, end, 0, 0, 63)
     assert sorted(low & 7 for low, _ in keys(young)) == list(range(1, END + 1))
 
 
@@ -74,7 +75,7 @@ def test_contexts_that_differ_have_different_keys():
         reference.learn(text, {}, 0, END)
     young, old = table_of(2**18), table_of(1)
     for first, end in ((0, TEXT), (TEXT, END)):
-        kernels.learn(young, old, tails_of(texts), rows_of([{}] * len(texts)), first, end, 0, 0, 2**18 - 1)
+        tables.learn(young, old, tails_of(texts), rows_of([{}] * len(texts)), first, end, 0, 0, 2**18 - 1)
     assert len(keys(young)) == len(taken(young)) == len(reference.rows)
 
 
@@ -83,7 +84,7 @@ def test_keys_are_spread_over_the_table():
     size = 3000
     young, old = table_of(size), table_of(1)
     texts = [[token] for token in range(2 * size // 3)]
-    kernels.learn(young, old, tails_of(texts), rows_of([{}] * len(texts)), 0, 1, 0, 0, size - 1)
+    tables.learn(young, old, tails_of(texts), rows_of([{}] * len(texts)), 0, 1, 0, 0, size - 1)
     homes = [(high % 2**32) * size >> 32 for high in young[:, 1].tolist()]
     ways = [(slot - home) % size for slot, home in enumerate(homes) if young[slot, 0]]
     assert len(ways) == len(texts)
@@ -105,11 +106,11 @@ def test_many_keys_may_want_the_same_slot_even_the_last_one(high, sign):
     count = 40
     wanted = slots_with([(sign * number, high) for number in range(1, count + 1)])
     table = table_of(count + 1)
-    kernels.rehash(wanted, table)
+    tables.rehash(wanted, table)
     assert listed(table) == listed(wanted)
-    assert kernels.count_missing(wanted, table) == 0
+    assert tables.count_missing(wanted, table) == 0
     others = slots_with([(sign * (count + 1), high), (sign, high ^ 1), (-sign, high)])
-    assert kernels.count_missing(others, table) == 3
+    assert tables.count_missing(others, table) == 3
     home = (high % 2**32) * (count + 1) >> 32
     assert table[home, 0] == sign, "the first one is where it is looked for first"
     assert table[(home + count) % (count + 1), 0] == 0, "the others follow, from the beginning again after the end"
@@ -119,20 +120,20 @@ def test_many_keys_may_want_the_same_slot_even_the_last_one(high, sign):
 def test_rehashing_keeps_everything(keys, more):
     wanted = slots_with(keys)
     small = table_of(len(keys) + 1)
-    kernels.rehash(wanted, small)
+    tables.rehash(wanted, small)
     large = table_of(len(small) + more)
-    kernels.rehash(small, large)
+    tables.rehash(small, large)
     assert listed(small) == listed(large) == listed(wanted)
-    assert kernels.count_missing(wanted, large) == kernels.count_missing(large, small) == 0
+    assert tables.count_missing(wanted, large) == tables.count_missing(large, small) == 0
 
 
 @given(some_keys | few_keys, some_keys | few_keys, st.integers(1, 9))
 def test_what_is_missing_is_counted(some, others, more):
     table, other = table_of(len(some) + more), table_of(len(others) + more)
-    kernels.rehash(slots_with(some), table)
-    kernels.rehash(slots_with(others), other)
-    assert kernels.count_missing(table, other) == len(set(some) - set(others))
-    assert kernels.count_missing(other, table) == len(set(others) - set(some))
+    tables.rehash(slots_with(some), table)
+    tables.rehash(slots_with(others), other)
+    assert tables.count_missing(table, other) == len(set(some) - set(others))
+    assert tables.count_missing(other, table) == len(set(others) - set(some))
 
 
 token = st.integers(0, 2)
@@ -189,7 +190,7 @@ def test_tables_behave_as_two_dictionaries_do(batches, slots, data):
         most, learned = data.draw(st.integers(END, len(young) - 1)), 0
         while True:
             before = learned
-            learned, taken_now = kernels.learn(young, old, tails, rows, first, end, learned, taken_now, most)
+            learned, taken_now = tables.learn(young, old, tails, rows, first, end, learned, taken_now, most)
             for text, row in pairs[before:learned]:
                 assert len(reference.rows) + end - first <= most, "there was room"
                 reference.learn(text, row, first, end)
@@ -200,12 +201,12 @@ def test_tables_behave_as_two_dictionaries_do(batches, slots, data):
             assert taken_now + end - first > most, "there was no room"
             if data.draw(st.booleans()):
                 larger = table_of(len(young) + END)
-                kernels.rehash(young, larger)
+                tables.rehash(young, larger)
                 young, most = larger, len(larger) - 1
             else:
                 old, young, taken_now = young, table_of(len(young)), 0
                 reference.turn_over()
-        assert kernels.count_missing(old, young) == len(reference.old.keys() - reference.rows.keys())
+        assert tables.count_missing(old, young) == len(reference.old.keys() - reference.rows.keys())
     for text in [*seen, data.draw(st.lists(token, max_size=9))]:
         assert known(young, old, text) == reference.known(text)
 
@@ -213,17 +214,17 @@ def test_tables_behave_as_two_dictionaries_do(batches, slots, data):
 def test_learning_begins_where_it_is_told_to():
     young, old = table_of(64), table_of(1)
     tails, rows = tails_of([[1], [2], [3]]), rows_of([{1: 1}, {2: 2}, {3: 3}])
-    assert kernels.learn(young, old, tails, rows, 0, TEXT, 2, 0, 63) == (3, TEXT)
+    assert tables.learn(young, old, tails, rows, 0, TEXT, 2, 0, 63) == (3, TEXT)
     assert known(young, old, [1]) == known(young, old, [2]) == ([], [])
     assert known(young, old, [3]) == ([{3: 3}] * TEXT, [])
-    assert kernels.learn(young, old, tails, rows, 0, TEXT, 3, TEXT, 0) == (3, TEXT), "nothing needs no room"
+    assert tables.learn(young, old, tails, rows, 0, TEXT, 3, TEXT, 0) == (3, TEXT), "nothing needs no room"
 
 
 def test_a_row_of_the_old_table_stays_as_it_is():
     old, young = table_of(64), table_of(64)
-    kernels.learn(old, table_of(1), tails_of([[1]]), rows_of([{5: 100}]), 0, TEXT, 0, 0, 63)
+    tables.learn(old, table_of(1), tails_of([[1]]), rows_of([{5: 100}]), 0, TEXT, 0, 0, 63)
     before = old.copy()
-    assert kernels.learn(young, old, tails_of([[1]]), rows_of([{5: 50}]), 0, TEXT, 0, 0, 63) == (1, TEXT)
+    assert tables.learn(young, old, tails_of([[1]]), rows_of([{5: 50}]), 0, TEXT, 0, 0, 63) == (1, TEXT)
     assert np.array_equal(old, before)
     assert known(young, old, [1])[0] == [{5: 75}] * TEXT, "the young one comes first"
     assert known(young, table_of(1), [1])[0] == [{5: 75}] * TEXT
@@ -237,7 +238,7 @@ def test_a_row_of_the_old_table_stays_as_it_is():
 def test_contexts_of_a_text_are_the_tails_of_its_beginnings(text, data):
     start = data.draw(st.integers(0, len(text)))
     count = data.draw(st.integers(0, len(text) - start))
-    tails = kernels.tails_of(np.array(text, dtype=np.int64), start, count)
+    tails = tables.tails_of(np.array(text, dtype=np.int64), start, count)
     assert tails.dtype == np.int32 and tails.flags.c_contiguous
     assert tails.shape == (count, LONGEST)
     assert tails.tolist() == tails_of([text[: start + row + 1] for row in range(count)]).tolist()
@@ -245,11 +246,11 @@ def test_contexts_of_a_text_are_the_tails_of_its_beginnings(text, data):
 
 @given(st.integers(1, 5), st.integers(0, 9))
 def test_a_wider_tree_is_the_same_tree(room, more):
-    work = kernels.Work.of(room)
+    work = Work.of(room)
     for number, column in enumerate(work):
         column[...] = np.arange(column.size).reshape(column.shape) + number
     wider = work.widened(room + more)
-    for before, after, fresh in zip(work, wider, kernels.Work.of(room + more), strict=True):
+    for before, after, fresh in zip(work, wider, Work.of(room + more), strict=True):
         assert np.array_equal(after[: len(before)], before)
         assert after.shape == fresh.shape and after.dtype == fresh.dtype
 
@@ -269,7 +270,7 @@ def test_kernels_take_turns():
     reader.start()
     for number in range(300):
         tails, rows = tails_of([text] * 40), rows_of([{number % 7: 200}] * 40)
-        kernels.learn(young, old, tails, rows, 0, TEXT, 0, 0, 2**16 - 1)
+        tables.learn(young, old, tails, rows, 0, TEXT, 0, 0, 2**16 - 1)
     stop.set()
     reader.join()
     assert not failures

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memories import Reference, Row, known, learn, likeliest, random_rows, rows_of, tails_of, unpacked
 
-from lade.decoding import kernels
 from lade.decoding.drafting import memory as module
 from lade.decoding.drafting.memory import LEAST_BYTES, SLOT_BYTES, context_of
-from lade.decoding.kernels import BITS, END, LONGEST, ORDERS, TEXT, TEXT_ORDERS, TOKEN, WIDTH
+from lade.decoding.kernels import tables
+from lade.decoding.kernels.layout import BITS, END, LONGEST, ORDERS, TEXT, TEXT_ORDERS, TOKEN, WIDTH
 from lade.errors import ConfigError
 from lade.memory import Memory
 
@@ -306,14 +306,14 @@ def test_rows_that_do_not_belong_to_the_contexts_are_refused(tails, rows):
 
 def test_slots_taken_by_an_interrupted_call_are_counted(monkeypatch):
     """Ctrl-C is raised when compiled code returns. A table that does not know how full it is would come to be full."""
-    memory, rng, learn = Memory(), np.random.default_rng(0), kernels.learn
+    memory, rng, learn = Memory(), np.random.default_rng(0), tables.learn
 
     def interrupted(*given):
         learn(*given)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(kernels, "learn", interrupted)
+        patch.setattr(tables, "learn", interrupted)
         with pytest.raises(KeyboardInterrupt):
             memory.learn(tails_of(rng.integers(0, 4000, (50, LONGEST)).tolist()), random_rows(rng, 50))
     assert memory._taken == np.count_nonzero(memory.tables[0][:, 0]) > 100

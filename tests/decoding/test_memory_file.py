@@ -19,7 +19,7 @@ from safetensors import numpy as container
 import lade
 from lade import memory_file
 from lade.decoding.drafting.memory import LEAST_BYTES, SLOT_BYTES
-from lade.decoding.kernels import BITS, END, LENGTHS, LINES, ORDERS, TEXT_ORDERS, TOKEN, WIDTH
+from lade.decoding.kernels.layout import BITS, END, LENGTHS, LINES, ORDERS, TEXT_ORDERS, TOKEN, WIDTH
 from lade.errors import ConfigError, InputError, LadeError
 from lade.memory import Memory
 from lade.testing import toy_model

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memories import NEGLIGIBLE, Row, Said, downhill, line_of, log_odds_of, memory_saying, mixed, probability, rows_of
 
-from lade.decoding import kernels
 from lade.decoding.drafting.best_first import TreeGrower
 from lade.decoding.drafting.mixer import RATE, prior_weights
-from lade.decoding.kernels import END, FLOOR, LINES, ORDERS, SCALE, TEXT, TEXT_ORDERS, WIDTH, Doubles
+from lade.decoding.kernels.layout import CEILING, END, FLOOR, LINES, ORDERS, SCALE, TEXT, TEXT_ORDERS, WIDTH, Doubles
 from lade.decoding.tree import TokenTree
 from lade.memory import Memory
 
@@ -171,4 +170,4 @@ def test_learning_lowers_the_coding_cost_and_calibrates(of_text):
 
 
 def test_values_stand_for_log_odds_from_floor_to_ceiling():
-    assert log_odds_of(0) == kernels.FLOOR and log_odds_of(255) == pytest.approx(kernels.CEILING)
+    assert log_odds_of(0) == FLOOR and log_odds_of(255) == pytest.approx(CEILING)

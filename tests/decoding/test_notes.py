@@ -3,7 +3,7 @@
 from memories import rows_of
 
 from lade.decoding.drafting.best_first import TreeGrower
-from lade.decoding.kernels import NEAR
+from lade.decoding.kernels.layout import NEAR
 from lade.decoding.tree import ROOT, TokenTree
 from lade.memory import Memory
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from memories import unpacked
 
 from lade.decoding import readout as module
-from lade.decoding.kernels import BITS, CEILING, FLOOR, SCALE, TOKEN, WIDTH, Ints
+from lade.decoding.kernels.layout import BITS, CEILING, FLOOR, SCALE, TOKEN, WIDTH, Ints
 from lade.decoding.readout import Readout, read
 
 VOCABULARIES = (1, 2, 3, 6, 7, 63, 64, 65, 384, 385, 400, 1000, 4096, 4097)

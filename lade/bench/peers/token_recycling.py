@@ -15,7 +15,7 @@ import heapq
 from collections.abc import Sequence
 
 from lade.decoding.drafting.drafter import Draft, Drafter
-from lade.decoding.kernels import TOKEN, WIDTH, Ints
+from lade.decoding.kernels.layout import TOKEN, WIDTH, Ints
 from lade.decoding.readout import Readout
 from lade.decoding.tree import ROOT, TokenTree
 from lade.decoding.verify import Verdict

@@ -12,7 +12,6 @@ from functools import partial
 
 import numpy as np
 
-from lade.decoding import kernels
 from lade.decoding.drafting.best_first import TreeGrower
 from lade.decoding.drafting.constraint import LEAD, LONGEST_LEAD, Constraint, cut, fitting
 from lade.decoding.drafting.drafter import Candidates, Draft, Drafter, Guess, Source
@@ -20,7 +19,8 @@ from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.ranking import Ranking, ranked
 from lade.decoding.drafting.tree_size import Budget
 from lade.decoding.drafting.window import Window
-from lade.decoding.kernels import Ints
+from lade.decoding.kernels.layout import Ints
+from lade.decoding.kernels.tables import tails_of
 from lade.decoding.readout import Readout
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Verdict
@@ -75,7 +75,7 @@ class AdaptiveDrafter(Drafter):
 
     def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:
         """See `Drafter`."""
-        self.memory.learn(kernels.tails_of(np.array(tokens, dtype=np.int64), start, len(entries)), entries)
+        self.memory.learn(tails_of(np.array(tokens, dtype=np.int64), start, len(entries)), entries)
 
     def begin(self, tokens: Sequence[int], prompt_length: int) -> None:
         """See `Drafter`."""
@@ -83,7 +83,7 @@ class AdaptiveDrafter(Drafter):
         self.window = Window(COLUMNS, NGRAM, tokens[-1], seeds, self._rng)
         self._written, self._begun = len(tokens) - prompt_length, False
         if self._reads_prompts:
-            self.memory.learn_text(kernels.tails_of(np.array(tokens, dtype=np.int64), 0, len(tokens) - 1), tokens[1:])
+            self.memory.learn_text(tails_of(np.array(tokens, dtype=np.int64), 0, len(tokens) - 1), tokens[1:])
 
     def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
         """See `Drafter`."""

@@ -15,11 +15,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from lade.decoding import kernels
 from lade.decoding.drafting.earlier import EarlierText
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.mixer import RATE
-from lade.decoding.kernels import LONGEST, Ints
+from lade.decoding.kernels import growth
+from lade.decoding.kernels.layout import LONGEST, NODES, PROMPT, READ, Ints
+from lade.decoding.kernels.work import Work, hold
 from lade.decoding.tree import TokenTree
 
 OPTIMISM = 0.7
@@ -35,7 +36,7 @@ def _per_node() -> itemgetter[Any]:
 
     The heap's get two longer, the text's and the weights' are as long as ever.
     """
-    few, more = (cast(Iterable[Any], kernels.Work.of(room)) for room in (1, 2))
+    few, more = (cast(Iterable[Any], Work.of(room)) for room in (1, 2))
     pairs = enumerate(zip(few, more, strict=True))
     return itemgetter(*(place for place, (less, wider) in pairs if len(wider) - len(less) == 1))
 
@@ -54,7 +55,7 @@ class TreeGrower:
     def __init__(self, excluded: Collection[int] = (), vocabulary: int | None = None) -> None:
         self._excluded = np.array(sorted(excluded), dtype=np.int64)
         self._vocabulary = _NO_LIMIT if vocabulary is None else vocabulary
-        self._use(kernels.Work.of(_ROOM))
+        self._use(Work.of(_ROOM))
         self._earlier = EarlierText()
 
     def read(self, tokens: Sequence[int]) -> None:
@@ -62,19 +63,19 @@ class TreeGrower:
         self._earlier.read(tokens)
         if self._work.text is not self._earlier.text:
             self._use(self._work._replace(text=self._earlier.text, links=self._earlier.links))
-        self._work.used[kernels.READ] = len(tokens)
+        self._work.used[READ] = len(tokens)
 
     def set_prompt(self, length: int) -> None:
         """So many tokens of the text are the prompt's, which is more often copied than the answer is."""
-        self._work.used[kernels.PROMPT] = length
+        self._work.used[PROMPT] = length
 
     def begin(self, tokens: Sequence[int], lead: Sequence[int] = ()) -> None:
         """A new tree, whose root is the last of `tokens`; behind it a chain of tokens that are known to follow."""
         self._reserve(1 + len(lead))
         work = self._work
-        kernels.plant(self._held, len(tokens) - 1, np.array(tokens[-LONGEST:], dtype=np.int64), OPTIMISM)
+        growth.plant(self._held, len(tokens) - 1, np.array(tokens[-LONGEST:], dtype=np.int64), OPTIMISM)
         if lead:
-            kernels.follow(self._held, 1, np.array(lead, dtype=np.int64), np.arange(len(lead)))
+            growth.follow(self._held, 1, np.array(lead, dtype=np.int64), np.arange(len(lead)))
             work.scores[: 1 + len(lead)] = 1.0
             work.nodes[0] = len(lead)  # the tree grows from its end
 
@@ -93,7 +94,7 @@ class TreeGrower:
             The scores of all nodes, the root's 1.0 first.
         """
         self._reserve(max(thresholds)[0])
-        count = kernels.grow(
+        count = growth.grow(
             self._held,
             *memory.tables,
             memory.weights,
@@ -119,7 +120,7 @@ class TreeGrower:
         parents = np.searchsorted(nodes, work.parents[nodes[1:]])
         for column in _columns(work):
             column[:count] = column[nodes]
-        work.parents[1:count], work.used[kernels.NODES] = parents, count
+        work.parents[1:count], work.used[NODES] = parents, count
 
     def hang(self, tree: TokenTree, count: int) -> None:
         """Hang the first `count` nodes under the root of a tree that has no other node."""
@@ -135,7 +136,7 @@ class TreeGrower:
             return
         self._reserve(len(tree))
         others = tree.ids[count:], tree.parents[count:]
-        kernels.follow(self._held, count, *(np.array(column, dtype=np.int64) for column in others))
+        growth.follow(self._held, count, *(np.array(column, dtype=np.int64) for column in others))
 
     def learn(self, memory: ContextMemory, path: Sequence[int], chosen: Sequence[int], entries: Ints) -> None:
         """Learn from a step.
@@ -147,7 +148,7 @@ class TreeGrower:
             entries: `[S, WIDTH]`, of the logits at all nodes, see `readout.read`.
         """
         nodes, tokens = np.array(path, dtype=np.int64), np.array(chosen, dtype=np.int64)
-        kernels.learn_tree(self._held, *memory.tables, memory.weights, entries, nodes, tokens, RATE)
+        growth.learn_tree(self._held, *memory.tables, memory.weights, entries, nodes, tokens, RATE)
         memory.learn_step(self._work.tails[: len(entries)], entries, nodes, tokens)
 
     def _reserve(self, nodes: int) -> None:
@@ -157,6 +158,6 @@ class TreeGrower:
             return
         self._use(self._work.widened(2 * nodes))
 
-    def _use(self, work: kernels.Work) -> None:
+    def _use(self, work: Work) -> None:
         """Work with these arrays, and have compiled code do so."""
-        self._work, self._held = work, kernels.hold(work)
+        self._work, self._held = work, hold(work)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lade.decoding.drafting.same_beginning import same_beginning
-from lade.decoding.kernels import Ints
+from lade.decoding.kernels.layout import Ints
 
 _ROOM = 1024  # tokens, at first
 

@@ -1,8 +1,8 @@
 """A memory of what follows a context: the likeliest tokens of every row of logits ever computed.
 
-A context is the end of a text, a few tokens long; `kernels.ORDERS` tells how many. Whatever a pass computes, accepted
+A context is the end of a text, a few tokens long; `layout.ORDERS` tells how many. Whatever a pass computes, accepted
 or not, is paid for, so each node's row of logits is kept under all ends of the node's text. What followed in the texts
-themselves is kept too, apart from that, under the lengths of `kernels.TEXT_ORDERS`. A row that comes to a context
+themselves is kept too, apart from that, under the lengths of `layout.TEXT_ORDERS`. A row that comes to a context
 already known is averaged with what is there, half and half: what was seen lately counts most.
 
 Source of the idea: Token Recycling (arXiv 2408.08696) keeps the last row under the last token.
@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lade.config import BaseMemory
-from lade.decoding import kernels
 from lade.decoding.drafting.mixer import prior_weights
-from lade.decoding.kernels import END, LENGTHS, LOGITS, LONGEST, TEXT, WIDTH, Doubles, Ints
+from lade.decoding.kernels import tables
+from lade.decoding.kernels.layout import END, LENGTHS, LOGITS, LONGEST, TEXT, WIDTH, Doubles, Ints
 from lade.errors import ConfigError
 from lade.locks import ForkSafeLock
 
@@ -29,7 +29,7 @@ LEAST_BYTES = 4096
 """The smallest memory there is."""
 DEFAULT_BYTES = 128 * 2**20
 KINDS = 7
-"""The lowest bits of a slot's key: which of `kernels.LENGTHS` its context has, from 1 on."""
+"""The lowest bits of a slot's key: which of `layout.LENGTHS` its context has, from 1 on."""
 _FIRST_SLOTS = 1024
 
 
@@ -79,7 +79,7 @@ class ContextMemory(BaseMemory):
     def __len__(self) -> int:
         """Number of contexts."""
         with self._writing:
-            return self._taken + int(kernels.count_missing(self._old, self._young))
+            return self._taken + int(tables.count_missing(self._old, self._young))
 
     def __repr__(self) -> str:
         used = self._young.nbytes + self._old.nbytes
@@ -97,7 +97,7 @@ class ContextMemory(BaseMemory):
             `[R, WIDTH]` and `[R', WIDTH]` entries, see `kernels`.
         """
         entries = np.empty((END, WIDTH), np.int32)
-        logit_hits, text_hits = kernels.look_up(*self.tables, context_of(tokens), entries)
+        logit_hits, text_hits = tables.look_up(*self.tables, context_of(tokens), entries)
         return entries[:logit_hits], entries[TEXT : TEXT + text_hits]
 
     def learn(self, contexts: Ints, entries: Ints) -> None:
@@ -111,7 +111,7 @@ class ContextMemory(BaseMemory):
 
     def learn_text(self, contexts: Ints, tokens: Sequence[int] | npt.NDArray[np.int64]) -> None:
         """Learn what followed in a text: `tokens`, `[M]`, each after its context in `contexts`, `[M, LONGEST]`."""
-        self._learn(contexts, kernels.certain(np.asarray(tokens, dtype=np.int64)), TEXT, END)
+        self._learn(contexts, tables.certain(np.asarray(tokens, dtype=np.int64)), TEXT, END)
 
     def learn_step(
         self, contexts: Ints, entries: Ints, path: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
@@ -123,7 +123,7 @@ class ContextMemory(BaseMemory):
             self._widen(self._taken + wanted)
             if self._taken + wanted <= _most_taken(len(self._young)):
                 try:
-                    self._taken += kernels.learn_step(*self.tables, contexts, entries, path, tokens)
+                    self._taken += tables.learn_step(*self.tables, contexts, entries, path, tokens)
                 except BaseException:
                     self._recount()
                     raise
@@ -139,7 +139,7 @@ class ContextMemory(BaseMemory):
                 while learned < len(contexts):
                     self._make_room((len(contexts) - learned) * (end - first))
                     state = learned, self._taken, _most_taken(len(self._young))
-                    learned, self._taken = kernels.learn(self._young, self._old, contexts, entries, first, end, *state)
+                    learned, self._taken = tables.learn(self._young, self._old, contexts, entries, first, end, *state)
             except BaseException:
                 self._recount()
                 raise
@@ -163,7 +163,7 @@ class ContextMemory(BaseMemory):
             slots = min(2 * slots, self._most_slots)
         if slots > len(self._young):
             larger = _table(slots)
-            kernels.rehash(self._young, larger)
+            tables.rehash(self._young, larger)
             self._young = larger
 
     def snapshot(self) -> Snapshot:
@@ -226,7 +226,7 @@ def _table_of(taken: Ints, most_slots: int) -> Ints:
     while _most_taken(slots) < len(taken):
         slots = min(2 * slots, most_slots)
     table = _table(slots)
-    kernels.rehash(taken, table)
+    tables.rehash(taken, table)
     return table
 
 

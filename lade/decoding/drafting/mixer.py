@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lade.decoding.kernels import END, LINES, TEXT, Doubles
+from lade.decoding.kernels.layout import END, LINES, TEXT, Doubles
 
 _OF_LOGITS = (
     (-2.5,),

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from lade.decoding.drafting.drafter import Candidates, Draft, Drafter
-from lade.decoding.kernels import WIDTH, Ints
+from lade.decoding.kernels.layout import WIDTH, Ints
 from lade.decoding.readout import Readout
 from lade.decoding.verify import Verdict
 

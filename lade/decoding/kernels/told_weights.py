@@ -1,4 +1,4 @@
-"""How far what followed at earlier places is trusted at first, before a text has taught it; see `kernels`.
+"""How far what followed at earlier places is trusted at first, before a text has taught it; see `work`.
 
 By the length of the longest end that stood there before (1, 2, 3, 4 and 5, 6 and 7, 8 to 15, and more tokens), and
 whether all these places were followed by the same: the weight of what followed the latest of the longest, that of what
