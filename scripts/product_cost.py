@@ -3,8 +3,9 @@
     python scripts/product_cost.py [--shape 6080x768 --shape 768x6080] [--rows 1 --rows 8]
 
 Of each shape there are so many weights that a core's cache holds none of them, and all are multiplied in turn. An int8
-product is that of integers alone, without rounding its inputs: by oneDNN, and in tiles where the processor has them. A
-shape with the outputs of several layers says what one product in place of theirs would take.
+product is that of integers alone, without rounding its inputs. "Own" products, of weights in panels, are those in tiles
+or by dot products, whichever the processor has; the others are oneDNN's. A shape with the outputs of several layers
+says what one product in place of theirs would take.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from typing import Annotated
 import torch
 import typer
 
-from lade.model.kernels.tiles import has_tiles
+from lade.errors import UnsupportedModelError
 from lade.model.packing.codes import in_form
+from lade.model.packing.dot_codes import first_sums, multiplied_by_dots
 from lade.model.packing.huge_pages import HugePages
+from lade.model.packing.input_forms import DOTS, PANELS, rounded
 from lade.model.packing.integer_product import multiplied, prepacked
 from lade.model.packing.integer_trial import input_dtype
 from lade.model.packing.layout import packed_weight
 from lade.model.packing.panels import in_panels
-from lade.model.packing.tile_codes import coded, multiplied_in_tiles
+from lade.model.packing.products import panel_for, panel_product
+from lade.model.packing.tile_codes import multiplied_in_tiles
 
 BYTES = 200e6
 """Of all weights of a shape, in 16 bits."""
@@ -50,17 +54,48 @@ def in_int8(outputs: int, inputs: int, count: int) -> Product:
     return lambda rows: [multiplied(codes[:rows], weight, scale, zeros) for weight in weights]
 
 
-def in_tiles(outputs: int, inputs: int, count: int) -> Product:
-    """The same in tiles."""
+def own_in_int8(outputs: int, inputs: int, count: int) -> Product:
+    """The same by products of our own."""
     pages, scale, x = HugePages(), torch.ones(outputs), torch.randn(MOST_ROWS, inputs)
-    weights = [in_panels(torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8), pages) for _ in range(count)]
-    given = cache(lambda rows: coded(x[:rows]))
+    panel = panel_for(torch.int8)
+    form = next(form for form, size in PANELS.items() if size == panel)
+    values = [torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8) for _ in range(count)]
+    weights = [(in_panels(each, pages, panel), first_sums(each)) for each in values]
+    given = cache(lambda rows: rounded(x[:rows], form))
 
     def product(rows: int) -> None:
-        for weight in weights:
-            multiplied_in_tiles(*given(rows), weight, scale, None, torch.empty(rows, outputs))
+        for weight, start in weights:
+            out = torch.empty(rows, outputs)
+            if form == DOTS:
+                multiplied_by_dots(*given(rows), weight, start, scale, None, out)
+            else:
+                multiplied_in_tiles(*given(rows), weight, scale, None, out)
 
     return product
+
+
+def own_in_bfloat16(outputs: int, inputs: int, count: int) -> Product:
+    """The same in bfloat16."""
+    pages, x = HugePages(), torch.randn(MOST_ROWS, inputs).bfloat16()
+    panel = panel_for(torch.bfloat16)
+    weights = [in_panels(torch.randn(outputs, inputs).bfloat16(), pages, panel) for _ in range(count)]
+    return lambda rows: [panel_product(x[:rows], weight, None, outputs) for weight in weights]
+
+
+def arms_of(outputs: int, inputs: int, count: int) -> dict[str, tuple[int, Product]]:
+    """Bytes of a weight, and its products, as far as there are any here."""
+    arms: dict[str, tuple[int, Product]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        arms[str(dtype)[6:]] = dtype.itemsize, in_own_dtype(outputs, inputs, count, dtype)
+    if panel_for(torch.bfloat16):
+        arms["bfloat16, own"] = 2, own_in_bfloat16(outputs, inputs, count)
+    try:
+        arms["int8"] = 1, in_int8(outputs, inputs, count)
+    except UnsupportedModelError as refusal:
+        print(refusal)
+    if panel_for(torch.int8):
+        arms["int8, own"] = 1, own_in_int8(outputs, inputs, count)
+    return arms
 
 
 def bandwidth() -> float:
@@ -86,22 +121,17 @@ def main(
     for text in shape or ["6080x768", "768x6080", "2048x2048"]:
         outputs, inputs = map(int, text.split("x"))
         count = round(BYTES / (2 * outputs * inputs))
-        arms = {
-            str(dtype)[6:]: in_own_dtype(outputs, inputs, count, dtype) for dtype in (torch.float32, torch.bfloat16)
-        }
-        arms["int8"] = in_int8(outputs, inputs, count)
-        if has_tiles():
-            arms["int8 tiles"] = in_tiles(outputs, inputs, count)
+        arms = arms_of(outputs, inputs, count)
         taken: dict[tuple[str, int], list[float]] = {(arm, size): [] for arm in arms for size in sizes}
         for _ in range(rounds + 1):
             for (arm, size), found in taken.items():
                 start = perf_counter()
-                arms[arm](size)
+                arms[arm][1](size)
                 found.append(1e6 * (perf_counter() - start) / count)
-        for arm, width in zip(arms, (4, 2, 1, 1), strict=False):
+        for arm, (width, _) in arms.items():
             shown = (f"{median(taken[arm, size][1:]):.0f} ({min(taken[arm, size][1:]):.0f})" for size in sizes)
             floor = 1e6 * width * outputs * inputs / speed
-            print(f"{text:10} {arm:10} reading it {floor:4.0f}: {', '.join(shown)}", flush=True)
+            print(f"{text:10} {arm:14} reading it {floor:4.0f}: {', '.join(shown)}", flush=True)
 
 
 if __name__ == "__main__":
