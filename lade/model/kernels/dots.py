@@ -43,6 +43,7 @@ TOGETHER, COLUMNS = (8, 2) if WIDE else (4, 1)
 """Rows of a group where there are more, and panels that they go through together."""
 PANEL_BLOCK = DOT_BLOCK * LANES
 """Bytes of a panel's block of inputs."""
+_TOGETHER = tuple(min(size for size in _SIZES if rows <= size) for rows in range(FEW + 1))
 FEW_SUMS, MANY_SUMS = FEW * LINE, COLUMNS * TOGETHER * LINE
 """Bytes of all sums of few rows and one panel, and of a group of rows and its panels."""
 _WORD, _AHEAD = 4, 8 * PANEL_BLOCK
@@ -55,7 +56,7 @@ def has_dots(dtype: torch.dtype) -> bool:
 
 def rows_together(rows: int) -> int:
     """How many rows lie and go through panels together, of so many; the last of them may be missing."""
-    return next((size for size in _SIZES if rows <= size), TOGETHER)
+    return _TOGETHER[rows] if rows <= FEW else TOGETHER
 
 
 class DotProduct(NamedTuple):

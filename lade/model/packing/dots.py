@@ -24,7 +24,7 @@ def dot_product(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None
         outputs: how many there are.
     """
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
-    out = x.new_empty(*x.shape[:-1], outputs)
+    out = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype)
     if x.numel():
         _multiply(x, panels, bias, out)
     return out

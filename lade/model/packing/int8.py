@@ -118,7 +118,7 @@ class Int8Linear(PackedLinear):
         codes, scale = self._inputs.rounded(x, self._form, id(self))
         bias = self._parameters["bias"]
         if self._form in PANELS:
-            out = x.new_empty(*x.shape[:-1], self.out_features)
+            out = torch.empty(*x.shape[:-1], self.out_features, dtype=x.dtype)
             if self._form == TILES:
                 return multiplied_in_tiles(codes, scale, self._packed, self._scale, bias, out)
             return multiplied_by_dots(codes, scale, self._packed, self._zeros, self._scale, bias, out)

@@ -121,7 +121,7 @@ class PackedLinear(nn.Module):
         """
         if torch.compiler.is_compiling():
             raise UnsupportedModelError("a packed layer cannot be compiled", UNPACK_REMEDY)
-        bias = self.bias
+        bias = self._parameters["bias"]  # sooner found there, as a step asks for it at every layer
         if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
             raise UnsupportedModelError(
                 "a packed layer has no gradients", f"run it under torch.no_grad(), or {UNPACK_REMEDY}"
@@ -135,7 +135,7 @@ class PackedLinear(nn.Module):
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.panel:
-            return panel_product(x, self._packed, self.bias, self.out_features)
+            return panel_product(x, self._packed, self._parameters["bias"], self.out_features)
         # In 16 bits it gains little, and a lone row's kernel gives bit for bit what the layer gave unpacked.
         lone = x.numel() == self.in_features and self.dtype == torch.float32 and self.weights >= LONE_FROM
         rows = x.reshape(1, -1).expand(LONE_ROWS, -1) if lone else x
