@@ -28,7 +28,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils
 from numba.extending import models, register_model
 
-from lade.decoding.compilation import TeamKernel, inlined, instruction
+from lade.decoding.compilation import CONSTANT, TeamKernel, inlined, instruction
 
 QUAD = 4
 LANES = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
@@ -36,6 +36,7 @@ LANES = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 WIDE = 2 * LANES
 """Columns that are multiplied together; rows of a chunk are filled up to a multiple."""
 WIDEST = 32
+_ROOM = 2 * WIDEST  # numbers that a norm works with
 CHUNK = 64
 """Keys that are converted together."""
 _WORD, _TILE = 4, 4 * QUAD * LANES  # bytes
@@ -48,10 +49,12 @@ class Call(NamedTuple):
     """One call, all integers; R is S times the queries of a head of keys.
 
     Attributes:
-        query: where it lies, `[B, H, S, D]` float32, contiguous.
+        query: where it lies, `[B, H, S, D]`.
+        query_row, query_head, query_step: its strides.
+        query_kind: its dtype, see `kind_of`.
         key: `[B, Hkv, K, D]`.
         key_row, key_head, key_step: its strides.
-        key_kind: its dtype, see `kind_of`.
+        key_kind: its dtype.
         value: `[B, Hkv, K, Dv]`.
         value_row, value_head, value_step: its strides.
         value_kind: its dtype.
@@ -59,7 +62,8 @@ class Call(NamedTuple):
         allowed_row, allowed_step: its strides.
         spans: `[B, S, 2]` int64, contiguous: the first key that a query sees, and the one behind the last.
         sinks: `[H]` float32; 0 if there are none.
-        out: `[B, S, H, Dv]` float32, contiguous, what becomes of it.
+        out: `[B, S, H, Dv]`, contiguous, what becomes of it.
+        out_kind: its dtype, float32 or bfloat16.
         rows, heads, group, step, size, value_size: B, Hkv, H / Hkv, S, D, Dv.
         block: of how many of the R rows to make one piece of work, a multiple of `QUAD`.
         blocks: into how many pieces that cuts R.
@@ -67,6 +71,10 @@ class Call(NamedTuple):
     """
 
     query: int
+    query_row: int
+    query_head: int
+    query_step: int
+    query_kind: int
     key: int
     key_row: int
     key_head: int
@@ -83,6 +91,7 @@ class Call(NamedTuple):
     spans: int
     sinks: int
     out: int
+    out_kind: int
     rows: int
     heads: int
     group: int
@@ -95,7 +104,7 @@ class Call(NamedTuple):
 
 
 def kind_of(dtype: torch.dtype) -> int:
-    """The number of a dtype of keys or values."""
+    """The number of a dtype."""
     return _KINDS[dtype]
 
 
@@ -222,6 +231,13 @@ def _clear(builder: Any, to: Any, count: Any) -> None:
     _utils.memset(builder, builder.inttoptr(to, ir.IntType(8).as_pointer()), count, 0)
 
 
+@instruction(_AT, CONSTANT)
+def _room(builder: Any, size: Any) -> Any:
+    """Address of so many float32 numbers of a function's own, until it returns."""
+    place = _utils.alloca_once(builder, ir.ArrayType(ir.FloatType(), size))
+    return builder.ptrtoint(place, ir.IntType(64))
+
+
 @instruction(_V, _F)
 def _spread(builder: Any, number: Any) -> Any:
     """The number in all lanes."""
@@ -242,6 +258,11 @@ def _add_quads(builder: Any, a: Any, b: Any) -> Any:
 @instruction(_V, _V, _V)
 def _minus(builder: Any, a: Any, b: Any) -> Any:
     return builder.fsub(a, b)
+
+
+@instruction(_V, _V, _V)
+def _times(builder: Any, a: Any, b: Any) -> Any:
+    return builder.fmul(a, b)
 
 
 @instruction(_V, _V, _V)
@@ -413,6 +434,15 @@ def _as_floats(address: Any, kind: Any) -> Any:
 
 
 @inlined
+def _store_as(address: Any, numbers: Any, kind: Any) -> None:
+    """As numbers of a kind, float32 or bfloat16."""
+    if kind == _BFLOAT16:
+        _store_bfloat16(address, numbers)
+    else:
+        _store(address, numbers)
+
+
+@inlined
 def _convert(address: Any, step: Any, kind: Any, count: Any, size: Any, floats: Any, spare: Any) -> Any:
     """So many rows of a cache as float32 `[count, size filled up]`; returns the width.
 
@@ -452,15 +482,22 @@ def _span(call: Any, row: Any, begin: Any, count: Any) -> Any:
 
 
 @inlined
-def _take_queries(call: Any, scale: Any, row: Any, head: Any, begin: Any, count: Any, queries: Any) -> None:
-    """Scaled, as quads `[R / 4, D, 4]`."""
-    for at in range(-(-count // QUAD) * QUAD):
-        token, member = _place(call, begin, count, at)
-        number = (row * call.heads + head) * call.group + member
-        query = call.query + _WORD * call.size * (number * call.step + token)
-        to = queries + _WORD * (at // QUAD * QUAD * call.size + at % QUAD)
-        for place in range(call.size):
-            _store_one(to + _WORD * QUAD * place, scale * _load_one(query + _WORD * place))
+def _take_queries(call: Any, scale: Any, row: Any, head: Any, begin: Any, count: Any, queries: Any, spare: Any) -> None:
+    """Scaled, as quads `[R / 4, D, 4]`; what is written behind the last of them is free to be written to."""
+    item, whole, scales = 2 if call.query_kind else 4, call.size // LANES * LANES, _spread(scale)
+    for first in range(0, count, QUAD):
+        for at in range(0, call.size, LANES):
+            tile = queries + _WORD * (first * call.size + QUAD * at)
+            for place in range(QUAD):
+                token, member = _place(call, begin, count, first + place)
+                query = call.query + row * call.query_row + (head * call.group + member) * call.query_head
+                numbers = query + token * call.query_step + item * at
+                if at == whole:
+                    _clear(spare, _WORD * LANES)
+                    _copy(spare, numbers, item * (call.size - whole))
+                    numbers = spare
+                _store(tile + _WORD * LANES * place, _times(scales, _as_floats(numbers, call.query_kind)))
+            _make_quads(tile)
 
 
 @inlined
@@ -536,19 +573,20 @@ def _sum_up(call: Any, values: Any, tiles: Any, quads: Any, count: Any, sums: An
 @inlined
 def _give_out(call: Any, row: Any, head: Any, begin: Any, count: Any, sums: Any, spare: Any) -> None:
     """Divide by the sums of weights, and put what comes of it in its place."""
+    item, kind = 2 if call.out_kind else 4, call.out_kind
     width, whole = -(-call.value_size // WIDE) * WIDE, call.value_size // LANES * LANES
     for at in range(count):
         token, member = _place(call, begin, count, at)
         number = ((row * call.step + token) * call.heads + head) * call.group + member
-        out = call.out + _WORD * number * call.value_size
+        out = call.out + item * number * call.value_size
         found = sums + _WORD * (at // QUAD * QUAD * width + at % QUAD * LANES)
         total = _load_one(sums + _WORD * (call.block * width + at))
         divisor = _spread(total if total != 0 else np.float32(1))
         for place in range(0, whole, LANES):
-            _store(out + _WORD * place, _quotient(_load(found + _WORD * QUAD * place), divisor))
+            _store_as(out + item * place, _quotient(_load(found + _WORD * QUAD * place), divisor), kind)
         if whole < call.value_size:
-            _store(spare, _quotient(_load(found + _WORD * QUAD * whole), divisor))
-            _copy(out + _WORD * whole, spare, _WORD * (call.value_size - whole))
+            _store_as(spare, _quotient(_load(found + _WORD * QUAD * whole), divisor), kind)
+            _copy(out + item * whole, spare, item * (call.value_size - whole))
 
 
 @inlined
@@ -578,7 +616,7 @@ def _attend(call: Any, scale: Any, cap: Any, scratch: Any, part: Any, parts: Any
         first, last = _span(call, row, begin, count)
         keys = call.key + row * call.key_row + head * call.key_head + first * call.key_step
         values = call.value + row * call.value_row + head * call.value_head + first * call.value_step
-        _take_queries(call, scale, row, head, begin, count, queries)
+        _take_queries(call, scale, row, head, begin, count, queries, spare)
         _score(call, keys, queries, quads, last - first, tiles, floats, spare)
         for quad in range(quads):
             scores = tiles + _WORD * QUAD * quad * call.slots
@@ -615,15 +653,6 @@ part and that number, the scale and the cap in bits of float32, and a `Call`."""
 
 
 # ------------------------------------------------------------------------------------------------------------ logistic
-
-
-@inlined
-def _store_as(address: Any, numbers: Any, kind: Any) -> None:
-    """As numbers of a kind, float32 or bfloat16."""
-    if kind == _BFLOAT16:
-        _store_bfloat16(address, numbers)
-    else:
-        _store(address, numbers)
 
 
 @inlined
@@ -739,13 +768,13 @@ def _normalise_in_team(address: Any) -> None:
     part, parts, rows = _next(address), _load_long(address + 8), _load_long(address + 56)
     x, weight, found = _load_long(address + 16), _load_long(address + 24), _load_long(address + 32)
     kind, columns = _load_long(address + 40), _load_long(address + 48)
-    norm, sums = (_load_one(address + 64), _load_one(address + 72), _load_long(address + 80)), _load_long(address + 88)
+    norm, sums = (_load_one(address + 64), _load_one(address + 72), _load_long(address + 80)), _room(_ROOM)
     while part < parts:
         first, last = rows * part // parts, rows * (part + 1) // parts
-        _normalise(x, weight, found, kind, columns, norm, sums + 2 * _WORD * WIDEST * part, first, last)
+        _normalise(x, weight, found, kind, columns, norm, sums, first, last)
         part = _next(address)
 
 
 normalise = TeamKernel(_normalise_in_team)
 """`_normalise` by a team of threads: its fields are the addresses and the kind, how many columns and rows there are,
-two numbers of the norm in bits of float32 and the third as it is, and the address of room for each part."""
+two numbers of the norm in bits of float32 and the third as it is."""
