@@ -177,6 +177,27 @@ def test_padding_adds_rows_of_zeros_and_takes_them_off():
     assert torch.equal(doubled, 2 * x[0]) and sums.shape == (3,)
 
 
+class Counting(torch.nn.Module):
+    """Notes how many rows it is fed."""
+
+    def __init__(self):
+        super().__init__()
+        self.fed = []
+
+    def forward(self, x):
+        self.fed.append(x.numel() // x.shape[-1])
+        return 2 * x
+
+
+@pytest.mark.parametrize(
+    "rows, fed", [(1, [4]), (2, [4]), (4, [4]), (5, [6]), (6, [6]), (8, [8]), (9, [8, 4]), (16, [8, 8])], ids=str
+)
+def test_a_layer_is_fed_as_many_rows_as_it_needs(rows, fed):
+    layer, x = Counting(), torch.randn(1, rows, 3)
+    pad_rows(layer, RowPadding(4, 2, 8))
+    assert torch.equal(layer(x), 2 * x) and layer.fed == fed
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, HALF, torch.float16])
 def test_the_last_tokens_of_a_batch_are_rows_like_any(dtype):
     """They do not lie one behind another; PyTorch has another kernel for that, above all where there is a bias."""

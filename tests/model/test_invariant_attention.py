@@ -200,6 +200,20 @@ def test_bits_do_not_depend_on_places_pieces_and_threads(dtype, size, value_size
     torch.testing.assert_close(found.double(), exact.to(dtype).double(), rtol=TOLERANCES[dtype], atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 8, 20, 32, 40])
+def test_queries_are_read_where_they_lie_and_results_written_in_their_dtype(dtype, size):
+    """As modelling code has them: token by token, parts of something wider."""
+    query, key, value = drawn(dtype, size, 24, tokens=9)
+    wider = torch.full((2, 9, 7, size + 3), torch.nan, dtype=dtype)
+    wider[:, :, 1:, 2:-1] = query.transpose(1, 2)
+    found, _ = invariant_attention(LAYER, query, key, value, None)
+    elsewhere, _ = invariant_attention(LAYER, wider[:, :, 1:, 2:-1].transpose(1, 2), key, value, None)
+    assert torch.equal(found, elsewhere) and found.dtype == dtype
+    unrounded, _ = invariant_attention(LAYER, query.float(), key, value, None)
+    assert unrounded.dtype == torch.float32 and torch.equal(found, unrounded.to(dtype))
+
+
 def exact_attention(query, key, value, softcap, sinks):
     step, slots = query.shape[2], key.shape[2]
     allowed = torch.ones(len(query), step, slots, dtype=torch.bool).tril(slots - step)

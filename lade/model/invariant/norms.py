@@ -48,13 +48,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, formula: For
         formula: what is rounded when.
     """
     x = x.contiguous()
-    found, columns = torch.empty_like(x), x.shape[-1]
-    parts = max(1, min(torch.get_num_threads(), x.numel() // _MANY))
-    room = torch.empty(parts, 2 * WIDEST)
+    found, columns, numbers = torch.empty_like(x), x.shape[-1], x.numel()
     places = x.data_ptr(), weight.data_ptr(), found.data_ptr()
     norm = bits(epsilon), bits(formula.more), int(formula.rounded)
-    fields = *places, kind_of(x.dtype), columns, x.numel() // columns, *norm, room.data_ptr()
-    in_team(normalise, fields, parts, holds=(x, weight, found, room))
+    fields = *places, kind_of(x.dtype), columns, numbers // columns, *norm
+    in_team(normalise, fields, max(1, min(torch.get_num_threads(), numbers // _MANY)), holds=(x, weight, found))
     return found
 
 
@@ -127,4 +125,7 @@ def _alike(kind: type[Compiled], x: torch.Tensor, weight: torch.Tensor, epsilon:
 
 
 def _epsilon_of(layer: nn.Module) -> Any:
+    for name in _NAMES:
+        if name in layer.__dict__:
+            return layer.__dict__[name]
     return next((getattr(layer, name) for name in _NAMES if hasattr(layer, name)), None)

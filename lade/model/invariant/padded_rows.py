@@ -34,6 +34,10 @@ class RowPadding:
     multiple: int = 1
     most: int | None = None
 
+    def fits(self, rows: int) -> bool:
+        """Whether as many are fed as they are, which a step asks at every layer."""
+        return rows >= self.least and rows % self.multiple == 0 and (self.most is None or rows <= self.most)
+
     def pieces(self, rows: int) -> int:
         """How many rows of as many to feed at a time."""
         return rows if self.most is None else self.most
@@ -51,8 +55,10 @@ class PaddedRows(Changed):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the layer without padding."""
-        layer = super().forward
-        return call_padded(lambda rows: layer(rows, *args, **kwargs), x, padding_of(self))
+        layer, padding = super().forward, padding_of(self)
+        if padding.fits(x.numel() // x.shape[-1]):
+            return layer(x.contiguous(), *args, **kwargs)
+        return call_padded(lambda rows: layer(rows, *args, **kwargs), x, padding)
 
 
 def call_padded(layer: Callable[[torch.Tensor], Any], x: torch.Tensor, padding: RowPadding) -> Any:

@@ -12,6 +12,7 @@ from lade.model.worker_threads import bits, in_team
 
 _ROWS = 64  # queries that share what is converted of keys and values
 _SCORES = 2**18  # of a block at the most, where that leaves a quad: a megabyte
+_OUT = {torch.bfloat16: torch.bfloat16}
 _MANY = 2**18  # multiplications that are worth a thread of their own
 
 
@@ -24,7 +25,7 @@ def attention_of(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention, `[B, S, H, Dv]` float32.
+    """Attention, `[B, S, H, Dv]`: float32, or bfloat16 as the queries are.
 
     Args:
         query: `[B, H, S, D]`, of 16 or 32 bits, on the CPU like the others.
@@ -37,19 +38,19 @@ def attention_of(
     """
     rows, heads, step, size = query.shape
     _, kv_heads, keys, value_size = value.shape
-    query, key, value = query.float().contiguous(), _with_rows(key), _with_rows(value)
+    query, key, value = _with_rows(query), _with_rows(key), _with_rows(value)
     sinks = None if sinks is None else sinks.float().contiguous()
-    out = torch.empty(rows, step, heads, value_size)
+    out = torch.empty(rows, step, heads, value_size, dtype=_OUT.get(query.dtype, torch.float32))
     group = heads // kv_heads
     slots = -(-keys // CHUNK) * CHUNK
     block = min(_ROWS, -(-group * step // QUAD) * QUAD, max(QUAD, _SCORES // slots // QUAD * QUAD))
     call = Call(
-        query.data_ptr(),
+        *_places(query),
         *_places(key),
         *_places(value),
         *mask.places(rows, step, keys),
         0 if sinks is None else sinks.data_ptr(),
-        out.data_ptr(),
+        *(out.data_ptr(), kind_of(out.dtype)),
         *(rows, kv_heads, group, step, size, value_size, block, -(-group * step // block), slots),
     )
 

@@ -32,14 +32,17 @@ from lade.model.kernels.vectors import (
     WIDEST,
     WORD,
     add_quads,
+    as_floats,
     highest,
     load,
     load_quad,
     minus,
+    product,
     quotient,
     read,
     spread,
     store,
+    store_as,
     store_quad,
 )
 
@@ -52,10 +55,12 @@ class Call(NamedTuple):
     """One call, all integers; R is S times the queries of a head of keys.
 
     Attributes:
-        query: where it lies, `[B, H, S, D]` float32, contiguous.
+        query: where it lies, `[B, H, S, D]`.
+        query_row, query_head, query_step: its strides.
+        query_kind: its dtype, see `kind_of`.
         key: `[B, Hkv, K, D]`.
         key_row, key_head, key_step: its strides.
-        key_kind: its dtype, see `kind_of`.
+        key_kind: its dtype.
         value: `[B, Hkv, K, Dv]`.
         value_row, value_head, value_step: its strides.
         value_kind: its dtype.
@@ -63,7 +68,8 @@ class Call(NamedTuple):
         allowed_row, allowed_step: its strides.
         spans: `[B, S, 2]` int64, contiguous: the first key that a query sees, and the one behind the last.
         sinks: `[H]` float32; 0 if there are none.
-        out: `[B, S, H, Dv]` float32, contiguous, what becomes of it.
+        out: `[B, S, H, Dv]`, contiguous, what becomes of it.
+        out_kind: its dtype, float32 or bfloat16.
         rows, heads, group, step, size, value_size: B, Hkv, H / Hkv, S, D, Dv.
         block: of how many of the R rows to make one piece of work, a multiple of `QUAD`.
         blocks: into how many pieces that cuts R.
@@ -71,6 +77,10 @@ class Call(NamedTuple):
     """
 
     query: int
+    query_row: int
+    query_head: int
+    query_step: int
+    query_kind: int
     key: int
     key_row: int
     key_head: int
@@ -87,6 +97,7 @@ class Call(NamedTuple):
     spans: int
     sinks: int
     out: int
+    out_kind: int
     rows: int
     heads: int
     group: int
@@ -138,15 +149,22 @@ def _span(call: Any, row: Any, begin: Any, count: Any) -> Any:
 
 
 @inlined
-def _take_queries(call: Any, scale: Any, row: Any, head: Any, begin: Any, count: Any, queries: Any) -> None:
-    """Scaled, as quads `[R / 4, D, 4]`."""
-    for at in range(-(-count // QUAD) * QUAD):
-        token, member = _place(call, begin, count, at)
-        number = (row * call.heads + head) * call.group + member
-        query = call.query + WORD * call.size * (number * call.step + token)
-        to = queries + WORD * (at // QUAD * QUAD * call.size + at % QUAD)
-        for place in range(call.size):
-            store_one(to + WORD * QUAD * place, scale * load_one(query + WORD * place))
+def _take_queries(call: Any, scale: Any, row: Any, head: Any, begin: Any, count: Any, queries: Any, spare: Any) -> None:
+    """Scaled, as quads `[R / 4, D, 4]`; what is written behind the last of them is free to be written to."""
+    item, whole, scales = 2 if call.query_kind else 4, call.size // LANES * LANES, spread(scale)
+    for first in range(0, count, QUAD):
+        for at in range(0, call.size, LANES):
+            tile = queries + WORD * (first * call.size + QUAD * at)
+            for place in range(QUAD):
+                token, member = _place(call, begin, count, first + place)
+                query = call.query + row * call.query_row + (head * call.group + member) * call.query_head
+                numbers = query + token * call.query_step + item * at
+                if at == whole:
+                    clear(spare, WORD * LANES)
+                    copy(spare, numbers, item * (call.size - whole))
+                    numbers = spare
+                store(tile + WORD * LANES * place, product(scales, as_floats(numbers, call.query_kind)))
+            make_quads(tile)
 
 
 @inlined
@@ -222,19 +240,20 @@ def _sum_up(call: Any, values: Any, tiles: Any, quads: Any, count: Any, sums: An
 @inlined
 def _give_out(call: Any, row: Any, head: Any, begin: Any, count: Any, sums: Any, spare: Any) -> None:
     """Divide by the sums of weights, and put what comes of it in its place."""
+    item, kind = 2 if call.out_kind else 4, call.out_kind
     width, whole = -(-call.value_size // WIDE) * WIDE, call.value_size // LANES * LANES
     for at in range(count):
         token, member = _place(call, begin, count, at)
         number = ((row * call.step + token) * call.heads + head) * call.group + member
-        out = call.out + WORD * number * call.value_size
+        out = call.out + item * number * call.value_size
         found = sums + WORD * (at // QUAD * QUAD * width + at % QUAD * LANES)
         total = load_one(sums + WORD * (call.block * width + at))
         divisor = spread(total if total != 0 else np.float32(1))
         for place in range(0, whole, LANES):
-            store(out + WORD * place, quotient(load(found + WORD * QUAD * place), divisor))
+            store_as(out + item * place, quotient(load(found + WORD * QUAD * place), divisor), kind)
         if whole < call.value_size:
-            store(spare, quotient(load(found + WORD * QUAD * whole), divisor))
-            copy(out + WORD * whole, spare, WORD * (call.value_size - whole))
+            store_as(spare, quotient(load(found + WORD * QUAD * whole), divisor), kind)
+            copy(out + item * whole, spare, item * (call.value_size - whole))
 
 
 @inlined
@@ -264,7 +283,7 @@ def _attend(call: Any, scale: Any, cap: Any, scratch: Any, part: Any, parts: Any
         first, last = _span(call, row, begin, count)
         keys = call.key + row * call.key_row + head * call.key_head + first * call.key_step
         values = call.value + row * call.value_row + head * call.value_head + first * call.value_step
-        _take_queries(call, scale, row, head, begin, count, queries)
+        _take_queries(call, scale, row, head, begin, count, queries, spare)
         _score(call, keys, queries, quads, last - first, tiles, floats, spare)
         for quad in range(quads):
             scores = tiles + WORD * QUAD * quad * call.slots

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from lade.decoding.compilation import TeamKernel, inlined
-from lade.model.kernels.instructions import clear, copy, load_long, load_one, next_part
+from lade.model.kernels.instructions import clear, copy, load_long, load_one, next_part, room
 from lade.model.kernels.kinds import BFLOAT16
 from lade.model.kernels.vectors import (
     LANES,
@@ -22,6 +22,9 @@ from lade.model.kernels.vectors import (
     store_as,
     store_bfloat16,
 )
+
+_ROOM = 2 * WORD * WIDEST
+"""Bytes that a norm works with."""
 
 
 @inlined
@@ -98,13 +101,13 @@ def _normalise_in_team(address: Any) -> None:
     part, parts, rows = next_part(address), load_long(address + 8), load_long(address + 56)
     x, weight, found = load_long(address + 16), load_long(address + 24), load_long(address + 32)
     kind, columns = load_long(address + 40), load_long(address + 48)
-    norm, sums = (load_one(address + 64), load_one(address + 72), load_long(address + 80)), load_long(address + 88)
+    norm, sums = (load_one(address + 64), load_one(address + 72), load_long(address + 80)), room(_ROOM)
     while part < parts:
         first, last = rows * part // parts, rows * (part + 1) // parts
-        _normalise(x, weight, found, kind, columns, norm, sums + 2 * WORD * WIDEST * part, first, last)
+        _normalise(x, weight, found, kind, columns, norm, sums, first, last)
         part = next_part(address)
 
 
 normalise = TeamKernel(_normalise_in_team)
 """`_normalise` by a team of threads: its fields are the addresses and the kind, how many columns and rows there are,
-two numbers of the norm in bits of float32 and the third as it is, and the address of room for each part."""
+two numbers of the norm in bits of float32 and the third as it is."""

@@ -99,6 +99,12 @@ def minus(builder: Any, a: Any, b: Any) -> Any:
 
 
 @instruction(FLOATS, FLOATS, FLOATS)
+def product(builder: Any, a: Any, b: Any) -> Any:
+    """Products likewise."""
+    return builder.fmul(a, b)
+
+
+@instruction(FLOATS, FLOATS, FLOATS)
 def quotient(builder: Any, a: Any, b: Any) -> Any:
     """Quotients likewise."""
     return builder.fdiv(a, b)
