@@ -153,7 +153,7 @@ def test_a_curve_may_be_measured_while_another_thread_saves(model, measured, tmp
     assert measured == [1, 2] and len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_curve_that_steps_have_moved_is_saved_at_the_end(model, measured, tmp_path):
+def test_a_curve_that_steps_have_moved_is_saved_at_the_end(model, measured, tmp_path, monkeypatch):
     cost = profile.step_cost_for(model, runner_of(model), folder=tmp_path)
     path = store.path_of(cost_key.key_of(model, runner_of(model)), tmp_path)
     saved = path.read_text()
@@ -169,8 +169,31 @@ def test_a_curve_that_steps_have_moved_is_saved_at_the_end(model, measured, tmp_
     assert path.read_text() != saved
     assert store.load(cost_key.key_of(model, runner_of(model)), tmp_path).table == cost.table
     path.unlink()
+    later(monkeypatch)
     profile.save_refreshed(model, folder=tmp_path)
     assert not path.exists(), "it has not moved since"
+
+
+def later(monkeypatch):
+    """From now on it is as many seconds later as lie between two times that a curve is saved."""
+    now = profile.monotonic
+    monkeypatch.setattr(profile, "monotonic", lambda: now() + profile.SAVE_EVERY_S)
+
+
+def test_a_curve_that_goes_on_moving_is_saved_now_and_then(model, measured, tmp_path, monkeypatch):
+    """A server of short answers would write a file after each of them."""
+    cost = profile.step_cost_for(model, runner_of(model), folder=tmp_path)
+    path, texts = store.path_of(cost_key.key_of(model, runner_of(model)), tmp_path), []
+    for pass_s in (20e-3, 40e-3, 80e-3):
+        for _ in range(30):
+            cost.observe(16, pass_s)
+        cost.refresh()
+        if pass_s > 40e-3:
+            later(monkeypatch)
+        profile.save_refreshed(model, folder=tmp_path)
+        texts.append(path.read_text())
+    assert texts[0] == texts[1] != texts[2]
+    assert store.load(cost_key.key_of(model, runner_of(model)), tmp_path).table == cost.table
 
 
 def test_a_model_that_was_never_measured_has_nothing_to_save(model, tmp_path):
