@@ -302,8 +302,7 @@ class Batch:
         rows = list(self._loop.rows)
         try:
             self._room.reserve()
-            if self._cost is not None:
-                self._cost.resize(len(rows))
+            self._fit_cost(len(rows))
             steps = self._loop.step()
         except Exception as problem:  # noqa: BLE001 - likewise; and what the cache holds now is unknown
             self._end_rows(problem)
@@ -315,6 +314,12 @@ class Batch:
                 self._deliver(self.seats.decoding[row], step, forward_s)
             else:
                 self._end(self.seats.decoding[row], row.problem)
+
+    def _fit_cost(self, rows: int) -> None:
+        """Go by what passes of so many rows cost; what has been observed was of as many as there were."""
+        if self._cost is not None and self._loop.budget is not None and rows != self._cost.rows:
+            self._loop.budget.settle()
+            self._cost.resize(rows)
 
     def _end_rows(self, problem: BaseException) -> None:
         rows, self._loop.rows = self._loop.rows, []
