@@ -167,12 +167,15 @@ class OwnText(Followed):
     Args:
         before: ids of a text before the prompt's, such as what an encoder was fed.
         excluded: see `Followed`.
+        agreement: likewise.
     """
 
     name = "text"
 
-    def __init__(self, before: Sequence[int] = (), excluded: Collection[int] = ()) -> None:
-        super().__init__((), excluded)
+    def __init__(
+        self, before: Sequence[int] = (), excluded: Collection[int] = (), agreement: Agreement | None = None
+    ) -> None:
+        super().__init__((), excluded, agreement)
         self._before = len(before)
         self._context: Sequence[int] = ()
         self._ends: dict[tuple[int, ...], int] = {}  # number of the last token of each n-gram
