@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lade
+from lade.hf import predictions
 from lade.model.runner import EagerRunner
 from lade.model.support.supports import supports
 from lade.testing import toy_model
@@ -69,17 +70,16 @@ def test_what_guessing_was_worth_is_known_to_the_next_call_and_to_that_kind_of_t
 
 @pytest.mark.measured_cost
 def test_what_copies_were_worth_is_known_to_the_next_call(measured, monkeypatch):
-    """Of a text that says the same again and again, as those of toy models do when they are long."""
-    model, called = toy_model("llama", dtype=torch.float32, seed=3), []
-    cost = profile.step_cost_for(model, runner_of(model))
-    copies = profile.habits_of(model, cost, "greedy").copies
-    for name in ("begin_text", "learn"):
-        monkeypatch.setattr(copies, name, lambda *_, name=name, **__: called.append(name))
+    """Each text goes by what earlier ones of its kind have taught, and teaches the same."""
+    model, begun, used = toy_model("llama", dtype=torch.float32, seed=3), [], []
+    copies = profile.habits_of(model, profile.step_cost_for(model, runner_of(model)), "greedy").copies
+    monkeypatch.setattr(copies, "begin_text", lambda: begun.append(len(used)))
+    text = predictions.OwnText
+    monkeypatch.setattr(predictions, "OwnText", lambda *args: used.append(args[-1]) or text(*args))
     monkeypatch.setattr(profile, "save_refreshed", lambda model: None)
     for _ in range(2):
-        lade.generate(model, input_ids=torch.tensor([[1, 2, 3]]), max_new_tokens=150, eos_token_id=None)
-    assert called[0] == "begin_text" and called.count("begin_text") == 2
-    assert "learn" in called[: called.index("begin_text", 1)]
+        lade.generate(model, input_ids=torch.tensor([[1, 2, 3]]), max_new_tokens=5, eos_token_id=None)
+    assert begun == [0, 1] and all(each is copies for each in used) and len(used) == 2
 
 
 def test_measuring_draws_no_random_numbers_that_anyone_could_miss(model, measured, tmp_path):
