@@ -302,7 +302,9 @@ class Batch:
         rows = list(self._loop.rows)
         try:
             self._room.reserve()
-            self._fit_cost(len(rows))
+            if self._cost is not None and self._loop.budget is not None and len(rows) != self._cost.rows:
+                self._loop.budget.settle()  # what was observed was of as many rows as there were
+                self._cost.resize(len(rows))
             steps = self._loop.step()
         except Exception as problem:  # noqa: BLE001 - likewise; and what the cache holds now is unknown
             self._end_rows(problem)
@@ -314,12 +316,6 @@ class Batch:
                 self._deliver(self.seats.decoding[row], step, forward_s)
             else:
                 self._end(self.seats.decoding[row], row.problem)
-
-    def _fit_cost(self, rows: int) -> None:
-        """Go by what passes of so many rows cost; what has been observed was of as many as there were."""
-        if self._cost is not None and self._loop.budget is not None and rows != self._cost.rows:
-            self._loop.budget.settle()
-            self._cost.resize(rows)
 
     def _end_rows(self, problem: BaseException) -> None:
         rows, self._loop.rows = self._loop.rows, []
