@@ -254,8 +254,10 @@ class DecodeLoop(Generic[CacheT]):
         if not any(row.done for row in self.rows):
             return
         for place, row in enumerate(self.rows):
-            if row.done and self.leaving is not None:
-                self.leaving(row, place)
+            if row.done:
+                row.drafter.end()
+                if self.leaving is not None:
+                    self.leaving(row, place)
         if all(row.done for row in self.rows):
             self.rows = []
         for row in [row for row in reversed(self.rows) if row.done]:

@@ -11,6 +11,7 @@ from lade.config import LookaheadConfig
 from lade.decoding.drafting.drafter import Source
 from lade.decoding.drafting.followed import OwnText
 from lade.decoding.drafting.followed import Prediction as ExpectedText
+from lade.decoding.drafting.habits import Habits
 from lade.errors import ConfigError, InputError
 from lade.hf.encoder_decoder import source_of
 from lade.hf.ids import placeholder_ids, special_ids, vocabulary_of
@@ -72,8 +73,16 @@ def _is_id(token: object) -> bool:
     return isinstance(token, int) and not isinstance(token, bool)
 
 
-def sources_for(prepared: Prepared, config: LookaheadConfig, rows: int) -> list[list[Source]]:
+def sources_for(
+    prepared: Prepared, config: LookaheadConfig, rows: int, habits: Habits | None = None
+) -> list[list[Source]]:
     """For each row what guesses beside its method: from the text that it is expected to write, and from its own.
+
+    Args:
+        prepared: what `model.generate` has prepared.
+        config: the method.
+        rows: how many there are.
+        habits: what earlier texts have taught about copies; None for nothing.
 
     Raises:
         InputError: there are more or fewer texts than prompts, or ids out of the vocabulary.
@@ -87,8 +96,11 @@ def sources_for(prepared: Prepared, config: LookaheadConfig, rows: int) -> list[
         for row, text in zip(sources, _text_of_rows(prepared, rows), strict=True):
             row.append(ExpectedText(text, excluded))
     if config.adaptive and config.prompt_ngrams:
+        copies = None if habits is None else habits.copies
+        if copies is not None:
+            copies.begin_text()
         for number, row in enumerate(sources):
-            row.append(OwnText(source_of(prepared, number), excluded))
+            row.append(OwnText(source_of(prepared, number), excluded, copies))
     return sources
 
 

@@ -144,7 +144,7 @@ class Session:
             habits=self._habits,
             most=self._most,
         )
-        sources = sources_for(self._prepared, config, len(self._texts))
+        sources = sources_for(self._prepared, config, len(self._texts), self._habits)
         constraints = constraints_for(self._prepared, self._texts.ids)
         return [make(sources=own, constraint=rules) for own, rules in zip(sources, constraints, strict=True)]
 

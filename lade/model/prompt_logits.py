@@ -105,12 +105,16 @@ def logits_of(
     head = model.get_output_embeddings()
     if head is None or not _can_read(head, states):
         return  # something lies between decoder and head: nothing is known about the prompt then
-    last = head(states[:, -1])
-    scale = (last * logits.to(last.device)).sum() / (last * last).sum()
     piece = max(1, _PIECE_LOGITS // (logits.shape[0] * logits.shape[1]))
     first = length - states.shape[1]
+    whole = head(states) if states.shape[1] <= piece else None
+    last = head(states[:, -1]) if whole is None else whole[:, -1]
+    scale = (last * logits.to(last.device)).sum() / (last * last).sum()
+    # Scaled in place, since these are the largest tensors of a call: some take longer to allocate than to compute.
+    if whole is not None:
+        yield first, whole.mul_(scale).to(logits.device)
+        return
     for start in range(0, states.shape[1], piece):
-        # In place, since these are the largest tensors of a call: some take longer to allocate than to compute.
         yield first + start, head(states[:, start : start + piece]).mul_(scale).to(logits.device)
 
 

@@ -302,7 +302,8 @@ class Batch:
         rows = list(self._loop.rows)
         try:
             self._room.reserve()
-            if self._cost is not None:
+            if self._cost is not None and self._loop.budget is not None and len(rows) != self._cost.rows:
+                self._loop.budget.settle()  # what was observed was of as many rows as there were
                 self._cost.resize(len(rows))
             steps = self._loop.step()
         except Exception as problem:  # noqa: BLE001 - likewise; and what the cache holds now is unknown

@@ -21,6 +21,11 @@ class BatchCost:
         self._current = cost_of(rows)
 
     @property
+    def rows(self) -> int:
+        """How many there are."""
+        return self._rows
+
+    @property
     def current(self) -> StepCost:
         """The curve of as many rows as there are."""
         return self._current

@@ -6,9 +6,11 @@ A curve in use belongs to the model, as the result of `lade.supports` does, and 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 WORTH_SAVING = 0.1
 """Relative change of a curve's worst size at which it is saved again."""
+SAVE_EVERY_S = 30.0
+"""Between two times that a process saves a curve, at least: sizes that are seldom fed move in every short text, and a
+file takes as long to write as half a step of a small model."""
 
 
 @dataclass
@@ -39,12 +44,14 @@ class CurveInUse:
         cost: refreshed by every step.
         saved: its `table` as it is in the file.
         habits: of controllers that go by it, by the kind of text; they are not saved.
+        saved_at: when it was saved because steps had moved it, by a clock that only goes on; none if it never was.
     """
 
     key: store.Key
     cost: StepCost
     saved: Sequence[float]
     habits: dict[str, Habits] = field(default_factory=dict)
+    saved_at: float = -math.inf
 
 
 _in_use: WeakKeyDictionary[PreTrainedModel, dict[str, CurveInUse]] = WeakKeyDictionary()
@@ -109,11 +116,15 @@ def _new_curve(
 
 
 def save_refreshed(model: PreTrainedModel, *, folder: Path | None = None) -> None:
-    """Save those curves of a model that its steps have moved by more than a tenth; for the end of a generation."""
+    """Save those curves of a model that its steps have moved by more than a tenth; for the end of a generation.
+
+    Not those that were saved a short while ago: what moves them further is saved by the first generation after it.
+    """
+    now = monotonic()
     for curve in list(_in_use.get(model, {}).values()):  # other threads may add to them
-        if curve.cost.change_since(curve.saved) > WORTH_SAVING:
+        if now - curve.saved_at >= SAVE_EVERY_S and curve.cost.change_since(curve.saved) > WORTH_SAVING:
             store.save(curve.key, curve.cost, folder)
-            curve.saved = curve.cost.table
+            curve.saved, curve.saved_at = curve.cost.table, now
 
 
 def use(model: PreTrainedModel, key: store.Key, cost: StepCost, *, folder: Path | None = None) -> bool:

@@ -24,6 +24,7 @@ from lade.testing import FunctionRunner, ListCache, nearly_flat_cost
 from lade.tuning.step_cost import StepCost
 
 VOCABULARY, PROMPT = 400, [1, 2, 3]
+CYCLE = list(range(10, 24))
 BUDGET = LookaheadConfig(budget=12)
 
 
@@ -119,6 +120,20 @@ def test_short_matches_are_doubted_from_the_first_miss_on_until_a_long_one_is_se
     assert agreement.probability(1) == hopeful.probability(1), "one change is no reason to doubt the text again"
 
 
+def test_what_copies_were_worth_in_earlier_texts_is_expected_and_soon_corrected():
+    agreement = Agreement()
+    hoped = agreement.probability(6)
+    for _ in range(60):
+        agreement.learn(6, hit=False)
+    learned = agreement.probability(6)
+    agreement.begin_text()
+    assert agreement.probability(6) == pytest.approx(learned) and learned < 0.1 < hoped
+    assert agreement.probability(9) == Agreement().probability(9), "of these nothing has been learned"
+    for _ in range(5):
+        agreement.learn(6, hit=True)
+    assert agreement.probability(6) > 0.5, "in the text itself it would take a hundred"
+
+
 class TimedRunner(FunctionRunner):
     """Whose passes take what a small model takes, by its clock; and the library a tenth of a plain one."""
 
@@ -189,6 +204,23 @@ def test_another_text_than_was_shown_before_is_followed_like_a_new_one(pieces, d
         for guess in source.guesses(context):
             assert len(guess.tokens) == len(guess.scores)
     assert source._text == context
+
+
+@settings(max_examples=examples(60))
+@given(st.booleans(), st.lists(st.sampled_from([0, 0, 0, 0, 0, 0, 1, 2]), min_size=60, max_size=90), st.randoms())
+def test_a_list_that_has_grown_is_followed_like_another_one_with_the_same_tokens(encoded, changes, luck):
+    """One that has grown by one token while nothing is followed takes a shorter way. The text says the same again and
+    again, with tokens exchanged, or left out.
+    """
+    before = CYCLE if encoded else []
+    short, long, context, phrase = OwnText(before), OwnText(before), [CYCLE[0]], iter(CYCLE * 20)
+    for change in changes:
+        context += [next(phrase) if change == 0 else luck.randrange(5) for _ in range(luck.choice([1, 1, 1, 1, 3]))]
+        if change == 1:
+            next(phrase)
+        guesses = short.guesses(context)
+        assert guesses == long.guesses(list(context))
+        assert (short._text, short._ends) == (long._text, long._ends)
 
 
 columns = st.lists(st.floats(0.001, 1.0), max_size=12).map(lambda scores: sorted(scores, reverse=True))

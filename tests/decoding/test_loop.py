@@ -139,6 +139,33 @@ def test_logits_are_read_for_those_who_look_at_what_is_read(chooser, read):
     assert drafter.seen == read
 
 
+class Ending(Drafter):
+    """Feeds roots alone, and tells when its row has ended."""
+
+    def __init__(self, ended: list[object]) -> None:
+        self.ended, self.observed = ended, 0
+
+    def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
+        return Draft(TokenTree(context[-1]))
+
+    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
+        self.observed += 1
+
+    def end(self) -> None:
+        self.ended.append((self, self.observed))
+
+
+def test_drafters_are_told_the_end_of_their_rows_once_each_after_its_last_step():
+    ended: list[object] = []
+    drafters = [Ending(ended) for _ in range(4)]
+    rows = [
+        Row([1, 2], drafter, Greedy(), lambda tokens, length=length: len(tokens) == length)
+        for drafter, length in zip(drafters, (5, 3, 7, 5), strict=True)
+    ]
+    list(DecodeLoop(rows, FunctionRunner(follow_of(2, 1), VOCABULARY), ListCache(4)).run())
+    assert ended == [(drafters[1], 0), (drafters[0], 2), (drafters[3], 2), (drafters[2], 4)]
+
+
 def test_a_full_match_is_longer_than_the_guess():
     """A guess of N-1 tokens yields N: the bonus token is not thrown away."""
     loop, _ = loop_for([[0, 1, 2] * 4], LookaheadConfig(0, 3, 2), lambda text: (text[-1] + 1) % 3, [31])

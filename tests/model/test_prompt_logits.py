@@ -91,6 +91,18 @@ def test_pieces_are_bounded_and_only_the_last_tokens_are_looked_at(monkeypatch):
         torch.testing.assert_close(piece, expected[:, start : start + piece.shape[1]], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize(("piece", "calls"), [(48 * 30, [1, 30]), (48 * 29, [1, 1, 29, 1])])
+def test_the_head_is_read_once_more_for_a_prompt_that_is_one_piece(piece, calls, monkeypatch):
+    """Beside the last token of the prefill itself; where there are several pieces, for their scale, too."""
+    monkeypatch.setattr(hidden, "_PIECE_LOGITS", piece)
+    model, fed = toy_model(), []
+    model.get_output_embeddings().register_forward_hook(
+        lambda module, args, logits: fed.append(logits.numel() // logits.shape[-1])
+    )
+    shown(model)
+    assert fed == calls
+
+
 @pytest.mark.parametrize("chunk", [None, 1, 7, 20])
 def test_no_more_than_the_last_tokens_are_kept(chunk, monkeypatch):
     monkeypatch.setattr(hidden, "MOST_TOKENS", 16)

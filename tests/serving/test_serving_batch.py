@@ -22,6 +22,7 @@ from serving_toys import (
 
 from lade import InputError, LookaheadConfig, Memory
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
+from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.hf.refusals import resolve
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
@@ -30,6 +31,7 @@ from lade.serving.capacity import Capacity, Need, largest_tree
 from lade.serving.extras import PLAIN
 from lade.serving.seats import Seats
 from lade.testing import nearly_flat_cost, toy_model
+from lade.tuning.batch_cost import BatchCost
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)
 GREEDY = {"do_sample": False}
@@ -543,3 +545,17 @@ def test_the_cost_of_a_pass_is_that_of_as_many_rows(monkeypatch):
     driven.add(random_ids(4), PAPER, max_new_tokens=4)
     driven.finish()
     assert len(asked) == again, "nobody weighs sizes"
+
+
+def test_steps_are_learned_of_as_many_rows_as_there_were(monkeypatch):
+    """What has only been noted is learned before rows join; when they leave, too."""
+    told = []
+    monkeypatch.setattr(BatchBudget, "settle", lambda self: told.append("settled"))
+    monkeypatch.setattr(BatchCost, "resize", lambda self, rows: (told.append(rows), setattr(self, "_rows", rows)))
+    driven = Driven(LLAMA)
+    for seed in range(2):
+        driven.add(random_ids(4, seed), "auto", max_new_tokens=6 + 6 * seed)
+        driven.advance(2)
+    assert told == ["settled", 2], "one row is what it begins with"
+    driven.finish()
+    assert told[2:] == ["settled", "settled", 1, "settled"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lade
+from lade.hf import predictions
 from lade.model.runner import EagerRunner
 from lade.model.support.supports import supports
 from lade.testing import toy_model
@@ -65,6 +66,20 @@ def test_what_guessing_was_worth_is_known_to_the_next_call_and_to_that_kind_of_t
     assert again not in (0.0, greedy) and still == again
     assert now_drawn > 0.0
     assert profile.habits_of(toy_model("llama"), cost, "greedy").node_s == 0.0, "another model's"
+
+
+@pytest.mark.measured_cost
+def test_what_copies_were_worth_is_known_to_the_next_call(measured, monkeypatch):
+    """Each text goes by what earlier ones of its kind have taught, and teaches the same."""
+    model, begun, used = toy_model("llama", dtype=torch.float32, seed=3), [], []
+    copies = profile.habits_of(model, profile.step_cost_for(model, runner_of(model)), "greedy").copies
+    monkeypatch.setattr(copies, "begin_text", lambda: begun.append(len(used)))
+    text = predictions.OwnText
+    monkeypatch.setattr(predictions, "OwnText", lambda *args: used.append(args[-1]) or text(*args))
+    monkeypatch.setattr(profile, "save_refreshed", lambda model: None)
+    for _ in range(2):
+        lade.generate(model, input_ids=torch.tensor([[1, 2, 3]]), max_new_tokens=5, eos_token_id=None)
+    assert begun == [0, 1] and all(each is copies for each in used) and len(used) == 2
 
 
 def test_measuring_draws_no_random_numbers_that_anyone_could_miss(model, measured, tmp_path):
@@ -153,7 +168,7 @@ def test_a_curve_may_be_measured_while_another_thread_saves(model, measured, tmp
     assert measured == [1, 2] and len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_curve_that_steps_have_moved_is_saved_at_the_end(model, measured, tmp_path):
+def test_a_curve_that_steps_have_moved_is_saved_at_the_end(model, measured, tmp_path, monkeypatch):
     cost = profile.step_cost_for(model, runner_of(model), folder=tmp_path)
     path = store.path_of(cost_key.key_of(model, runner_of(model)), tmp_path)
     saved = path.read_text()
@@ -169,8 +184,31 @@ def test_a_curve_that_steps_have_moved_is_saved_at_the_end(model, measured, tmp_
     assert path.read_text() != saved
     assert store.load(cost_key.key_of(model, runner_of(model)), tmp_path).table == cost.table
     path.unlink()
+    later(monkeypatch)
     profile.save_refreshed(model, folder=tmp_path)
     assert not path.exists(), "it has not moved since"
+
+
+def later(monkeypatch):
+    """From now on it is as many seconds later as lie between two times that a curve is saved."""
+    now = profile.monotonic
+    monkeypatch.setattr(profile, "monotonic", lambda: now() + profile.SAVE_EVERY_S)
+
+
+def test_a_curve_that_goes_on_moving_is_saved_now_and_then(model, measured, tmp_path, monkeypatch):
+    """A server of short answers would write a file after each of them."""
+    cost = profile.step_cost_for(model, runner_of(model), folder=tmp_path)
+    path, texts = store.path_of(cost_key.key_of(model, runner_of(model)), tmp_path), []
+    for pass_s in (20e-3, 40e-3, 80e-3):
+        for _ in range(30):
+            cost.observe(16, pass_s)
+        cost.refresh()
+        if pass_s > 40e-3:
+            later(monkeypatch)
+        profile.save_refreshed(model, folder=tmp_path)
+        texts.append(path.read_text())
+    assert texts[0] == texts[1] != texts[2]
+    assert store.load(cost_key.key_of(model, runner_of(model)), tmp_path).table == cost.table
 
 
 def test_a_model_that_was_never_measured_has_nothing_to_save(model, tmp_path):

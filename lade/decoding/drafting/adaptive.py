@@ -94,10 +94,10 @@ class AdaptiveDrafter(Drafter):
         if not self._begun:  # of an encoder's text, which `begin` is given too, there is nothing in `context`
             self._grower.set_prompt(len(context) - self._written)
             self._begun = True
-        lead = self._lead(context, max_depth)
+        lead = () if self._constraint is None else self._lead(self._constraint, context, max_depth)
         guesses = self._guesses(context, lead)
         resting = self.budget.skip_drafting() and not lead
-        if resting and not any(not guess.scores or self.budget.pays(guess.scores) for guess in guesses):
+        if resting and not (guesses and any(not guess.scores or self.budget.pays(guess.scores) for guess in guesses)):
             return Candidates((), lambda: Draft(TokenTree(context[-1], max_depth), teaches=False))
         if self._reads_prompts:
             self._grower.read(context)
@@ -117,12 +117,10 @@ class AdaptiveDrafter(Drafter):
             scores, partial(self._assembled, context, max_depth, scores, alone, ranking, others, len(lead))
         )
 
-    def _lead(self, context: Sequence[int], max_depth: int | None) -> Sequence[int]:
+    def _lead(self, constraint: Constraint, context: Sequence[int], max_depth: int | None) -> Sequence[int]:
         """What must follow, as far as it may be fed."""
-        if self._constraint is None:
-            return ()
         most = min(LONGEST_LEAD, self.budget.most - 1)
-        return self._constraint.lead(context)[: most if max_depth is None else min(most, max_depth)]
+        return constraint.lead(context)[: most if max_depth is None else min(most, max_depth)]
 
     def _guesses(self, context: Sequence[int], lead: Sequence[int]) -> list[Guess]:
         """Of all sources, with what is known to follow before each of them."""
@@ -187,3 +185,7 @@ class AdaptiveDrafter(Drafter):
     def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
         """See `Drafter`."""
         self.budget.observe(fed, emitted, seconds, forward_s)
+
+    def end(self) -> None:
+        """See `Drafter`."""
+        self.budget.settle()

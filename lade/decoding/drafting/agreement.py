@@ -32,6 +32,12 @@ class Agreement:
         self._hits[kind] = keep * self._hits[kind] + hit
         self._weights[kind] = keep * self._weights[kind] + 1
 
+    def begin_text(self) -> None:
+        """Another text begins: what was learned of earlier ones counts no more for it than what was hoped at first."""
+        for kind, weight in enumerate(self._weights):
+            share = min(1.0, _PRIOR_WEIGHT / weight)
+            self._hits[kind], self._weights[kind] = share * self._hits[kind], share * weight
+
     def _expect(self, hits: tuple[float, ...]) -> None:
         """Forget what was learned about short agreements; so many of four tokens are expected to come."""
         self._hits[: len(hits)], self._weights[: len(hits)] = hits, [_PRIOR_WEIGHT] * len(hits)

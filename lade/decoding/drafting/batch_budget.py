@@ -96,3 +96,7 @@ class BatchBudget:
         """
         self._controller.observe(fed, emitted, seconds, forward_s)
         self._skipping = None
+
+    def settle(self) -> None:
+        """See `Budget`; before the cost becomes that of another number of rows, too."""
+        self._controller.settle()

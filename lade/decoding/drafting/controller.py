@@ -11,6 +11,10 @@ cannot fill is left to the lookahead window.
 Neither t nor E is taken on trust. Passes over guesses and plain ones are compared with what the step cost expects of
 them, and guesses with what their scores promise (`Habits`). What is not done is not known: where all steps feed guesses
 a plain one now and then shows what plain decoding takes, and where none does, a few guesses show what these would.
+
+While it rests from looking, nothing is decided by what plain steps teach. They are noted then, and learned together
+when something is to be decided: behind a pass everything lies far from the core, and one after the other they would
+take several times as long.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ _MOST_OWN, _LEAST_OWN_S = 6.0, 0.001  # times what is usual, or this: what takes
 _PATIENCE = 3  # steps
 _KEPT_IDLE = 3  # a new text is looked at after some steps, however long guesses were in vain before
 _LONGEST_SKIP = 64  # steps
+_NOTED = 16  # steps of a rest, at most, before they are learned
 _CHEAP, _CHEAP_GAIN = 0.005, 0.05  # looking that costs less never rests: shares of a step's time, and of what is gained
 
 # Steps that are taken to see what they cost.
@@ -70,6 +75,7 @@ class Controller:
         self._skip = 0  # steps to go
         self._checks = 0  # plain steps in a row that were taken to see what they cost
         self._since_plain = 0  # steps
+        self._noted: list[tuple[float, float, float]] = []  # plain steps of this rest that have not been learned
         self._promised = 0.0  # tokens that the guesses being fed are expected to bring
         self._of_memory = True  # whether all of these are the memory's
 
@@ -81,6 +87,7 @@ class Controller:
     @property
     def rate(self) -> float:
         """Tokens per second of late, at least those of plain decoding."""
+        self.settle()
         return max(self._tokens / self._seconds, 1.0 / self._cost.table[1])
 
     @property
@@ -98,6 +105,7 @@ class Controller:
 
         Of those before a corner the first teaches most: by its price none is missed that would be worth feeding.
         """
+        self.settle()
         least, trust = int(self._habits.usual), self.trust
         most = min(self._most, _SPREAD * least + _LEAP)
         corners = [size for size in self._cost.corners if least < size < most] + [most]
@@ -113,6 +121,7 @@ class Controller:
 
     def choose(self, scores: Sequence[float], alone: Sequence[float] | None = None) -> int:
         """See `Budget`."""
+        self.settle()
         worth = self._worth(scores, self._use_of_news)
         best = _best(worth)
         if alone is None:
@@ -150,6 +159,7 @@ class Controller:
 
     def pays(self, scores: Sequence[float]) -> bool:
         """See `Budget`."""
+        self.settle()
         table = self._cost.table
         if self._checks or sum(scores) <= self.rate * (table[2] - table[1]):
             return False  # a plain step is due, or they bring no more than the first of them costs
@@ -168,6 +178,7 @@ class Controller:
 
     def fill_to(self, size: int) -> int:
         """See `Budget`: to the usual size, and as far as a node costs less than its news is worth."""
+        self.settle()
         ends = [min(corner, self._most) for corner in self._cost.corners]  # the hull may go straight on beyond it
         costs, use = self._costs_of_nodes(ends), self._use_of_news
         worth = (min(end, most_worth(cost, use)) for end, cost in zip(ends, costs, strict=True))
@@ -178,6 +189,10 @@ class Controller:
 
         And now and then, to see what a plain step takes: the more often, the less guesses gain.
         """
+        if self._noted and self._skip > 1:  # the rest goes on, and behind a plain step nothing else is due
+            self._skip -= 1
+            return True
+        self.settle()
         habits, plain_s = self._habits, self._cost.table[1]
         dear = habits.node_s * _LEAST_NODES > max(_CHEAP, _CHEAP_GAIN * habits.gain) * plain_s
         if self._skip == 0 and self._idle > _PATIENCE and dear:
@@ -189,13 +204,33 @@ class Controller:
 
     def observe(self, fed: int, emitted: float, seconds: float, forward_s: float) -> None:
         """See `Budget`."""
+        if fed == 1:
+            self._since_plain = 0
+            self._habits.since_guesses += 1
+            if self._skip and not self._checks:
+                self._noted.append((emitted, seconds, forward_s))
+                if len(self._noted) == _NOTED:
+                    self.settle()
+                return
+        self.settle()
+        self._learn(fed, emitted, seconds, forward_s, looked=not (self._skip or self._checks))
+
+    def settle(self) -> None:
+        """See `Budget`."""
+        if self._noted:
+            noted, self._noted = self._noted, []
+            for emitted, seconds, forward_s in noted:
+                self._learn(1, emitted, seconds, forward_s, looked=False)
+
+    def _learn(self, fed: int, emitted: float, seconds: float, forward_s: float, *, looked: bool) -> None:
+        """Learn from a step, in which guesses were looked for or not."""
         habits, table = self._habits, self._cost.table
         expected, usual_s = table[min(fed, len(table) - 1)], habits.node_s * (fed + _LEAST_NODES)
         own_s = min(seconds - forward_s, _MOST_OWN * max(usual_s, _LEAST_OWN_S))
-        if fed == 1 and (self._skip or self._checks):
-            habits.plain_own_s += (own_s - habits.plain_own_s) / _STEPS
-        elif not (self._skip or self._checks):
+        if looked:
             habits.node_s += (own_s / (fed + _LEAST_NODES) - habits.node_s) / _STEPS
+        elif fed == 1:
+            habits.plain_own_s += (own_s - habits.plain_own_s) / _STEPS
         self._tokens += emitted - self._tokens / _STEPS
         self._seconds += expected * (1.0 if fed == 1 else habits.toll) + own_s - self._seconds / _STEPS
         if fed == 1 or self._of_memory:
@@ -211,8 +246,6 @@ class Controller:
         self._habits.plain.add(ratio)
         again = abs(ratio - 1.0) > _SURPRISE and self._checks < _MOST_CHECKS
         self._checks = self._checks + 1 if self._checks and again else 0
-        self._since_plain = 0
-        self._habits.since_guesses += 1
 
     def _observe_guesses(self, ratio: float, brought: float) -> None:
         """A pass over guesses took so many times what was expected, and brought so many tokens."""

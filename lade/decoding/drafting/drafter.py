@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -42,8 +41,7 @@ class Source(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Draft:
+class Draft(NamedTuple):
     """What one row feeds in one step.
 
     Attributes:
@@ -59,8 +57,7 @@ class Draft:
     teaches: bool = True
 
 
-@dataclass(frozen=True)
-class Candidates:
+class Candidates(NamedTuple):
     """What one row could feed in one step, while it is open how much of it. All rows of a batch decide that together.
 
     Attributes:
@@ -127,3 +124,6 @@ class Drafter(ABC):
             seconds: undisturbed seconds that the whole step took; see `lade.clock`.
             forward_s: seconds of those that the model took.
         """
+
+    def end(self) -> None:  # noqa: B027
+        """The row has ended: what others are to know of it is told now."""

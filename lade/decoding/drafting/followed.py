@@ -167,25 +167,47 @@ class OwnText(Followed):
     Args:
         before: ids of a text before the prompt's, such as what an encoder was fed.
         excluded: see `Followed`.
+        agreement: likewise.
     """
 
     name = "text"
 
-    def __init__(self, before: Sequence[int] = (), excluded: Collection[int] = ()) -> None:
-        super().__init__((), excluded)
+    def __init__(
+        self, before: Sequence[int] = (), excluded: Collection[int] = (), agreement: Agreement | None = None
+    ) -> None:
+        super().__init__((), excluded, agreement)
         self._before = len(before)
         self._context: Sequence[int] = ()
         self._ends: dict[tuple[int, ...], int] = {}  # number of the last token of each n-gram
+        self._tail: tuple[int, ...] = ()  # the row's last n-gram the last time
         self._extend(before)
 
     def guesses(self, context: Sequence[int]) -> list[Guess]:
         """See `Followed`; a list that was given the last time has grown since, and that is all."""
+        if context is self._context and not self._places and ANCHOR <= self._length == len(context) - 1:
+            return self._sought(context)
         if context is not self._context:
             same = same_beginning(self._text, context, self._before)
             del self._text[self._before + same :]
             self._context = context
         self._extend(context[len(self._text) - self._before :])
+        self._tail = tuple(context[-ANCHOR:])
         return super().guesses(context)
+
+    def _sought(self, context: Sequence[int]) -> list[Guess]:
+        """The same by the shortest way, where the row follows nothing and one token has come: so are most steps.
+
+        As long as an exchange is thought possible there is a place, so none is here.
+        """
+        token, last = context[-1], len(self._text) - 1
+        self._text.append(token)
+        self._ends[self._tail] = last
+        self._tail = tuple(context[-ANCHOR:])
+        self._length, self._last = self._length + 1, token
+        if self._tail not in self._ends:
+            return []
+        self._places = self._found(context)
+        return [guess for place in self._places for guess in self._guesses_from(place)]
 
     def _extend(self, tokens: Sequence[int]) -> None:
         text, first = self._text, len(self._text)

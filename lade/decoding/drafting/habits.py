@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from lade.decoding.drafting.agreement import Agreement
+
 _PASSES = 128  # that a mean is over
 _SUPPOSED = 4.0  # passes that are supposed to have taken what was expected
 _SUPPOSED_SPREAD = 0.1  # of their ratios: their standard deviation
@@ -57,6 +59,7 @@ class Habits:
         brought: what they brought.
         guessing: time of passes over guesses.
         plain: time of passes over one token.
+        copies: how likely a text goes on as it did where its last tokens stood before.
     """
 
     usual: float = 2.0
@@ -69,6 +72,7 @@ class Habits:
     brought: float = _TOKENS / 4
     guessing: Toll = field(default_factory=Toll)
     plain: Toll = field(default_factory=Toll)
+    copies: Agreement = field(default_factory=Agreement, compare=False)
 
     @property
     def toll(self) -> float:

@@ -94,3 +94,7 @@ class NotingDrafter(Drafter):
     def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
         """See `Drafter`."""
         self._drafter.observe(fed, emitted, seconds, forward_s)
+
+    def end(self) -> None:
+        """See `Drafter`."""
+        self._drafter.end()

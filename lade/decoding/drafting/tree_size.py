@@ -68,7 +68,11 @@ class Budget(Protocol):
         ...
 
     def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
-        """Learn from a step."""
+        """Learn from a step; at once, or before anything that this may change is decided."""
+        ...
+
+    def settle(self) -> None:
+        """Learn now from steps that have been observed and only noted, before what they are compared with changes."""
         ...
 
 
@@ -113,4 +117,7 @@ class FixedBudget:
         return self.size
 
     def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
+        """See `Budget`."""
+
+    def settle(self) -> None:
         """See `Budget`."""
