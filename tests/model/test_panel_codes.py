@@ -157,6 +157,11 @@ def test_a_layer_takes_panels_and_says_what_it_cannot_be_fed():
     assert layer.nbytes == (2 * 64 if has_tiles() else 5 * 16) * 64 + 70 * 4
 
 
+def test_sums_begin_with_what_inputs_of_zero_add_and_fill_a_panel_up():
+    values = torch.tensor([[1, 2, 3], [-4, 5, 0]], dtype=torch.int8)
+    assert first_sums(values).tolist() == [-128 * 6, -128, *[0] * 14]
+
+
 def test_memory_is_handed_out_piece_by_piece():
     pages = HugePages()
     pieces = [pages.take(size) for size in (64, 128, huge_pages.CHUNK - 256, 4096, huge_pages.CHUNK + 64, 64)]
