@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, cast
 import numba
 import torch
 from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite.binding import llvm_version_info  # type: ignore[import-untyped]
 from numba.core import cgutils
 
 from lade.decoding.compilation import CONSTANT, inlined, instruction
@@ -120,7 +121,9 @@ class _Bfloat16(ir.Type):  # type: ignore[misc]
 
 _WIDTH = LANES if WIDE else LANES // 2
 _SINGLES, _BITS = (ir.VectorType(kind, _WIDTH) for kind in (ir.FloatType(), INT))
-_SHORTS, _PAIRS = (ir.VectorType(kind, 2 * _WIDTH) for kind in (ir.IntType(16), _Bfloat16()))
+_SHORTS = ir.VectorType(ir.IntType(16), 2 * _WIDTH)
+_PAIRS = ir.VectorType(_Bfloat16(), 2 * _WIDTH) if llvm_version_info >= (16,) else _BITS
+"""Pairs of bfloat16, as LLVM's function has them; it took them for integers until version 16."""
 _utils = cast(Any, cgutils)
 
 
