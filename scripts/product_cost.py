@@ -21,15 +21,13 @@ import typer
 
 from lade.errors import UnsupportedModelError
 from lade.model.packing.codes import in_form
-from lade.model.packing.dot_codes import first_sums, multiplied_by_dots
 from lade.model.packing.huge_pages import HugePages
-from lade.model.packing.input_forms import DOTS, PANELS, rounded
 from lade.model.packing.integer_product import multiplied, prepacked
 from lade.model.packing.integer_trial import input_dtype
 from lade.model.packing.layout import packed_weight
+from lade.model.packing.panel_codes import coded, first_sums, multiplied_in_panels
 from lade.model.packing.panels import in_panels
 from lade.model.packing.products import panel_for, panel_product
-from lade.model.packing.tile_codes import multiplied_in_tiles
 
 BYTES = 200e6
 """Of all weights of a shape, in 16 bits."""
@@ -58,18 +56,13 @@ def own_in_int8(outputs: int, inputs: int, count: int) -> Product:
     """The same by products of our own."""
     pages, scale, x = HugePages(), torch.ones(outputs), torch.randn(MOST_ROWS, inputs)
     panel = panel_for(torch.int8)
-    form = next(form for form, size in PANELS.items() if size == panel)
     values = [torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8) for _ in range(count)]
     weights = [(in_panels(each, pages, panel), first_sums(each)) for each in values]
-    given = cache(lambda rows: rounded(x[:rows], form))
+    given = cache(lambda rows: coded(x[:rows], panel))
 
     def product(rows: int) -> None:
         for weight, start in weights:
-            out = torch.empty(rows, outputs)
-            if form == DOTS:
-                multiplied_by_dots(*given(rows), weight, start, scale, None, out)
-            else:
-                multiplied_in_tiles(*given(rows), weight, scale, None, out)
+            multiplied_in_panels(*given(rows), weight, start, scale, None, torch.empty(rows, outputs))
 
     return product
 

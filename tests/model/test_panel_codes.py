@@ -17,13 +17,12 @@ from lade.model.kernels.processor import has_features
 from lade.model.kernels.tiles import PANEL, has_tiles
 from lade.model.packing import huge_pages
 from lade.model.packing.codes import Codes, quantised
-from lade.model.packing.dot_codes import coded_for_dots, first_sums, multiplied_by_dots
 from lade.model.packing.huge_pages import HugePages
-from lade.model.packing.input_forms import DOTS, TILES
+from lade.model.packing.input_forms import DOTS, PANELS, TILES
 from lade.model.packing.int8 import Int8Linear
+from lade.model.packing.panel_codes import coded, first_sums, multiplied_in_panels
 from lade.model.packing.panels import in_panels, out_of_panels
 from lade.model.packing.products import panel_for
-from lade.model.packing.tile_codes import coded_for_tiles, multiplied_in_tiles
 
 needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this processor has no tiles (AMX)")
 needs_dots = pytest.mark.skipif(not has_dots(torch.int8), reason="this processor has no AVX2")
@@ -65,11 +64,9 @@ def by_numbers(x, codes, bias):
 
 
 def by_own(form, x, codes, bias):
-    out = x.new_empty(len(x), len(codes.scale))
-    if form == TILES:
-        return multiplied_in_tiles(*coded_for_tiles(x), in_panels(codes.values, HugePages()), codes.scale, bias, out)
-    packed = in_panels(codes.values, HugePages(), DOT_PANEL)
-    return multiplied_by_dots(*coded_for_dots(x), packed, first_sums(codes.values), codes.scale, bias, out)
+    out, panel = x.new_empty(len(x), len(codes.scale)), PANELS[form]
+    packed = in_panels(codes.values, HugePages(), panel)
+    return multiplied_in_panels(*coded(x, panel), packed, first_sums(codes.values), codes.scale, bias, out)
 
 
 def same(found, expected):
@@ -110,7 +107,7 @@ def test_inputs_are_rounded_to_the_same_codes(inputs, dtype, unsigned, threads):
     blocks = -(-inputs // 64)
     for rows in EDGES:
         x = inputs_of(rows, inputs, dtype)
-        codes, scales = coded_for_dots(x) if unsigned else coded_for_tiles(x)
+        codes, scales = coded(x, DOT_PANEL if unsigned else PANEL)
         expected, scale = quantised(x, torch.uint8 if unsigned else torch.int8)
         together = rows_together(rows) if unsigned else min(rows, 16)
         laid_out = codes.view(-1, blocks, together, 64).transpose(1, 2).reshape(-1, 64 * blocks)[:rows]

@@ -10,7 +10,7 @@ takes constants from, files of this folder alone.
     vectors.py            as many at once as the processor has; exponentials.py: exp and tanh of them
     quads.py              products of four rows by columns
     attention.py          attention in one order; likewise norms.py, logistic.py
-    codes.py              rows rounded to int8; code_products.py: what their products become
+    codes.py              rows rounded to int8; panel_products.py: what products become
     tiles.py              registers of AMX; tile_products.py, tile_code_products.py: products by them
-    dots.py               dot products of AVX-512; dot_products.py, dot_code_products.py: products by them
+    dots.py               dot products of AVX-512; dot_products.py: products by them
 """

@@ -17,7 +17,7 @@ of two apart would drive one another out of it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numba
 import torch
@@ -25,8 +25,8 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from llvmlite.binding import llvm_version_info  # type: ignore[import-untyped]
 from numba.core import cgutils
 
-from lade.decoding.compilation import CONSTANT, inlined, instruction
-from lade.model.kernels.instructions import AT, INT, LONG, NONE, call_intrinsic, fetch, field, pointer
+from lade.decoding.compilation import CONSTANT, instruction
+from lade.model.kernels.instructions import AT, INT, LONG, NONE, call_intrinsic, fetch, pointer
 from lade.model.kernels.lanes import LANES, LINE
 from lade.model.kernels.processor import has_features
 from lade.model.kernels.vector_types import equal, spread_out
@@ -58,52 +58,6 @@ def has_dots(dtype: torch.dtype) -> bool:
 def rows_together(rows: int) -> int:
     """How many rows lie and go through panels together, of so many; the last of them may be missing."""
     return _TOGETHER[rows] if rows <= FEW else TOGETHER
-
-
-class DotProduct(NamedTuple):
-    """Rows by the weights of a layer.
-
-    Attributes:
-        x: where the rows lie, in blocks: bfloat16, or unsigned codes.
-        together: see `rows_together`.
-        weight: the panels.
-        start: of codes, what the sums begin with, `[panels, 16]` int32: minus 128 times the sum of an output's weights,
-            since 128 stands for an input of zero.
-        scales: of codes, `[rows]` float32, what a step of each row is worth.
-        steps: likewise `[outputs]`, of each output's codes.
-        bias: `[outputs]`; 0 if there is none.
-        bias_kind: of its dtype, see `kind_of`.
-        out: `[rows, outputs]`, contiguous, what becomes of it.
-        kind: of its dtype.
-        rows, blocks, outputs: how many.
-        row_group, panel_group: so many rows, whole groups of them, and so many panels, a multiple of `COLUMNS`, make
-            one part of the work; of few rows one part has all.
-    """
-
-    x: int
-    together: int
-    weight: int
-    start: int
-    scales: int
-    steps: int
-    bias: int
-    bias_kind: int
-    out: int
-    kind: int
-    rows: int
-    blocks: int
-    outputs: int
-    row_group: int
-    panel_group: int
-
-
-@inlined
-def asked_for(address: Any) -> Any:
-    """The product, from the fields behind the header that a team is given."""
-    places = field(address, 2), field(address, 3), field(address, 4), field(address, 5), field(address, 6)
-    more = field(address, 7), field(address, 8), field(address, 9), field(address, 10), field(address, 11)
-    last = field(address, 12), field(address, 13), field(address, 14), field(address, 15), field(address, 16)
-    return DotProduct(*places, *more, *last)
 
 
 class _Bfloat16(ir.Type):  # type: ignore[misc]
@@ -170,7 +124,9 @@ class _PairDots:
         return sums
 
 
-def _code_dots() -> Any:
+def _dots(codes: int) -> Any:
+    if not codes:
+        return _Bfloat16Dots()
     return _CodeDots() if has_features("avx512vnni" if WIDE else "avxvnni") else _PairDots()
 
 
@@ -207,17 +163,26 @@ def _sum_up(
         builder.store(found, pointer(builder, _at(builder, to, size * number), found.type), align=_WORD)
 
 
-@instruction(NONE, CONSTANT, CONSTANT, AT, AT, AT, numba.int64, AT)
-def sum_bfloat16(builder: Any, rows: Any, columns: Any, x: Any, weight: Any, apart: Any, blocks: Any, to: Any) -> None:
-    """Sums `[rows, columns, 16]` of rows in blocks by panels that are so many bytes apart."""
-    begin = [ir.Constant(_SINGLES, None)] * (columns * LANES // _WIDTH)
-    _sum_up(builder, _Bfloat16Dots(), begin, rows, x, weight, apart, blocks, to)
+def _begin(builder: Any, codes: int, start: Any, columns: int) -> list[Any]:
+    """What a row's sums begin with: nothing, or of codes what is given."""
+    if not codes:
+        return [ir.Constant(_SINGLES, None)] * (columns * LANES // _WIDTH)
+    return [_load(builder, start, offset, _BITS) for offset in range(0, LINE * columns, 4 * _WIDTH)]
+
+
+@instruction(NONE, CONSTANT, numba.int64, AT, AT, AT, numba.int64, AT)
+def sum_few(builder: Any, codes: Any, together: Any, x: Any, start: Any, weight: Any, blocks: Any, to: Any) -> None:
+    """Sums `[together, 16]` of few rows, of codes (1) or bfloat16 (0), by a panel; there is code for each number."""
+    begin, dots, apart = _begin(builder, codes, start, 1), _dots(codes), ir.Constant(LONG, 0)
+    for rows in _SIZES:
+        with builder.if_then(builder.icmp_signed("==", together, ir.Constant(LONG, rows))):
+            _sum_up(builder, dots, begin, rows, x, weight, apart, blocks, to)
 
 
 @instruction(NONE, CONSTANT, CONSTANT, AT, AT, AT, AT, numba.int64, AT)
-def sum_codes(
-    builder: Any, rows: Any, columns: Any, x: Any, start: Any, weight: Any, apart: Any, blocks: Any, to: Any
+def sum_group(
+    builder: Any, codes: Any, columns: Any, x: Any, start: Any, weight: Any, apart: Any, blocks: Any, to: Any
 ) -> None:
-    """The same of codes, which begin with what is given for each panel."""
-    begin = [_load(builder, start, offset, _BITS) for offset in range(0, LINE * columns, 4 * _WIDTH)]
-    _sum_up(builder, _code_dots(), begin, rows, x, weight, apart, blocks, to)
+    """Sums `[TOGETHER, columns, 16]` of a group of rows likewise, by panels that are so many bytes apart."""
+    begin = _begin(builder, codes, start, columns)
+    _sum_up(builder, _dots(codes), begin, TOGETHER, x, weight, apart, blocks, to)

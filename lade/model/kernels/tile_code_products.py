@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from lade.decoding.compilation import TeamKernel, inlined
-from lade.model.kernels.code_products import code_product, give_sums_out
 from lade.model.kernels.codes import CODES
 from lade.model.kernels.instructions import field, next_part, prefetch, room
+from lade.model.kernels.panel_products import asked_for, give_out
 from lade.model.kernels.tiles import (
     AHEAD,
     BLOCK,
@@ -20,7 +20,8 @@ from lade.model.kernels.tiles import (
     multiply_int8,
     release_tiles,
     shape_tiles,
-    store_tile,
+    store_panel,
+    store_square,
     zero_sums,
 )
 
@@ -50,10 +51,7 @@ def _sum_up_few(codes: Any, rows: Any, blocks: Any, weight: Any, sums: Any) -> N
         load_tile(5, weight + 3 * TILE, ROW_BYTES)
         multiply_int8(3, 4, 5)
         codes, weight = codes + CODES * rows, weight + BLOCK
-    store_tile(0, sums, 4 * PANEL)
-    store_tile(1, sums + ROW_BYTES, 4 * PANEL)
-    store_tile(2, sums + 2 * ROW_BYTES, 4 * PANEL)
-    store_tile(3, sums + 3 * ROW_BYTES, 4 * PANEL)
+    store_panel(sums)
 
 
 @inlined
@@ -71,15 +69,12 @@ def _sum_up_many(codes: Any, blocks: Any, weight: Any, sums: Any) -> None:
         multiply_int8(2, 5, 6)
         multiply_int8(3, 5, 7)
         codes, below, weight = codes + TILE, below + TILE, weight + BLOCK
-    store_tile(0, sums, 2 * ROW_BYTES)
-    store_tile(1, sums + ROW_BYTES, 2 * ROW_BYTES)
-    store_tile(2, sums + 2 * TILE, 2 * ROW_BYTES)
-    store_tile(3, sums + 2 * TILE + ROW_BYTES, 2 * ROW_BYTES)
+    store_square(sums)
 
 
 def _multiply_few_codes(address: Any) -> None:
-    """A product of at most 16 rows, see `CodeProduct`: it takes as long as its weights take to be read."""
-    product, sums = code_product(address), room(SUMS_BYTES)
+    """A product of at most 16 rows, see `PanelProduct`: it takes as long as its weights take to be read."""
+    product, sums = asked_for(address), room(SUMS_BYTES)
     panels = -(-product.outputs // PANEL)
     shape_tiles(product.rows)
     part = next_part(address)
@@ -87,15 +82,15 @@ def _multiply_few_codes(address: Any) -> None:
         first = product.panel_group * part
         for panel in range(first, min(first + product.panel_group, panels)):
             weight = product.weight + BLOCK * product.blocks * panel
-            _sum_up_few(product.codes, product.rows, product.blocks, weight, sums)
-            give_sums_out(product, 0, product.rows, PANEL * panel, sums, PANEL)
+            _sum_up_few(product.x, product.rows, product.blocks, weight, sums)
+            give_out(product, 0, product.rows, PANEL * panel, sums, PANEL)
         part = next_part(address)
     release_tiles()
 
 
 def _multiply_many_codes(address: Any) -> None:
     """A product of more rows: a group of panels stays in a core's cache while a group of rows goes by."""
-    product, sums = code_product(address), room(SUMS_BYTES)
+    product, sums = asked_for(address), room(SUMS_BYTES)
     panels = -(-product.outputs // PANEL)
     groups = -(-panels // product.panel_group)
     shape_tiles(ROWS)
@@ -103,11 +98,11 @@ def _multiply_many_codes(address: Any) -> None:
     while part < field(address, 1):
         top, first = product.row_group * (part // groups), product.panel_group * (part % groups)
         for row in range(top, min(top + product.row_group, product.rows), 2 * ROWS):
-            codes, rows = product.codes + CODES * product.blocks * row, min(2 * ROWS, product.rows - row)
+            codes, rows = product.x + CODES * product.blocks * row, min(2 * ROWS, product.rows - row)
             for half in range(2 * first, 2 * min(first + product.panel_group, panels)):
                 weight = product.weight + BLOCK * product.blocks * (half // 2) + 2 * TILE * (half % 2)
                 _sum_up_many(codes, product.blocks, weight, sums)
-                give_sums_out(product, row, rows, PANEL // 2 * half, sums, PANEL // 2)
+                give_out(product, row, rows, PANEL // 2 * half, sums, PANEL // 2)
         part = next_part(address)
     release_tiles()
 

@@ -24,6 +24,8 @@ from lade.model.kernels.tiles import (
     multiply_bfloat16,
     release_tiles,
     shape_tiles,
+    store_panel,
+    store_square,
     store_tile,
     zero_sums,
 )
@@ -163,10 +165,7 @@ def _multiply_few(address: Any) -> None:
             if product.rest:
                 _add_block(product.rest, ROW_BYTES, at)
                 at += BLOCK
-            store_tile(0, sums, _PANEL_ROW)
-            store_tile(1, sums + ROW_BYTES, _PANEL_ROW)
-            store_tile(2, sums + 2 * ROW_BYTES, _PANEL_ROW)
-            store_tile(3, sums + 3 * ROW_BYTES, _PANEL_ROW)
+            store_panel(sums)
             _give_out(product, 0, product.rows, PANEL * panel, sums, _PANEL_ROW)
             if PANEL * panel + _COLUMNS < product.outputs:
                 _give_out(product, 0, product.rows, PANEL * panel + _COLUMNS, sums + 2 * ROW_BYTES, _PANEL_ROW)
@@ -236,10 +235,7 @@ def _multiply_square(product: Any, half: Any, square: Any, begin: Any, end: Any,
         store_tile(3, sums + 3 * TILE, ROW_BYTES)
     else:
         sums = room(SUMS_BYTES)
-        store_tile(0, sums, 2 * ROW_BYTES)
-        store_tile(1, sums + ROW_BYTES, 2 * ROW_BYTES)
-        store_tile(2, sums + 2 * TILE, 2 * ROW_BYTES)
-        store_tile(3, sums + 2 * TILE + ROW_BYTES, 2 * ROW_BYTES)
+        store_square(sums)
         _give_out(product, upper, ROWS, _COLUMNS * half, sums, 2 * ROW_BYTES)
         _give_out(product, lower, ROWS, _COLUMNS * half, sums + 2 * TILE, 2 * ROW_BYTES)
 

@@ -107,6 +107,24 @@ def zero_sums() -> None:
 
 
 @inlined
+def store_panel(sums: Any) -> None:
+    """The sums, tiles 0 to 3, side by side: `[rows, 64]`."""
+    store_tile(0, sums, 4 * PANEL)
+    store_tile(1, sums + ROW_BYTES, 4 * PANEL)
+    store_tile(2, sums + 2 * ROW_BYTES, 4 * PANEL)
+    store_tile(3, sums + 3 * ROW_BYTES, 4 * PANEL)
+
+
+@inlined
+def store_square(sums: Any) -> None:
+    """The same two by two: `[32, 32]`."""
+    store_tile(0, sums, 2 * ROW_BYTES)
+    store_tile(1, sums + ROW_BYTES, 2 * ROW_BYTES)
+    store_tile(2, sums + 2 * TILE, 2 * ROW_BYTES)
+    store_tile(3, sums + 2 * TILE + ROW_BYTES, 2 * ROW_BYTES)
+
+
+@inlined
 def shape_tiles(rows: Any) -> None:
     """Configure all tiles but weights' (number 5 to 7) to so many rows, and those to 16."""
     shapes = room(64)

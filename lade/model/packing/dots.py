@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from lade.model.kernels.dot_products import Layout, lay_rows, multiply_few, multiply_many
-from lade.model.kernels.dots import COLUMNS, DOT_BLOCK, DOT_PANEL, FEW, TOGETHER, DotProduct, rows_together
+from lade.model.kernels.dots import COLUMNS, DOT_BLOCK, DOT_PANEL, FEW, TOGETHER, rows_together
 from lade.model.kernels.kinds import kind_of
+from lade.model.kernels.panel_products import PanelProduct
 from lade.model.worker_threads import in_team
 
 _NEAR, _GROUP = 2**19, 2**18  # bytes of rows and of weights that a core's cache keeps
@@ -36,10 +37,11 @@ def _multiply(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, 
     laid_out = _in_blocks(x, rows)
     count, blocks, *_ = panels.shape
     row_group, panel_group = groups(rows, count, blocks)
-    fields = DotProduct(
-        *(laid_out.data_ptr(), rows_together(rows), panels.data_ptr(), 0, 0, 0),
+    fields = PanelProduct(
+        *(laid_out.data_ptr(), 0, panels.data_ptr(), 0),
         *((0, 0) if bias is None else (bias.data_ptr(), kind_of(bias.dtype))),
         *(out.data_ptr(), kind_of(out.dtype), rows, blocks, out.shape[-1], row_group, panel_group),
+        *(rows_together(rows), 0),
     )
     parts = -(-rows // row_group) * -(-count // panel_group)
     in_team(multiply_few if rows <= FEW else multiply_many, fields, parts, (laid_out, panels, bias, out))

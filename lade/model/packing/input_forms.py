@@ -9,10 +9,9 @@ import torch
 from lade.model.kernels.dots import DOT_PANEL
 from lade.model.kernels.tiles import PANEL
 from lade.model.packing.codes import quantised
-from lade.model.packing.dot_codes import coded_for_dots
 from lade.model.packing.integer_trial import input_dtype
+from lade.model.packing.panel_codes import coded
 from lade.model.packing.products import panel_for
-from lade.model.packing.tile_codes import coded_for_tiles
 
 TILES: Literal["tiles"] = "tiles"
 DOTS: Literal["dots"] = "dots"
@@ -37,6 +36,4 @@ def input_form(inputs: int, outputs: int) -> Form:
 
 def rounded(x: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of inputs `[..., in]`, and what a step is worth: of `coded`, or of `quantised`."""
-    if isinstance(form, str):
-        return coded_for_tiles(x) if form == TILES else coded_for_dots(x)
-    return quantised(x, form)
+    return coded(x, PANELS[form]) if isinstance(form, str) else quantised(x, form)

@@ -17,14 +17,13 @@ from torch import nn
 
 from lade.errors import UnsupportedModelError
 from lade.model.packing.codes import Codes
-from lade.model.packing.dot_codes import first_sums, multiplied_by_dots
 from lade.model.packing.huge_pages import HugePages
-from lade.model.packing.input_forms import DOTS, PANELS, TILES, Form, input_form
+from lade.model.packing.input_forms import PANELS, Form, input_form
 from lade.model.packing.integer_product import multiplied, prepacked
 from lade.model.packing.linear import PackedLinear
+from lade.model.packing.panel_codes import first_sums, multiplied_in_panels
 from lade.model.packing.panels import in_panels, out_of_panels
 from lade.model.packing.shared_inputs import SharedInputs
-from lade.model.packing.tile_codes import multiplied_in_tiles
 
 MOST_INPUTS = 2**31 // (255 * 127)
 """Inputs of a layer whose sum of products fits into 32 bits whatever they are."""
@@ -76,7 +75,7 @@ class Int8Linear(PackedLinear):
         form = input_form(self.in_features, self.out_features)
         panel = PANELS.get(form)
         packed = in_panels(codes.values, self._memory, panel) if panel else prepacked(codes.values)
-        zeros = first_sums(codes.values) if form == DOTS else torch.zeros(self.out_features, dtype=torch.int)
+        zeros = first_sums(codes.values) if panel else torch.zeros(self.out_features, dtype=torch.int)
         self.__dict__.update(_packed=packed, _scale=codes.scale, _zeros=zeros, _form=form)
         if not self.keeps_original:
             integers = nn.Parameter(packed, requires_grad=False)  # gradients of integers there are none
@@ -119,9 +118,7 @@ class Int8Linear(PackedLinear):
         bias = self._parameters["bias"]
         if self._form in PANELS:
             out = torch.empty(*x.shape[:-1], self.out_features, dtype=x.dtype)
-            if self._form == TILES:
-                return multiplied_in_tiles(codes, scale, self._packed, self._scale, bias, out)
-            return multiplied_by_dots(codes, scale, self._packed, self._zeros, self._scale, bias, out)
+            return multiplied_in_panels(codes, scale, self._packed, self._zeros, self._scale, bias, out)
         y = multiplied(codes, self._packed, self._scale, self._zeros).mul_(scale)  # [..., out] float32
         if bias is not None:
             y.add_(bias)
