@@ -11,6 +11,7 @@ says what one product in place of theirs would take.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from statistics import median
 from time import perf_counter
@@ -79,7 +80,8 @@ def arms_of(outputs: int, inputs: int, count: int) -> dict[str, tuple[int, Produ
     """Bytes of a weight, and its products, as far as there are any here."""
     arms: dict[str, tuple[int, Product]] = {}
     for dtype in (torch.float32, torch.bfloat16):
-        arms[str(dtype)[6:]] = dtype.itemsize, in_own_dtype(outputs, inputs, count, dtype)
+        with suppress(RuntimeError):  # oneDNN has none for this processor
+            arms[str(dtype)[6:]] = dtype.itemsize, in_own_dtype(outputs, inputs, count, dtype)
     if panel_for(torch.bfloat16):
         arms["bfloat16, own"] = 2, own_in_bfloat16(outputs, inputs, count)
     try:

@@ -35,6 +35,7 @@ def key_of(model: PreTrainedModel, runner: EagerRunner, batch: int = 1) -> dict[
     return {
         "devices": _names(weight.device for weight in survey.weights),
         "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),  # which can be limited from outside
         "model": type(model).__name__,
         "shape": {name: field(config, name) for name in _SHAPE},
         "parameters": sum(weight.numel() for weight in survey.weights),

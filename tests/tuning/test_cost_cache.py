@@ -106,6 +106,8 @@ def test_what_changes_the_cost_is_measured_again(model, measured, tmp_path, monk
     assert again() and not again()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     assert again() and not again()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another one")
+    assert again() and not again()
     monkeypatch.setattr(cost_key, "__version__", "0.0.0")
     assert again() and not again()
     monkeypatch.setattr(cost_key.transformers, "__version__", "0.0.0")
