@@ -91,7 +91,7 @@ def test_a_title_has_the_form_that_is_asked_for(server, client):
 
 
 def test_a_quota_is_asked_for_by_one_token(agents):
-    assert sent(agents, "claude_code", 3).json()["stop_reason"] == "max_tokens"
+    assert sent(agents, "claude_code", 3, **GREEDY).json()["stop_reason"] == "max_tokens"
 
 
 def test_older_names_of_a_form_and_forms_that_there_are_not(server):

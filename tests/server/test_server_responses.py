@@ -196,8 +196,8 @@ def test_a_call_comes_as_an_item(monkeypatch):
 
 
 def test_a_stream_that_fails_says_so():
-    broken, body = [], {"input": "x", "stream": True}
-    with running(slow_served(0.0, lambda: bool(broken))) as server:  # noqa: SIM117 - the stream is the server's
+    broken, body = [], {"input": "x", "stream": True, "temperature": 0}
+    with running(slow_served(0.02, lambda: bool(broken))) as server:  # noqa: SIM117 - the stream is the server's
         with server.http.stream("POST", "/v1/responses", json=body) as response:
             lines = response.iter_lines()
             while "output_text.delta" not in next(lines):
