@@ -17,8 +17,8 @@ FILES = sorted((*CODE, CARD))
 
 
 def files(folder: Path) -> dict[str, str]:
-    found = {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*") if file.is_file()}
-    return {name: text for name, text in found.items() if "__pycache__" not in name}
+    found = {str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()}
+    return {name: file.read_text() for name, file in found.items() if "__pycache__" not in name}
 
 
 def test_what_is_written_is_what_the_package_holds(lade: Callable[..., Any], tmp_path: Path) -> None:
