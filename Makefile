@@ -14,6 +14,8 @@ CLIENTS := .venv-clients
 SCALE := .venv-scale
 SCHEMA := .venv-schema
 BIN := $(VENV)/bin
+# Each process takes a part of the tests in their order, so that what a module's tests share is mostly made once.
+PARALLEL := -n 2 --dist worksteal
 
 .PHONY: help demo test test-fast test-slow test-gpu test-distributed test-oldest test-kernel test-quantised test-frameworks test-clients test-scale test-schema test-page lint figures docs traces wheel clean
 
@@ -78,10 +80,10 @@ demo: $(VENV)/.installed ## watch the embedded model write Python: plain, adapti
 test: lint test-fast ## lint, types and the default tests: what CI runs
 
 test-fast: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
 
 test-slow: $(VENV)/.installed ## the full cross products, and more examples of each property (some 30 minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m '(slow or hypothesis) and not gpu' --hypothesis-profile thorough
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m '(slow or hypothesis) and not gpu' --hypothesis-profile thorough
 
 test-distributed: $(VENV)/.installed ## two and four processes that decode together (gloo, on the CPU)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cluster -m 'not gpu'
@@ -90,17 +92,17 @@ test-gpu: $(VENV)/.installed ## what needs a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
 test-oldest: $(OLDEST)/.installed ## the default tests on the oldest supported transformers
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest $(PARALLEL)
 
 test-kernel: $(KERNEL)/.installed ## the attention kernel without a GPU: interpreted, and compiled (Triton, 200 MB, is fetched)
-	TRITON_INTERPRET=1 PYTHONPATH=$(KERNEL) $(BIN)/python -m pytest -n 2 $(KERNEL_TESTS)
-	PYTHONPATH=$(KERNEL) $(BIN)/python -m pytest -n 2 tests/model/test_tree_kernel.py
+	TRITON_INTERPRET=1 PYTHONPATH=$(KERNEL) $(BIN)/python -m pytest $(PARALLEL) $(KERNEL_TESTS)
+	PYTHONPATH=$(KERNEL) $(BIN)/python -m pytest $(PARALLEL) tests/model/test_tree_kernel.py
 
 test-quantised: $(QUANTISED)/.installed ## models quantised by torchao and bitsandbytes (50 MB are fetched)
-	OMP_NUM_THREADS=1 PYTHONPATH=$(QUANTISED) $(BIN)/python -m pytest -n 2 $(QUANTISED_TESTS)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(QUANTISED) $(BIN)/python -m pytest $(PARALLEL) $(QUANTISED_TESTS)
 
 test-frameworks: $(FRAMEWORKS)/.installed ## the recipe in LangChain, smolagents, lm-eval, Outlines and transformers serve (300 MB are fetched)
-	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest -n 2 $(FRAMEWORKS_TESTS)
+	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest $(PARALLEL) $(FRAMEWORKS_TESTS)
 
 test-clients: $(VENV)/.installed $(CLIENTS)/.installed ## clients at a server: LangChain, LiteLLM, an older openai, transformers chat (200 MB are fetched)
 	LITELLM_LOCAL_MODEL_COST_MAP=True $(CLIENTS)/bin/python scripts/try_clients.py $(BIN)/lade

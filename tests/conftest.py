@@ -1,5 +1,6 @@
 """Settings for all tests."""
 
+import gc
 import os
 import signal
 from collections import Counter
@@ -41,6 +42,12 @@ def pytest_collection_modifyitems(items):
             if cases[item.function] % mark.args[0]:
                 item.add_marker(pytest.mark.slow)
             cases[item.function] += 1
+
+
+def pytest_collection_finish():
+    """What was imported and collected stays until the end: no search for garbage has to look through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 KNOWN_PROCESSOR = "AMD EPYC"

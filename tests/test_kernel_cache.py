@@ -52,6 +52,7 @@ def run(folder, between="pass"):
     return [int(word) for word in done.stdout.split()]
 
 
+@pytest.mark.slow
 def test_an_edited_file_that_a_kernel_calls_makes_it_compile_again(package):
     assert [run(package), run(package)] == [[42, 0, 0], [42, 1, 1]]
     (package / "called.py").write_text(CALLED.replace("FACTOR = 2", "FACTOR = 3"))

@@ -420,7 +420,8 @@ def wide_model():
 @torch.no_grad()
 @pytest.mark.parametrize("first", [1, 33, 129, 299])
 def test_a_prompt_rounds_alike_however_it_is_cut(wide_model, first):
-    lade.invariant(wide_model)
+    if not invariance_of(wide_model):
+        lade.invariant(wide_model)
     ids = torch.randint(64, (1, 300), generator=torch.Generator().manual_seed(1))
     whole = wide_model(ids).logits
     before = wide_model(ids[:, :first])

@@ -54,6 +54,7 @@ def decided(machine_name: str, text: Text, cost: StepCost, habits: Habits) -> li
     return found
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_it_decides_and_learns_as_if_each_step_was_learned_at_once(machine, text, monkeypatch):
