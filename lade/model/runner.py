@@ -16,6 +16,7 @@ from lade.clock import Clock, Duration, ThreadClock, WallClock
 from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.tree import ROOT, TokenTree
 from lade.model.frequency_switch import FrequencySwitch
+from lade.model.inference_mode import mode_of, ordinary
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import Inputs, MaskPlan
 from lade.model.position_limits import Positions
@@ -65,6 +66,8 @@ class EagerRunner:
         self._stopwatch = Stopwatch(self.clock)
         survey = Survey.of(model)
         self._slot_patches, self._core_patches = SlotPatches(survey), CorePatches(survey)
+        special = bool(self._slot_patches or self._core_patches or plan.compact or plan.placed)
+        self._mode = mode_of(survey, special=special)
         self._accepts, self._cache_name = accepted(model), cache_name(model) or "past_key_values"
         self._prompt_passes = PromptPasses(model, plan, generation_config, self.device)
         self._prompts: PreparedPrompts | None = None
@@ -267,12 +270,12 @@ class EagerRunner:
             return logits
         inputs = self._inputs(trees, cache.lengths)
         arguments = self._arguments(inputs, cache, cache.offsets.on(self.device))
-        with self._patched_for(inputs, trees, cache):
+        with self._patched_for(inputs, trees, cache), self._mode():
             self._stopwatch.start(self.device)
             logits = self.model(**arguments).logits
             self._stopwatch.stop(logits.device)
         cache.count(*inputs.ids.shape)
-        return logits
+        return ordinary(logits)
 
     def _inputs(self, trees: Sequence[TokenTree], lengths: Sequence[int]) -> Inputs:
         """Tensors of a pass; roots alone are fed as plain decoding feeds them, unless patches need other inputs."""
@@ -316,11 +319,11 @@ class EagerRunner:
         """
         inputs = self.plan.inputs(trees, cache.lengths, self.device, held)
         arguments = self._arguments(inputs, cache, cache.offsets.on(self.device))
-        with self._slot_patches.patched_for(inputs):
+        with self._slot_patches.patched_for(inputs), self._mode():
             self._stopwatch.start(self.device)
             logits: torch.Tensor = self.model(**arguments).logits
             self._stopwatch.stop(logits.device)
-        return logits
+        return ordinary(logits)
 
     def _arguments(self, inputs: Inputs, cache: Cache, offsets: torch.Tensor | None) -> dict[str, Any]:
         """The arguments of the model for one pass over trees; offsets `[axes, B, 1]` are added to their positions."""

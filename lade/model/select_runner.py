@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from lade.model import thread_hooks
+from lade.model.attachments import attached
 from lade.model.cuda_graphs.model_pools import free_idle_buffers, pool_of
 from lade.model.cuda_graphs.runner import GraphRunner
 from lade.model.indexed_attention import indexers_of
@@ -18,10 +18,6 @@ from lade.model.runner import EagerRunner, input_device
 from lade.model.support.supports import unwrap
 from lade.model.survey import Survey
 from lade.model.tensor_parallel import tensor_parallel_size
-
-_IDLE_HOOKS = frozenset({"transformers.utils.output_capturing", thread_hooks.__name__})
-"""Modules whose hooks do nothing here: transformers' stay on a model once it has returned hidden states, and ours are
-those of other threads."""
 
 
 def runner_for(
@@ -63,23 +59,7 @@ def why_eager(model: Any) -> str:
         return "autocast decides about dtypes from call to call"
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "the caller is capturing a graph"
-    return _why_not_replayed(survey)
-
-
-def _why_not_replayed(survey: Survey) -> str:
-    """What of the modules' own a replay would not call; empty if there is nothing."""
-    if any("forward" in vars(module) for module in survey.replaced):
-        return "the forward of a module was replaced, and a replay would not call it"
-    called = [
-        hook
-        for module in survey.hooked
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    ]
-    if survey.having("_hf_hook") or any(getattr(hook, "__module__", "") not in _IDLE_HOOKS for hook in called):
-        return "its modules have hooks, which a replay would not call"
-    if any(kind.__module__.partition(".")[0] == "peft" for kind in survey.kinds):
-        return "its adapters can be switched from call to call"
-    return ""
+    return attached(survey)
 
 
 def release(model: Any) -> None:

@@ -48,8 +48,8 @@ class TreeLayer(CacheLayerMixin):
         self.lengths = [0] * key_states.shape[0]
         rows, heads, needed, _ = key_states.shape
         slots = needed + _spare(needed)
-        self.keys = key_states.new_zeros(rows, heads, slots, key_states.shape[3])
-        self.values = value_states.new_zeros(rows, value_states.shape[1], slots, value_states.shape[3])
+        self.keys = _zeros(key_states, (rows, heads, slots, key_states.shape[3]))
+        self.values = _zeros(value_states, (rows, value_states.shape[1], slots, value_states.shape[3]))
         self.is_initialized = True
 
     def update(
@@ -228,9 +228,15 @@ def _spare(tokens: int) -> int:
 def _resized(buffer: torch.Tensor, used: tuple[int, int], rows: int, tokens: int) -> torch.Tensor:
     """A buffer of this size, with what is used of the old one: its first rows and tokens."""
     most_rows, longest = used
-    resized = buffer.new_zeros(max(rows, most_rows), buffer.shape[1], max(tokens, longest), buffer.shape[3])
+    resized = _zeros(buffer, (max(rows, most_rows), buffer.shape[1], max(tokens, longest), buffer.shape[3]))
     resized[:most_rows, :, :longest] = buffer[:most_rows, :, :longest]
     return resized
+
+
+def _zeros(states: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A buffer for such states; an ordinary tensor in inference mode, too, since it is written to after a pass."""
+    with torch.inference_mode(False):
+        return states.new_zeros(shape)
 
 
 def _joined(parts: Sequence[torch.Tensor], places: Sequence[tuple[int, int]], lengths: Sequence[int]) -> torch.Tensor:

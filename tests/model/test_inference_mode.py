@@ -1,0 +1,208 @@
+"""Passes in inference mode: who makes them, the same numbers, and nothing of them left with anybody else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import lade
+from lade.decoding.tree import TokenTree
+from lade.model import inference_mode
+from lade.model.inference_mode import ordinary, why_recorded
+from lade.model.kv_cache import TreeCache
+from lade.model.mask_plan import INVARIANT_ATTENTION, TREE_ATTENTION
+from lade.model.runner import EagerRunner
+from lade.model.survey import Survey
+from lade.testing import toy_model
+from tests.parity.families import RECURRENT_FAMILIES, family, longrope
+
+IDS = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3]])
+FAMILIES = ("llama", "gpt2", "gemma3_text", "qwen3_moe", "bloom", "falcon", "phi3")
+
+
+def held_by(value: Any, met: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """All tensors that can be reached from an object."""
+    met = set() if met is None else met
+    if id(value) in met:
+        return
+    met.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    parts = list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, list | tuple) else []
+    for part in (*parts, *getattr(value, "__dict__", {}).values()):
+        yield from held_by(part, met)
+
+
+def note_modes(monkeypatch: pytest.MonkeyPatch, model: Any) -> list[bool]:
+    """Whether inference mode was on, for each time that the ids of a pass were embedded."""
+    modes, embed = list[bool](), type(model.get_input_embeddings()).forward
+
+    def noting(self: Any, ids: torch.Tensor) -> Any:
+        modes.append(torch.is_inference_mode_enabled())
+        return embed(self, ids)
+
+    monkeypatch.setattr(type(model.get_input_embeddings()), "forward", noting)
+    return modes
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_nothing_of_a_pass_is_left(name: str) -> None:
+    model: Any = family(name).build()
+    cache = TreeCache()
+    wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "past_key_values": cache}
+    output = lade.generate(model, IDS, max_new_tokens=40, do_sample=False, **wanted)
+    held = [*held_by(output), *held_by(cache), *held_by([vars(module) for module in model.modules()])]
+    assert len(held) > 80 and not any(tensor.is_inference() for tensor in held)
+
+
+def test_the_numbers_are_those_of_other_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = toy_model()
+
+    def written() -> Any:
+        wanted = {"return_dict_in_generate": True, "output_logits": True}
+        return lade.generate(model, IDS, max_new_tokens=60, do_sample=False, **wanted)
+
+    unrecorded = written()
+    monkeypatch.setattr(inference_mode, "why_recorded", lambda survey: "to compare them")
+    recorded = written()
+    assert torch.equal(unrecorded.sequences, recorded.sequences)
+    assert torch.equal(torch.stack(unrecorded.logits), torch.stack(recorded.logits))
+
+
+def test_a_cache_that_grows_in_a_pass_can_be_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lade.model.tree_layer.SPARE_TOKENS", 4)
+    model, text = toy_model(), IDS[0].tolist()
+    runner = EagerRunner(model, lade.supports(model).require(), model.generation_config)
+    cache, modes = runner.tree_cache(), note_modes(monkeypatch, model)
+    runner.prefill([text], cache)
+    slots = cache.room[1]
+    for _ in range(slots):
+        runner.forward([TokenTree(3)], [[*text, 3]], cache)
+        cache.keep([[0]], 1)
+    assert cache.room[1] > slots and modes == [False] + [True] * slots, "the prompt is fed by transformers"
+    for layer in cache.attending:
+        assert layer.keys is not None and layer.values is not None
+        layer.keys.zero_()
+        layer.values.zero_()
+
+
+def test_processors_may_write_into_scores() -> None:
+    class NotThree(LogitsProcessor):
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+            scores[:, 3] = -torch.inf
+            return scores
+
+    def texts(**kwargs: Any) -> Any:
+        torch.manual_seed(0)
+        processors = LogitsProcessorList([NotThree()])
+        return model.generate(IDS, max_new_tokens=30, do_sample=True, logits_processor=processors, **kwargs)
+
+    model = toy_model()
+    assert torch.equal(texts(), texts(custom_generate=lade.decode))
+
+
+def test_the_logits_of_a_pass_are_ordinary() -> None:
+    model = toy_model()
+    runner = EagerRunner(model, lade.supports(model).require(), model.generation_config)
+    cache, text = runner.tree_cache(), IDS[0].tolist()
+    runner.prefill([text], cache)
+    tree = TokenTree(3)
+    tree.add(0, 4, "guess")
+    assert not runner.forward([tree], [[*text, 3]], cache).is_inference()
+    tree.add(1, 5, "guess")
+    assert not runner.extend([tree], [2], cache).is_inference()
+
+
+@pytest.mark.parametrize("attention", [TREE_ATTENTION, INVARIANT_ATTENTION])
+def test_masks_of_our_own_are_fed_to_recorded_passes(monkeypatch: pytest.MonkeyPatch, attention: str) -> None:
+    model: Any = family("llama").build(dtype=torch.float32)
+    model.set_attn_implementation(attention)
+    modes = note_modes(monkeypatch, model)
+    lade.generate(model, IDS, max_new_tokens=10, do_sample=False)
+    assert len(modes) > 2 and not any(modes)
+
+
+def test_a_model_can_be_trained_after_it() -> None:
+    model: Any = family("llama").build(dtype=torch.float32)
+    lade.generate(model, IDS, max_new_tokens=10, do_sample=False)
+    model(IDS, labels=IDS).loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+class Foreign(nn.Linear):
+    """A layer of another package."""
+
+
+def int8(model: Any) -> None:
+    try:
+        lade.pack(model, weights="int8", min_weights=1)
+    except lade.UnsupportedModelError as error:
+        pytest.skip(str(error))
+
+
+CHANGES: list[tuple[str, Callable[[Any], Any]]] = [
+    ("hooks", lambda model: model.model.layers[1].register_forward_hook(lambda *given: None)),
+    ("replaced", lambda model: setattr(model, "forward", model.forward)),
+    ("other packages", lambda model: setattr(model, "lm_head", Foreign(*reversed(model.lm_head.weight.shape)))),
+    ("versions", int8),
+    ("compiled", lambda model: model.model.layers[0].compile(backend="eager")),
+    ("class of their own", lambda model: model.lm_head.register_parameter("weight", Weight(model.lm_head.weight))),
+    ("CPUs", lambda model: model.lm_head.to("meta")),
+]
+
+
+class Weight(nn.Parameter):
+    """One that may do whatever it likes."""
+
+
+@pytest.mark.parametrize(("reason", "change"), CHANGES, ids=[reason for reason, _ in CHANGES])
+def test_whose_passes_are_recorded(reason: str, change: Callable[[Any], Any]) -> None:
+    model: Any = family("llama").build(dtype=torch.float32)
+    assert why_recorded(Survey.of(model)) == ""
+    change(model)
+    assert reason in why_recorded(Survey.of(model))
+
+
+def test_frequencies_that_a_pass_replaces_are_recorded() -> None:
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    for model in (family("phi3").build(**longrope()), family("llama").build(rope_parameters=dynamic)):
+        assert "frequencies" in why_recorded(Survey.of(model))
+
+
+@pytest.mark.parametrize("name", ["lfm2", "bloom"])
+def test_states_and_patched_passes_are_recorded(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    model: Any = next(case for case in [family("bloom"), *RECURRENT_FAMILIES] if str(case) == name).build()
+    modes = note_modes(monkeypatch, model)
+    lade.generate(model, IDS, max_new_tokens=10, do_sample=False)
+    assert len(modes) > 2 and not any(modes)
+
+
+def test_what_a_hook_is_given_is_ordinary() -> None:
+    model, seen = toy_model(), list[torch.Tensor]()
+    model.register_forward_hook(lambda module, given, output: seen.append(output.logits))
+    lade.generate(model, IDS, max_new_tokens=10, do_sample=False)
+    assert len(seen) > 3 and not any(logits.is_inference() for logits in seen)
+
+
+def test_under_autocast_passes_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = family("llama").build(dtype=torch.float32)
+    modes = note_modes(monkeypatch, model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        lade.generate(model, IDS, max_new_tokens=10, do_sample=False)
+    assert len(modes) > 2 and not any(modes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_what_is_made_ordinary_shares_its_memory(dtype: torch.dtype) -> None:
+    with torch.inference_mode():
+        given = torch.arange(6).to(dtype).view(1, 2, 3)
+    shared = ordinary(given)
+    shared[0, 1] += 1
+    assert torch.equal(given, shared) and shared.data_ptr() == given.data_ptr() and shared.dtype == dtype
+    assert ordinary(shared) is shared
