@@ -4,8 +4,8 @@
 
 The model runs and its tokens are real. What the controller is told of a step's time is made up: of passes by a curve
 through `PASSES_MS`, of the library's own work by `LOOK_S` and its like, with hiccups. So runs can be compared to the
-third digit, and two may run at once. Speeds are those of `plain` steps of `model.generate` over steps; a prompt's own
-time is left out.
+third digit, and two may run at once. With `--rows` they are batches, on a machine whose passes are those of so many
+rows. Speeds are those of `plain` steps of `model.generate` over steps; a prompt's own time is left out.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import lade
@@ -32,10 +33,15 @@ PASSES_MS = {
     "small": (2.04, 2.47, 2.80, 3.18, 3.60, 4.42, 6.1, 9.5),  # 3M parameters in float32, one thread of a Xeon
     "large": (20.0, 20.3, 20.6, 21.0, 22.0, 24.5, 30.0, 45.0),
     "steep": (2.0, 2.8, 3.6, 5.0, 7.5, 12.0, 22.0, 40.0),
+    "fast": (1.45, 1.75, 1.95, 2.2, 2.5, 3.1, 4.4, 7.0),  # as "small", one thread of a Zen 5
+    "two": (1.8, 2.15, 2.5, 2.9, 3.4, 4.8, 8.0, 15.0),
+    "four": (2.2, 2.6, 3.1, 3.7, 4.5, 7.0, 13.0, 26.0),  # as "fast", for `--rows 4`
 }
 OWN_S, LOOK_S, NODE_S = 120e-6, 110e-6, 10e-6
 """The library's own time: of any step, what looking for guesses adds, and each node fed: 0.12, 0.23 and, at 16
 tokens, 0.38 ms; measured beside "small"."""
+ROW_SHARE = 0.2
+"""Of `OWN_S`, for each row of a batch beside the first."""
 GENERATE_OWN = 0.055
 """What a step of `model.generate` takes beside its pass, as a share of it, beyond `OWN_S`."""
 
@@ -43,8 +49,8 @@ GENERATE_OWN = 0.055
 class Clock:
     """Seconds that steps took, made up."""
 
-    def __init__(self, passes_ms: tuple[float, ...]) -> None:
-        self._passes_s = [1e-3 * each for each in passes_ms]
+    def __init__(self, passes_ms: tuple[float, ...], rows: int) -> None:
+        self._passes_s, self._rows = [1e-3 * each for each in passes_ms], rows
         self._luck = random.Random(1)
         self.seconds = 0.0
 
@@ -56,9 +62,14 @@ class Clock:
         """Of a step and of its pass; the clock goes on by the former."""
         hiccup = 0.5 + self._luck.random() if self._luck.random() < 0.02 else abs(self._luck.gauss(0.0, 0.06))
         forward_s = self.usual_s(size) * (1.0 + hiccup)
-        seconds = forward_s + OWN_S + (LOOK_S + NODE_S * (size - 1) if looked else 0.0)
+        seconds = forward_s + self.own_s + (self._rows * (LOOK_S + NODE_S * (size - 1)) if looked else 0.0)
         self.seconds += seconds
         return seconds, forward_s
+
+    @property
+    def own_s(self) -> float:
+        """The library's own time of a step that looks for nothing."""
+        return OWN_S * (1.0 + ROW_SHARE * (self._rows - 1))
 
     def cost(self) -> StepCost:
         """As it would have been measured."""
@@ -86,6 +97,14 @@ def put_in_place(clock: Clock) -> None:
     session.__dict__.update(step_cost_for=curve, save_refreshed=lambda *_, **__: None)
 
 
+def padded(prompts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Ids and mask of a batch, `[B, L]`, padded on the left."""
+    most = max(prompt.shape[1] for prompt in prompts)
+    ids = torch.cat([pad(prompt, (most - prompt.shape[1], 0)) for prompt in prompts])
+    mask = torch.cat([pad(torch.ones_like(prompt), (most - prompt.shape[1], 0)) for prompt in prompts])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
 def run(clock: Clock, name: str, model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace) -> None:
     """One arm: `adaptive` or `budget=S`, with `:kept` for a memory that all prompts share."""
     way, _, kept = name.partition(":")
@@ -96,11 +115,11 @@ def run(clock: Clock, name: str, model: PreTrainedModel, prompts: list[torch.Ten
     stats, tokens, clock.seconds = lade.Stats(), 0, 0.0
     sampling: dict[str, Any] = {"do_sample": True, "temperature": args.temperature} if args.temperature else {}
     sampling |= {"max_new_tokens": args.tokens, "pad_token_id": 0}
-    for number, prompt in enumerate(prompts):
+    for number in range(0, len(prompts), args.rows):
         torch.manual_seed(number)
-        text = lade.generate(model, input_ids=prompt, lookahead=config, stats=stats, **sampling)
-        tokens += text.shape[1] - prompt.shape[1]
-    plain_s = tokens * (clock.usual_s(1) * (1.0 + GENERATE_OWN) + OWN_S)
+        lade.generate(model, **padded(prompts[number : number + args.rows]), lookahead=config, stats=stats, **sampling)
+        tokens += args.tokens
+    plain_s = tokens * (clock.usual_s(1) * (1.0 + GENERATE_OWN) + clock.own_s)
     print(f"{name:20} S {stats.tokens_per_step:.2f}  speed {plain_s / clock.seconds:.3f}", flush=True)
 
 
@@ -112,6 +131,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--rows", type=int, default=1, help="of a batch")
     parser.add_argument("--machine", choices=PASSES_MS, default="small")
     parser.add_argument("--arm", action="append", help="adaptive, adaptive:kept, budget=16, budget=16:kept")
     args = parser.parse_args()
@@ -121,7 +141,7 @@ def main() -> None:
     model.generation_config.eos_token_id = None
     lines = args.prompts.read_text(encoding="utf-8").splitlines()[: args.limit]
     prompts = [tokenizer(json.loads(line)["prompt"], return_tensors="pt").input_ids for line in lines]
-    clock = Clock(PASSES_MS[args.machine])
+    clock = Clock(PASSES_MS[args.machine], args.rows)
     put_in_place(clock)
     for arm in args.arm or ["adaptive", "adaptive:kept", "budget=16", "budget=16:kept"]:
         run(clock, arm, model, prompts, args)

@@ -1,11 +1,14 @@
 """One size for all rows of a batch."""
 
+import math
 from collections.abc import Sequence
 
 import pytest
 
 from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.decoding.drafting.controller import Controller
+from lade.decoding.drafting.habits import Habits
+from lade.decoding.drafting.returns import ALLOWANCE, Returns
 from lade.tuning.step_cost import StepCost
 
 PLAIN_S = 1e-3
@@ -57,7 +60,7 @@ def test_all_rows_rest_in_the_same_steps():
         assert len(said) == 1
         rests += said
         budget.decide([[] if rests[-1] else NOTHING] * 4)
-        budget.observe_pass(1, 1.0, 1.5 * PLAIN_S, PLAIN_S)
+        budget.observe_pass(1, 1.0, 1.5 * PLAIN_S, PLAIN_S, rows=1)
     alone, expected = Controller(steep_cost()), []
     for _ in range(60):
         expected.append(alone.skip_drafting())
@@ -75,7 +78,7 @@ def test_a_pass_is_learned_once():
     for _ in range(3):
         budget.observe(1, 1, 5.0, 4.0)
     assert seen == []
-    budget.observe_pass(8, 2.5, 5e-3, 4e-3)
+    budget.observe_pass(8, 2.5, 5e-3, 4e-3, rows=3)
     assert seen == [(8, 4e-3)]
 
 
@@ -99,5 +102,61 @@ def test_a_row_that_drafts_nothing_counts_the_token_that_it_gets(plain: Sequence
         if not budget.skip_drafting():
             budget.decide([found, plain, plain])
         size = budget.choose(found)
-        budget.observe_pass(size, (sum(found[:size]) + 2) / 3, cheap.seconds(size), cheap.seconds(size))
+        budget.observe_pass(size, (sum(found[:size]) + 2) / 3, cheap.seconds(size), cheap.seconds(size), rows=3)
     assert size == len(found)
+
+
+def cheap_cost() -> StepCost:
+    return StepCost.of({1: [PLAIN_S], 2: [1.1 * PLAIN_S], 128: [99 * PLAIN_S]})
+
+
+def dear_looks(budget: BatchBudget, steps: int, *, rows: int, yields: float) -> tuple[int, float]:
+    """Of so many steps those that looked, and what all took of the time of plain ones: a look costs a third of one, and
+    every third finds a token that comes true so often, and that costs a tenth.
+    """
+    cost = cheap_cost()
+    looks, tokens, seconds = 0, 0.0, 0.0
+    for _ in range(steps):
+        size, emitted, own_s = 1, 1.0, 0.0
+        if not budget.skip_drafting():
+            looks += 1
+            found = [1.0, 0.6] if looks % 3 == 0 else NOTHING
+            budget.decide([found] * rows)
+            size, own_s = budget.choose(found), PLAIN_S / 3
+            emitted += yields * (size - 1)
+        budget.observe_pass(size, emitted, cost.seconds(size) + own_s, cost.seconds(size), rows=rows)
+        tokens, seconds = tokens + emitted, seconds + cost.seconds(size) + own_s
+    return looks, seconds / (tokens * PLAIN_S)
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_a_batch_looks_seldom_where_looks_cost_more_than_they_bring(rows: int):
+    """Although what was found is worth feeding, and so nothing else would have it rest; in the next call, too."""
+    habits = Habits()
+    dear_looks(BatchBudget(cheap_cost(), habits), 200, rows=rows, yields=0.6)
+    looks, took = dear_looks(BatchBudget(cheap_cost(), habits), 400, rows=rows, yields=0.6)
+    assert 4 < looks < 40 and took < 1.0 + 2 * ALLOWANCE
+    alone, lost = dear_looks(BatchBudget(cheap_cost()), 400, rows=1, yields=0.6)
+    assert alone > 300 and lost > 1.05, "a row by itself goes on: what it learns may pay"
+
+
+def test_a_batch_that_rests_finds_out_when_looks_pay_again():
+    habits = Habits()
+    dear_looks(BatchBudget(cheap_cost(), habits), 400, rows=4, yields=0.0)
+    assert habits.returns.rest > 32
+    looks, took = dear_looks(BatchBudget(cheap_cost(), habits), 4000, rows=4, yields=3.0)
+    assert looks > 3000 and took < 0.8
+
+
+def test_returns_are_a_mean_of_late_that_accidents_move_little():
+    returns = Returns()
+    assert returns.rest == 0
+    for _ in range(100):
+        returns.add(1.0, 1.2)
+    assert returns.mean == pytest.approx(-0.2, abs=0.01) and returns.rest == math.ceil(-returns.mean / ALLOWANCE)
+    before = returns.mean
+    returns.add(1.0, 1e6)
+    assert before - 0.3 < returns.mean < before
+    for _ in range(100):
+        returns.add(2.0, 1.2)
+    assert returns.mean > 0.7 and returns.rest == 0

@@ -287,7 +287,7 @@ def test_sizes_of_batches_are_chosen_without_the_waiting_for_a_processor(said, m
         took = usual(clock, start)
         return Duration(took.wall_s + 100.0, took.running_s)
 
-    def observe_pass(budget, fed, emitted, seconds, forward_s):
+    def observe_pass(budget, fed, emitted, seconds, forward_s, *, rows):
         told.append((forward_s, seconds))
 
     monkeypatch.setattr(ThreadClock, "since", busy)

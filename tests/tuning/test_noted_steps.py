@@ -83,10 +83,10 @@ def rest(budget: BatchBudget, steps: int) -> None:
     """Have it rest, and so many plain steps of four seconds be observed meanwhile."""
     while not budget.skip_drafting():
         budget.decide([[1.0, 0.01]])
-        budget.observe_pass(1, 1.0, 6.0, 4.0)
+        budget.observe_pass(1, 1.0, 6.0, 4.0, rows=1)
     for _ in range(steps):
         assert budget.skip_drafting()
-        budget.observe_pass(1, 1.0, 4.0, 4.0)
+        budget.observe_pass(1, 1.0, 4.0, 4.0, rows=1)
 
 
 @pytest.mark.parametrize("settles", [True, False])

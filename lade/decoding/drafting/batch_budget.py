@@ -4,7 +4,7 @@ A pass takes the time of its largest tree: a row that feeds 8 tokens makes all o
 must not decide for themselves. Together they feed the S that maximises the sum of what they are expected to yield, less
 what the pass's time would yield elsewhere; per row that is the mean yield less r t_B(S), r being the tokens per second
 of a row and t_B(S) the time of a pass with B trees of size S. That is what a `Controller` weighs for a single row, and
-here it weighs the mean row.
+here it weighs the mean row. What came of it is counted, too: see `Returns`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class BatchBudget:
     """
 
     def __init__(self, cost: PassCost, habits: Habits | None = None, most: int = LARGEST) -> None:
-        self._controller = Controller(cost, habits, most)
+        habits = Habits() if habits is None else habits
+        self._controller, self._returns = Controller(cost, habits, most), habits.returns
         self._skipping: bool | None = None
         self._size = 1
 
@@ -85,16 +86,20 @@ class BatchBudget:
     def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
         """No-op: `observe_pass` gets the pass as a whole."""
 
-    def observe_pass(self, fed: int, emitted: float, seconds: float, forward_s: float) -> None:
+    def observe_pass(self, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int) -> None:
         """Learn from a forward pass.
 
         Args:
             fed: size of its largest tree.
-            emitted: tokens that the mean row got.
+            emitted: tokens that the mean row got; or, of rows that are waited for together, the one that has least.
             seconds: undisturbed seconds that the whole step took; see `lade.clock`.
             forward_s: seconds of those that the model took.
+            rows: B, how many took part.
         """
         self._controller.observe(fed, emitted, seconds, forward_s)
+        if rows > 1 and self._skipping is False:
+            self._returns.add(emitted, self._controller.in_plain_steps(fed, seconds, forward_s))
+            self._controller.rest(self._returns.rest)
         self._skipping = None
 
     def settle(self) -> None:

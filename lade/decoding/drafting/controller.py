@@ -202,6 +202,17 @@ class Controller:
             self._checks = 1
         return self._skip > 0 or self._checks > 0
 
+    def rest(self, steps: int) -> None:
+        """Look for nothing in the next steps, so many or as many as it rests at most."""
+        if steps:
+            self._skip = max(self._skip, 1 + min(_LONGEST_SKIP, steps))
+
+    def in_plain_steps(self, fed: int, seconds: float, forward_s: float) -> float:
+        """How many plain steps could have been made while one took so long that fed so many tokens."""
+        habits = self._habits
+        plain_s = habits.plain.mean * self._cost.table[1] + habits.plain_own_s
+        return (forward_s + self._own_s(fed, seconds - forward_s)) / plain_s
+
     def observe(self, fed: int, emitted: float, seconds: float, forward_s: float) -> None:
         """See `Budget`."""
         if fed == 1:
@@ -225,8 +236,7 @@ class Controller:
     def _learn(self, fed: int, emitted: float, seconds: float, forward_s: float, *, looked: bool) -> None:
         """Learn from a step, in which guesses were looked for or not."""
         habits, table = self._habits, self._cost.table
-        expected, usual_s = table[min(fed, len(table) - 1)], habits.node_s * (fed + _LEAST_NODES)
-        own_s = min(seconds - forward_s, _MOST_OWN * max(usual_s, _LEAST_OWN_S))
+        expected, own_s = table[min(fed, len(table) - 1)], self._own_s(fed, seconds - forward_s)
         if looked:
             habits.node_s += (own_s / (fed + _LEAST_NODES) - habits.node_s) / _STEPS
         elif fed == 1:
@@ -240,6 +250,11 @@ class Controller:
         else:
             self._observe_guesses(forward_s / expected, emitted - 1.0)
         self._cost.observe(fed, forward_s)
+
+    def _own_s(self, fed: int, seconds: float) -> float:
+        """Of what a step took beside its pass, what steps may take at all."""
+        usual_s = self._habits.node_s * (fed + _LEAST_NODES)
+        return min(seconds, _MOST_OWN * max(usual_s, _LEAST_OWN_S))
 
     def _observe_plain(self, ratio: float) -> None:
         """A pass over one token took so many times what was expected."""

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from lade.decoding.drafting.agreement import Agreement
+from lade.decoding.drafting.returns import Returns
 
 _PASSES = 128  # that a mean is over
 _SUPPOSED = 4.0  # passes that are supposed to have taken what was expected
@@ -59,6 +60,7 @@ class Habits:
         brought: what they brought.
         guessing: time of passes over guesses.
         plain: time of passes over one token.
+        returns: what looks for guesses have brought batches.
         copies: how likely a text goes on as it did where its last tokens stood before.
     """
 
@@ -72,6 +74,7 @@ class Habits:
     brought: float = _TOKENS / 4
     guessing: Toll = field(default_factory=Toll)
     plain: Toll = field(default_factory=Toll)
+    returns: Returns = field(default_factory=Returns)
     copies: Agreement = field(default_factory=Agreement, compare=False)
 
     @property

@@ -184,7 +184,8 @@ class LockStepLogits(Generic[CacheT]):
         self._meter.ran(fed, took.wall_s, pass_time.wall_s)
         if self.budget is not None:
             forward_s = pass_time.undisturbed_s
-            self.budget.observe_pass(max(fed), yielded, forward_s + (took - pass_time).undisturbed_s, forward_s)
+            seconds = forward_s + (took - pass_time).undisturbed_s
+            self.budget.observe_pass(max(fed), yielded, seconds, forward_s, rows=len(fed))
 
     def _draft(self) -> None:
         """Find the candidates of all rows first, so that they can be weighed together; padding fills what is left."""

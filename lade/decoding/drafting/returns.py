@@ -1,0 +1,45 @@
+"""What a look for guesses brings a batch, and how long it had better not look.
+
+A controller goes by what it expects: of guesses, of passes over several sizes, of what feeding teaches. For a batch all
+that is less certain than for a single row, and there is less to gain, since several rows fill a pass anyway; and it has
+to look once for every row. So what comes of a look is counted, next to the plain steps that could have been made
+instead. Where that is a loss, looks are so far apart that it is `ALLOWANCE` of the time.
+
+A single row is not held to that. A text, or a memory that is kept, begins with losses and ends with gains, and rests
+teach nothing (docs/lab-log.md, "Batches rest by what guesses brought").
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+ALLOWANCE = 0.005
+"""Of the time, for looks that bring nothing."""
+_LOOKS = 16  # that the mean is over
+_MOST_LOST = 4.0  # by one of them: what took longer was an accident, or compiling
+
+
+@dataclass
+class Returns:
+    """A running mean.
+
+    Attributes:
+        mean: plain steps that a look, and feeding what it found, has won; below 0.0 it has lost them.
+    """
+
+    mean: float = 0.0
+
+    def add(self, emitted: float, took: float) -> None:
+        """Of a step in which guesses were looked for, fed or not.
+
+        Args:
+            emitted: tokens that it yielded, which are as many plain steps.
+            took: its time, in plain steps.
+        """
+        self.mean += (max(emitted - took, -_MOST_LOST) - self.mean) / _LOOKS
+
+    @property
+    def rest(self) -> int:
+        """Steps without a look that make up for one."""
+        return math.ceil(max(0.0, -self.mean) / ALLOWANCE)
