@@ -160,3 +160,24 @@ def test_returns_are_a_mean_of_late_that_accidents_move_little():
     for _ in range(100):
         returns.add(2.0, 1.2)
     assert returns.mean > 0.7 and returns.rest == 0
+
+
+def test_a_rest_has_an_end_however_much_was_lost():
+    controller = Controller(cheap_cost())
+    controller.rest(0)
+    assert not controller.skip_drafting()
+    controller.rest(10_000)
+    steps = 0
+    while controller.skip_drafting():
+        controller.observe(1, 1, PLAIN_S, PLAIN_S)
+        steps += 1
+    assert 32 < steps < 128
+
+
+def test_a_step_is_compared_with_what_plain_ones_really_take():
+    """Passes that took half as long again as their curve says, and the library's own time, of which an accident is cut."""
+    habits = Habits(plain_own_s=0.5 * PLAIN_S)
+    habits.plain.mean = 1.5
+    controller = Controller(cheap_cost(), habits)
+    assert controller.in_plain_steps(2, 5 * PLAIN_S, 3 * PLAIN_S) == pytest.approx(2.5)
+    assert controller.in_plain_steps(2, 5.0, 3 * PLAIN_S) < 5.0
