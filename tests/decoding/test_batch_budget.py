@@ -175,7 +175,7 @@ def test_a_rest_has_an_end_however_much_was_lost():
 
 
 def test_a_step_is_compared_with_what_plain_ones_really_take():
-    """Passes that took half as long again as their curve says, and the library's own time, of which an accident is cut."""
+    """Passes took half as long again as their curve says; of the library's own time an accident is cut."""
     habits = Habits(plain_own_s=0.5 * PLAIN_S)
     habits.plain.mean = 1.5
     controller = Controller(cheap_cost(), habits)
