@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import lade
+from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.decoding.drafting.controller import Controller
 from lade.decoding.drafting.tree_size import FixedBudget
 from lade.hf import session
@@ -83,6 +85,14 @@ def put_in_place(clock: Clock) -> None:
     def by_clock(self: Controller, fed: int, emitted: float, seconds: float, forward_s: float) -> None:
         observe(self, fed, emitted, *clock.step(fed, looked=not (self._skip or self._checks)))
 
+    observe_pass = BatchBudget.observe_pass
+
+    def of_batch(self: BatchBudget, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int) -> None:
+        controller: Any = self._controller
+        controller.observe = partial(observe, controller)  # is told what this one is told
+        made_up = clock.step(fed, looked=not (controller._skip or controller._checks))
+        observe_pass(self, fed, emitted, *made_up, rows=rows)
+
     def fixed(self: FixedBudget, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
         clock.step(fed, looked=True)
 
@@ -94,6 +104,7 @@ def put_in_place(clock: Clock) -> None:
         return curves["simulated"].cost
 
     Controller.observe, FixedBudget.observe = by_clock, fixed  # type: ignore[method-assign]
+    BatchBudget.observe_pass = of_batch  # type: ignore[method-assign]
     session.__dict__.update(step_cost_for=curve, save_refreshed=lambda *_, **__: None)
 
 

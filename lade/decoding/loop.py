@@ -114,7 +114,6 @@ class DecodeLoop(Generic[CacheT]):
         cache: keys and values of these rows.
         stats: is added to, if given.
         budget: one size for the trees of all rows; None if each row decides for itself.
-        together: whether the rows are waited for together, so that the one that has least decides how long it takes.
         isolate: whether an error that a row's processors or stop rules raise ends that row alone; the row then has it
             as its `problem`. Else it ends the step, and `run` raises it.
         reader: makes the passes whose rows all take the argmax; None where `runner` does.
@@ -128,7 +127,6 @@ class DecodeLoop(Generic[CacheT]):
     cache: CacheT
     stats: Stats | None = None
     budget: BatchBudget | None = None
-    together: bool = False
     isolate: bool = False
     reader: Reader[CacheT] | None = None
     leaving: Callable[[Row, int], None] | None = None
@@ -244,13 +242,8 @@ class DecodeLoop(Generic[CacheT]):
         for row, step in zip(self.rows, steps, strict=True):
             row.drafter.observe(step.fed, len(step.tokens), seconds, forward_s)
         if self.budget is not None:
-            emitted = self._progress(steps) if self.together else sum(len(step.tokens) for step in steps) / len(steps)
+            emitted = sum(len(step.tokens) for step in steps) / len(steps)
             self.budget.observe_pass(fed, emitted, seconds, forward_s, rows=len(steps))
-
-    def _progress(self, steps: Sequence[Step]) -> int:
-        """By how many tokens the row that has least came on."""
-        now = [row.length for row in self.rows]
-        return min(now) - min(length - len(step.tokens) for length, step in zip(now, steps, strict=True))
 
     def _report(self, steps: Sequence[Step], forward_s: float) -> None:
         if self.stats is not None:

@@ -53,11 +53,6 @@ class Row:
         """The tokens after the prompt."""
         return self.tokens[self._prompt_length :]
 
-    @property
-    def length(self) -> int:
-        """How many these are."""
-        return len(self.tokens) - self._prompt_length
-
     def emit(self, token: int) -> bool:
         """Append a token; returns whether a stop rule ends the row with it."""
         self.tokens.append(token)

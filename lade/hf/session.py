@@ -88,13 +88,7 @@ class Session:
         self._known = sys.maxsize  # tokens of the text that the caller knows
         cache: Any = self._cache  # of the runner's own kind
         self._loop = DecodeLoop(
-            list(self._rows),
-            runner.for_prompts(images),
-            cache,
-            stats,
-            self._budget,
-            together=True,
-            reader=reader_of(runner),
+            list(self._rows), runner.for_prompts(images), cache, stats, self._budget, reader=reader_of(runner)
         )
 
     @property

@@ -8,7 +8,10 @@ may be left with one of them. So
 - the cache allocates its buffers as ordinary tensors, see `TreeLayer`;
 - models in which others might keep a tensor of a pass make their passes as ever: those with code from elsewhere, hooks,
   adapters or weights of a class of their own, recurrent layers, whose states are what a pass made them, and rotary
-  frequencies that a pass may replace.
+  frequencies or tables of positions that a pass may replace.
+
+That is looked at when a generation begins, and a request of an engine: hooks that come later are given tensors of the
+mode.
 """
 
 from __future__ import annotations
@@ -20,8 +23,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import dlpack
+from transformers import PretrainedConfig
 
 from lade.model.attachments import attached
+from lade.model.foreign_code import foreign_code
+from lade.model.masks import MaskPlan
 from lade.model.packing.int8 import Int8Linear
 from lade.model.position_limits import Positions
 from lade.model.survey import Survey
@@ -30,14 +36,27 @@ _KNOWN = frozenset({"torch", "transformers", "lade"})
 """Packages whose modules keep nothing of a pass."""
 
 
-def mode_of(survey: Survey, *, special: bool) -> Callable[[], AbstractContextManager[object]]:
-    """The mode in which a model makes its passes, to be entered for each of them.
+class PassMode:
+    """The mode in which a model makes its passes.
 
     Args:
-        survey: of its modules.
-        special: whether passes patch the model, or feed it masks of a class of our own, which this mode cannot cut.
+        model: the model.
+        plan: how it takes its masks; those of a class of our own cannot be cut in inference mode.
     """
-    return nullcontext if special or why_recorded(survey) else _unrecorded
+
+    def __init__(self, model: Any, plan: MaskPlan) -> None:
+        self._model, self._plan = model, plan
+        self._mode: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.renew()
+
+    def renew(self) -> None:
+        """Look at the model's modules again, on which something may hang now."""
+        special = self._plan.compact or self._plan.placed
+        self._mode = nullcontext if special or why_recorded(Survey.of(self._model)) else _unrecorded
+
+    def __call__(self, *patches: object) -> AbstractContextManager[object]:
+        """To be entered for a pass, which these patch, if they are true of the model."""
+        return nullcontext() if any(patches) else self._mode()
 
 
 def _unrecorded() -> AbstractContextManager[object]:
@@ -53,10 +72,14 @@ def why_recorded(survey: Survey) -> str:
         return "its weights are of a class of their own"
     if any(kind.__module__.partition(".")[0] not in _KNOWN for kind in survey.kinds):
         return "its modules are of other packages, and may keep what they are fed"
+    if any(not isinstance(thing, PretrainedConfig) for thing in foreign_code(survey)):
+        return "code from elsewhere takes part, and may keep what it is fed"
     if any(issubclass(kind, Int8Linear) for kind in survey.kinds):
         return "its layers go by versions to share what they round"
     if any(vars(module).get("_compiled_call_impl") is not None for module in survey.modules):
         return "its modules are compiled"
+    if any(hasattr(kind, "make_weights") for kind in survey.kinds):  # as in M2M100 and XGLM
+        return "a pass may replace its table of positions"
     positions = Positions.of(survey.model.config.get_text_config(decoder=True))
     if positions.longrope_switch is not None or positions.dynamic is not None:
         return "a pass may replace its rotary frequencies"

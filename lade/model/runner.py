@@ -16,7 +16,7 @@ from lade.clock import Clock, Duration, ThreadClock, WallClock
 from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.tree import ROOT, TokenTree
 from lade.model.frequency_switch import FrequencySwitch
-from lade.model.inference_mode import mode_of, ordinary
+from lade.model.inference_mode import PassMode, ordinary
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import Inputs, MaskPlan
 from lade.model.position_limits import Positions
@@ -66,8 +66,7 @@ class EagerRunner:
         self._stopwatch = Stopwatch(self.clock)
         survey = Survey.of(model)
         self._slot_patches, self._core_patches = SlotPatches(survey), CorePatches(survey)
-        special = bool(self._slot_patches or self._core_patches or plan.compact or plan.placed)
-        self._mode = mode_of(survey, special=special)
+        self.mode = PassMode(model, plan)
         self._accepts, self._cache_name = accepted(model), cache_name(model) or "past_key_values"
         self._prompt_passes = PromptPasses(model, plan, generation_config, self.device)
         self._prompts: PreparedPrompts | None = None
@@ -270,7 +269,7 @@ class EagerRunner:
             return logits
         inputs = self._inputs(trees, cache.lengths)
         arguments = self._arguments(inputs, cache, cache.offsets.on(self.device))
-        with self._patched_for(inputs, trees, cache), self._mode():
+        with self._patched_for(inputs, trees, cache), self.mode(self._slot_patches, self._core_patches):
             self._stopwatch.start(self.device)
             logits = self.model(**arguments).logits
             self._stopwatch.stop(logits.device)
@@ -319,7 +318,7 @@ class EagerRunner:
         """
         inputs = self.plan.inputs(trees, cache.lengths, self.device, held)
         arguments = self._arguments(inputs, cache, cache.offsets.on(self.device))
-        with self._slot_patches.patched_for(inputs), self._mode():
+        with self._slot_patches.patched_for(inputs), self.mode(self._slot_patches, self._core_patches):
             self._stopwatch.start(self.device)
             logits: torch.Tensor = self.model(**arguments).logits
             self._stopwatch.stop(logits.device)

@@ -141,9 +141,8 @@ class Batch:
     def advance(self) -> None:
         """Evict cancelled requests, prefill up to `prefill_tokens`, run one decode step."""
         before = self._room.found
-        for active in self.seats.active:
-            if active.cancelled:
-                self._end(active, None)
+        for active in [each for each in self.seats.active if each.cancelled]:
+            self._end(active, None)
         self._arrange()
         self._prefill()
         if self._loop.rows:
@@ -286,6 +285,7 @@ class Batch:
         """The row of a request whose text is going to be fed; it takes what is known of the text."""
         if active.row is None:
             active.handle.begin()
+            self._runner.mode.renew()
             active.row = active.request.row(self._drafter(active.request))
         if not active.fed:
             active.cache = self._prefill_runner.tree_cache()

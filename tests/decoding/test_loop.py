@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lade import LookaheadConfig, Stats
-from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.decoding.drafting.drafter import Draft, Drafter
 from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.loop import DecodeLoop
@@ -269,30 +268,3 @@ def test_an_isolated_row_ends_with_the_tokens_before_its_error():
     assert run[0].tokens + failed.tokens == seen and len(seen) == 3
     assert len(complete.tokens) > len(failed.tokens)
     assert loop.cache.rows == [other.tokens[:-1]]
-
-
-class Recorder(BatchBudget):
-    """Notes what passes yielded."""
-
-    def __init__(self) -> None:
-        super().__init__(nearly_flat_cost())
-        self.yields: list[float] = []
-
-    def observe_pass(self, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int) -> None:
-        self.yields.append(emitted)
-        super().observe_pass(fed, emitted, seconds, forward_s, rows=rows)
-
-
-@pytest.mark.parametrize("together", [True, False])
-def test_of_rows_that_are_waited_for_together_the_last_one_counts(together):
-    """In all as many tokens as it has; else those of the mean row, of those that there are."""
-    loop, rows = loop_for([[1], [2, 5], [3]], LookaheadConfig(budget=16), follow_of(1, 3), [60, 60, 60])
-    rows[1].drafter = drafter_for(LookaheadConfig(adaptive=False, window=0, guesses=0), cost=nearly_flat_cost())
-    loop.budget = recorder = Recorder()
-    loop.together = together
-    steps = list(loop.run())[1:]
-    if together:
-        assert recorder.yields == [1.0] * 59 and len(steps) == 59
-        return
-    assert recorder.yields == [sum(len(step.tokens) for step in each) / len(each) for each in steps]
-    assert max(recorder.yields) > 1.0

@@ -12,7 +12,6 @@ from transformers import GenerationConfig, WatermarkingConfig
 
 import lade
 from lade import LookaheadConfig, Memory, Stats, TreeCache, UnsupportedArgumentError
-from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.hf import session
 from lade.hf.sampling import Draws
 from lade.model.runner import EagerRunner
@@ -457,17 +456,3 @@ def test_plain_batches_fill_stats_too():
         assert (stats.generations, stats.new_tokens) == (4, sum(lengths))
     assert plain.steps == fallen.steps == sum(lengths) - 4 and plain.accepted == [1] * plain.steps
     assert 0 < plain.forward_s <= plain.decode_s
-
-
-def test_a_batch_counts_what_the_row_that_has_least_got(monkeypatch):
-    """All rows are waited for: in all a batch yields as many tokens as each of its rows has."""
-    told = []
-
-    def observe_pass(budget, fed, emitted, seconds, forward_s, *, rows):
-        told.append((fed, emitted, rows))
-
-    monkeypatch.setattr(BatchBudget, "observe_pass", observe_pass)
-    monkeypatch.setattr(session, "step_cost_for", lambda *given, **batch: nearly_flat_cost())
-    assert_same(MODELS["llama"], LookaheadConfig(), **padded(random_texts(4, 9, 6)), max_new_tokens=40)
-    assert max(fed for fed, _, _ in told) > 8 and told[0][2] == 3
-    assert sum(emitted for _, emitted, _ in told) == 39

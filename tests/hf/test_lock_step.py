@@ -279,6 +279,29 @@ def test_what_runs_the_model_itself_is_refused():
         )
 
 
+def test_what_a_pass_yielded_is_learned_with_what_it_fed_and_took(monkeypatch):
+    """Which is known when no further token is served by it. A pass over roots alone yields a token, and no more."""
+    told, looked = [], []
+
+    def observe_pass(budget, fed, emitted, seconds, forward_s, *, rows):
+        told.append((fed, emitted, rows))
+        budget._skipping = None
+
+    def skip_drafting(budget):
+        if budget._skipping is None:
+            budget._skipping = len(looked) % 2 == 0  # every other pass feeds roots alone
+            looked.append(not budget._skipping)
+        return budget._skipping
+
+    monkeypatch.setattr(BatchBudget, "observe_pass", observe_pass)
+    monkeypatch.setattr(BatchBudget, "skip_drafting", skip_drafting)
+    texts = padded([[5, 6, 7] * 4, [8, 9] * 6])
+    assert_same(MODELS["llama"], LookaheadConfig(), said=CRITERION, **texts, max_new_tokens=60)
+    wide = [emitted for fed, emitted, _ in told if fed > 1]
+    assert {rows for _, _, rows in told} == {2} and len(told) == len(looked)
+    assert {emitted for fed, emitted, _ in told if fed == 1} == {1.0} and max(wide) > 1.0
+
+
 @pytest.mark.parametrize("said", [NOTHING, CRITERION], ids=["on their own", "shown together"])
 def test_sizes_of_batches_are_chosen_without_the_waiting_for_a_processor(said, monkeypatch):
     told, usual = [], ThreadClock.since

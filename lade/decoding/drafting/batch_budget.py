@@ -91,7 +91,7 @@ class BatchBudget:
 
         Args:
             fed: size of its largest tree.
-            emitted: tokens that the mean row got; or, of rows that are waited for together, the one that has least.
+            emitted: tokens that the mean row got.
             seconds: undisturbed seconds that the whole step took; see `lade.clock`.
             forward_s: seconds of those that the model took.
             rows: B, how many took part.

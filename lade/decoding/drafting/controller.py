@@ -203,7 +203,7 @@ class Controller:
         return self._skip > 0 or self._checks > 0
 
     def rest(self, steps: int) -> None:
-        """Look for nothing in the next steps, so many or as many as it rests at most."""
+        """Look for nothing in the next `steps` steps, `_LONGEST_SKIP` at most."""
         if steps:
             self._skip = max(self._skip, 1 + min(_LONGEST_SKIP, steps))
 

@@ -3,7 +3,8 @@
 A controller goes by what it expects: of guesses, of passes over several sizes, of what feeding teaches. For a batch all
 that is less certain than for a single row, and there is less to gain, since several rows fill a pass anyway; and it has
 to look once for every row. So what comes of a look is counted, next to the plain steps that could have been made
-instead. Where that is a loss, looks are so far apart that it is `ALLOWANCE` of the time.
+instead, whichever source the guesses came from. Where that is a loss, looks are so far apart that it is `ALLOWANCE` of
+the time, or as far as a controller rests at all, 64 steps.
 
 A single row is not held to that. A text, or a memory that is kept, begins with losses and ends with gains, and rests
 teach nothing (docs/lab-log.md, "Batches rest by what guesses brought").

@@ -134,6 +134,9 @@ class LockStepLogits(Generic[CacheT]):
         self.rows, self.runner, self.cache, self.budget = rows, runner, cache, budget
         self._meter = LockStepMeter(stats, len(rows))
         self._fed = 0  # slots that the last pass took after the longest row
+        self._last: tuple[int, float, float] | None = (
+            None  # what that one fed and took, until it is known what it yielded
+        )
         self._held = [1] * len(rows)  # nodes that were in the cache before it; at first the root is the last token
 
     def prefill(self) -> torch.Tensor:
@@ -166,11 +169,13 @@ class LockStepLogits(Generic[CacheT]):
 
     def report(self) -> None:
         """Report the last pass; no other may follow."""
+        self._observe()
         self._meter.end()
 
     def _pass(self) -> None:
         """Draft after what is known of each row, and feed the drafts."""
-        start, yielded = self.runner.clock.start(), self._meter.yielded
+        start = self.runner.clock.start()
+        self._observe()
         self._meter.end()
         self.cache.keep([row.prune() for row in self.rows], self._fed, self._held)
         self._draft()
@@ -182,10 +187,15 @@ class LockStepLogits(Generic[CacheT]):
         self._learn(logits)
         took, pass_time = self.runner.clock.since(start), self.runner.pass_time
         self._meter.ran(fed, took.wall_s, pass_time.wall_s)
-        if self.budget is not None:
-            forward_s = pass_time.undisturbed_s
-            seconds = forward_s + (took - pass_time).undisturbed_s
-            self.budget.observe_pass(max(fed), yielded, seconds, forward_s, rows=len(fed))
+        forward_s = pass_time.undisturbed_s
+        self._last = max(fed), forward_s + (took - pass_time).undisturbed_s, forward_s
+
+    def _observe(self) -> None:
+        """Have what decides about sizes learn what the last pass took and yielded: no further token is served by it."""
+        if self.budget is not None and self._last is not None:
+            fed, seconds, forward_s = self._last
+            self.budget.observe_pass(fed, self._meter.yielded, seconds, forward_s, rows=len(self.rows))
+        self._last = None
 
     def _draft(self) -> None:
         """Find the candidates of all rows first, so that they can be weighed together; padding fills what is left."""

@@ -11,6 +11,7 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 
 from lade.errors import UnsupportedModelError
 from lade.model.config_fields import field
+from lade.model.foreign_code import foreign_code
 from lade.model.indexed_attention import INDEXED, indexers_of
 from lade.model.invariance import why_tried_in_vain
 from lade.model.invariant_attention.attention import NAME as INVARIANT_ATTENTION
@@ -20,7 +21,6 @@ from lade.model.recurrent.cores import CorePatches
 from lade.model.signature import CACHE_NAMES, cache_name
 from lade.model.support.adapters import why_adapted_otherwise
 from lade.model.support.behind_check import can_be_padded
-from lade.model.support.foreign_code import foreign_code
 from lade.model.support.lengths import named_lengths
 from lade.model.support.linear_check import why_inexact
 from lade.model.support.training_mode import why_not_in_training

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from encoder_decoders import OTHERS, USUAL
+from families import RECURRENT_FAMILIES, family, longrope, randomize
 from torch import nn
-from transformers import LogitsProcessor, LogitsProcessorList
+from torch.nn.modules.module import register_module_forward_hook
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lade
 from lade.decoding.tree import TokenTree
@@ -18,11 +23,11 @@ from lade.model.kv_cache import TreeCache
 from lade.model.mask_plan import INVARIANT_ATTENTION, TREE_ATTENTION
 from lade.model.runner import EagerRunner
 from lade.model.survey import Survey
+from lade.serving.engine import Engine
 from lade.testing import toy_model
-from tests.parity.families import RECURRENT_FAMILIES, family, longrope
 
 IDS = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3]])
-FAMILIES = ("llama", "gpt2", "gemma3_text", "qwen3_moe", "bloom", "falcon", "phi3")
+FAMILIES = ("llama", "gpt2", "gemma3_text", "qwen3_moe", "falcon", "phi3")
 
 
 def held_by(value: Any, met: set[int] | None = None) -> Iterator[torch.Tensor]:
@@ -39,26 +44,29 @@ def held_by(value: Any, met: set[int] | None = None) -> Iterator[torch.Tensor]:
         yield from held_by(part, met)
 
 
-def note_modes(monkeypatch: pytest.MonkeyPatch, model: Any) -> list[bool]:
-    """Whether inference mode was on, for each time that the ids of a pass were embedded."""
-    modes, embed = list[bool](), type(model.get_input_embeddings()).forward
+def note_modes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether inference mode was on, for each time that our cache was given keys of a pass's first layer."""
+    modes, first, update = list[bool](), list[int](), TreeCache.update
 
-    def noting(self: Any, ids: torch.Tensor) -> Any:
-        modes.append(torch.is_inference_mode_enabled())
-        return embed(self, ids)
+    def noting(self: TreeCache, keys: torch.Tensor, values: torch.Tensor, layer: int, *given: Any, **named: Any) -> Any:
+        first.append(layer)
+        if layer == first[0]:
+            modes.append(torch.is_inference_mode_enabled())
+        return update(self, keys, values, layer, *given, **named)
 
-    monkeypatch.setattr(type(model.get_input_embeddings()), "forward", noting)
+    monkeypatch.setattr(TreeCache, "update", noting)
     return modes
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_nothing_of_a_pass_is_left(name: str) -> None:
+def test_nothing_of_a_pass_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = family(name).build()
-    cache = TreeCache()
+    cache, modes = TreeCache(), note_modes(monkeypatch)
     wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "past_key_values": cache}
     output = lade.generate(model, IDS, max_new_tokens=40, do_sample=False, **wanted)
     held = [*held_by(output), *held_by(cache), *held_by([vars(module) for module in model.modules()])]
     assert len(held) > 80 and not any(tensor.is_inference() for tensor in held)
+    assert sum(modes) > 3, "or else this shows nothing"
 
 
 def test_the_numbers_are_those_of_other_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +87,7 @@ def test_a_cache_that_grows_in_a_pass_can_be_written_to(monkeypatch: pytest.Monk
     monkeypatch.setattr("lade.model.tree_layer.SPARE_TOKENS", 4)
     model, text = toy_model(), IDS[0].tolist()
     runner = EagerRunner(model, lade.supports(model).require(), model.generation_config)
-    cache, modes = runner.tree_cache(), note_modes(monkeypatch, model)
+    cache, modes = runner.tree_cache(), note_modes(monkeypatch)
     runner.prefill([text], cache)
     slots = cache.room[1]
     for _ in range(slots):
@@ -123,7 +131,7 @@ def test_the_logits_of_a_pass_are_ordinary() -> None:
 def test_masks_of_our_own_are_fed_to_recorded_passes(monkeypatch: pytest.MonkeyPatch, attention: str) -> None:
     model: Any = family("llama").build(dtype=torch.float32)
     model.set_attn_implementation(attention)
-    modes = note_modes(monkeypatch, model)
+    modes = note_modes(monkeypatch)
     lade.generate(model, IDS, max_new_tokens=10, do_sample=False)
     assert len(modes) > 2 and not any(modes)
 
@@ -147,7 +155,8 @@ def int8(model: Any) -> None:
 
 
 CHANGES: list[tuple[str, Callable[[Any], Any]]] = [
-    ("hooks", lambda model: model.model.layers[1].register_forward_hook(lambda *given: None)),
+    ("elsewhere", lambda model: model.model.layers[1].register_forward_hook(lambda *given: None)),
+    ("hooks", lambda model: model.model.layers[1].register_forward_hook(forward_hook_of_torch)),
     ("replaced", lambda model: setattr(model, "forward", model.forward)),
     ("other packages", lambda model: setattr(model, "lm_head", Foreign(*reversed(model.lm_head.weight.shape)))),
     ("versions", int8),
@@ -155,6 +164,10 @@ CHANGES: list[tuple[str, Callable[[Any], Any]]] = [
     ("class of their own", lambda model: model.lm_head.register_parameter("weight", Weight(model.lm_head.weight))),
     ("CPUs", lambda model: model.lm_head.to("meta")),
 ]
+
+
+forward_hook_of_torch = torch.add
+"""One that a trusted package has: any function of it."""
 
 
 class Weight(nn.Parameter):
@@ -175,24 +188,74 @@ def test_frequencies_that_a_pass_replaces_are_recorded() -> None:
         assert "frequencies" in why_recorded(Survey.of(model))
 
 
-@pytest.mark.parametrize("name", ["lfm2", "bloom"])
-def test_states_and_patched_passes_are_recorded(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    model: Any = next(case for case in [family("bloom"), *RECURRENT_FAMILIES] if str(case) == name).build()
-    modes = note_modes(monkeypatch, model)
+PATCHED = [family("bloom"), *USUAL, *(case for case in RECURRENT_FAMILIES if str(case) == "lfm2")]
+
+
+@pytest.mark.parametrize("case", PATCHED, ids=str)
+def test_states_and_patched_passes_are_recorded(monkeypatch: pytest.MonkeyPatch, case: Any) -> None:
+    model: Any = case.build()
+    modes = note_modes(monkeypatch)
     lade.generate(model, IDS, max_new_tokens=10, do_sample=False)
     assert len(modes) > 2 and not any(modes)
 
 
-def test_what_a_hook_is_given_is_ordinary() -> None:
+def keep_logits(seen: list[torch.Tensor], module: nn.Module, given: Any, output: Any) -> None:
+    if hasattr(output, "logits"):
+        seen.append(output.logits)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_what_a_hook_is_given_is_ordinary(everywhere: bool) -> None:
     model, seen = toy_model(), list[torch.Tensor]()
-    model.register_forward_hook(lambda module, given, output: seen.append(output.logits))
-    lade.generate(model, IDS, max_new_tokens=10, do_sample=False)
+    register = register_module_forward_hook if everywhere else model.register_forward_hook
+    hook = register(partial(keep_logits, seen))
+    try:
+        lade.generate(model, IDS, max_new_tokens=10, do_sample=False)
+    finally:
+        hook.remove()
     assert len(seen) > 3 and not any(logits.is_inference() for logits in seen)
+
+
+def test_an_engine_sees_a_hook_that_came_between_two_requests() -> None:
+    model, seen = toy_model(), list[torch.Tensor]()
+    arguments = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    with Engine(model) as engine:
+        engine.add(IDS, **arguments).result()
+        model.register_forward_hook(partial(keep_logits, seen))
+        engine.add(IDS + 1, **arguments).result()
+    assert len(seen) > 3 and not any(logits.is_inference() for logits in seen)
+
+
+def test_what_an_attention_of_ones_own_is_given_is_ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
+    sdpa, seen = ALL_ATTENTION_FUNCTIONS["sdpa"], list[torch.Tensor]()
+
+    def keeping(module: nn.Module, query: torch.Tensor, *given: Any, **named: Any) -> Any:
+        seen.append(query)
+        return sdpa(module, query, *given, **named)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", keeping)
+    lade.generate(toy_model(), IDS, max_new_tokens=10, do_sample=False)
+    assert len(seen) > 10 and not any(query.is_inference() for query in seen)
+
+
+def test_a_table_of_positions_that_grows_in_a_pass_is_ordinary() -> None:
+    sizes = {"vocab_size": 64, "d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}
+    xglm = AutoConfig.for_model("xglm", **sizes, max_position_embeddings=64)
+    decoder = randomize(AutoModelForCausalLM.from_config(xglm), seed=1).eval()
+    decoder.generation_config = GenerationConfig()
+    m2m = next(case for case in OTHERS if str(case) == "m2m_100").build(max_position_embeddings=32)
+    for model in (decoder, m2m):
+        before = [table.weights.shape for table in model.modules() if hasattr(table, "make_weights")]
+        lade.generate(
+            model, IDS, max_new_tokens=60 - IDS.shape[1], do_sample=False, lookahead=lade.LookaheadConfig(budget=32)
+        )
+        tables = [table.weights for table in model.modules() if hasattr(table, "make_weights")]
+        assert [table.shape for table in tables] != before and not any(table.is_inference() for table in tables)
 
 
 def test_under_autocast_passes_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = family("llama").build(dtype=torch.float32)
-    modes = note_modes(monkeypatch, model)
+    modes = note_modes(monkeypatch)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         lade.generate(model, IDS, max_new_tokens=10, do_sample=False)
     assert len(modes) > 2 and not any(modes)
