@@ -6,6 +6,7 @@ What every run needs lies in this folder itself:
     kv_cache.py        TreeCache: rows with lengths of their own, of which paths of trees are kept
     user_cache.py      decoding from a user's own cache
     masks.py           attention masks of a tree step; position_limits.py: how deep a tree may be
+    inference_mode.py  in which mode passes are made, and for which models in another
     select_runner.py   which runner serves a model: the only file that imports `cuda_graphs`
 
 Apart from that:
