@@ -35,9 +35,9 @@ PASSES_MS = {
     "small": (2.04, 2.47, 2.80, 3.18, 3.60, 4.42, 6.1, 9.5),  # 3M parameters in float32, one thread of a Xeon
     "large": (20.0, 20.3, 20.6, 21.0, 22.0, 24.5, 30.0, 45.0),
     "steep": (2.0, 2.8, 3.6, 5.0, 7.5, 12.0, 22.0, 40.0),
-    "fast": (1.45, 1.75, 1.95, 2.2, 2.5, 3.1, 4.4, 7.0),  # as "small", one thread of a Zen 5
+    "fast": (1.45, 1.75, 1.95, 2.2, 2.5, 3.1, 4.4, 7.0),  # "small" at 0.7 of its time: supposed
     "two": (1.8, 2.15, 2.5, 2.9, 3.4, 4.8, 8.0, 15.0),
-    "four": (2.2, 2.6, 3.1, 3.7, 4.5, 7.0, 13.0, 26.0),  # as "fast", for `--rows 4`
+    "four": (2.2, 2.6, 3.1, 3.7, 4.5, 7.0, 13.0, 26.0),  # supposed, too: the shape that a Zen 4 had
 }
 OWN_S, LOOK_S, NODE_S = 120e-6, 110e-6, 10e-6
 """The library's own time: of any step, what looking for guesses adds, and each node fed: 0.12, 0.23 and, at 16

@@ -40,19 +40,20 @@ class PassMode:
     """The mode in which a model makes its passes.
 
     Args:
-        model: the model.
+        survey: of the model's modules.
         plan: how it takes its masks; those of a class of our own cannot be cut in inference mode.
     """
 
-    def __init__(self, model: Any, plan: MaskPlan) -> None:
-        self._model, self._plan = model, plan
-        self._mode: Callable[[], AbstractContextManager[object]] = nullcontext
-        self.renew()
+    def __init__(self, survey: Survey, plan: MaskPlan) -> None:
+        self._model, self._special = survey.model, plan.compact or plan.placed
+        self._mode = self._mode_of(survey)
 
     def renew(self) -> None:
         """Look at the model's modules again, on which something may hang now."""
-        special = self._plan.compact or self._plan.placed
-        self._mode = nullcontext if special or why_recorded(Survey.of(self._model)) else _unrecorded
+        self._mode = self._mode_of(Survey.of(self._model))
+
+    def _mode_of(self, survey: Survey) -> Callable[[], AbstractContextManager[object]]:
+        return nullcontext if self._special or why_recorded(survey) else _unrecorded
 
     def __call__(self, *patches: object) -> AbstractContextManager[object]:
         """To be entered for a pass, which these patch, if they are true of the model."""

@@ -66,7 +66,7 @@ class EagerRunner:
         self._stopwatch = Stopwatch(self.clock)
         survey = Survey.of(model)
         self._slot_patches, self._core_patches = SlotPatches(survey), CorePatches(survey)
-        self.mode = PassMode(model, plan)
+        self.mode = PassMode(survey, plan)
         self._accepts, self._cache_name = accepted(model), cache_name(model) or "past_key_values"
         self._prompt_passes = PromptPasses(model, plan, generation_config, self.device)
         self._prompts: PreparedPrompts | None = None

@@ -134,9 +134,8 @@ class LockStepLogits(Generic[CacheT]):
         self.rows, self.runner, self.cache, self.budget = rows, runner, cache, budget
         self._meter = LockStepMeter(stats, len(rows))
         self._fed = 0  # slots that the last pass took after the longest row
-        self._last: tuple[int, float, float] | None = (
-            None  # what that one fed and took, until it is known what it yielded
-        )
+        # What that pass fed, its step's seconds and the model's, until it is known what it yielded.
+        self._last: tuple[int, float, float] | None = None
         self._held = [1] * len(rows)  # nodes that were in the cache before it; at first the root is the last token
 
     def prefill(self) -> torch.Tensor:
