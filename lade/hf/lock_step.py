@@ -21,7 +21,7 @@ from lade.cluster.runners import eager_runner_for
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.decoding.drafting.drafter import Drafter
-from lade.decoding.drafting.factory import drafter_for
+from lade.decoding.drafting.factory import drafter_for, reads_logits
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.lock_step.logits import LockStepLogits
 from lade.decoding.lock_step.row import LockStepRow
@@ -90,11 +90,12 @@ class LockStepSession:
         self, config: LookaheadConfig, budget: BatchBudget | None, prompts: Sequence[list[int]]
     ) -> list[Drafter]:
         """One for each row; those of one caller may learn from each other."""
+        read_logits = reads_logits(config, budget)
         if config.adaptive and config.memory is None:
             config = replace(config, memory=ContextMemory())
         excluded = special_ids(self._prepared.generation_config) | placeholder_ids(self._prepared.model)
         vocabulary = vocabulary_of(self._prepared.model)
-        make = partial(drafter_for, config, excluded, vocabulary=vocabulary, budget=budget)
+        make = partial(drafter_for, config, excluded, vocabulary=vocabulary, budget=budget, read_logits=read_logits)
         sources = sources_for(self._prepared, config, len(prompts))
         constraints = constraints_for(self._prepared, prompts)
         return [make(sources=own, constraint=rules) for own, rules in zip(sources, constraints, strict=True)]

@@ -17,7 +17,7 @@ from lade.config import LookaheadConfig
 from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.decoding.drafting.controller import most_fed
 from lade.decoding.drafting.drafter import Drafter
-from lade.decoding.drafting.factory import drafter_for
+from lade.decoding.drafting.factory import drafter_for, reads_logits
 from lade.decoding.drafting.habits import Habits
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.loop import DecodeLoop
@@ -130,6 +130,7 @@ class Session:
             if self._is_batch:
                 raise ValueError("a drafter serves one row: give it with one prompt")
             return [given]
+        read_logits = reads_logits(config, self._budget)
         if self._is_batch and config.adaptive and config.memory is None:
             config = replace(config, memory=ContextMemory())  # one caller's rows may learn from each other
         excluded = special_ids(self._prepared.generation_config) | placeholder_ids(self._prepared.model)
@@ -143,6 +144,7 @@ class Session:
             budget=self._budget,
             habits=self._habits,
             most=self._most,
+            read_logits=read_logits,
         )
         sources = sources_for(self._prepared, config, len(self._texts), self._habits)
         constraints = constraints_for(self._prepared, self._texts.ids)

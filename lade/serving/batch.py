@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from lade.cluster.runners import reader_of, runner_for
 from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.decoding.drafting.drafter import Drafter
-from lade.decoding.drafting.factory import drafter_for
+from lade.decoding.drafting.factory import drafter_for, reads_logits
 from lade.decoding.loop import DecodeLoop, prompt_hook
 from lade.decoding.readout import read
 from lade.decoding.row import Row
@@ -128,13 +128,15 @@ class Batch:
         if weighs and self._loop.budget is None:
             self._cost = BatchCost(lambda rows: step_cost_for(self._model, self._runner, batch=rows), 1)
             self._loop.budget = BatchBudget(self._cost, habits_of(self._model, self._cost.current, "engine"))
+        budget = self._loop.budget if weighs else None
         drafter = drafter_for(
             config,
             request.excluded,
             vocabulary=vocabulary_of(self._model),
-            budget=self._loop.budget if weighs else None,
+            budget=budget,
             sources=request.sources,
             constraint=request.constraint,
+            read_logits=len(self.seats.active) == 1 or reads_logits(config, budget),
         )
         return self._reuse.drafter(drafter)
 

@@ -148,6 +148,29 @@ def test_a_batch_that_rests_finds_out_when_looks_pay_again():
     assert looks > 3000 and took < 0.8
 
 
+def test_a_look_that_has_won_is_followed_by_another_at_once():
+    """However much was lost before: where a text has become easy to guess, every step of a rest is one too many."""
+    cost = cheap_cost()
+    for emitted, rests in ((4.0, False), (1.0, True)):
+        habits = Habits()
+        habits.returns.mean = -1.0
+        budget = BatchBudget(cost, habits)
+        assert not budget.skip_drafting()
+        budget.decide([[1.0, 0.9]] * 4)
+        budget.observe_pass(2, emitted, cost.seconds(2), cost.seconds(2), rows=4)
+        assert habits.returns.rest > 32 and budget.skip_drafting() is rests
+
+
+def test_prompts_are_read_unless_looks_are_rare():
+    habits = Habits()
+    budget = BatchBudget(cheap_cost(), habits)
+    assert budget.reads_prompts
+    dear_looks(BatchBudget(cheap_cost(), habits), 400, rows=4, yields=0.0)
+    assert not budget.reads_prompts
+    dear_looks(BatchBudget(cheap_cost(), habits), 400, rows=4, yields=3.0)
+    assert budget.reads_prompts
+
+
 def test_returns_are_a_mean_of_late_that_accidents_move_little():
     returns = Returns()
     assert returns.rest == 0

@@ -12,6 +12,8 @@ from transformers import GenerationConfig, WatermarkingConfig
 
 import lade
 from lade import LookaheadConfig, Memory, Stats, TreeCache, UnsupportedArgumentError
+from lade.decoding.drafting.adaptive import AdaptiveDrafter
+from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.hf import session
 from lade.hf.sampling import Draws
 from lade.model.runner import EagerRunner
@@ -318,6 +320,22 @@ def test_rows_share_the_memory_that_is_given():
             lade.generate(MODELS["llama"], torch.tensor([text, text]), max_new_tokens=60, lookahead=config, stats=stats)
             known = stats.steps / 2
     assert stats.steps > 1.2 * known
+
+
+@pytest.mark.parametrize("read", [True, False])
+@pytest.mark.parametrize("told", [{}, {"repetition_penalty": 1.1}, {"stopping_criteria": [lambda ids, scores: False]}])
+def test_prompts_are_read_where_a_batch_finds_it_worth_it(read, told, monkeypatch):
+    """Or where the memory outlasts it. A row by itself always does."""
+    rows, learn_prompt = [], AdaptiveDrafter.learn_prompt
+    monkeypatch.setattr(BatchBudget, "reads_prompts", read)
+    monkeypatch.setattr(
+        AdaptiveDrafter, "learn_prompt", lambda self, *args: (rows.append(self), learn_prompt(self, *args))
+    )
+    several, one = padded(random_texts(9, 4, 6)), padded(random_texts(9))
+    for texts, memory, expected in ((several, None, 3 * read), (several, Memory(), 3), (one, None, 1)):
+        rows.clear()
+        assert_same(MODELS["llama"], LookaheadConfig(memory=memory), **texts, **told, max_new_tokens=6)
+        assert len(set(rows)) == expected
 
 
 def test_the_cost_of_a_pass_is_that_of_a_batch(monkeypatch):

@@ -559,3 +559,23 @@ def test_steps_are_learned_of_as_many_rows_as_there_were(monkeypatch):
     assert told == ["settled", 2], "one row is what it begins with"
     driven.finish()
     assert told[2:] == ["settled", "settled", 1, "settled"]
+
+
+@pytest.mark.parametrize("rare", [False, True])
+def test_where_looks_are_rare_several_requests_do_not_read_their_prompts(rare, monkeypatch):
+    """A memory that outlasts its request does, and a request that has the engine to itself."""
+    read = []
+    learn_prompt = AdaptiveDrafter.learn_prompt
+    monkeypatch.setattr(BatchBudget, "reads_prompts", not rare)
+    monkeypatch.setattr(
+        AdaptiveDrafter, "learn_prompt", lambda self, *args: (read.append(self), learn_prompt(self, *args))
+    )
+    for requests, kept, expected in ((1, False, 1), (3, False, 0 if rare else 3), (3, True, 3)):
+        read.clear()
+        driven, prompts = Driven(LLAMA), [random_ids(6 + seed, seed) for seed in range(requests)]
+        config = LookaheadConfig(memory=Memory() if kept else None)
+        answers = [driven.add(ids, config, max_new_tokens=8) for ids in prompts]
+        driven.finish()
+        assert len(set(read)) == expected
+        for ids, answer in zip(prompts, answers, strict=True):
+            assert new_tokens(answer, ids) == alone(LLAMA, ids, max_new_tokens=8)

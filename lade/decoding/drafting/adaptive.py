@@ -46,6 +46,7 @@ class AdaptiveDrafter(Drafter):
         excluded: ids after which nothing is guessed (end of sequence, padding).
         vocabulary: ids below it can be fed; a memory may know others, of another model.
         read_prompts: whether to learn from the prompt, and to look for its end, and the row's, in the text before.
+        read_logits: whether to learn from the prompt's logits, too.
         sources: guesses beside those of the memory.
         constraint: what must follow, and what cannot: the tree begins with the one, and has nothing of the other, nor
             a window.
@@ -60,12 +61,13 @@ class AdaptiveDrafter(Drafter):
         *,
         vocabulary: int | None = None,
         read_prompts: bool = True,
+        read_logits: bool = True,
         sources: Sequence[Source] = (),
         constraint: Constraint | None = None,
         seed: int = 0,
     ) -> None:
         self.memory, self.budget = memory, budget
-        self.wants_prompt_entries = self._reads_prompts = read_prompts
+        self.wants_prompt_entries, self._reads_prompts = read_prompts and read_logits, read_prompts
         self.window: Window | None = None
         self._grower = TreeGrower(excluded, vocabulary)
         self._sources, self._excluded, self._constraint = sources, frozenset(excluded), constraint

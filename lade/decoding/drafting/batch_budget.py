@@ -41,6 +41,11 @@ class BatchBudget:
         """See `Budget`."""
         return self._controller.most
 
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether it is worth its time to learn from the logits of a prompt that is going to be fed."""
+        return not self._returns.rare
+
     def skip_drafting(self) -> bool:
         """See `Budget`: all rows skip it in the same steps."""
         if self._skipping is None:
@@ -98,8 +103,10 @@ class BatchBudget:
         """
         self._controller.observe(fed, emitted, seconds, forward_s)
         if rows > 1 and self._skipping is False:
-            self._returns.add(emitted, self._controller.in_plain_steps(fed, seconds, forward_s))
-            self._controller.rest(self._returns.rest)
+            took = self._controller.in_plain_steps(fed, seconds, forward_s)
+            self._returns.add(emitted, took)
+            if emitted <= took:
+                self._controller.rest(self._returns.rest)
         self._skipping = None
 
     def settle(self) -> None:

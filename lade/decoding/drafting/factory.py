@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
+from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.decoding.drafting.constraint import Constraint
 from lade.decoding.drafting.controller import LARGEST, Controller
 from lade.decoding.drafting.drafter import Drafter, Source
@@ -13,6 +14,14 @@ from lade.decoding.drafting.habits import Habits
 from lade.decoding.drafting.lookahead import LookaheadDrafter
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.tree_size import Budget, FixedBudget, PassCost
+
+
+def reads_logits(config: LookaheadConfig, budget: BatchBudget | None) -> bool:
+    """Whether rows that share a budget are to learn from the logits of their prompts.
+
+    A memory that outlasts them does, since others may look into it more often.
+    """
+    return config.memory is not None or budget is None or budget.reads_prompts
 
 
 def drafter_for(
@@ -26,6 +35,7 @@ def drafter_for(
     most: int = LARGEST,
     sources: Sequence[Source] = (),
     constraint: Constraint | None = None,
+    read_logits: bool = True,
 ) -> Drafter:
     """A drafter for one row.
 
@@ -39,6 +49,7 @@ def drafter_for(
         most: tokens fed per step at most, by a budget of its own that goes by the cost.
         sources: guesses beside the method's own.
         constraint: what must follow, and what cannot.
+        read_logits: whether to learn from the logits of its prompt, if the config has it learn from prompts.
 
     Raises:
         ValueError: the adaptive method has neither a budget nor a cost to choose one by.
@@ -59,6 +70,7 @@ def drafter_for(
         excluded,
         vocabulary=vocabulary,
         read_prompts=config.prompt_ngrams,
+        read_logits=read_logits,
         sources=sources,
         constraint=constraint,
         seed=config.seed,

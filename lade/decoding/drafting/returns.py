@@ -4,10 +4,14 @@ A controller goes by what it expects: of guesses, of passes over several sizes, 
 that is less certain than for a single row, and there is less to gain, since several rows fill a pass anyway; and it has
 to look once for every row. So what comes of a look is counted, next to the plain steps that could have been made
 instead, whichever source the guesses came from. Where that is a loss, looks are so far apart that it is `ALLOWANCE` of
-the time, or as far as a controller rests at all, 64 steps.
+the time, or as far as a controller rests at all, 64 steps. A look that has won is followed by another at once, so that
+a text that has become easy to guess is soon found out.
 
-A single row is not held to that. A text, or a memory that is kept, begins with losses and ends with gains, and rests
-teach nothing (docs/lab-log.md, "Batches rest by what guesses brought").
+Where looks are rare, so is what they make of a memory. Then it is not worth the language model head's time for every
+token of a prompt either, to have its logits remembered; which tokens followed which is learned of any prompt.
+
+A single row is not held to all that. A text, or a memory that is kept, begins with losses and ends with gains, and
+rests teach nothing (docs/lab-log.md, "Batches rest by what guesses brought").
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from dataclasses import dataclass
 
 ALLOWANCE = 0.005
 """Of the time, for looks that bring nothing."""
+RARE = 16
+"""Steps from one look to the next that are many."""
 _LOOKS = 16  # that the mean is over
 _MOST_LOST = 4.0  # by one of them: what took longer was an accident, or compiling
 
@@ -44,3 +50,8 @@ class Returns:
     def rest(self) -> int:
         """Steps without a look that make up for one."""
         return math.ceil(max(0.0, -self.mean) / ALLOWANCE)
+
+    @property
+    def rare(self) -> bool:
+        """Whether looks are so rare that logits of prompts would hardly be used."""
+        return self.rest >= RARE
