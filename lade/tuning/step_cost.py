@@ -20,11 +20,15 @@ The estimator, in the order in which a pass is processed by `observe`:
 2. One scale factor, shared by all sizes, follows clipped residuals as a first-order low-pass filter: texts get longer,
    machines get busier. This is what moves sizes that are not visited.
 3. A run of passes that all surprise in the same way is believed, as far as the least surprising of them goes: their
-   size moves at once, others the less the farther they lie. Hiccups come one by one; a machine that got busy stays so.
+   size moves at once, others with it or the less the farther they lie. Hiccups come one by one; a machine that got busy
+   stays so.
 4. Each of the two knots around the size is a running mean, of gain 1 / (passes so far + 1), bounded below by
    1 / `MAX_WEIGHT`: an exponential moving average in the long run. A knot that surprises again and again, or that its
    neighbours contradict, loses weight, so that its gain grows and a wrong start is forgotten.
-5. What is read is the isotonic regression of the knots (pool adjacent violators, by these weights), and its lower
+5. Passes over one token move all sizes alike, at once or in the mean: they show the machine's pace, and nothing of the
+   curve's shape. Else a machine whose pace goes up and down would bend the curve, a little each time, until trees of
+   any size seem free.
+6. What is read is the isotonic regression of the knots (pool adjacent violators, by these weights), and its lower
    convex hull.
 
 The constants below are chosen, not measured, and no entry of docs/lab-log.md derives them. They are bound by what
@@ -62,7 +66,9 @@ SCALE_GAIN = 0.06  # gain of the shared scale factor
 RUN = 3  # passes; the least surprising of them is believed
 RUN_SURPRISE = 0.2  # relative; less is left to the means
 RUN_GAIN = 0.7  # part of it that the size moves by
-RUN_REACH = 0.88  # of that, for each octave to another size
+RUN_REACH = 0.88  # of that, for each octave to a smaller size
+RUN_REACH_UP = 0.92  # the same to a larger one, where guesses took longer than expected; all follow in other cases
+RUN_LEAST = 1.0  # weight that knots keep
 
 # Forgetting.
 DOUBT = 0.1  # part of its weight that a knot loses when it alone is surprised, or when neighbours contradict it
@@ -206,7 +212,11 @@ class StepCost:
         for knot, share in ((low, 1.0 - part), (low + 1, part)):
             if share:
                 weight = weights[knot]
-                knots[knot] *= 1.0 + share / (weight + share) * error
+                move = 1.0 + share / (weight + share) * error
+                if size == 1:
+                    self._scale *= move
+                else:
+                    knots[knot] *= move
                 weight = weight * (1.0 - DOUBT * share) if doubted else weight + share
                 weights[knot] = weight if weight < MAX_WEIGHT else MAX_WEIGHT
         self._doubt_neighbours(low + (part == 1.0), low + (part > 0.0))
@@ -221,15 +231,15 @@ class StepCost:
 
     def _jump(self, size: int, error: float) -> None:
         """Move a size by a relative error that is believed; its neighbours follow, and never contradict it."""
-        knots = self._knots
-        for knot, place in enumerate(KNOTS):
-            octaves = 0.0 if place > size and error < 0.0 else abs(math.log2(size / place))
-            knots[knot] *= 1.0 + RUN_GAIN * error * RUN_REACH**octaves
-            self._weights[knot] *= 1.0 - 0.5 ** (1.0 + octaves)
+        knots, weights = self._knots, self._weights
         low, part = _PLACES[size]
-        now = knots[low] + part * (knots[low + 1] - knots[low])
+        now = (knots[low] + part * (knots[low + 1] - knots[low])) * (1.0 + RUN_GAIN * error)
         for knot, place in enumerate(KNOTS):
-            knots[knot] = min(knots[knot], now) if place < size else max(knots[knot], now) if place > size else now
+            octaves = abs(math.log2(size / place))
+            reach = RUN_REACH**octaves if place < size else RUN_REACH_UP**octaves if size > 1 and error > 0.0 else 1.0
+            moved = knots[knot] * (1.0 + RUN_GAIN * error * reach)
+            knots[knot] = min(moved, now) if place < size else max(moved, now) if place > size else now
+            weights[knot] = max(min(weights[knot], RUN_LEAST), weights[knot] * (1.0 - 0.5 ** (1.0 + octaves)))
         self._unread_s += REFRESH_S
 
     def _doubt_neighbours(self, lowest: int, highest: int) -> None:

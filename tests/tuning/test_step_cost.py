@@ -1,5 +1,6 @@
 import json
 import math
+import random
 
 import pytest
 from hulls import lower_hull
@@ -252,3 +253,18 @@ def test_json_that_is_no_curve_is_refused(change):
 def test_json_of_another_kind_is_refused(value):
     with pytest.raises(ValueError, match="measure again"):
         StepCost.from_json(value)
+
+
+@pytest.mark.parametrize("guesses", [0.0, 0.05])
+def test_a_machine_whose_pace_goes_up_and_down_leaves_the_shape_as_it_was(guesses):
+    """For hours: what is not visited keeps its distance, or trees of any size would come to seem free, or too dear."""
+    luck, cost = random.Random(1), measured(lambda size: 4e-3 + 1e-4 * size)
+    before = list(cost.table)
+    for number in range(12_000):
+        size = luck.choice((4, 8)) if luck.random() < guesses else 1
+        pace = 1.0 if number // 60 % 2 else 1.6
+        hiccup = luck.choice((0.0,) * 9 + (1.5,)) + abs(luck.gauss(0.0, 0.1))
+        cost.observe(size, before[size] * pace * (1.0 + hiccup))
+    cost.refresh()
+    for size in (2, 4, 8, 16, 64, 256):
+        assert cost.table[size] / cost.table[1] == pytest.approx(before[size] / before[1], rel=0.25)

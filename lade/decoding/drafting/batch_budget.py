@@ -69,7 +69,8 @@ class BatchBudget:
         mean = np.zeros(max(map(len, candidates)))
         for scores in candidates:
             mean[: max(1, len(scores))] += scores or [1.0]
-        self._size = self._controller.choose((mean / len(candidates)).tolist())
+        alone = () if self._skipping else None
+        self._size = self._controller.choose((mean / len(candidates)).tolist(), alone)
 
     @property
     def trust(self) -> float:

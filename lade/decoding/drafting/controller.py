@@ -128,7 +128,8 @@ class Controller:
             self._note_search(best)
         elif alone:
             self._note_search(_best(self._worth(alone, self._use_of_news)))
-        size = self._with_tuition(best, worth)
+        searched = alone is None or len(alone) > 0  # else there is nothing to be learned for the memory
+        size = self._with_tuition(best, worth) if searched else best
         self._note_promise(scores[1:size], None if alone is None else alone[1:size])
         return size
 
