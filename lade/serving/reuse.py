@@ -48,7 +48,7 @@ class Reuse:
         if row.written:  # its drafter knows the text
             return
         active.handle.cached_tokens = tokens
-        if row.drafter.wants_prompt_entries:
+        if row.drafter.learns_prompts:
             for start, entries in known.said.runs(tokens):
                 row.drafter.learn_prompt(row.tokens, start, entries)
 

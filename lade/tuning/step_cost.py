@@ -25,15 +25,16 @@ The estimator, in the order in which a pass is processed by `observe`:
 4. Each of the two knots around the size is a running mean, of gain 1 / (passes so far + 1), bounded below by
    1 / `MAX_WEIGHT`: an exponential moving average in the long run. A knot that surprises again and again, or that its
    neighbours contradict, loses weight, so that its gain grows and a wrong start is forgotten.
-5. Passes over one token move all sizes alike, at once or in the mean: they show the machine's pace, and nothing of the
-   curve's shape. Else a machine whose pace goes up and down would bend the curve, a little each time, until trees of
-   any size seem free.
+5. Passes over one token move all sizes alike, by runs and by the mean: they show the machine's pace, and nothing of
+   the curve's shape. Else a machine whose pace goes up and down would bend the curve, a little each time, until trees
+   of any size seem free (docs/lab-log.md, "A curve of costs that the machine's pace had bent"). Where most passes feed
+   guesses, sizes beyond theirs still come to seem cheap that way; when they are fed, it is found out.
 6. What is read is the isotonic regression of the knots (pool adjacent violators, by these weights), and its lower
    convex hull.
 
-The constants below are chosen, not measured, and no entry of docs/lab-log.md derives them. They are bound by what
-tests/tuning/test_step_cost.py requires of the curve: follow a slower machine, ignore hiccups, correct a wrong knot,
-keep what is known. Change one together with those tests.
+The constants below are chosen, not measured. They are bound by what tests/tuning/test_never_slower.py requires of what
+goes by the curve, and tests/tuning/test_step_cost.py of the curve itself: follow a slower machine, ignore hiccups,
+correct a wrong knot, keep what is known, and the shape. Change one together with those tests.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ RUN = 3  # passes; the least surprising of them is believed
 RUN_SURPRISE = 0.2  # relative; less is left to the means
 RUN_GAIN = 0.7  # part of it that the size moves by
 RUN_REACH = 0.88  # of that, for each octave to a smaller size
-RUN_REACH_UP = 0.92  # the same to a larger one, where guesses took longer than expected; all follow in other cases
-RUN_LEAST = 1.0  # weight that knots keep
+RUN_REACH_UP = 0.92  # the same to a larger one, where guesses took longer than expected; else it follows all the way
+RUN_LEAST = 1.0  # weight that runs leave a knot
 
 # Forgetting.
 DOUBT = 0.1  # part of its weight that a knot loses when it alone is surprised, or when neighbours contradict it
@@ -199,7 +200,7 @@ class StepCost:
             self.refresh()
 
     def _move_around(self, size: int, seconds: float) -> None:
-        """Move the knots around a size, and all of them a little."""
+        """Move the knots around a size, and all of them a little; one token moves all of them alike."""
         low, part = _PLACES[size]
         knots, weights, surprise = self._knots, self._weights, self._surprise
         known = weights[low] + part * (weights[low + 1] - weights[low])

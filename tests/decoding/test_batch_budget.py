@@ -161,14 +161,34 @@ def test_a_look_that_has_won_is_followed_by_another_at_once():
         assert habits.returns.rest > 32 and budget.skip_drafting() is rests
 
 
+def test_a_look_that_brought_nothing_has_not_won_however_fast_it_was():
+    """Nor do looks that win now and then make the rests between others fewer: each of them is paid for."""
+    cost, rests = cheap_cost(), []
+    for wins in (0, 1):
+        habits = Habits()
+        habits.returns.mean = -0.15
+        budget = BatchBudget(cost, habits)
+        for emitted in [3.0] * wins + [1.0]:
+            assert not budget.skip_drafting()
+            budget.decide([[1.0, 0.9]] * 4)
+            budget.observe_pass(1 + (emitted > 1.0), emitted, 0.5 * PLAIN_S, 0.5 * PLAIN_S, rows=4)
+            habits.returns.mean = -0.15
+        steps = 0
+        while budget.skip_drafting():
+            budget.observe_pass(1, 1.0, PLAIN_S, PLAIN_S, rows=4)
+            steps += 1
+        rests.append(steps)
+    assert 16 <= rests[0] < 30 and rests[1] >= 1.7 * rests[0]
+
+
 def test_prompts_are_read_unless_looks_are_rare():
     habits = Habits()
     budget = BatchBudget(cheap_cost(), habits)
-    assert budget.reads_prompts
+    assert budget.reads_logits
     dear_looks(BatchBudget(cheap_cost(), habits), 400, rows=4, yields=0.0)
-    assert not budget.reads_prompts
+    assert not budget.reads_logits
     dear_looks(BatchBudget(cheap_cost(), habits), 400, rows=4, yields=3.0)
-    assert budget.reads_prompts
+    assert budget.reads_logits
 
 
 def test_returns_are_a_mean_of_late_that_accidents_move_little():
@@ -204,3 +224,26 @@ def test_a_step_is_compared_with_what_plain_ones_really_take():
     controller = Controller(cheap_cost(), habits)
     assert controller.in_plain_steps(2, 5 * PLAIN_S, 3 * PLAIN_S) == pytest.approx(2.5)
     assert controller.in_plain_steps(2, 5.0, 3 * PLAIN_S) < 5.0
+
+
+def test_copies_that_are_fed_in_a_rest_say_nothing_about_the_memory():
+    """What they promised and what came of it is not what its guesses are trusted by."""
+    habits, cost = Habits(), cheap_cost()
+    budget = BatchBudget(cost, habits)
+    dear_looks(budget, 200, rows=4, yields=0.0)
+    trust, usual, fed = habits.trust, habits.usual, 0
+    for _ in range(16):
+        assert budget.skip_drafting()
+        budget.decide([[1.0, 0.9, 0.9, 0.9]] * 4)
+        size = budget.choose(range(100))
+        fed += size > 1
+        budget.observe_pass(size, 1.0, cost.seconds(size), cost.seconds(size), rows=4)
+    assert fed > 8 and (habits.trust, habits.usual) == (trust, usual)
+
+
+def test_nothing_is_fed_for_what_it_teaches_where_the_memory_was_not_searched():
+    flat = StepCost.of({1: [PLAIN_S], 128: [1.01 * PLAIN_S]})
+    faint = [1.0, *[1e-6] * 20]
+    assert Controller(flat, Habits(usual=9.0)).choose(faint) >= 8
+    assert Controller(flat, Habits(usual=9.0, gain=0.0)).choose(faint, ()) == 1
+    assert Controller(flat, Habits(usual=9.0, gain=0.0)).choose(faint) >= 8

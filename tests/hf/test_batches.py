@@ -327,7 +327,7 @@ def test_rows_share_the_memory_that_is_given():
 def test_prompts_are_read_where_a_batch_finds_it_worth_it(read, told, monkeypatch):
     """Or where the memory outlasts it. A row by itself always does."""
     rows, learn_prompt = [], AdaptiveDrafter.learn_prompt
-    monkeypatch.setattr(BatchBudget, "reads_prompts", read)
+    monkeypatch.setattr(BatchBudget, "reads_logits", read)
     monkeypatch.setattr(
         AdaptiveDrafter, "learn_prompt", lambda self, *args: (rows.append(self), learn_prompt(self, *args))
     )

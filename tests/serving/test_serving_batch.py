@@ -566,7 +566,7 @@ def test_where_looks_are_rare_several_requests_do_not_read_their_prompts(rare, m
     """A memory that outlasts its request does, and a request that has the engine to itself."""
     read = []
     learn_prompt = AdaptiveDrafter.learn_prompt
-    monkeypatch.setattr(BatchBudget, "reads_prompts", not rare)
+    monkeypatch.setattr(BatchBudget, "reads_logits", not rare)
     monkeypatch.setattr(
         AdaptiveDrafter, "learn_prompt", lambda self, *args: (read.append(self), learn_prompt(self, *args))
     )

@@ -31,7 +31,7 @@ class TokenRecyclingDrafter(Drafter):
         budget: tokens fed in a step, the root included.
     """
 
-    wants_prompt_entries = True
+    wants_prompt_entries = learns_prompts = True
 
     def __init__(self, budget: int) -> None:
         self._template = template(budget - 1)

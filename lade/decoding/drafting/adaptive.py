@@ -46,7 +46,7 @@ class AdaptiveDrafter(Drafter):
         excluded: ids after which nothing is guessed (end of sequence, padding).
         vocabulary: ids below it can be fed; a memory may know others, of another model.
         read_prompts: whether to learn from the prompt, and to look for its end, and the row's, in the text before.
-        read_logits: whether to learn from the prompt's logits, too.
+        read_logits: whether to have the prompt's logits computed, to learn from them, too.
         sources: guesses beside those of the memory.
         constraint: what must follow, and what cannot: the tree begins with the one, and has nothing of the other, nor
             a window.
@@ -67,7 +67,7 @@ class AdaptiveDrafter(Drafter):
         seed: int = 0,
     ) -> None:
         self.memory, self.budget = memory, budget
-        self.wants_prompt_entries, self._reads_prompts = read_prompts and read_logits, read_prompts
+        self.wants_prompt_entries, self.learns_prompts = read_prompts and read_logits, read_prompts
         self.window: Window | None = None
         self._grower = TreeGrower(excluded, vocabulary)
         self._sources, self._excluded, self._constraint = sources, frozenset(excluded), constraint
@@ -84,7 +84,7 @@ class AdaptiveDrafter(Drafter):
         seeds = [token for token in tokens[:prompt_length] if token not in self._excluded] or tokens[-1:]
         self.window = Window(COLUMNS, NGRAM, tokens[-1], seeds, self._rng)
         self._written, self._begun = len(tokens) - prompt_length, False
-        if self._reads_prompts:
+        if self.learns_prompts:
             self.memory.learn_text(tails_of(np.array(tokens, dtype=np.int64), 0, len(tokens) - 1), tokens[1:])
 
     def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
@@ -101,7 +101,7 @@ class AdaptiveDrafter(Drafter):
         resting = self.budget.skip_drafting() and not lead
         if resting and not (guesses and any(not guess.scores or self.budget.pays(guess.scores) for guess in guesses)):
             return Candidates((), lambda: Draft(TokenTree(context[-1], max_depth), teaches=False))
-        if self._reads_prompts:
+        if self.learns_prompts:
             self._grower.read(context)
         self._grower.begin(context, lead)
         scores = self._grower.grow(self.memory, _NOTHING if resting else self.budget.thresholds(), max_depth)

@@ -33,6 +33,7 @@ class BatchBudget:
     def __init__(self, cost: PassCost, habits: Habits | None = None, most: int = LARGEST) -> None:
         habits = Habits() if habits is None else habits
         self._controller, self._returns = Controller(cost, habits, most), habits.returns
+        self._looks = 0  # since the last rest
         self._skipping: bool | None = None
         self._size = 1
 
@@ -42,7 +43,7 @@ class BatchBudget:
         return self._controller.most
 
     @property
-    def reads_prompts(self) -> bool:
+    def reads_logits(self) -> bool:
         """Whether it is worth its time to learn from the logits of a prompt that is going to be fed."""
         return not self._returns.rare
 
@@ -106,8 +107,10 @@ class BatchBudget:
         if rows > 1 and self._skipping is False:
             took = self._controller.in_plain_steps(fed, seconds, forward_s)
             self._returns.add(emitted, took)
-            if emitted <= took:
-                self._controller.rest(self._returns.rest)
+            self._looks += 1
+            if emitted <= max(1.0, took):  # a look that has won is followed by another
+                self._controller.rest(self._looks * self._returns.rest)
+                self._looks = 0
         self._skipping = None
 
     def settle(self) -> None:

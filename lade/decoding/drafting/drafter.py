@@ -74,10 +74,12 @@ class Drafter(ABC):
     """Drafts the trees of one row.
 
     Attributes:
-        wants_prompt_entries: whether `learn_prompt` is to be called.
+        wants_prompt_entries: whether `learn_prompt` is to be called, for which logits of prompts are computed.
+        learns_prompts: whether it is worth calling where they are known anyway.
     """
 
     wants_prompt_entries: bool = False
+    learns_prompts: bool = False
 
     def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:  # noqa: B027 - a no-op is meant
         """Learn from prefill.

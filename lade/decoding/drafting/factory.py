@@ -21,7 +21,7 @@ def reads_logits(config: LookaheadConfig, budget: BatchBudget | None) -> bool:
 
     A memory that outlasts them does, since others may look into it more often.
     """
-    return config.memory is not None or budget is None or budget.reads_prompts
+    return config.memory is not None or budget is None or budget.reads_logits
 
 
 def drafter_for(

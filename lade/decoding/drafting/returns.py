@@ -3,9 +3,9 @@
 A controller goes by what it expects: of guesses, of passes over several sizes, of what feeding teaches. For a batch all
 that is less certain than for a single row, and there is less to gain, since several rows fill a pass anyway; and it has
 to look once for every row. So what comes of a look is counted, next to the plain steps that could have been made
-instead, whichever source the guesses came from. Where that is a loss, looks are so far apart that it is `ALLOWANCE` of
-the time, or as far as a controller rests at all, 64 steps. A look that has won is followed by another at once, so that
-a text that has become easy to guess is soon found out.
+instead, whichever source the guesses came from. Where that is a loss, looks are so far apart on average that it is
+`ALLOWANCE` of the time, or as far as a controller rests at all, 64 steps. One that has won is followed by another at
+once, so that a text that has become easy to guess is soon found out.
 
 Where looks are rare, so is what they make of a memory. Then it is not worth the language model head's time for every
 token of a prompt either, to have its logits remembered; which tokens followed which is learned of any prompt.

@@ -1,7 +1,8 @@
 """What a model's logits said at the tokens of a text, kept for a drafter that is to learn it later.
 
 Where keys and values of a text are kept, a prompt that begins with it is not fed again, and a drafter that learns from
-what is fed would know less than after a prefill. So what there was to learn is kept beside them.
+what is fed would know less than after a prefill. So what there was to learn is kept beside them, as far as it was
+computed.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class NotingDrafter(Drafter):
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter, self.said = drafter, Said()
-        self.wants_prompt_entries = drafter.wants_prompt_entries
+        self.wants_prompt_entries, self.learns_prompts = drafter.wants_prompt_entries, drafter.learns_prompts
 
     def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:
         """See `Drafter`."""
@@ -87,7 +88,7 @@ class NotingDrafter(Drafter):
     def learn(self, context: Sequence[int], draft: Draft, readout: Readout, verdict: Verdict) -> None:
         """See `Drafter`."""
         emitted = len(verdict.tokens)
-        if readout.entries is not None and self.wants_prompt_entries:
+        if readout.entries is not None and self.learns_prompts:
             self.said.put(len(context) - emitted - 1, readout.entries[verdict.path[:emitted]])
         self._drafter.learn(context, draft, readout, verdict)
 
