@@ -128,15 +128,14 @@ class Batch:
         if weighs and self._loop.budget is None:
             self._cost = BatchCost(lambda rows: step_cost_for(self._model, self._runner, batch=rows), 1)
             self._loop.budget = BatchBudget(self._cost, habits_of(self._model, self._cost.current, "engine"))
-        budget = self._loop.budget if weighs else None
         drafter = drafter_for(
             config,
             request.excluded,
             vocabulary=vocabulary_of(self._model),
-            budget=budget,
+            budget=self._loop.budget if weighs else None,
             sources=request.sources,
             constraint=request.constraint,
-            read_logits=len(self.seats.active) == 1 or reads_logits(config, budget),
+            read_logits=len(self.seats.active) == 1 or reads_logits(config, self._loop.budget),
         )
         return self._reuse.drafter(drafter)
 
@@ -212,9 +211,8 @@ class Batch:
             active.fed = end
             self._spent(start, [] if goes_on else [active])
             if end == len(text):
-                self._finish_text(
-                    active, row, logits, None if goes_on else read(logits, wants_entries=False).argmax_ids
-                )
+                argmax_ids = None if goes_on else read(logits, wants_entries=False).argmax_ids
+                self._finish_text(active, row, logits, argmax_ids)
             return end - before
         return 0
 

@@ -241,9 +241,11 @@ def test_copies_that_are_fed_in_a_rest_say_nothing_about_the_memory():
     assert fed > 8 and (habits.trust, habits.usual) == (trust, usual)
 
 
-def test_nothing_is_fed_for_what_it_teaches_where_the_memory_was_not_searched():
+def test_a_batch_that_rests_feeds_nothing_for_what_it_teaches():
     flat = StepCost.of({1: [PLAIN_S], 128: [1.01 * PLAIN_S]})
     faint = [1.0, *[1e-6] * 20]
-    assert Controller(flat, Habits(usual=9.0)).choose(faint) >= 8
-    assert Controller(flat, Habits(usual=9.0, gain=0.0)).choose(faint, ()) == 1
-    assert Controller(flat, Habits(usual=9.0, gain=0.0)).choose(faint) >= 8
+    for resting in (False, True):
+        budget = BatchBudget(flat, Habits(usual=9.0, gain=0.0))
+        budget._skipping = resting
+        budget.decide([faint] * 3)
+        assert (budget.choose(faint) >= 8) is not resting

@@ -14,8 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving_toys import PAD, VOCABULARY, Driven, alone, at_rest, random_ids
 
-from lade import ConfigError, Engine, LookaheadConfig, UnsupportedArgumentError
-from lade.decoding.drafting.said import Said
+from lade import ConfigError, Engine, LookaheadConfig, Memory, UnsupportedArgumentError
+from lade.decoding.drafting.adaptive import AdaptiveDrafter
+from lade.decoding.drafting.said import NotingDrafter, Said
+from lade.decoding.drafting.tree_size import FixedBudget
+from lade.decoding.kernels.layout import WIDTH
+from lade.decoding.readout import Readout
+from lade.decoding.verify import Verdict
 from lade.errors import CaptureWarning
 from lade.model.kv_cache import TreeCache
 from lade.serving import batch
@@ -251,3 +256,34 @@ def test_what_was_said_is_told_in_runs():
     copy = said.first(5)
     said.put(0, np.zeros((9, 6), np.int32))
     assert [(start, len(run)) for start, run in copy.runs(99)] == [(1, 2), (4, 1)] and copy.nbytes < said.nbytes
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_what_is_known_anyway_is_noted_where_no_logits_of_prompts_are_computed(learns):
+    """Of an answer there are logits, whoever may take them from the shelf."""
+    drafter = AdaptiveDrafter(Memory(), FixedBudget(4), read_prompts=learns, read_logits=False)
+    noting, context = NotingDrafter(drafter), [1, 2, 3]
+    assert not noting.wants_prompt_entries and noting.learns_prompts is learns
+    noting.begin(context, 2)
+    draft = noting.draft(context, None)
+    size = len(draft.tree)
+    readout = Readout([4] * size, np.full((size, WIDTH), 7, np.int32))
+    noting.learn([*context, 4], draft, readout, Verdict([0], [4], ["bonus"]))
+    assert [start for start, _ in noting.said.runs(9)] == ([2] if learns else [])
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_what_is_known_of_a_text_is_learned_where_it_is_not_computed(learns, monkeypatch):
+    told, learn_prompt = [], AdaptiveDrafter.learn_prompt
+    ids, driven = random_ids(3 * LEAST), Driven(LLAMA, prefix_cache=MEGABYTE)
+    driven.add(ids, METHODS[3], max_new_tokens=2)
+    driven.finish()
+    monkeypatch.setattr(
+        AdaptiveDrafter, "learn_prompt", lambda self, *args: (told.append(args[1]), learn_prompt(self, *args))
+    )
+    monkeypatch.setattr(batch, "reads_logits", lambda *_: False)
+    method = LookaheadConfig(budget=8, prompt_ngrams=learns)
+    handles = [driven.add(ids, method, max_new_tokens=2) for _ in range(2)]
+    driven.finish()
+    assert all(handle.cached_tokens for handle in handles)
+    assert told == [0, 0] * learns

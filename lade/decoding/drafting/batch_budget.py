@@ -70,8 +70,9 @@ class BatchBudget:
         mean = np.zeros(max(map(len, candidates)))
         for scores in candidates:
             mean[: max(1, len(scores))] += scores or [1.0]
-        alone = () if self._skipping else None
-        self._size = self._controller.choose((mean / len(candidates)).tolist(), alone)
+        resting = bool(self._skipping)  # then what is there comes from other sources than the memory, or a grammar
+        alone = () if resting else None
+        self._size = self._controller.choose((mean / len(candidates)).tolist(), alone, tuition=not resting)
 
     @property
     def trust(self) -> float:

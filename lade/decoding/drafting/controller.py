@@ -119,8 +119,8 @@ class Controller:
         """See `Budget`."""
         return self._habits.trust
 
-    def choose(self, scores: Sequence[float], alone: Sequence[float] | None = None) -> int:
-        """See `Budget`."""
+    def choose(self, scores: Sequence[float], alone: Sequence[float] | None = None, *, tuition: bool = True) -> int:
+        """See `Budget`; without `tuition` no more than is worth it now."""
         self.settle()
         worth = self._worth(scores, self._use_of_news)
         best = _best(worth)
@@ -128,8 +128,7 @@ class Controller:
             self._note_search(best)
         elif alone:
             self._note_search(_best(self._worth(alone, self._use_of_news)))
-        searched = alone is None or len(alone) > 0  # else there is nothing to be learned for the memory
-        size = self._with_tuition(best, worth) if searched else best
+        size = self._with_tuition(best, worth) if tuition else best
         self._note_promise(scores[1:size], None if alone is None else alone[1:size])
         return size
 

@@ -19,9 +19,9 @@ from lade.decoding.drafting.tree_size import Budget, FixedBudget, PassCost
 def reads_logits(config: LookaheadConfig, budget: BatchBudget | None) -> bool:
     """Whether rows that share a budget are to learn from the logits of their prompts.
 
-    A memory that outlasts them does, since others may look into it more often.
+    A row of a size of its own does, and one whose memory outlasts it, since others may look into that more often.
     """
-    return config.memory is not None or budget is None or budget.reads_logits
+    return budget is None or config.budget is not None or config.memory is not None or budget.reads_logits
 
 
 def drafter_for(
