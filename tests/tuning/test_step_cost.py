@@ -257,7 +257,7 @@ def test_json_of_another_kind_is_refused(value):
 
 @pytest.mark.parametrize("guesses", [0.0, 0.05])
 def test_a_machine_whose_pace_goes_up_and_down_leaves_the_shape_as_it_was(guesses):
-    """For hours: what is not visited keeps its distance, or trees of any size would come to seem free, or too dear."""
+    """200 times: what is not visited keeps its distance, or trees of any size would come to seem free, or too dear."""
     luck, cost = random.Random(1), measured(lambda size: 4e-3 + 1e-4 * size)
     before = list(cost.table)
     for number in range(12_000):
