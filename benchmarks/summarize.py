@@ -162,7 +162,7 @@ def _pictures(folder: Path, inside: Path) -> list[str]:
 
 
 def _overview(folder: Path) -> str:
-    rows, machines = [], dict[str, None]()
+    rows, machines = [], defaultdict[str, list[str]](list)
     for benchmark in [*BENCHMARKS, *GPU]:
         page = next(path for path in (Path(benchmark.name), *Path(benchmark.name).parents) if _has_page(folder, path))
         file = folder / benchmark.results
@@ -171,12 +171,14 @@ def _overview(folder: Path) -> str:
             rows.append([*cells, *_slopes(file), *[MISSING] * (1 + len(HEADLINES))])
         elif file.exists():
             results = Results.load(file)
-            machines[_machine(results)] = None
+            machines[_machine(results)].append(benchmark.name)
             rows.append([*cells, *_headlines(results)])
         else:
             rows.append([*cells, "not run yet", *[""] * (1 + len(HEADLINES))])
     table = _table(["benchmark", "question", "texts", "hf, tok/s", *HEADLINES], rows, left=3)
-    return "\n\n".join([table, *(f"Measured on {machine}." for machine in machines)])
+    if len(machines) == 1:
+        return f"{table}\n\nMeasured on {next(iter(machines))}."
+    return "\n\n".join([table, *(f"Measured on {machine}: {', '.join(names)}." for machine, names in machines.items())])
 
 
 def _told(above: Path, folder: Path) -> str:
