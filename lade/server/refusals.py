@@ -11,7 +11,6 @@ from lade.server.settings import Settings
 REFUSED = {
     "audio": "this server makes no sound",
     "background": "answers are not kept",
-    "best_of": "ask for n answers, and choose among them",
     "chat_template": "templates of requests are not run: start the server with --chat-template",
     "conversation": "conversations are not kept: send all messages",
     "function_call": "it was replaced: use tools",
@@ -50,6 +49,9 @@ def check(body: Decoding, settings: Settings) -> list[str]:
     modalities = extra.get("modalities")
     if modalities and modalities != ["text"]:
         raise unsupported("modalities", "modalities: only text is written")
+    if body.best_of is not None and body.best_of > body.n:
+        why = f"best_of: {body.best_of} are more than n={body.n}, and answers are not ranked: ask for n={body.best_of}"
+        raise unsupported("best_of", f"{why}, and choose among them")
     if isinstance(body, ChatRequest):
         _check_chat(body)
     unknown = [name if _NAME.fullmatch(name) else "?" for name in extra if name not in REFUSED]

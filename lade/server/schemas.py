@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictFloat, StrictInt
+from pydantic_core import PydanticUseDefault
 
 from lade.server.settings import (
     LONGEST_STOP,
@@ -26,10 +27,27 @@ def _whole(text: str) -> str:
     return text
 
 
+def _not_null(value: Any) -> Any:
+    if value is None:
+        raise PydanticUseDefault
+    return value
+
+
+def _nullable(kind: Any) -> BeforeValidator:
+    """Has a null be as good as a field that is left out, which then has its default."""
+    return BeforeValidator(_not_null, json_schema_input_type=kind | None)
+
+
+# numbers and switches are strict, as in OpenAI's API: neither true nor "5" is a number
+Flag = Annotated[StrictBool, _nullable(StrictBool)]
+Choices = Annotated[StrictInt, Field(ge=1, le=MOST_CHOICES)]
+Tokens = Annotated[StrictInt, Field(ge=0)]
 Text = Annotated[str, AfterValidator(_whole)]
-TokenId = Annotated[int, Field(ge=0, lt=_ID_BITS)]
+TokenId = Annotated[StrictInt, Field(ge=0, lt=_ID_BITS)]
+BiasedId = Annotated[int, Field(ge=0, lt=_ID_BITS)]
+"""A name of a JSON object, and so a text."""
 Stop = Annotated[Text, Field(min_length=1, max_length=LONGEST_STOP)]
-Bias = Annotated[float, Field(ge=-100, le=100)]
+Bias = Annotated[StrictFloat, Field(ge=-100, le=100)]
 
 
 def _as_list(value: Any) -> Any:
@@ -48,15 +66,15 @@ class Model(BaseModel):
 class StreamOptions(Model):
     """What a stream has besides text."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-    include_obfuscation: bool = False
+    include_usage: Flag = False
+    continuous_usage_stats: Flag = False
+    include_obfuscation: Flag = False
 
 
 class Trace(Model):
     """What only this server can tell."""
 
-    trace: bool = False
+    trace: Flag = False
 
 
 class ImageUrl(Model):
@@ -89,38 +107,39 @@ class StructuredOutputs(Model):
     """What an answer may be, as vLLM has it: one of them."""
 
     json_schema: Any = Field(None, alias="json")
-    json_object: bool | None = None
+    json_object: StrictBool | None = None
     regex: Text | None = None
     choice: list[Text] | None = None
     grammar: Text | None = None
-    whitespace: bool = False
+    whitespace: Flag = False
 
 
 class Decoding(Model):
     """What chats and completions have in common."""
 
     model: str | None = None
-    stream: bool = False
+    stream: Flag = False
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    n: int = Field(1, ge=1, le=MOST_CHOICES)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=_ID_BITS)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[TokenId, Bias] | None = Field(None, max_length=MOST_BIASES)
+    max_tokens: StrictInt | None = Field(None, ge=1)
+    n: Annotated[Choices, _nullable(Choices)] = 1
+    best_of: StrictInt | None = Field(None, ge=1)
+    seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**64)
+    temperature: StrictFloat | None = Field(None, ge=0, le=100)
+    top_p: StrictFloat | None = Field(None, gt=0, le=1)
+    top_k: StrictInt | None = Field(None, ge=-1, le=_ID_BITS)
+    min_p: StrictFloat | None = Field(None, ge=0, le=1)
+    repetition_penalty: StrictFloat | None = Field(None, ge=0.01, le=100)
+    presence_penalty: StrictFloat | None = Field(None, ge=-2, le=2)
+    frequency_penalty: StrictFloat | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[BiasedId, Bias] | None = Field(None, max_length=MOST_BIASES)
     stop: Annotated[list[Stop], BeforeValidator(_as_list, json_schema_input_type=Stop | list[Stop] | None)] = Field(
         [], max_length=MOST_STOPS
     )
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MOST_BIASES)
-    min_tokens: int = Field(0, ge=0)
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    return_token_ids: bool = False
+    min_tokens: Annotated[Tokens, _nullable(Tokens)] = 0
+    ignore_eos: Flag = False
+    skip_special_tokens: Flag = True
+    return_token_ids: Flag = False
     cache_salt: str | None = Field(None, max_length=256)
     lookahead: Literal["auto"] | dict[str, Any] | None = "auto"
     prediction: Prediction | None = None
@@ -129,7 +148,7 @@ class Decoding(Model):
     guided_regex: Text | None = None
     guided_choice: list[Text] | None = None
     guided_grammar: Text | None = None
-    lade: Trace = Trace()
+    lade: Annotated[Trace, _nullable(Trace)] = Trace()
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -159,16 +178,16 @@ class ChatRequest(Decoding):
     """Of `/v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+    max_completion_tokens: StrictInt | None = Field(None, ge=1)
+    logprobs: StrictBool | None = None
+    top_logprobs: StrictInt | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
     tools: list[dict[str, Any]] | None = Field(None, max_length=MOST_TOOLS)
     tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: StrictBool | None = None
     response_format: dict[str, Any] | None = None
     reasoning_effort: str | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    add_generation_prompt: Flag = True
+    continue_final_message: Flag = False
     chat_template_kwargs: dict[str, Any] | None = None
     generation_config: str | None = None
     verbosity: Any = None
@@ -188,5 +207,5 @@ class CompletionRequest(Decoding):
         | Annotated[list[TokenId], Field(min_length=1)]
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MOST_PROMPTS)]
     )
-    logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
-    echo: bool = False
+    logprobs: StrictInt | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+    echo: Flag = False

@@ -12,7 +12,7 @@ from lade.server import refusals
 from lade.server.errors import invalid
 from lade.server.messages.conversation import as_chat
 from lade.server.messages.schemas import CountRequest
-from lade.server.schemas import ChatRequest, Model, Text, TokenId
+from lade.server.schemas import ChatRequest, Flag, Model, Text, TokenId
 from lade.server.service import Service
 
 T = TypeVar("T")
@@ -24,14 +24,14 @@ class TokenizeText(Model):
 
     model: str | None = None
     prompt: Text
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
+    add_special_tokens: Flag = True
+    return_token_strs: Flag = False
 
 
 class TokenizeChat(ChatRequest):
     """Of `/tokenize`: a conversation, through the chat template."""
 
-    return_token_strs: bool = False
+    return_token_strs: Flag = False
 
 
 class DetokenizeRequest(Model):

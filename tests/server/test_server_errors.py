@@ -30,6 +30,16 @@ def check(response, status, kind, code, param=None):
         ({"temperature": "warm"}, "temperature", "number"),
         ({"top_p": 0}, "top_p", "greater than 0"),
         ({"n": 17}, "n", "16"),
+        ({"n": True}, "n", "integer"),
+        ({"n": "5"}, "n", "integer"),
+        ({"max_tokens": True}, "max_tokens", "integer"),
+        ({"seed": "5"}, "seed", "integer"),
+        ({"temperature": True}, "temperature", "number"),
+        ({"top_p": "0.5"}, "top_p", "number"),
+        ({"stream": "true"}, "stream", "boolean"),
+        ({"logprobs": 1}, "logprobs", "boolean"),
+        ({"stop_token_ids": [True]}, "stop_token_ids[0]", "integer"),
+        ({"logit_bias": {"1": "5"}}, "logit_bias.1", "number"),
         ({"max_tokens": 0}, "max_tokens", "1"),
         ({"stop": [""]}, "stop[0]", "at least 1"),
         ({"stop": ["x" * 257]}, "stop[0]", "256"),
@@ -86,7 +96,10 @@ def test_prompts_of_completions_are_checked(server):
     assert "257" in check(server.complete([[5], [9999]]), 400, INVALID, "invalid_value", "prompt")
     check(server.complete("", max_tokens=3), 400, INVALID, "invalid_value")
     check(server.complete("x", suffix="y"), 400, INVALID, "unsupported_parameter", "suffix")
-    check(server.complete("x", best_of=2), 400, INVALID, "unsupported_parameter", "best_of")
+    assert "n=3" in check(server.complete("x", n=2, best_of=3), 400, INVALID, "unsupported_parameter", "best_of")
+    assert [server.complete(prompt).status_code for prompt in (["1", True], [1, True], ["1", 1])] == [400] * 3
+    check(server.complete("x", logprobs=True), 400, INVALID, "invalid_value", "logprobs")
+    check(server.complete("x", echo="yes"), 400, INVALID, "invalid_value", "echo")
     check(server.complete("x", echo=True, logprobs=1), 400, INVALID, "unsupported_parameter", "echo")
 
 
@@ -211,3 +224,34 @@ def test_answers_are_described_as_they_are(server):
 def test_request_ids_go_in_and_out(server):
     assert server.http.get("/version", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
     assert server.http.get("/version", headers={"x-request-id": "a b"}).headers["x-request-id"].startswith("req-")
+
+
+NULLS = "best_of n stream stream_options min_tokens ignore_eos skip_special_tokens return_token_ids lade seed stop"
+
+
+def test_a_null_is_as_good_as_a_field_that_is_left_out(server):
+    nulls = dict.fromkeys(NULLS.split()) | {"temperature": 0, "max_tokens": 5}
+    left_out = server.complete(temperature=0, max_tokens=5).json()["choices"]
+    assert server.complete(**nulls, echo=None, logprobs=None, suffix=None).json()["choices"] == left_out
+    assert server.complete(temperature=0, max_tokens=5, n=2, best_of=2).json()["choices"][:1] == left_out
+    more = dict.fromkeys(["logprobs", "top_logprobs", "tools", "add_generation_prompt", "continue_final_message"])
+    answers = [server.chat(temperature=0, max_tokens=5).json(), server.chat(**nulls, **more).json()]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    streamed = {**nulls, "stream": True, "stream_options": {"include_usage": None}}
+    assert server.chat(**streamed).text.endswith("data: [DONE]\n\n")
+
+
+def test_values_are_strict_and_nulls_defaults_in_all_apis(server):
+    responses, messages = {"input": "x"}, {"messages": HI, "max_tokens": 2}
+    for path, body, wrong in (
+        ("/v1/responses", responses, {"max_output_tokens": "5"}),
+        ("/v1/responses", responses, {"parallel_tool_calls": "no"}),
+        ("/v1/messages", messages, {"max_tokens": True}),
+        ("/v1/messages", messages, {"thinking": {"type": "enabled", "budget_tokens": "9"}}),
+        ("/tokenize", {"prompt": "x"}, {"add_special_tokens": "yes"}),
+        ("/detokenize", {}, {"tokens": ["1"]}),
+    ):
+        assert server.http.post(path, json={**body, **wrong}).status_code == 400, wrong
+    nulls = {"stream": None, "n": None, "temperature": 0, "stop_sequences": None}
+    assert server.http.post("/v1/responses", json={**responses, **nulls, "max_output_tokens": 2}).status_code == 200
+    assert server.http.post("/v1/messages", json={**messages, **nulls}).status_code == 200

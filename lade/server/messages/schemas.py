@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, StrictBool, StrictInt
 
 from lade.server.schemas import Decoding, Model, Stop, Text
 from lade.server.settings import MOST_MESSAGES, MOST_STOPS, MOST_TOOLS
@@ -31,7 +31,7 @@ class Block(Model):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: Text | list[Block] | None = None
-    is_error: bool | None = None
+    is_error: StrictBool | None = None
 
 
 class Turn(Model):
@@ -48,7 +48,7 @@ class Tool(Model):
     type: str | None = Field(None, max_length=64)
     description: str | None = None
     input_schema: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: StrictBool | None = None
     cache_control: Any = None
 
 
@@ -57,14 +57,14 @@ class ToolChoice(Model):
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    disable_parallel_tool_use: bool | None = None
+    disable_parallel_tool_use: StrictBool | None = None
 
 
 class Thinking(Model):
     """Whether the model is to think first; all types but one say in some way that it is."""
 
     type: str = Field(max_length=64)
-    budget_tokens: int | None = None
+    budget_tokens: StrictInt | None = None
 
 
 class OutputConfig(Model):
@@ -90,5 +90,5 @@ class CountRequest(Decoding):
 class MessagesRequest(CountRequest):
     """Of `/v1/messages`."""
 
-    max_tokens: int = Field(ge=1)
-    stop_sequences: list[Stop] = Field([], max_length=MOST_STOPS)
+    max_tokens: StrictInt = Field(ge=1)
+    stop_sequences: list[Stop] | None = Field(None, max_length=MOST_STOPS)

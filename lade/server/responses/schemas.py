@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, StrictBool, StrictInt
 
 from lade.server.schemas import Decoding, Model, Text
 from lade.server.settings import MOST_MESSAGES, MOST_TOOLS
@@ -56,7 +56,7 @@ class Tool(Model):
     tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS)
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: StrictBool | None = None
 
 
 class ResponsesRequest(Decoding):
@@ -64,10 +64,10 @@ class ResponsesRequest(Decoding):
 
     input: Text | Annotated[list[InputItem], Field(min_length=1, max_length=MOST_MESSAGES)]
     instructions: Text | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: StrictInt | None = Field(None, ge=1)
     tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS)
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: StrictBool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     include: list[str] | None = None
