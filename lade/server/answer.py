@@ -16,9 +16,9 @@ from starlette.responses import Response
 from lade.hf.grammar.grammar import Grammar
 from lade.server import refusals, sse
 from lade.server.answer_form import asked_form, refuse_other_ends
-from lade.server.choice import Choice, Piece
+from lade.server.choice import Choice, Piece, figures_of, predictions_of, usage_of
 from lade.server.choosing import first_seed, generate_arguments, lookahead_of, seed_of
-from lade.server.errors import ApiError, error_for, invalid
+from lade.server.errors import TOO_LONG, ApiError, error_for, invalid
 from lade.server.exchange import GONE, Exchange
 from lade.server.leaving import ClientLeftError, unless_gone
 from lade.server.message_parts import MarkupParser, PlainParser
@@ -46,6 +46,7 @@ class Answer(ABC):
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
     id_prefix: ClassVar[str]
+    prompt_field: ClassVar[str]
 
     def __init__(self, service: Service, exchange: Exchange, body: Decoding) -> None:
         self.service, self.body = service, body
@@ -82,6 +83,14 @@ class Answer(ABC):
     @abstractmethod
     def delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """What a stream says of a step."""
+
+    def too_long(self, tokens: int, context: int) -> ApiError:
+        """What is said of a prompt that leaves an answer no room, in the words that clients look for."""
+        asked = (
+            f"you requested {tokens + 1} tokens ({tokens} in the {self.prompt_field}, at least 1 for the completion)"
+        )
+        why = f"This model's maximum context length is {context} tokens. However, {asked}."
+        return invalid(self.prompt_field, f"{why} Please reduce the length of the {self.prompt_field}.", TOO_LONG)
 
     @property
     def has_special_marks(self) -> bool:
@@ -144,7 +153,9 @@ class Answer(ABC):
         self._predicted = self._prediction()
         places = iter(list(self._flight.places))
         for prompt in self.prompts():
-            self._check_length(prompt)
+            prompt.check_ids(self.model.vocabulary)
+            if self.service.context is not None and len(prompt.ids) >= self.service.context:
+                raise self.too_long(len(prompt.ids), self.service.context)
             for _ in range(self.body.n):
                 choices.append(self._choice(len(choices), prompt, next(places)))
         return choices
@@ -195,17 +206,6 @@ class Answer(ABC):
             "lookahead": memories.lookahead(lookahead_of(body.lookahead), scope),
         }
 
-    def _check_length(self, prompt: Prompt) -> None:
-        context, length = self.service.context, len(prompt.ids)
-        if length == 0:
-            raise invalid(None, "the prompt has no tokens: send a longer one")
-        if max(prompt.ids) >= self.model.vocabulary and not prompt.media:
-            why = f"the prompt has the id {max(prompt.ids)}: give ids below {self.model.vocabulary}"
-            raise invalid("prompt", why)
-        if context is not None and length >= context:
-            why = f"the prompt has {length} tokens, and the context is {context} with the answer: shorten it"
-            raise invalid(None, why, "context_length_exceeded")
-
     async def _steps(self, silence_s: float | None) -> AsyncGenerator[tuple[Choice, Piece] | None]:
         """What comes of the choices, as it comes; None after so much silence."""
         answers = [aiter(choice.handle) for choice in self.choices]
@@ -228,7 +228,7 @@ class Answer(ABC):
             **self._head(self.kind),
             "choices": [self.whole_choice(choice) for choice in self.choices],
             "usage": self.usage(),
-            "lade": self._figures(),
+            "lade": figures_of(self.choices),
         }
 
     async def _events(self) -> AsyncIterator[bytes]:
@@ -304,45 +304,10 @@ class Answer(ABC):
         }
 
     def usage(self) -> dict[str, Any]:
-        """Tokens so far; those of a prompt count once, however many answers it has."""
-        firsts = self.choices[:: self.body.n]
-        prompt = sum(len(choice.prompt.ids) for choice in firsts)
-        answer = sum(len(choice.tokens) for choice in self.choices)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": answer,
-            "total_tokens": prompt + answer,
-            "prompt_tokens_details": {"cached_tokens": sum(choice.handle.cached_tokens for choice in firsts)},
-            "completion_tokens_details": {
-                "reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices),
-                **self._prediction_usage(),
-            },
-        }
+        """Tokens so far."""
+        return usage_of(self.choices, self.body.n, self._predicted)
 
     def ended(self) -> None:
         """Note how all choices have ended."""
         self._flight.outcome = self.choices[0].finish_reason
-        self._flight.predictions = self._predictions()
-
-    def _prediction_usage(self) -> dict[str, int]:
-        if self._predicted is None:
-            return {}
-        accepted, rejected = self._predictions()
-        return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
-
-    def _predictions(self) -> tuple[int, int]:
-        """How many tokens of what was expected have come as expected, and how many have not; those of all answers."""
-        if self._predicted is None:
-            return 0, 0
-        accepted = [min(choice.predicted_tokens, len(self._predicted)) for choice in self.choices]
-        return sum(accepted), len(self._predicted) * len(accepted) - sum(accepted)
-
-    def _figures(self) -> dict[str, Any]:
-        """Of all choices together."""
-        if len(self.choices) == 1:
-            return self.choices[0].figures
-        stats = [choice.handle.stats for choice in self.choices]
-        steps, fed = sum(each.steps for each in stats), sum(each.fed_tokens for each in stats)
-        accepted = sum(each.accepted_tokens for each in stats)
-        seed = self.choices[0].handle.seed
-        return {"seed": seed, "steps": steps, "tokens_per_step": round(accepted / max(1, steps), 3), "fed": fed}
+        self._flight.predictions = predictions_of(self.choices, self._predicted)

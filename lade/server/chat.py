@@ -26,6 +26,7 @@ class ChatAnswer(Answer):
 
     endpoint = "chat"
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+    prompt_field = "messages"
     format_names = CHAT_NAMES
     body: ChatRequest
 

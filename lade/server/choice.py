@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,3 +125,46 @@ class Choice:
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(1e3 * seconds, 2)
+
+
+def usage_of(choices: Sequence[Choice], n: int, predicted: Sequence[int] | None) -> dict[str, Any]:
+    """Tokens of all choices so far; those of a prompt count once.
+
+    Args:
+        choices: the answers of a request.
+        n: how many of them each prompt has.
+        predicted: ids that were expected; None where nothing was.
+    """
+    firsts = choices[::n]
+    prompt = sum(len(choice.prompt.ids) for choice in firsts)
+    answer = sum(len(choice.tokens) for choice in choices)
+    details = {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)}
+    if predicted is not None:
+        accepted, rejected = predictions_of(choices, predicted)
+        details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answer,
+        "total_tokens": prompt + answer,
+        "prompt_tokens_details": {"cached_tokens": sum(choice.handle.cached_tokens for choice in firsts)},
+        "completion_tokens_details": details,
+    }
+
+
+def predictions_of(choices: Sequence[Choice], predicted: Sequence[int] | None) -> tuple[int, int]:
+    """How many tokens of what was expected have come as expected, and how many have not; those of all answers."""
+    if predicted is None:
+        return 0, 0
+    accepted = [min(choice.predicted_tokens, len(predicted)) for choice in choices]
+    return sum(accepted), len(predicted) * len(accepted) - sum(accepted)
+
+
+def figures_of(choices: Sequence[Choice]) -> dict[str, Any]:
+    """What decoding all choices took together."""
+    if len(choices) == 1:
+        return choices[0].figures
+    stats = [choice.handle.stats for choice in choices]
+    steps, fed = sum(each.steps for each in stats), sum(each.fed_tokens for each in stats)
+    accepted = sum(each.accepted_tokens for each in stats)
+    seed = choices[0].handle.seed
+    return {"seed": seed, "steps": steps, "tokens_per_step": round(accepted / max(1, steps), 3), "fed": fed}

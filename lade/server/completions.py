@@ -21,6 +21,7 @@ class CompletionAnswer(Answer):
 
     endpoint = "completions"
     kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl-"
+    prompt_field = "prompt"
     body: CompletionRequest
 
     @property

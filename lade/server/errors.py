@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 INVALID, AUTHENTICATION, PERMISSION = "invalid_request_error", "authentication_error", "permission_error"
 NOT_FOUND, OVERLOADED, SERVER = "not_found_error", "overloaded_error", "server_error"
+TOO_LONG = "context_length_exceeded"
 _LONGEST_VALUE = 60
 
 

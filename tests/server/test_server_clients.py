@@ -56,6 +56,9 @@ def test_openai_raises_what_it_should(client):
     with pytest.raises(openai.BadRequestError) as raised:
         client.chat.completions.create(model="toy", messages=MESSAGES, temperature=-1)
     assert raised.value.param == "temperature" and raised.value.code == "invalid_value"
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 512 tokens") as raised:
+        client.chat.completions.create(model="toy", messages=[{"role": "user", "content": "x" * 600}])
+    assert raised.value.code == "context_length_exceeded"
 
 
 @pytest.mark.slow

@@ -1,10 +1,11 @@
 """What clients are told that ask for what cannot be done."""
 
 import json
+import re
 
 import jsonschema
 import pytest
-from served import CONTEXT, running
+from served import CONTEXT, running, templated
 
 HI = [{"role": "user", "content": "hi"}]
 INVALID = "invalid_request_error"
@@ -110,9 +111,24 @@ def test_a_text_or_a_conversation_is_tokenized_and_not_both(server):
         assert server.http.post("/tokenize", json=alone).json()["count"] > 0
 
 
-def test_a_prompt_as_long_as_the_context_is_refused_with_both_numbers(server):
-    message = check(server.complete([65] * CONTEXT), 400, INVALID, "context_length_exceeded")
-    assert f"{CONTEXT} tokens" in message and f"context is {CONTEXT}" in message
+@pytest.mark.parametrize(
+    ("path", "field"), [("completions", "prompt"), ("chat/completions", "messages"), ("responses", "input")]
+)
+def test_a_prompt_as_long_as_the_context_is_refused_in_the_words_that_clients_look_for(server, path, field):
+    given = [{"role": "user", "content": "x" * CONTEXT}] if field == "messages" else "x" * CONTEXT
+    response = server.http.post(f"/v1/{path}", json={field: given, "stream": True})
+    message = check(response, 400, INVALID, "context_length_exceeded", field)
+    found = re.fullmatch(
+        r"This model's maximum context length is (\d+) tokens. However, you requested (\d+) tokens "
+        r"\((\d+) in the (\w+), at least 1 for the completion\). Please reduce the length of the (\w+).",
+        message,
+    )
+    tokens = len(templated([{"role": "user", "content": given}])) if field == "input" else CONTEXT
+    tokens = len(templated(given)) if field == "messages" else tokens
+    assert found.groups() == (str(CONTEXT), str(tokens + 1), str(tokens), field, field)
+
+
+def test_a_prompt_one_token_shorter_than_the_context_has_an_answer(server):
     assert server.complete([65] * (CONTEXT - 1), temperature=0).json()["usage"]["completion_tokens"] == 1
 
 

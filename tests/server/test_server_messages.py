@@ -162,8 +162,15 @@ def test_refusals_have_anthropics_form(server, client):
     refused(404, "not_found_error", "/v1/messages/nothing")
     answer = server.http.post("/v1/messages", data={"a": "b"})
     assert answer.status_code == 415 and answer.json()["error"]["type"] == "invalid_request_error"
-    with pytest.raises(anthropic.BadRequestError, match="context is 512"):
-        client.messages.create(model="toy", max_tokens=1, messages=[{"role": "user", "content": "x" * 600}])
+    too_long = [{"role": "user", "content": "x" * 600}]
+    tokens = len(templated(too_long))
+    with pytest.raises(anthropic.BadRequestError) as raised:
+        client.messages.create(model="toy", max_tokens=1, messages=too_long)
+    error = raised.value.body["error"]
+    assert error == {"type": "invalid_request_error", "message": f"prompt is too long: {tokens} tokens > 511 maximum"}
+    long = "x" * (600 - tokens + 511)
+    whole = client.messages.create(model="toy", max_tokens=5, messages=[{"role": "user", "content": long}])
+    assert whole.usage.output_tokens == 1
 
 
 def test_what_nobody_foresaw_has_this_form_too(server, monkeypatch):

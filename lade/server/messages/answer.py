@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lade.server import sse
-from lade.server.errors import ApiError
+from lade.server.errors import TOO_LONG, ApiError, invalid
 from lade.server.exchange import Exchange
 from lade.server.item_answer import Event, ItemAnswer
 from lade.server.messages.conversation import as_chat
@@ -35,6 +35,10 @@ class MessagesAnswer(ItemAnswer):
     def __init__(self, service: Service, exchange: Exchange, asked: MessagesRequest) -> None:
         super().__init__(service, exchange, as_chat(asked))
 
+    def too_long(self, tokens: int, context: int) -> ApiError:
+        """See `Answer.too_long`."""
+        return invalid("messages", f"prompt is too long: {tokens} tokens > {context - 1} maximum", TOO_LONG)
+
     def ping(self) -> bytes:
         """See `Answer.ping`."""
         return sse.event({"type": "ping"}, "ping")
@@ -42,7 +46,13 @@ class MessagesAnswer(ItemAnswer):
     def message(self) -> dict[str, Any]:
         """See `ItemAnswer.message`."""
         content = [_block(run) for run in self.runs.all]
-        return {**self._begun(), "content": content, **self._end(), "usage": self._usage(), "lade": self._figures()}
+        return {
+            **self._begun(),
+            "content": content,
+            **self._end(),
+            "usage": self._usage(),
+            "lade": self.choices[0].figures,
+        }
 
     def first(self) -> Iterator[Event]:
         """See `ItemAnswer.first`."""
@@ -63,7 +73,7 @@ class MessagesAnswer(ItemAnswer):
 
     def last(self) -> Iterator[Event]:
         """See `ItemAnswer.last`."""
-        yield "message_delta", {"delta": self._end(), "usage": self._usage(), "lade": self._figures()}
+        yield "message_delta", {"delta": self._end(), "usage": self._usage(), "lade": self.choices[0].figures}
         yield "message_stop", {}
 
     def broken(self, error: ApiError) -> Iterator[Event]:

@@ -37,6 +37,7 @@ class ResponsesAnswer(ItemAnswer):
 
     endpoint = "responses"
     kind, id_prefix = "response", "resp_"
+    prompt_field = "input"
     format_names = FormatNames("text.format", "text.format.schema")
 
     def __init__(self, service: Service, exchange: Exchange, asked: ResponsesRequest) -> None:
@@ -126,7 +127,7 @@ class ResponsesAnswer(ItemAnswer):
             "output": [self._item(run) for run in self.runs.all],
             **self._echo(),
             "usage": self._usage() if over else None,
-            **({"lade": self._figures()} if over else {}),
+            **({"lade": self.choices[0].figures} if over else {}),
         }
 
     def _echo(self) -> dict[str, Any]:
