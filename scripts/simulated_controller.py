@@ -26,7 +26,7 @@ import lade
 from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.decoding.drafting.controller import Controller
 from lade.decoding.drafting.tree_size import FixedBudget
-from lade.hf import session
+from lade.hf import job
 from lade.tuning import cost_cache
 from lade.tuning.step_cost import StepCost
 
@@ -105,7 +105,7 @@ def put_in_place(clock: Clock) -> None:
 
     Controller.observe, FixedBudget.observe = by_clock, fixed  # type: ignore[method-assign]
     BatchBudget.observe_pass = of_batch  # type: ignore[method-assign]
-    session.__dict__.update(step_cost_for=curve, save_refreshed=lambda *_, **__: None)
+    job.__dict__.update(step_cost_for=curve, save_refreshed=lambda *_, **__: None)
 
 
 def padded(prompts: list[torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, settings
 
 import lade
 from lade.errors import UnsupportedModelError
-from lade.hf import session
+from lade.hf import job
 from lade.model.support import supports as support
-from lade.serving import batch as serving
 from lade.testing import nearly_flat_cost, toy_model
 from lade.tuning import cost_file as store
 from lade.tuning import cost_key
@@ -125,8 +124,7 @@ def cache_folder(tmp_path_factory):
 def known_cost(request, monkeypatch):
     """Toy models are not measured, unless a test is about that: what is drafted depends on no clock at first."""
     if "measured_cost" not in request.keywords:
-        for module in (session, serving):
-            monkeypatch.setattr(module, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
+        monkeypatch.setattr(job, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
 
 
 @pytest.fixture(autouse=True)

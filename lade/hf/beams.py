@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
 
-from lade.cluster.runners import eager_runner_for
 from lade.config import LookaheadConfig
 from lade.decoding.beams.logits import BeamLogits
 from lade.hf.batch_rules import check_lengths
-from lade.hf.encoder_decoder import has_encoder, runner_on_encoded, source_of
+from lade.hf.encoder_decoder import source_of
 from lade.hf.ids import placeholder_ids, special_ids
+from lade.hf.job import runner_of
 from lade.hf.plain import decoding_method
 from lade.hf.prepared import Prepared
 from lade.hf.prompt_texts import PromptTexts
@@ -26,10 +26,8 @@ from lade.hf.refusals import check, refuse
 from lade.hf.stand_in import StandIn
 from lade.model.encoder_decoder.cache import DecoderCache
 from lade.model.kv_cache import TreeCache
-from lade.model.masks import MaskPlan
 from lade.model.position_limits import Positions
 from lade.model.recurrent.cores import is_recurrent
-from lade.model.runner import EagerRunner
 from lade.stats import Stats
 
 BEAM_MODES = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
@@ -61,7 +59,7 @@ class BeamSession:
         users = prepared.user_cache
         if users is not None and (users.get_seq_length() or not isinstance(users, TreeCache)):
             refuse("past_key_values with num_beams", "a search of beams begins with an empty cache of its own")
-        runner = _runner(prepared, plan)
+        runner = runner_of(prepared, plan, lock_step=True)
         _check_lengths(runner.positions, texts, prepared.generation_config.max_length)
 
         self._prepared, self._padded = prepared, bool(texts.padding)
@@ -115,12 +113,6 @@ class _StandIn(StandIn):
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Beam i continues what was beam `beam_idx[i]`."""
         self._beams.reorder(beam_idx.tolist())
-
-
-def _runner(prepared: Prepared, plan: MaskPlan) -> EagerRunner:
-    if has_encoder(prepared):
-        return runner_on_encoded(prepared, plan)
-    return eager_runner_for(prepared.model, plan, prepared.generation_config)
 
 
 def _check_lengths(positions: Positions, texts: PromptTexts, max_length: int) -> None:

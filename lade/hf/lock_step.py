@@ -6,10 +6,7 @@ with all rows `[B, L]`, rows that have ended included; only the model that it is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,31 +14,23 @@ from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from lade.cluster.runners import eager_runner_for
 from lade.config import LookaheadConfig
-from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.decoding.drafting.drafter import Drafter
-from lade.decoding.drafting.factory import drafter_for, reads_logits
-from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.lock_step.logits import LockStepLogits
 from lade.decoding.lock_step.row import LockStepRow
 from lade.hf.batch_rules import check_lengths
-from lade.hf.encoder_decoder import has_encoder, runner_on_encoded, source_of
-from lade.hf.grammar_argument import constraints_for
-from lade.hf.ids import ids_of, placeholder_ids, special_ids, vocabulary_of
+from lade.hf.encoder_decoder import source_of
+from lade.hf.ids import ids_of
+from lade.hf.job import DecodeJob, DraftSpec, runner_of
 from lade.hf.output import Output
 from lade.hf.plain import decoding_method
-from lade.hf.predictions import sources_for
 from lade.hf.prepared import Prepared
 from lade.hf.refusals import check
 from lade.hf.stand_in import StandIn
 from lade.hf.text_kind import kind_of_text
 from lade.model.recurrent.cores import is_recurrent
 from lade.model.refeeding import RefedCache, RefeedingRunner
-from lade.model.runner import EagerRunner
 from lade.stats import Stats
-from lade.tuning.batch_cost import BatchCost
-from lade.tuning.cost_cache import habits_of, save_refreshed, step_cost_for
 
 
 class LockStepSession:
@@ -63,42 +52,18 @@ class LockStepSession:
     ) -> None:
         self._prepared, self._streamer = prepared, streamer
         plan, texts, images = check(prepared)
-        if has_encoder(prepared):
-            self._runner: EagerRunner = runner_on_encoded(prepared, plan)
-        else:
-            runner = eager_runner_for(prepared.model, plan, prepared.generation_config)
-            self._runner = runner.for_prompts(images)
+        runner = runner_of(prepared, plan, lock_step=True)
+        self._runner = runner.for_prompts(images)
         check_lengths(self._runner.positions, texts, prepared.generation_config.max_length)
-        budget = self._budget_for(config, len(texts))
-        drafters = self._drafters(config, budget, texts.ids)
+        kind = kind_of_text(prepared, config)
+        self._job = DecodeJob(prepared.model, runner, kind, rows=len(texts), batched=True)
+        drafters = self._job.drafters(DraftSpec.of_rows(prepared, config, texts.ids))
         rows = [self._row(number, text, drafters[number]) for number, text in enumerate(texts.ids)]
         self._answers: LockStepLogits[Any]
         if is_recurrent(prepared.model):
-            self._answers = LockStepLogits(rows, RefeedingRunner(self._runner), RefedCache(), stats, budget)
+            self._answers = LockStepLogits(rows, RefeedingRunner(self._runner), RefedCache(), stats, self._job.budget)
         else:
-            self._answers = LockStepLogits(rows, self._runner, self._runner.tree_cache(), stats, budget)
-
-    def _budget_for(self, config: LookaheadConfig, rows: int) -> BatchBudget | None:
-        """One size for all trees, by what passes cost; None where sizes are fixed."""
-        if not config.adaptive or config.budget is not None:
-            return None
-        model, runner = self._prepared.model, self._runner
-        cost = BatchCost(lambda rows: step_cost_for(model, runner, batch=rows), rows)
-        return BatchBudget(cost, habits_of(model, cost.current, kind_of_text(self._prepared, config)))
-
-    def _drafters(
-        self, config: LookaheadConfig, budget: BatchBudget | None, prompts: Sequence[list[int]]
-    ) -> list[Drafter]:
-        """One for each row; those of one caller may learn from each other."""
-        read_logits = reads_logits(config, budget)
-        if config.adaptive and config.memory is None:
-            config = replace(config, memory=ContextMemory())
-        excluded = special_ids(self._prepared.generation_config) | placeholder_ids(self._prepared.model)
-        vocabulary = vocabulary_of(self._prepared.model)
-        make = partial(drafter_for, config, excluded, vocabulary=vocabulary, budget=budget, read_logits=read_logits)
-        sources = sources_for(self._prepared, config, len(prompts))
-        constraints = constraints_for(self._prepared, prompts)
-        return [make(sources=own, constraint=rules) for own, rules in zip(sources, constraints, strict=True)]
+            self._answers = LockStepLogits(rows, self._runner, self._runner.tree_cache(), stats, self._job.budget)
 
     def _row(self, number: int, prompt: list[int], drafter: Drafter) -> LockStepRow:
         config, criteria = self._prepared.generation_config, self._prepared.stopping_criteria
@@ -128,7 +93,7 @@ class LockStepSession:
             raise
         finally:
             answers.report()
-            save_refreshed(prepared.model)
+            self._job.save()
         if isinstance(output, GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput):
             output.past_key_values = None  # ours has no slots for padding
         return output

@@ -8,13 +8,8 @@ from typing import Any, TypeAlias
 import torch
 
 from lade.config import LookaheadConfig
-from lade.decoding.drafting.drafter import Source
-from lade.decoding.drafting.followed import OwnText
-from lade.decoding.drafting.followed import Prediction as ExpectedText
-from lade.decoding.drafting.habits import Habits
 from lade.errors import ConfigError, InputError
-from lade.hf.encoder_decoder import source_of
-from lade.hf.ids import placeholder_ids, special_ids, vocabulary_of
+from lade.hf.ids import vocabulary_of
 from lade.hf.prepared import Prepared
 from lade.hf.refusals import refuse
 
@@ -73,40 +68,23 @@ def _is_id(token: object) -> bool:
     return isinstance(token, int) and not isinstance(token, bool)
 
 
-def sources_for(
-    prepared: Prepared, config: LookaheadConfig, rows: int, habits: Habits | None = None
-) -> list[list[Source]]:
-    """For each row what guesses beside its method: from the text that it is expected to write, and from its own.
+def text_of_rows(prepared: Prepared, config: LookaheadConfig, rows: int) -> list[Sequence[int] | None]:
+    """`[B]`, the text that each row is expected to write; None where none is.
 
     Args:
         prepared: what `model.generate` has prepared.
         config: the method.
-        rows: how many there are.
-        habits: what earlier texts have taught about copies; None for nothing.
+        rows: B.
 
     Raises:
         InputError: there are more or fewer texts than prompts, or ids out of the vocabulary.
-        UnsupportedArgumentError: no guesses of this kind are made.
+        UnsupportedArgumentError: the method drafts from no text.
     """
-    excluded = special_ids(prepared.generation_config) | placeholder_ids(prepared.model)
-    sources: list[list[Source]] = [[] for _ in range(rows)]
-    if prepared.predictions:
-        if not config.adaptive and not config.guesses:
-            refuse("prediction with guesses=0", "then nothing is guessed but the window's own cells")
-        for row, text in zip(sources, _text_of_rows(prepared, rows), strict=True):
-            row.append(ExpectedText(text, excluded))
-    if config.adaptive and config.prompt_ngrams:
-        copies = None if habits is None else habits.copies
-        if copies is not None:
-            copies.begin_text()
-        for number, row in enumerate(sources):
-            row.append(OwnText(source_of(prepared, number), excluded, copies))
-    return sources
-
-
-def _text_of_rows(prepared: Prepared, rows: int) -> list[Sequence[int]]:
-    """The text that each row is expected to write."""
     texts, repeated = prepared.predictions, prepared.generation_config.num_return_sequences or 1
+    if not texts:
+        return [None] * rows
+    if not config.adaptive and not config.guesses:
+        refuse("prediction with guesses=0", "then nothing is guessed but the window's own cells")
     if len(texts) * repeated != rows:
         raise InputError(
             f"prediction has {len(texts)} texts for {rows // repeated} prompts: give one for each, empty or not"

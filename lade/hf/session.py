@@ -5,29 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
-from lade.cluster.runners import reader_of, runner_for
 from lade.config import LookaheadConfig
-from lade.decoding.drafting.batch_budget import BatchBudget
-from lade.decoding.drafting.controller import most_fed
 from lade.decoding.drafting.drafter import Drafter
-from lade.decoding.drafting.factory import drafter_for, reads_logits
-from lade.decoding.drafting.habits import Habits
-from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.hf.batch_rules import check_lengths
-from lade.hf.encoder_decoder import has_encoder, runner_on_encoded
-from lade.hf.grammar_argument import constraints_for
-from lade.hf.ids import placeholder_ids, special_ids, vocabulary_of
+from lade.hf.job import DecodeJob, DraftSpec, runner_of
 from lade.hf.output import Output, output_of, record_for
-from lade.hf.predictions import sources_for
 from lade.hf.prepared import Prepared
 from lade.hf.refusals import check, check_switch
 from lade.hf.row import row_for
@@ -36,9 +25,6 @@ from lade.hf.text_kind import kind_of_text
 from lade.model.masks import MaskPlan
 from lade.model.runner import EagerRunner
 from lade.stats import Stats, Step
-from lade.tuning.batch_cost import BatchCost
-from lade.tuning.cost_cache import habits_of, save_refreshed, step_cost_for
-from lade.tuning.step_cost import StepCost
 
 
 class Session:
@@ -79,16 +65,13 @@ class Session:
         self._record = record_for(prepared.generation_config)
         sampled = bool(prepared.generation_config.do_sample)
         self._draws = Draws(len(self._texts)) if self._is_batch and sampled else None
-        self._cost = None if drafter else self._cost_of_steps(config, runner)
-        self._habits = self._habits_for(config)
-        self._most, self._budget = most_fed(runner.parts), None
-        if isinstance(self._cost, BatchCost):
-            self._budget = BatchBudget(self._cost, self._habits, self._most)
+        kind = kind_of_text(prepared, config)
+        self._job = DecodeJob(prepared.model, runner, kind, rows=len(self._texts), batched=self._is_batch)
         self._rows = self._make_rows(self._drafters(config, drafter))
         self._known = sys.maxsize  # tokens of the text that the caller knows
         cache: Any = self._cache  # of the runner's own kind
         self._loop = DecodeLoop(
-            list(self._rows), runner.for_prompts(images), cache, stats, self._budget, reader=reader_of(runner)
+            list(self._rows), runner.for_prompts(images), cache, stats, self._job.budget, reader=self._job.reader
         )
 
     @property
@@ -98,31 +81,11 @@ class Session:
     def _checked_runner(self, plan: MaskPlan) -> EagerRunner:
         """The runner, once it has been checked that it can make all passes of these texts."""
         prepared, config = self._prepared, self._prepared.generation_config
-        runner: EagerRunner
-        if has_encoder(prepared):
-            runner = runner_on_encoded(prepared, plan)
-        else:
-            runner = runner_for(prepared.model, plan, config, own_cache=prepared.user_cache is None)
+        runner = runner_of(prepared, plan)
         check_switch(runner, self._texts.width, config.max_length - self._texts.shown + self._texts.width)
         if self._is_batch:
             check_lengths(runner.positions, self._texts, config.max_length)
         return runner
-
-    def _cost_of_steps(self, config: LookaheadConfig, runner: EagerRunner) -> StepCost | BatchCost | None:
-        """Seconds of a pass by its size; None where sizes are fixed."""
-        if not config.adaptive or config.budget is not None:
-            return None
-        model = self._prepared.model
-        if not self._is_batch:
-            return step_cost_for(model, runner)
-        return BatchCost(lambda rows: step_cost_for(model, runner, batch=rows), len(self._texts))
-
-    def _habits_for(self, config: LookaheadConfig) -> Habits | None:
-        """What earlier calls have learned about such texts; None where sizes are fixed."""
-        if self._cost is None:
-            return None
-        cost = self._cost.current if isinstance(self._cost, BatchCost) else self._cost
-        return habits_of(self._prepared.model, cost, kind_of_text(self._prepared, config))
 
     def _drafters(self, config: LookaheadConfig, given: Drafter | None) -> list[Drafter]:
         """One for each row."""
@@ -130,25 +93,7 @@ class Session:
             if self._is_batch:
                 raise ValueError("a drafter serves one row: give it with one prompt")
             return [given]
-        read_logits = reads_logits(config, self._budget)
-        if self._is_batch and config.adaptive and config.memory is None:
-            config = replace(config, memory=ContextMemory())  # one caller's rows may learn from each other
-        excluded = special_ids(self._prepared.generation_config) | placeholder_ids(self._prepared.model)
-        vocabulary = vocabulary_of(self._prepared.model)
-        make = partial(
-            drafter_for,
-            config,
-            excluded,
-            vocabulary=vocabulary,
-            cost=self._cost,
-            budget=self._budget,
-            habits=self._habits,
-            most=self._most,
-            read_logits=read_logits,
-        )
-        sources = sources_for(self._prepared, config, len(self._texts), self._habits)
-        constraints = constraints_for(self._prepared, self._texts.ids)
-        return [make(sources=own, constraint=rules) for own, rules in zip(sources, constraints, strict=True)]
+        return self._job.drafters(DraftSpec.of_rows(self._prepared, config, self._texts.ids))
 
     def _make_rows(self, drafters: list[Drafter]) -> list[Row]:
         rows = []
@@ -192,7 +137,7 @@ class Session:
         """Give the streamer the prompt, and in the end its end, the cache back, and what was measured to its file."""
         with ExitStack() as stack:
             stack.push(self._end_stream)
-            stack.callback(save_refreshed, self._prepared.model)
+            stack.callback(self._job.save)
             stack.push(self._give_back)
             if self._streamer is not None and not self._prompt_streamed:
                 self._streamer.put(self._prepared.input_ids.cpu())
@@ -216,8 +161,7 @@ class Session:
             for number, row in enumerate(self._rows):
                 if row.done:
                     self._draws.leave(number)
-        if isinstance(self._cost, BatchCost):
-            self._cost.resize(len(self._loop.rows))
+        self._job.resize(len(self._loop.rows))
 
     def output(self) -> Output:
         """What `model.generate` returns: ids `[B, L]` int64, prompts included, or an output object with them.

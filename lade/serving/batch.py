@@ -9,16 +9,14 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from lade.cluster.runners import reader_of, runner_for
-from lade.decoding.drafting.batch_budget import BatchBudget
+from lade.decoding.drafting.controller import LARGEST
 from lade.decoding.drafting.drafter import Drafter
-from lade.decoding.drafting.factory import drafter_for, reads_logits
 from lade.decoding.loop import DecodeLoop, prompt_hook
 from lade.decoding.readout import read
 from lade.decoding.row import Row
-from lade.hf.ids import vocabulary_of
+from lade.hf.job import DecodeJob, engine_runner
 from lade.hf.output import Output
 from lade.model.masks import MaskPlan
 from lade.model.select_runner import release
@@ -31,8 +29,6 @@ from lade.serving.seats import HEADROOM, Seats
 from lade.serving.snapshot import Tally
 from lade.serving.together import first_together
 from lade.stats import Step
-from lade.tuning.batch_cost import BatchCost
-from lade.tuning.cost_cache import habits_of, save_refreshed, step_cost_for
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +66,9 @@ class Batch:
         prefix_cache: int = 0,
     ) -> None:
         self._model, self._prefill_tokens = model, prefill_tokens
-        self._runner = runner_for(model, plan, GenerationConfig())
+        self._runner = engine_runner(model, plan)
+        # a request's need counts on trees of at most so many tokens: see `capacity.largest_tree`
+        self._job = DecodeJob(model, self._runner, "engine", batched=True, most=LARGEST)
         self._prefill_runner = self._runner.eager()
         device_bytes, state_bytes = row_bytes(self._prefill_runner)
         token_bytes = sum(device_bytes.values())
@@ -81,12 +79,10 @@ class Batch:
         state_slots = -(-state_bytes // token_bytes)
         capacity = Capacity(max_rows, max_tokens, token_bytes, self._runner.sizing, state_slots)
         own_kind: Any = self._cache  # the one that this runner expects
-        reader = reader_of(self._runner)
-        self._loop = DecodeLoop([], self._runner, own_kind, isolate=True, reader=reader, leaving=self._shelve)
+        self._loop = DecodeLoop([], self._runner, own_kind, isolate=True, reader=self._job.reader, leaving=self._shelve)
         self.seats, self._reuse = Seats(capacity, headroom), Reuse(prefix_cache)
         self._room = Room(self._cache, self.seats)
         self.prefix_cache = prefix_cache
-        self._cost: BatchCost | None = None
         self.tally = Tally()
 
     @property
@@ -124,19 +120,8 @@ class Batch:
             self._cache.reset()
 
     def _drafter(self, request: Request) -> Drafter:
-        config, weighs = request.config, request.config.adaptive and request.config.budget is None
-        if weighs and self._loop.budget is None:
-            self._cost = BatchCost(lambda rows: step_cost_for(self._model, self._runner, batch=rows), 1)
-            self._loop.budget = BatchBudget(self._cost, habits_of(self._model, self._cost.current, "engine"))
-        drafter = drafter_for(
-            config,
-            request.excluded,
-            vocabulary=vocabulary_of(self._model),
-            budget=self._loop.budget if weighs else None,
-            sources=request.sources,
-            constraint=request.constraint,
-            read_logits=len(self.seats.active) == 1 or reads_logits(config, self._loop.budget),
-        )
+        drafter = self._job.drafter(request.draft_spec, alone=len(self.seats.active) == 1)
+        self._loop.budget = self._job.budget
         return self._reuse.drafter(drafter)
 
     def advance(self) -> None:
@@ -150,7 +135,7 @@ class Batch:
             self._step()
         if self.idle:
             self._cache.reset()
-            save_refreshed(self._model)
+            self._job.save()
         if self._room.found is not before or not self._room.is_enough:
             self._report_use()  # else rows have only grown, which the tally knows of
 
@@ -168,7 +153,7 @@ class Batch:
         self._reuse.shelf.clear()
         self._report_use()
         release(self._model)
-        save_refreshed(self._model)
+        self._job.save()
 
     def _prefill(self) -> None:
         left = self._prefill_tokens
@@ -302,9 +287,7 @@ class Batch:
         rows = list(self._loop.rows)
         try:
             self._room.reserve()
-            if self._cost is not None and self._loop.budget is not None and len(rows) != self._cost.rows:
-                self._loop.budget.settle()  # what was observed was of as many rows as there were
-                self._cost.resize(len(rows))
+            self._job.resize(len(rows))
             steps = self._loop.step()
         except Exception as problem:  # noqa: BLE001 - likewise; and what the cache holds now is unknown
             self._end_rows(problem)

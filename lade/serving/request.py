@@ -16,11 +16,12 @@ from lade.decoding.row import Row
 from lade.errors import InputError, UnsupportedArgumentError
 from lade.hf.answer_text import AnswerText
 from lade.hf.arguments import arguments_for_callable, why_no_ids
-from lade.hf.grammar_argument import constraints_for, with_grammar
-from lade.hf.ids import ids_of, placeholder_ids, special_ids
+from lade.hf.grammar_argument import with_grammar
+from lade.hf.ids import ids_of
+from lade.hf.job import DraftSpec
 from lade.hf.one_call import cleaning_up, refuse_hooks_of_one_call, refuse_values_of_one_call
 from lade.hf.output import Output, output_of, record_for
-from lade.hf.predictions import prediction_ids, sources_for
+from lade.hf.predictions import prediction_ids
 from lade.hf.prepared import Prepared, preparing
 from lade.hf.processors import StopReason
 from lade.hf.refusals import check
@@ -57,9 +58,7 @@ class Request:
         config: the method and its sizes.
         scope: whose request it is.
         seed: the seed of its draws; None where nothing is drawn.
-        excluded: ids after which nothing is drafted.
-        sources: what guesses beside its method.
-        constraint: what a grammar says about guesses; None where there is none.
+        draft_spec: what its drafter is made from.
         need: the room that it can come to take.
         ids: of the prompt, without padding.
         prompt_tokens: how many these are.
@@ -93,9 +92,7 @@ class Request:
         self.text, self.scope, self.seed = text, extras.scope, None
         if generation_config.do_sample:
             self.seed = secrets.randbelow(_DRAWN_SEEDS) if extras.seed is None else extras.seed
-        self.sources = sources_for(prepared, self.config, 1)[0]
-        self.constraint = constraints_for(prepared, texts.ids)[0]
-        self.excluded = special_ids(generation_config) | placeholder_ids(prepared.model)
+        self.draft_spec = DraftSpec.of_rows(prepared, self.config, texts.ids)[0]
         self._record = record_for(generation_config, extras.logprobs)
 
     def row(self, drafter: Drafter) -> Row:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from test_cli_errors import fails
 
+from lade.hf import job
 from lade.server import service
-from lade.serving import batch as serving_batch
 from lade.testing import nearly_flat_cost
 
 NEW = 8
@@ -19,7 +19,7 @@ NEW = 8
 @pytest.fixture(autouse=True)
 def nothing_measured(monkeypatch):
     monkeypatch.setattr(service, "warm_up", lambda engine, model, settings: None)
-    monkeypatch.setattr(serving_batch, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
+    monkeypatch.setattr(job, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
 
 
 def chat(custom_id, text, **fields):

@@ -19,6 +19,7 @@ from lade.cli.batch import run as batch_run
 from lade.cli.batch.output import AnswerFile
 from lade.cli.batch.run import Answers, in_order
 from lade.cli.main import app
+from lade.hf import job
 from lade.serving import batch as serving_batch
 from lade.serving import engine as serving_engine
 from lade.serving.engine import Engine
@@ -41,7 +42,7 @@ SAMPLED = ["--do-sample", "--seed", 11, "--temperature", 1.5, "--top-k", 20]
 
 @pytest.fixture(autouse=True)
 def known_cost_of_batches(monkeypatch):
-    monkeypatch.setattr(serving_batch, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
+    monkeypatch.setattr(job, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from lade import LookaheadConfig, Memory, Stats
 from lade.cluster import leader as leading
 from lade.cluster import parts
 from lade.decoding.drafting.controller import LARGEST, most_fed
-from lade.hf import session
+from lade.hf import job
 from lade.model.runner import EagerRunner
 from lade.tuning.step_cost import StepCost
 
@@ -79,7 +79,7 @@ class Free(StepCost):
 
 def in_large_trees(place, rank):
     """Whether texts are those of plain decoding, the size of the largest tree, and of this process's largest pass."""
-    session.step_cost_for = lambda model, runner, batch=1: Free.of({1: [1.0], 256: [1.001]})
+    job.step_cost_for = lambda model, runner, batch=1: Free.of({1: [1.0], 256: [1.001]})
     reference, model, memory, trees, fed, right = whole(place), lade.parallel(whole(place)), Memory(), [0], [], []
     flat, forward = leading.flat, EagerRunner.forward
 

@@ -14,7 +14,7 @@ import lade
 from lade import LookaheadConfig, Memory, Stats, TreeCache, UnsupportedArgumentError
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
 from lade.decoding.drafting.batch_budget import BatchBudget
-from lade.hf import session
+from lade.hf import job, session
 from lade.hf.sampling import Draws
 from lade.model.runner import EagerRunner
 from lade.testing import nearly_flat_cost, toy_model
@@ -347,7 +347,7 @@ def test_the_cost_of_a_pass_is_that_of_a_batch(monkeypatch):
         monkeypatch.setattr(cost, "observe", lambda size, seconds: observed.append((batch, size)))
         return cost
 
-    monkeypatch.setattr(session, "step_cost_for", cost_of)
+    monkeypatch.setattr(job, "step_cost_for", cost_of)
     texts = random_texts(6, 6, 6, 6)
     plain = MODELS["llama"].generate(torch.tensor(texts), max_new_tokens=40)[:, 6:]
     eos = [int(plain[0, 3]), int(plain[2, 9])]

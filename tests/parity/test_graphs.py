@@ -24,8 +24,8 @@ from transformers import GenerationConfig
 import lade
 from lade.decoding import loop, readout
 from lade.errors import CaptureWarning
+from lade.hf import job
 from lade.hf import row as hf_row
-from lade.hf import session
 from lade.model import select_runner as choice
 from lade.model.cuda_graphs import static_cache
 from lade.model.cuda_graphs.buffers import Buffers
@@ -59,7 +59,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture
 def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
     made = Graphs(device)
-    monkeypatch.setattr(session, "runner_for", made.runner_for)
+    monkeypatch.setattr(job, "runner_for", made.runner_for)
     with warnings.catch_warnings():
         warnings.simplefilter("error", CaptureWarning)
         yield made

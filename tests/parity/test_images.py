@@ -32,9 +32,8 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from transformers.generation import utils
 
 import lade
-from lade.hf import session
+from lade.hf import job
 from lade.model.recurrent.cores import is_recurrent
-from lade.serving import batch as serving_batch
 from lade.serving import shelf
 
 LONG = {"max_new_tokens": 50, "do_sample": False}
@@ -285,8 +284,7 @@ def _by_engine(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
 @pytest.mark.parametrize("case", FOUR)
 def test_captured_passes_are_plains(case: Multimodal, monkeypatch: pytest.MonkeyPatch) -> None:
     model, graphs = built(case), Graphs(torch.device("cpu"))
-    monkeypatch.setattr(session, "runner_for", graphs.runner_for)
-    monkeypatch.setattr(serving_batch, "runner_for", graphs.runner_for)
+    monkeypatch.setattr(job, "runner_for", graphs.runner_for)
     for inputs in (prompt(case, images_of(case)), batch(case, rows_of(case))):
         arguments = {**inputs, **SHORT}
         assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments), model.generate(**arguments))

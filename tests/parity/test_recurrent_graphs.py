@@ -21,13 +21,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import lade
 from lade.decoding.tree import TokenTree
 from lade.errors import CaptureWarning
-from lade.hf import session
+from lade.hf import job
 from lade.model.cuda_graphs import static_cache
 from lade.model.cuda_graphs.buffers import Buffers
 from lade.model.cuda_graphs.states import NodeBuffers
 from lade.model.kv_cache import TreeCache
 from lade.model.select_runner import why_eager
-from lade.serving import batch as serving_batch
 
 BUDGET = lade.LookaheadConfig(budget=24)
 DEPTH_BY_DEPTH = ["jamba", "mamba", "falcon_mamba"]
@@ -57,8 +56,7 @@ def recurrent(name: str) -> Any:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
     made = Graphs(torch.device("cpu"))
-    for module in (session, serving_batch):
-        monkeypatch.setattr(module, "runner_for", made.runner_for)
+    monkeypatch.setattr(job, "runner_for", made.runner_for)
     with warnings.catch_warnings():
         warnings.simplefilter("error", CaptureWarning)
         yield made

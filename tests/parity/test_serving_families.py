@@ -12,7 +12,7 @@ from families import FAMILIES, UNLISTED, Family, family
 from graphed import Graphs
 
 import lade
-from lade.serving import batch
+from lade.hf import job
 from lade.testing import nearly_flat_cost
 
 CASES = [pytest.param(case, backend, id=f"{case}-{backend}") for case in FAMILIES for backend in case.backends]
@@ -26,7 +26,7 @@ CAPTURED = ["mistral-window", "gemma3_text", "bloom", *NOW_AND_THEN]
 
 @pytest.fixture(autouse=True)
 def known_cost_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
+    monkeypatch.setattr(job, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
 
 
 def assert_served(model: Any, configs: Any, new_tokens: int = 30, **arguments: Any) -> None:
@@ -62,7 +62,7 @@ def test_sampled_requests_of_it(name: str) -> None:
 @pytest.mark.parametrize("name", CAPTURED)
 def test_requests_of_it_on_captured_passes(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graphs, model = Graphs(torch.device(device)), family(name).build().to(device)
-    monkeypatch.setattr(batch, "runner_for", graphs.runner_for)
+    monkeypatch.setattr(job, "runner_for", graphs.runner_for)
     told = {"eos_token_id": plain(model, prompt(7).to(device))[0, 19].item(), "pad_token_id": 0}
     assert_served(model, [PAPER], new_tokens=20, do_sample=False, **told)
     assert graphs.counted.replayed > graphs.counted.recorded > 1

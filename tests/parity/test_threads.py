@@ -21,7 +21,7 @@ from graphed import Graphs
 from transformers import BloomForCausalLM
 
 import lade
-from lade.hf import session
+from lade.hf import job
 from lade.hf.pass_meter import metered
 from lade.model.cuda_graphs import model_pools
 from lade.model.select_runner import why_eager
@@ -208,7 +208,7 @@ def test_a_pass_over_a_tree_inside_another_one_is_refused() -> None:
 def test_threads_replay_passes_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, graphs = family(name).build(), Graphs(torch.device("cpu"))
     pool = graphs.pool(model)
-    monkeypatch.setattr(session, "runner_for", graphs.runner_for)
+    monkeypatch.setattr(job, "runner_for", graphs.runner_for)
     prompts = [prompt(length, seed=length) for length in (9, 10)]
     expected = [plain(model, ids, max_new_tokens=9) for ids in prompts]
     jobs = [functools.partial(lookahead, model, ids, PAPER, max_new_tokens=9) for ids in prompts]

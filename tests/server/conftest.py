@@ -6,8 +6,8 @@ import pytest
 import torch
 from served import Running, running
 
+from lade.hf import job
 from lade.server import service
-from lade.serving import batch
 from lade.testing import nearly_flat_cost
 
 
@@ -30,7 +30,7 @@ def no_warm_up():
 @pytest.fixture(scope="module")
 def server() -> Running:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
+        patch.setattr(job, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
         with running() as made:
             yield made
     gc.collect()

@@ -8,8 +8,8 @@ import pytest
 import torch
 from serving_toys import engine_threads
 
+from lade.hf import job
 from lade.model.prompt_pass import PromptPasses
-from lade.serving import batch
 from lade.testing import nearly_flat_cost
 
 sys.path.append(str(Path(__file__).parent.parent / "parity"))  # where the tiny models of all families are
@@ -25,7 +25,7 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def known_cost_of_batches(monkeypatch):
-    monkeypatch.setattr(batch, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
+    monkeypatch.setattr(job, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
 
 
 @pytest.fixture(autouse=True)

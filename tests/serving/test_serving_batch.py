@@ -23,10 +23,10 @@ from serving_toys import (
 from lade import InputError, LookaheadConfig, Memory
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
 from lade.decoding.drafting.batch_budget import BatchBudget
+from lade.hf import job
 from lade.hf.refusals import resolve
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
-from lade.serving import batch
 from lade.serving.capacity import Capacity, Need, largest_tree
 from lade.serving.extras import PLAIN
 from lade.serving.seats import Seats
@@ -375,7 +375,7 @@ def test_an_error_of_the_model_ends_those_in_the_batch(monkeypatch):
     for handle in handles[:2]:
         with pytest.raises(MemoryError, match="no more"):
             handle.result(0)
-    monkeypatch.setattr(batch, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
+    monkeypatch.setattr(job, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
     driven.finish()
     for seed, handle in enumerate(handles[2:], 2):
         assert handle.tokens == alone(LLAMA, random_ids(6, seed), max_new_tokens=20)
@@ -443,7 +443,7 @@ def test_a_cost_that_cannot_be_measured_is_an_error_of_those_who_wanted_it(rows,
 
     driven = Driven(LLAMA)
     with monkeypatch.context() as patch:
-        patch.setattr(batch, "step_cost_for", fails)
+        patch.setattr(job, "step_cost_for", fails)
         handles = [driven.add(random_ids(4, seed), "auto", max_new_tokens=9) for seed in range(rows)]
         driven.finish()
         for handle in handles:
@@ -534,7 +534,7 @@ def test_the_cost_of_a_pass_is_that_of_as_many_rows(monkeypatch):
         asked.append(batch)
         return nearly_flat_cost()
 
-    monkeypatch.setattr(batch, "step_cost_for", cost_of)
+    monkeypatch.setattr(job, "step_cost_for", cost_of)
     driven = Driven(LLAMA)
     for seed in range(5):
         driven.add(random_ids(4, seed), "auto", max_new_tokens=4 + 30 * (seed == 0))

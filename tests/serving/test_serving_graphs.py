@@ -29,6 +29,7 @@ from test_serving_machine import Requests, model_of
 import lade
 from lade import Engine, InputError, LookaheadConfig
 from lade.errors import CaptureWarning
+from lade.hf import job
 from lade.hf.refusals import resolve
 from lade.model.cuda_graphs import model_pools
 from lade.model.cuda_graphs.buffers import Buffers
@@ -42,7 +43,6 @@ from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.model.shapes import batch_bucket, key_bucket, step_bucket
 from lade.model.tree_layer import TreeLayer
-from lade.serving import batch
 from lade.serving.capacity import Capacity, Need, default_max_tokens, largest_tree
 from lade.serving.extras import PLAIN
 from lade.testing import toy_model
@@ -55,7 +55,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def graphs(monkeypatch):
     made = Graphs(CPU)
-    monkeypatch.setattr(batch, "runner_for", made.runner_for)
+    monkeypatch.setattr(job, "runner_for", made.runner_for)
     with warnings.catch_warnings():
         warnings.simplefilter("error", CaptureWarning)
         yield made
@@ -100,7 +100,7 @@ class GraphedRequests(Requests):
 
     def drive(self, *limits):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(batch, "runner_for", self.graphs.runner_for)
+            patch.setattr(job, "runner_for", self.graphs.runner_for)
             driven = Driven(model_of(self.name), *limits)
         assert isinstance(driven.batch._cache, FallbackCache)
         return driven
@@ -214,7 +214,7 @@ def pool(monkeypatch):
     """That of a model, as it has one on a CUDA device."""
     made = new_pool(LLAMA, EagerReplay)
     monkeypatch.setitem(model_pools._pools, LLAMA, made)
-    monkeypatch.setattr(batch, "runner_for", lambda *given: GraphRunner(*given, made))
+    monkeypatch.setattr(job, "runner_for", lambda *given: GraphRunner(*given, made))
     return made
 
 
@@ -222,7 +222,7 @@ def test_weights_that_have_moved_between_two_bursts_are_captured_again(monkeypat
     """What was captured reads memory that others use by now."""
     model = toy_model("llama", vocabulary=VOCABULARY)
     pool = new_pool(model, EagerReplay)
-    monkeypatch.setattr(batch, "runner_for", lambda *given: GraphRunner(*given, pool))
+    monkeypatch.setattr(job, "runner_for", lambda *given: GraphRunner(*given, pool))
     driven = Driven(model)
     for number in range(3):
         expected = alone(model, random_ids(5), max_new_tokens=12)
@@ -317,7 +317,7 @@ def test_rows_and_slots_are_counted_as_they_are_made():
 def test_no_buffers_take_more_than_they_may(max_tokens, requests):
     wanted, trees = [], []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch, "runner_for", Graphs(CPU).runner_for)
+        patch.setattr(job, "runner_for", Graphs(CPU).runner_for)
         make, prepare = Buffers.__init__, GraphRunner._prepare
 
         def made(buffers, layers, rows, slots):

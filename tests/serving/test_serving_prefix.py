@@ -22,8 +22,8 @@ from lade.decoding.kernels.layout import WIDTH
 from lade.decoding.readout import Readout
 from lade.decoding.verify import Verdict
 from lade.errors import CaptureWarning
+from lade.hf import job
 from lade.model.kv_cache import TreeCache
-from lade.serving import batch
 from lade.serving.shelf import LEAST, Shelf, ShelvedText
 from lade.testing import toy_model
 
@@ -196,7 +196,7 @@ def test_whatever_comes_whenever_gets_its_own_text(seed):
 
 @pytest.mark.parametrize("seed", [1, 4])
 def test_on_captured_passes(monkeypatch, seed):
-    monkeypatch.setattr(batch, "runner_for", Graphs(torch.device("cpu")).runner_for)
+    monkeypatch.setattr(job, "runner_for", Graphs(torch.device("cpu")).runner_for)
     with warnings.catch_warnings():
         warnings.simplefilter("error", CaptureWarning)
         assert check_arrivals(random.Random(seed), Driven(LLAMA, 64, 3, 1600, headroom=16, prefix_cache=MEGABYTE))
@@ -281,7 +281,7 @@ def test_what_is_known_of_a_text_is_learned_where_it_is_not_computed(learns, mon
     monkeypatch.setattr(
         AdaptiveDrafter, "learn_prompt", lambda self, *args: (told.append(args[1]), learn_prompt(self, *args))
     )
-    monkeypatch.setattr(batch, "reads_logits", lambda *_: False)
+    monkeypatch.setattr(job, "reads_logits", lambda *_: False)
     method = LookaheadConfig(budget=8, prompt_ngrams=learns)
     handles = [driven.add(ids, method, max_new_tokens=2) for _ in range(2)]
     driven.finish()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lade
-from lade.hf import predictions
+from lade.hf import job
 from lade.model.runner import EagerRunner
 from lade.model.support.supports import supports
 from lade.testing import toy_model
@@ -68,18 +68,39 @@ def test_what_guessing_was_worth_is_known_to_the_next_call_and_to_that_kind_of_t
     assert profile.habits_of(toy_model("llama"), cost, "greedy").node_s == 0.0, "another model's"
 
 
+def in_lock_step(model, ids, **arguments):
+    """A processor that is not transformers' own has all rows go together."""
+    return lade.generate(model, input_ids=ids.repeat(2, 1), logits_processor=[lambda ids, scores: scores], **arguments)
+
+
+def by_an_engine(model, ids, **arguments):
+    with lade.Engine(model) as engine:
+        return engine.add(ids, **arguments).result(60.0)
+
+
+WAYS = {
+    "greedy": lambda model, ids, **arguments: lade.generate(model, input_ids=ids, **arguments),
+    "in a batch": lambda model, ids, **arguments: lade.generate(model, input_ids=ids.repeat(2, 1), **arguments),
+    "in lock-step": in_lock_step,
+    "engine": by_an_engine,
+}
+
+
 @pytest.mark.measured_cost
-def test_what_copies_were_worth_is_known_to_the_next_call(measured, monkeypatch):
+@pytest.mark.parametrize("way", WAYS)
+def test_what_copies_were_worth_is_known_to_the_next_call(way, measured, monkeypatch):
     """Each text goes by what earlier ones of its kind have taught, and teaches the same."""
     model, begun, used = toy_model("llama", dtype=torch.float32, seed=3), [], []
-    copies = profile.habits_of(model, profile.step_cost_for(model, runner_of(model)), "greedy").copies
+    rows = 2 if way.startswith("in ") else 1
+    cost = profile.step_cost_for(model, runner_of(model), batch=rows)
+    copies = profile.habits_of(model, cost, "engine" if way == "engine" else "greedy").copies
     monkeypatch.setattr(copies, "begin_text", lambda: begun.append(len(used)))
-    text = predictions.OwnText
-    monkeypatch.setattr(predictions, "OwnText", lambda *args: used.append(args[-1]) or text(*args))
-    monkeypatch.setattr(profile, "save_refreshed", lambda model: None)
+    text = job.OwnText
+    monkeypatch.setattr(job, "OwnText", lambda *args: used.append(args[-1]) or text(*args))
+    monkeypatch.setattr(job, "save_refreshed", lambda model: None)
     for _ in range(2):
-        lade.generate(model, input_ids=torch.tensor([[1, 2, 3]]), max_new_tokens=5, eos_token_id=None)
-    assert begun == [0, 1] and all(each is copies for each in used) and len(used) == 2
+        WAYS[way](model, torch.tensor([[1, 2, 3]]), max_new_tokens=5, eos_token_id=None, do_sample=False)
+    assert begun == [0, rows] and all(each is copies for each in used) and len(used) == 2 * rows
 
 
 def test_measuring_draws_no_random_numbers_that_anyone_could_miss(model, measured, tmp_path):

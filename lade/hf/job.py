@@ -1,0 +1,216 @@
+"""The one place where a generation is composed: the runner, the cost of its passes, the budget of its trees, drafters.
+
+A generation of one row or several (`Session`), a batch in lock-step and an engine all decode through a `DecodeJob`, so
+that whatever is learned of a model, its passes and its texts reaches all of them.
+
+    runner      makes the forward passes: eager or captured, in one process or several, behind an encoder
+    cost        seconds of a pass by its size: the curve of this model on this machine, refreshed by every step
+    budget      one size for the trees of all rows; None where a row decides for itself
+    drafters    one for each row, from its `DraftSpec`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from lade.cluster.parts import LeadingPartRunner
+from lade.cluster.runners import eager_runner_for, reader_of, runner_for
+from lade.config import LookaheadConfig
+from lade.decoding.drafting.batch_budget import BatchBudget
+from lade.decoding.drafting.constraint import Constraint
+from lade.decoding.drafting.controller import most_fed
+from lade.decoding.drafting.drafter import Drafter, Source
+from lade.decoding.drafting.factory import drafter_for, reads_logits
+from lade.decoding.drafting.followed import OwnText, Prediction
+from lade.decoding.drafting.habits import Habits
+from lade.decoding.drafting.memory import ContextMemory
+from lade.hf.encoder_decoder import has_encoder, runner_on_encoded, source_of
+from lade.hf.grammar_argument import constraints_for
+from lade.hf.ids import placeholder_ids, special_ids, vocabulary_of
+from lade.hf.predictions import text_of_rows
+from lade.hf.prepared import Prepared
+from lade.model.masks import MaskPlan
+from lade.model.runner import EagerRunner
+from lade.tuning.batch_cost import BatchCost
+from lade.tuning.cost_cache import habits_of, save_refreshed, step_cost_for
+from lade.tuning.step_cost import StepCost
+
+
+@dataclass(frozen=True)
+class DraftSpec:
+    """What the drafter of one row is made from; checked before anything is fed.
+
+    Attributes:
+        config: the method and its sizes.
+        memory: shared by the rows of one call; None for the config's own, or a new one.
+        excluded: ids after which nothing is drafted: end of sequence, padding, placeholders of images.
+        vocabulary: V; ids below it can be fed.
+        source_text: ids of what an encoder was fed, drafted from as if it stood before the prompt.
+        prediction: ids of the text that the answer is expected to follow; None without one.
+        constraint: what a grammar forces and forbids; None without one.
+    """
+
+    config: LookaheadConfig
+    memory: ContextMemory | None
+    excluded: Collection[int]
+    vocabulary: int
+    source_text: Sequence[int]
+    prediction: Sequence[int] | None
+    constraint: Constraint | None
+
+    @property
+    def sizes_trees(self) -> bool:
+        """Whether tree sizes are chosen by what passes cost, rather than given."""
+        return self.config.adaptive and self.config.budget is None
+
+    @classmethod
+    def of_rows(cls, prepared: Prepared, config: LookaheadConfig, prompts: Sequence[list[int]]) -> list[DraftSpec]:
+        """One for each row.
+
+        Args:
+            prepared: what `model.generate` has prepared.
+            config: the method and its sizes.
+            prompts: `[B]`, the tokens of each row's prompt, without padding.
+
+        Raises:
+            InputError: there are more or fewer predictions than prompts, or they have ids out of the vocabulary.
+            UnsupportedArgumentError: a prediction with a method that drafts from no text.
+        """
+        rows = len(prompts)
+        excluded = special_ids(prepared.generation_config) | placeholder_ids(prepared.model)
+        vocabulary = vocabulary_of(prepared.model)
+        shares = rows > 1 and config.adaptive and config.memory is None
+        memory = ContextMemory() if shares else None  # the rows of one call may learn from each other
+        predictions = text_of_rows(prepared, config, rows)
+        constraints = constraints_for(prepared, prompts)
+        return [
+            cls(config, memory, excluded, vocabulary, source_of(prepared, row), predictions[row], constraints[row])
+            for row in range(rows)
+        ]
+
+
+class DecodeJob:
+    """What rows of one model are decoded with.
+
+    Args:
+        model: one that `lade.supports`.
+        runner: see `runner_of`.
+        kind: of text; what is learned of one kind is not used for another.
+        rows: B at first.
+        batched: whether the rows share the size of their trees, however many they are.
+        most: tokens that a row feeds in a step at most; None for what the runner's processes can take.
+
+    Attributes:
+        runner: as given.
+        budget: one size for the trees of all rows, from the first drafter on that needs one; None without.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        runner: EagerRunner,
+        kind: str,
+        *,
+        rows: int = 1,
+        batched: bool = False,
+        most: int | None = None,
+    ) -> None:
+        self.runner = runner
+        self.budget: BatchBudget | None = None
+        self._model, self._kind, self._rows, self._batched = model, kind, rows, batched
+        self._most = most_fed(runner.parts) if most is None else most
+        self._cost: StepCost | BatchCost | None = None
+        self._habits: Habits | None = None
+
+    @property
+    def reader(self) -> LeadingPartRunner | None:
+        """See `DecodeLoop.reader`."""
+        return reader_of(self.runner)
+
+    def drafter(self, spec: DraftSpec, *, alone: bool = False) -> Drafter:
+        """A drafter for one row.
+
+        Args:
+            spec: what it is made from.
+            alone: whether the row is the only one of its batch for now, so that it learns from its prompt anyway.
+        """
+        return self.drafters([spec], alone=alone)[0]
+
+    def drafters(self, specs: Sequence[DraftSpec], *, alone: bool = False) -> list[Drafter]:
+        """One for each row; the step cost is looked up, or measured, if they need it and it was not before."""
+        if self._cost is None and any(spec.sizes_trees for spec in specs):
+            self._begin_sizing()
+        if self._habits is not None:
+            self._habits.copies.begin_text()
+        return [self._drafter(spec, alone=alone) for spec in specs]
+
+    def _begin_sizing(self) -> None:
+        if self._batched:
+            cost = BatchCost(lambda rows: step_cost_for(self._model, self.runner, batch=rows), self._rows)
+            self._cost, curve = cost, cost.current
+        else:
+            self._cost = curve = step_cost_for(self._model, self.runner)
+        self._habits = habits_of(self._model, curve, self._kind)
+        if isinstance(self._cost, BatchCost):
+            self.budget = BatchBudget(self._cost, self._habits, self._most)
+
+    def _drafter(self, spec: DraftSpec, *, alone: bool) -> Drafter:
+        config = spec.config if spec.memory is None else replace(spec.config, memory=spec.memory)
+        sizing: dict[str, Any] = {}
+        if spec.sizes_trees:
+            sizing = {"cost": self._cost, "budget": self.budget, "habits": self._habits, "most": self._most}
+        return drafter_for(
+            config,
+            spec.excluded,
+            vocabulary=spec.vocabulary,
+            sources=self._sources(spec),
+            constraint=spec.constraint,
+            read_logits=alone or reads_logits(spec.config, self.budget),
+            **sizing,
+        )
+
+    def _sources(self, spec: DraftSpec) -> list[Source]:
+        """Drafts from text: from the one that is expected, and from the row's own."""
+        sources = list[Source]()
+        if spec.prediction is not None:
+            sources.append(Prediction(spec.prediction, spec.excluded))
+        if spec.config.adaptive and spec.config.prompt_ngrams:
+            copies = None if self._habits is None else self._habits.copies
+            sources.append(OwnText(spec.source_text, spec.excluded, copies))
+        return sources
+
+    def resize(self, rows: int) -> None:
+        """`rows` are decoded from now on, 0 when all have ended; flushes what was observed of as many as there were."""
+        if isinstance(self._cost, BatchCost) and rows != self._cost.rows:
+            if self.budget is not None:
+                self.budget.settle()
+            self._cost.resize(rows)
+
+    def save(self) -> None:
+        """Save the step costs that have moved; for the end of a generation."""
+        save_refreshed(self._model)
+
+
+def runner_of(prepared: Prepared, plan: MaskPlan, *, lock_step: bool = False) -> EagerRunner:
+    """The runner of one call: behind its encoder, if the model has one.
+
+    Args:
+        prepared: what `model.generate` has prepared.
+        plan: how the model takes its masks.
+        lock_step: whether transformers' own loop decodes, which sees the logits of every pass; then none is captured.
+    """
+    if has_encoder(prepared):
+        return runner_on_encoded(prepared, plan)
+    model, config = prepared.model, prepared.generation_config
+    if lock_step:
+        return eager_runner_for(model, plan, config)
+    return runner_for(model, plan, config, own_cache=prepared.user_cache is None)
+
+
+def engine_runner(model: PreTrainedModel, plan: MaskPlan) -> EagerRunner:
+    """The runner of all requests of an engine."""
+    return runner_for(model, plan, GenerationConfig())
