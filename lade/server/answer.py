@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any, ClassVar
 
@@ -25,7 +25,7 @@ from lade.server.message_parts import MarkupParser, PlainParser
 from lade.server.obfuscation import padded
 from lade.server.prompt import Prompt
 from lade.server.replies import Json
-from lade.server.schemas import Decoding
+from lade.server.schemas import ChatRequest, Decoding
 from lade.server.service import Service
 from lade.serving.place import Place
 
@@ -37,6 +37,7 @@ class Answer(ABC):
         service: what decodes it.
         exchange: the request.
         body: what it asks for.
+        asked: the same as its client has sent it, where that was to another API.
 
     Attributes:
         choices: the answers, once they are under way.
@@ -47,9 +48,11 @@ class Answer(ABC):
     chunk_kind: ClassVar[str]
     id_prefix: ClassVar[str]
     prompt_field: ClassVar[str]
+    field_names: ClassVar[Mapping[str, str]] = {}
+    """What its clients call fields of `body`, where it is something else."""
 
-    def __init__(self, service: Service, exchange: Exchange, body: Decoding) -> None:
-        self.service, self.body = service, body
+    def __init__(self, service: Service, exchange: Exchange, body: Decoding, asked: Decoding | None = None) -> None:
+        self.service, self.body, self.asked = service, body, asked or body
         self._flight = service.fly(exchange, self.endpoint)
         self._request_id, self._key = exchange.id, exchange.key
         self._headers: dict[str, str] = {}
@@ -143,9 +146,11 @@ class Answer(ABC):
         if self.count > most:
             why = f"{self.count} answers are asked for, and {most} may be decoded or wait: ask for fewer at a time"
             raise invalid(None, why, "too_large_for_server")
-        ignored = refusals.check(body, settings)
+        ignored = refusals.check(body, settings) + refusals.without_effect(self.asked)
+        if isinstance(body, ChatRequest):
+            ignored += refusals.unused_by_template(body, self.model.chat_template)
         if ignored:
-            self._headers["x-lade-ignored"] = ", ".join(ignored)
+            self._headers["x-lade-ignored"] = refusals.header(self.field_names.get(name, name) for name in ignored)
 
     def _prepare(self) -> list[Choice]:
         """In a worker thread: templating, tokenising, and all that `model.generate` prepares."""

@@ -16,7 +16,7 @@ from lade.server.exchange import Exchange
 from lade.server.logprobs import chat_entry, tokens_of
 from lade.server.message_parts import MarkupParser, Parts, PlainParser
 from lade.server.prompt import Prompt
-from lade.server.schemas import ChatRequest
+from lade.server.schemas import ChatRequest, Decoding
 from lade.server.service import Service
 from lade.stats import Step
 
@@ -30,8 +30,8 @@ class ChatAnswer(Answer):
     format_names = CHAT_NAMES
     body: ChatRequest
 
-    def __init__(self, service: Service, exchange: Exchange, body: ChatRequest) -> None:
-        super().__init__(service, exchange, with_generation_config(body))
+    def __init__(self, service: Service, exchange: Exchange, body: ChatRequest, asked: Decoding | None = None) -> None:
+        super().__init__(service, exchange, with_generation_config(body), asked)
 
     @property
     def count(self) -> int:

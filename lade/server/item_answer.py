@@ -12,7 +12,7 @@ from lade.server.choice import Choice, Piece
 from lade.server.errors import ApiError
 from lade.server.exchange import Exchange
 from lade.server.runs import Change, Runs
-from lade.server.schemas import ChatRequest
+from lade.server.schemas import ChatRequest, Decoding
 from lade.server.service import Service
 
 Event = tuple[str, dict[str, Any]]
@@ -28,8 +28,8 @@ class ItemAnswer(ChatAnswer):
         runs: of the answer so far.
     """
 
-    def __init__(self, service: Service, exchange: Exchange, body: ChatRequest) -> None:
-        super().__init__(service, exchange, body)
+    def __init__(self, service: Service, exchange: Exchange, body: ChatRequest, asked: Decoding) -> None:
+        super().__init__(service, exchange, body, asked)
         self.runs = Runs()
 
     @abstractmethod

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictFloat, StrictInt
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    model_validator,
+)
 from pydantic_core import PydanticUseDefault
 
 from lade.server.settings import (
@@ -191,6 +201,16 @@ class ChatRequest(Decoding):
     chat_template_kwargs: dict[str, Any] | None = None
     generation_config: str | None = None
     verbosity: Any = None
+
+    @model_validator(mode="after")
+    def _leave_out_other_tools(self) -> Self:
+        """Those that a model calls by something else than JSON; they are named as fields that nobody knows."""
+        kinds = [tool.get("type") or "function" for tool in self.tools or ()]
+        others = [kind for kind in kinds if kind != "function"]
+        if self.tools and others and self.model_extra is not None:
+            self.model_extra.update({f"tools.{kind if isinstance(kind, str) else '?'}": "" for kind in others})
+            self.tools = [tool for tool, kind in zip(self.tools, kinds, strict=True) if kind == "function"] or None
+        return self
 
     @property
     def most_tokens(self) -> int | None:

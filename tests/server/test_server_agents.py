@@ -125,7 +125,10 @@ def test_a_turn_by_responses(agents, monkeypatch):
     assert last["usage"]["input_tokens_details"]["cached_tokens"] > 30, "the first turn is not read again"
     assert last["usage"]["input_tokens"] == length and last["usage"]["output_tokens"] == 20
     whole = agents.http.post("/v1/responses", json=body)
-    assert whole.headers["x-lade-ignored"].split(", ") == ["tools.custom", "tools.web_search"]
+    ignored = (
+        "client_metadata include prompt_cache_key reasoning.effort reasoning.summary tools.custom tools.web_search"
+    )
+    assert whole.headers["x-lade-ignored"].split(", ") == [*ignored.split(), "tools.custom", "tools.web_search"]
     assert whole.json()["output"][-1]["content"] == last["output"][-1]["content"]
 
 
@@ -201,11 +204,8 @@ def test_a_turn_by_messages(agents, monkeypatch):
     assert counted.json() == {"input_tokens": length}
     whole = agents.http.post(path, json={**body, "max_tokens": 20})
     assert whole.json()["content"] == [block]
-    assert whole.headers["x-lade-ignored"].split(", ") == [
-        "context_management",
-        "output_config.effort",
-        "tools.web_search_20250305",
-    ]
+    ignored = "context_management metadata output_config.effort thinking thinking.budget_tokens"
+    assert whole.headers["x-lade-ignored"].split(", ") == [*ignored.split(), "tools.web_search_20250305"]
 
 
 def blocks_of(events):

@@ -2,10 +2,11 @@
 
 import json
 import re
+from dataclasses import replace
 
 import jsonschema
 import pytest
-from served import CONTEXT, running, templated
+from served import CONTEXT, SERVED, TOKENIZER, byte_tokenizer, running, templated
 
 HI = [{"role": "user", "content": "hi"}]
 INVALID = "invalid_request_error"
@@ -187,12 +188,58 @@ def test_names_that_are_not_served(server):
 def test_unknown_fields_are_ignored_and_named(server):
     response = server.chat(max_tokens=2, banana=1, **{"ev\nil": 2})
     assert response.status_code == 200 and response.headers["x-lade-ignored"] == "?, banana"
-    assert "x-lade-ignored" not in server.chat(max_tokens=2, user="me", store=True, metadata={"a": "b"}).headers
+    response = server.chat(max_tokens=2, web_search_options={}, modalities=["text"], suffix="", functions=[])
+    assert response.headers["x-lade-ignored"] == "web_search_options"
+
+
+EFFECTLESS = {"user": "me", "metadata": {"a": "b"}, "service_tier": "flex", "safety_identifier": "x"}
+EFFECTLESS |= {"prompt_cache_key": "y", "store": True}
+ANYWAY = {"user": None, "metadata": {}, "service_tier": "auto", "store": False, "verbosity": "medium"}
+OTHER_TOOL = {"type": "custom", "custom": {"name": "patch"}}
+A_TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "ignored"),
+    [
+        ("chat/completions", EFFECTLESS, sorted(EFFECTLESS)),
+        ("completions", EFFECTLESS, sorted(EFFECTLESS)),
+        ("chat/completions", ANYWAY, []),
+        ("chat/completions", {"verbosity": "low", "reasoning_effort": "low"}, ["reasoning_effort", "verbosity"]),
+        ("chat/completions", {"tools": [A_TOOL, OTHER_TOOL]}, ["tools.custom"]),
+        ("chat/completions", {"tools": [OTHER_TOOL, {"type": ["x"]}]}, ["?", "tools.custom"]),
+        ("chat/completions", {"chat_template_kwargs": {"role": 1, "tone": 2}}, ["chat_template_kwargs.tone"]),
+        ("responses", {**EFFECTLESS, "client_metadata": {"a": "b"}}, ["client_metadata", *sorted(EFFECTLESS)]),
+        ("responses", {"include": ["reasoning.encrypted_content"], "truncation": "auto"}, ["include", "truncation"]),
+        ("responses", {"include": [], "truncation": "disabled", "text": {"verbosity": "medium"}}, []),
+        ("responses", {"reasoning": {"effort": "low", "summary": "auto"}}, ["reasoning.effort", "reasoning.summary"]),
+        ("responses", {"text": {"verbosity": "high"}, "reasoning": {}}, ["text.verbosity"]),
+        ("messages", {"metadata": {"user_id": "a"}, "service_tier": "standard_only"}, ["metadata"]),
+        ("messages", {"thinking": {"type": "enabled", "budget_tokens": 9}}, ["thinking", "thinking.budget_tokens"]),
+    ],
+)
+def test_fields_without_effect_are_named(server, path, fields, ignored):
+    given = {"completions": {"prompt": "x"}, "responses": {"input": "x"}}.get(path, {"messages": HI})
+    response = server.http.post(f"/v1/{path}", json={**given, "max_tokens": 2, **fields})
+    assert response.status_code == 200, response.text
+    assert response.headers.get("x-lade-ignored", "") == ", ".join(ignored)
+
+
+def test_what_a_template_takes_notice_of_is_not_ignored():
+    template = TOKENIZER.chat_template + "{% if enable_thinking or reasoning_effort %}{% endif %}"
+    with running(replace(SERVED, tokenizer=byte_tokenizer(template))) as server:
+        assert "x-lade-ignored" not in server.chat(max_tokens=2, reasoning_effort="low").headers
+        asked = {"messages": HI, "max_tokens": 2, "thinking": {"type": "enabled"}}
+        assert "x-lade-ignored" not in server.http.post("/v1/messages", json=asked).headers
+        asked = {"input": "x", "max_output_tokens": 2, "reasoning": {"effort": "low"}}
+        assert "x-lade-ignored" not in server.http.post("/v1/responses", json=asked).headers
 
 
 def test_strictly_unknown_fields_are_refused():
     with running(strict=True) as server:
         check(server.chat(banana=1), 400, INVALID, "invalid_value", "banana")
+        check(server.chat(tools=[OTHER_TOOL]), 400, INVALID, "invalid_value", "tools.custom")
+        assert server.chat(max_tokens=2, **EFFECTLESS).headers["x-lade-ignored"] == ", ".join(sorted(EFFECTLESS))
         assert server.chat(max_tokens=2).status_code == 200
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from lade.server import sse
 from lade.server.errors import TOO_LONG, ApiError, invalid
@@ -31,9 +31,10 @@ class MessagesAnswer(ItemAnswer):
 
     endpoint = "messages"
     kind, id_prefix = "message", "msg_"
+    field_names: ClassVar = {"chat_template_kwargs.enable_thinking": "thinking"}
 
     def __init__(self, service: Service, exchange: Exchange, asked: MessagesRequest) -> None:
-        super().__init__(service, exchange, as_chat(asked))
+        super().__init__(service, exchange, as_chat(asked), asked)
 
     def too_long(self, tokens: int, context: int) -> ApiError:
         """See `Answer.too_long`."""

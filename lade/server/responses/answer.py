@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from lade.server import sse
 from lade.server.answer_form import FormatNames
@@ -21,8 +21,6 @@ from lade.server.service import Service
 _PREFIXES = {"thought": "rs", "text": "msg", "call": "fc"}
 _TEXTS = {"thought": "response.reasoning_text", "text": "response.output_text"}
 _ARGUMENTS = "response.function_call_arguments"
-_FIELDS = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
-"""What the chat API calls fields of this one."""
 _SERVED = ("function", "namespace")
 
 
@@ -38,10 +36,15 @@ class ResponsesAnswer(ItemAnswer):
     endpoint = "responses"
     kind, id_prefix = "response", "resp_"
     prompt_field = "input"
+    field_names: ClassVar = {
+        "messages": "input",
+        "max_completion_tokens": "max_output_tokens",
+        "reasoning_effort": "reasoning.effort",
+    }
     format_names = FormatNames("text.format", "text.format.schema")
 
     def __init__(self, service: Service, exchange: Exchange, asked: ResponsesRequest) -> None:
-        super().__init__(service, exchange, as_chat(asked))
+        super().__init__(service, exchange, as_chat(asked), asked)
         self._asked, self._sent, self._tools = asked, 0, Tools(asked.tools)
 
     def message(self) -> dict[str, Any]:
@@ -107,7 +110,7 @@ class ResponsesAnswer(ItemAnswer):
     def _failed(self, problem: Exception) -> ApiError:
         error = super()._failed(problem)
         head = re.split(r"[\[.]", error.param or "")[0]
-        error.param = _FIELDS.get(head, error.param)
+        error.param = self.field_names.get(head, error.param)
         return error
 
     def _status(self) -> str:
