@@ -32,8 +32,10 @@ _ID_BITS = 2**31
 
 
 def _whole(text: str) -> str:
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise ValueError("half a character, which JSON can spell, is no text")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("half a character, which JSON can spell, is no text") from None
     return text
 
 
@@ -98,6 +100,7 @@ class Part(Model):
 
     type: str
     text: Text | None = None
+    refusal: Text | None = None
     image_url: ImageUrl | None = None
 
 
@@ -182,6 +185,7 @@ class Message(Model):
 
     role: str = Field(min_length=1, max_length=64)
     content: Text | list[Part] | None = None
+    refusal: Text | None = None
 
 
 class ChatRequest(Decoding):

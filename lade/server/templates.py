@@ -102,7 +102,9 @@ class ChatTemplate:
     def _message(self, message: Message, place: str) -> dict[str, Any]:
         """As templates take it."""
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
-        made = {**(message.model_extra or {}), "role": role, "content": self._content(message, f"{place}.content")}
+        # clients send messages of an answer back with all their nulls, which templates may take for something
+        others = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
+        made = {**others, "role": role, "content": self._content(message, f"{place}.content")}
         thought = made.get("reasoning_content") or made.get("reasoning")
         if thought is not None:
             made |= {"reasoning_content": thought, "reasoning": thought}
@@ -112,12 +114,13 @@ class ChatTemplate:
 
     def _content(self, message: Message, place: str) -> str | list[dict[str, Any]]:
         if not isinstance(message.content, list):
-            return message.content or ""
+            return message.content or message.refusal or ""
         parts: list[dict[str, Any]] = []
         for number, part in enumerate(message.content):
             where = f"{place}[{number}]"
-            if part.type == "text" and part.text is not None:
-                parts.append({"type": "text", "text": part.text})
+            text = part.refusal if part.type == "refusal" else part.text
+            if part.type in ("text", "refusal") and text is not None:
+                parts.append({"type": "text", "text": text})
             elif part.type == "image_url" and part.image_url is not None:
                 if self._model.encode_images is None:
                     raise invalid(where, "this model takes no images: leave them out", "unsupported_parameter")

@@ -129,10 +129,38 @@ def test_blocks_become_messages():
     assert named == {"type": "function", "function": {"name": "add"}}
 
 
+def test_documents_of_text_are_shown(server, client):
+    source = {"type": "text", "media_type": "text/plain", "data": "It rained."}
+    titled = {"type": "document", "source": source, "title": "Weather", "context": "of May"}
+    inner = {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "document", "source": inner}]}
+    question = {"type": "text", "text": "And then?"}
+    body = chat_of(
+        {"role": "user", "content": [result, titled, {**titled, "source": {**inner, "content": "c"}}, question]}
+    )
+    assert [each["content"] for each in made_of(body)] == [
+        "ab\n\n",
+        "Weather\n\nof May\n\nIt rained.\n\nWeather\n\nof May\n\nc\n\nAnd then?",
+    ]
+    content = [{"type": "document", "source": source, "citations": {"enabled": True}}, question]
+    asked = {"model": "toy", "max_tokens": 9, "messages": [{"role": "user", "content": content}]}
+    raw = client.messages.with_raw_response.create(**asked, **GREEDY)
+    seen = templated([{"role": "user", "content": "It rained.\n\nAnd then?"}])
+    assert raw.parse().content[0].text == text_of(plain(seen, max_new_tokens=9))
+    assert raw.headers["x-lade-ignored"] == "citations"
+
+
 @pytest.mark.parametrize(
     ("content", "param"),
     [
-        ([{"type": "document", "source": {"type": "text"}}], "messages[0].content[0]"),
+        ([{"type": "document", "source": {"type": "text"}}], "messages[0].content[0].source"),
+        ([{"type": "document", "source": {"type": "url", "url": "http://x/y"}}], "messages[0].content[0].source"),
+        ([{"type": "document", "source": {"type": "file", "file_id": "x"}}], "messages[0].content[0].source"),
+        ([{"type": "document"}], "messages[0].content[0].source"),
+        (
+            [{"type": "document", "source": {"type": "content", "content": [{"type": "image"}]}}],
+            "messages[0].content[0].source.content[0]",
+        ),
         ([{"type": "tool_result", "content": "x"}], "messages[0].content[0].tool_use_id"),
         ([{"type": "text"}], "messages[0].content[0]"),
         ([], "messages"),

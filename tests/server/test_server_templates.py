@@ -96,6 +96,22 @@ def test_other_fields_of_messages_and_requests_go_to_the_template():
     assert shown(FIELDS, said("user", "x"), tools=[tool], tool_choice="none") == "|||x"
 
 
+def test_an_answer_can_be_sent_back_as_it_came():
+    """With refusals in place of answers, and all the nulls that clients' classes write out."""
+    part = {"type": "refusal", "refusal": "I can't."}
+    assert shown(SIMPLE, said("user", "hi"), said("assistant", [part])) == "<user>hi<assistant>I can't.<a>"
+    assert shown(PARTS, said("assistant", [{"type": "text", "text": "No."}, part])) == "[No.][I can't.]"
+    nulls = dict.fromkeys(["audio", "function_call", "tool_calls", "name", "reasoning_content"])
+    assert shown(SIMPLE, said("assistant", None, refusal="I can't.", **nulls)) == "<assistant>I can't.<a>"
+    assert shown(SIMPLE, said("assistant", "Yes.", refusal=None, **nulls)) == "<assistant>Yes.<a>"
+    strict = (
+        "{% for m in messages %}{% if m.tool_calls is defined %}{{ m.tool_calls | length }}{% endif %}-{% endfor %}"
+    )
+    assert shown(strict, said("assistant", "Yes.", **nulls)) == "-"
+    with pytest.raises(ApiError, match="'refusal'"):
+        shown(SIMPLE, said("assistant", [{"type": "refusal"}]))
+
+
 def test_the_last_message_can_be_continued():
     messages = said("user", "hi"), said("assistant", "well, ")
     assert shown(SIMPLE, *messages, continue_final_message=True) == "<user>hi<assistant>well, "

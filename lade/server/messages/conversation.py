@@ -60,6 +60,7 @@ def as_chat(asked: CountRequest) -> ChatRequest:
         chat_template_kwargs={**_thinking(asked.thinking), **(asked.chat_template_kwargs or {})} or None,
         continue_final_message=goes_on or None,
         **dropped,
+        **_dropped_citations(asked.messages),
         **_dropped_options(asked.output_config),
     )
 
@@ -151,6 +152,8 @@ def _result(block: Block, names: dict[str, str], place: str) -> dict[str, Any]:
 
 
 def _part(block: Block, place: str) -> dict[str, Any]:
+    if block.type == "document":
+        return {"type": "text", "text": _document(block, place)}
     if block.type != "image" or block.source is None:
         return {"type": "text", "text": _text(block, place)}
     source = block.source
@@ -158,9 +161,24 @@ def _part(block: Block, place: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url or ""}}
 
 
+def _document(block: Block, place: str) -> str:
+    """The text of a document, below its title and what is said about it, and apart from what follows."""
+    source = block.source
+    if source is not None and source.type == "text" and source.data is not None:
+        text = source.data
+    elif source is not None and source.type == "content" and source.content is not None:
+        inner, where = source.content, f"{place}.source.content"
+        texts = [inner] if isinstance(inner, str) else [_text(each, f"{where}[{n}]") for n, each in enumerate(inner)]
+        text = "".join(texts)
+    else:
+        why = f"{place}.source: a document of type {source and source.type!r} is not read here: send its text, as a"
+        raise unsupported(f"{place}.source", f"{why} source of type text with data, or of type content")
+    return "".join(f"{part}\n\n" for part in (block.title, block.context, text) if part)
+
+
 def _text(block: Block, place: str) -> str:
     if block.type != "text" or block.text is None:
-        why = f"a block of type {block.type!r} is not served there: send text, image, tool_use or tool_result"
+        why = f"a block of type {block.type!r} is not served there: send text, image, document, tool_use or tool_result"
         raise unsupported(place, f"{place}: {why}")
     return block.text
 
@@ -184,6 +202,13 @@ def _form(asked: CountRequest) -> dict[str, Any] | None:
 def _dropped_options(config: OutputConfig | None) -> dict[str, str]:
     """What is said of the output besides its form, such as how much effort it is worth, to be named as ignored."""
     return {f"output_config.{name}": "" for name in (config and config.model_extra) or ()}
+
+
+def _dropped_citations(turns: Sequence[Turn]) -> dict[str, str]:
+    """Citations of documents, where they are wanted, to be named as ignored."""
+    blocks = (block for turn in turns if not isinstance(turn.content, str) for block in turn.content)
+    asked = [block.citations for block in blocks if block.type == "document" and isinstance(block.citations, dict)]
+    return {"citations": ""} if any(each.get("enabled") for each in asked) else {}
 
 
 def _tool_choice(choice: ToolChoice) -> Any:

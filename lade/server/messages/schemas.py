@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt
 
@@ -11,12 +11,13 @@ from lade.server.settings import MOST_MESSAGES, MOST_STOPS, MOST_TOOLS
 
 
 class Source(Model):
-    """Of an image."""
+    """Of an image, or of a document."""
 
-    type: str
+    type: str = Field(max_length=64)
     media_type: str | None = None
-    data: str | None = None
+    data: Text | None = None
     url: str | None = None
+    content: Text | Annotated[list[Block], Field(max_length=MOST_MESSAGES)] | None = None
 
 
 class Block(Model):
@@ -26,6 +27,9 @@ class Block(Model):
     text: Text | None = None
     thinking: Text | None = None
     source: Source | None = None
+    title: Text | None = None
+    context: Text | None = None
+    citations: Any = None
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
