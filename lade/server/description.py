@@ -53,6 +53,7 @@ OBJECT = {"type": "object"}
 CHAT = whole_or_stream(id=TEXT, object=TEXT, created=COUNT, model=TEXT, choices=_list_of(OBJECT), usage=OBJECT)
 RESPONSE = whole_or_stream(id=TEXT, object=TEXT, status=TEXT, output=_list_of(OBJECT), usage=OBJECT)
 MESSAGE = whole_or_stream(id=TEXT, type=TEXT, role=TEXT, content=_list_of(OBJECT), stop_reason=TEXT, usage=OBJECT)
+LIST = _list_of(TEXT)
 TOKENS = whole(count=COUNT, tokens=_list_of(COUNT))
 ROWS = _list_of(_object(id=TEXT, state=TEXT, prompt_tokens=COUNT, answer_tokens=COUNT))
 MODEL = {"id": TEXT, "object": TEXT, "created": COUNT, "owned_by": TEXT}

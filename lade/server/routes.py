@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 from fastapi import APIRouter, Request
+from fastapi.routing import APIRoute
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from lade.server.chat import ChatAnswer
@@ -21,6 +22,7 @@ from lade.server.description import (
     ERRORS,
     EVENTS,
     HEALTH,
+    LIST,
     MESSAGE,
     MODEL,
     MODELS,
@@ -41,7 +43,15 @@ from lade.server.responses.schemas import ResponsesRequest
 from lade.server.schemas import ChatRequest, CompletionRequest, Model
 from lade.server.service import Service
 from lade.server.sse import EventStream, event
-from lade.server.tokenizing import DetokenizeRequest, TokenizeChat, TokenizeText, count_tokens, detokenize, tokenize
+from lade.server.tokenizing import (
+    DetokenizeRequest,
+    TokenizeChat,
+    TokenizeText,
+    count_tokens,
+    detokenize,
+    input_tokens,
+    tokenize,
+)
 from lade.serving.handle import Handle
 from lade.version import __version__
 
@@ -69,6 +79,12 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
 async def responses(request: Request, body: ResponsesRequest) -> Response:
     """Answer a conversation that is a list of items."""
     return await ResponsesAnswer(_service(request), Exchange.of(request.scope), body).reply(request)
+
+
+@router.post("/v1/responses/input_tokens", responses=whole(object=TEXT, input_tokens=COUNT))
+async def tokens_of_input(request: Request, body: ResponsesRequest) -> Response:
+    """How many tokens the input of such a response has."""
+    return Json(await input_tokens(_service(request), body))
 
 
 @router.post("/v1/messages", responses={**ANTHROPICS_ERRORS, **MESSAGE})
@@ -115,6 +131,16 @@ def _health(service: Service) -> Response:
         return Json({"status": "ok"})
     reason = {"reason": service.reason} if service.phase == "dead" else {}
     return Json({"status": service.phase, **reason}, 503)
+
+
+@router.get("/v1", responses=whole(message=TEXT, routes=LIST))
+@router.get("/v1/", include_in_schema=False)
+async def base(request: Request) -> Response:
+    """What there is, for those who open the base URL of a client."""
+    routes = [route for route in router.routes if isinstance(route, APIRoute) and route.include_in_schema]
+    names = [f"{method} {route.path_format}" for route in routes for method in sorted(route.methods or ())]
+    why = "this is the base URL that clients of OpenAI's API are given; /openapi.json describes what there is"
+    return Json({"message": why, "routes": names})
 
 
 @router.get("/v1/models", responses=MODELS)

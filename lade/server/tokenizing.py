@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize` and `/v1/messages/count_tokens`: the ids that a model would see, without decoding."""
+"""`/tokenize`, `/detokenize`, and what counts tokens: the ids that a model would see, without decoding."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from lade.server import refusals
 from lade.server.errors import invalid
 from lade.server.messages.conversation import as_chat
 from lade.server.messages.schemas import CountRequest
+from lade.server.responses.conversation import as_chat as input_as_chat
+from lade.server.responses.schemas import ResponsesRequest
 from lade.server.schemas import ChatRequest, Flag, Model, Text, TokenId
 from lade.server.service import Service
 
@@ -83,6 +85,13 @@ async def count_tokens(service: Service, asked: CountRequest) -> dict[str, Any]:
     refusals.check_model(asked.model, service.settings)
     ids = await _prepared(service, lambda: _templated(service, as_chat(asked)))
     return {"input_tokens": len(ids)}
+
+
+async def input_tokens(service: Service, asked: ResponsesRequest) -> dict[str, Any]:
+    """How many tokens a request to `/v1/responses` would have the model read; raises like `tokenize`."""
+    refusals.check_model(asked.model, service.settings)
+    ids = await _prepared(service, lambda: _templated(service, input_as_chat(asked)))
+    return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
 def _templated(service: Service, asked: ChatRequest) -> list[int]:

@@ -14,7 +14,8 @@ ROUTES = [
     ("GET", "/version"), ("GET", "/v1/models"), ("GET", "/v1/models/toy"), ("GET", "/metrics"),
     ("GET", "/v1/lade/status"), ("GET", "/openapi.json"), ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"), ("POST", "/load_model"), ("POST", "/v1/responses"), ("POST", "/v1/messages"),
-    ("POST", "/v1/messages/count_tokens"), ("POST", "/tokenize"), ("POST", "/detokenize"),
+    ("POST", "/v1/messages/count_tokens"), ("POST", "/v1/responses/input_tokens"), ("GET", "/v1"),
+    ("POST", "/tokenize"), ("POST", "/detokenize"),
     ("GET", "/no/such/path"), ("GET", "/docs"), ("GET", "/redoc"),
 ]  # fmt: skip
 OPEN = ["/live", "/ready", "/health", "/v1/health"]

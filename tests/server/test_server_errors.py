@@ -267,6 +267,15 @@ def test_methods_that_a_path_does_not_take(server):
     check(server.http.post("/v1/nothing"), 404, "not_found_error", "unknown_url")
 
 
+def test_the_base_url_says_what_there_is(server):
+    for path in ("/v1", "/v1/"):
+        answer = server.http.get(path)
+        assert answer.status_code == 200 and "base URL" in answer.json()["message"]
+        described = server.http.get("/openapi.json").json()["paths"]
+        listed = {f"{method.upper()} {path}" for path, methods in described.items() for method in methods}
+        assert set(answer.json()["routes"]) == listed
+
+
 def test_answers_are_described_as_they_are(server):
     described = server.http.get("/openapi.json").json()
     for path, methods in described["paths"].items():

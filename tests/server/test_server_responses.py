@@ -195,6 +195,22 @@ def test_a_call_comes_as_an_item(monkeypatch):
     assert "reasoning_text.delta" in names and "reasoning_text.done" in names
 
 
+def test_tokens_of_an_input_are_counted(server, client):
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
+    asked = {
+        "model": "toy",
+        "instructions": "be brief",
+        "input": [{"role": "user", "content": "hello"}],
+        "tools": [tool],
+    }
+    counted = client.responses.input_tokens.count(**asked)
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == client.responses.create(**asked, max_output_tokens=1).usage.input_tokens
+    refused = server.http.post("/v1/responses/input_tokens", json={"input": "x", "previous_response_id": "y"})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "previous_response_id"
+    assert server.http.post("/v1/responses/input_tokens", json={**asked, "model": "nobody"}).status_code == 404
+
+
 def test_a_stream_that_fails_says_so():
     broken, body = [], {"input": "x", "stream": True, "temperature": 0}
     with running(slow_served(0.02, lambda: bool(broken))) as server:  # noqa: SIM117 - the stream is the server's
