@@ -131,4 +131,4 @@ def known_cost(request, monkeypatch):
 def trusted(request, monkeypatch):
     """Hooks of tests count passes or break them off; a check of the model, for they are foreign code, would too."""
     if "foreign_code" not in request.keywords:
-        monkeypatch.setattr(support, "foreign_code", lambda model: [])
+        monkeypatch.setattr(support, "_foreign_code", lambda facts: [])

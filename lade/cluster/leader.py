@@ -22,6 +22,7 @@ from lade.cluster.trees import digest, flat
 from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.tree import TokenTree
 from lade.errors import ClusterError, UnsupportedArgumentError
+from lade.model.facts import ModelFacts
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.prepared_prompts import PreparedPrompts
@@ -173,9 +174,14 @@ class LeadingRunner(EagerRunner):
     """Whether the language model head, too, is one of all processes, which then run it over prompts together."""
 
     def __init__(
-        self, model: PreTrainedModel, plan: MaskPlan, generation_config: GenerationConfig, leader: Leader
+        self,
+        model: PreTrainedModel,
+        plan: MaskPlan,
+        generation_config: GenerationConfig,
+        leader: Leader,
+        facts: ModelFacts | None = None,
     ) -> None:
-        super().__init__(model, plan, generation_config)
+        super().__init__(model, plan, generation_config, facts)
         self._leader, self.processes = leader, leader.size
 
     def tree_cache(self) -> TreeCache:

@@ -28,6 +28,7 @@ from lade.cluster.trees import digest, flat
 from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.readout import Readout, packed, unpacked
 from lade.decoding.tree import TokenTree
+from lade.model.facts import ModelFacts
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.runner import EagerRunner
@@ -91,9 +92,14 @@ class LeadingPartRunner(LeadingRunner, PartRunner):
     shares_head = False
 
     def __init__(
-        self, model: PreTrainedModel, plan: MaskPlan, generation_config: GenerationConfig, leader: Leader
+        self,
+        model: PreTrainedModel,
+        plan: MaskPlan,
+        generation_config: GenerationConfig,
+        leader: Leader,
+        facts: ModelFacts | None = None,
     ) -> None:
-        super().__init__(model, plan, generation_config, leader)
+        super().__init__(model, plan, generation_config, leader, facts)
         self.parts = leader.size
 
     def tree_cache(self) -> TreeCache:

@@ -27,7 +27,6 @@ from lade.hf.stand_in import StandIn
 from lade.model.encoder_decoder.cache import DecoderCache
 from lade.model.kv_cache import TreeCache
 from lade.model.position_limits import Positions
-from lade.model.recurrent.cores import is_recurrent
 from lade.stats import Stats
 
 BEAM_MODES = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
@@ -54,7 +53,7 @@ class BeamSession:
         if prepared.predictions:
             refuse("prediction with num_beams", "beams are drafted from a memory of their own")
         plan, texts, images = check(prepared, BEAM_MODES)
-        if is_recurrent(prepared.model):
+        if prepared.facts.recurrent:
             refuse("num_beams", "recurrent layers fold one path of a tree into their states, and beams keep several")
         users = prepared.user_cache
         if users is not None and (users.get_seq_length() or not isinstance(users, TreeCache)):

@@ -27,7 +27,7 @@ def runner_on_encoded(prepared: Prepared, plan: MaskPlan) -> EncoderDecoderRunne
     encoded = Encoded(kwargs["encoder_outputs"], kwargs.get("attention_mask"))
     if beams > 1:
         encoded = encoded.rows(range(0, len(encoded), beams))
-    return EncoderDecoderRunner(prepared.model, plan, prepared.generation_config, encoded)
+    return EncoderDecoderRunner(prepared.model, plan, prepared.generation_config, encoded, prepared.facts)
 
 
 def source_of(prepared: Prepared, number: int) -> list[int]:

@@ -207,8 +207,8 @@ def runner_of(prepared: Prepared, plan: MaskPlan, *, lock_step: bool = False) ->
         return runner_on_encoded(prepared, plan)
     model, config = prepared.model, prepared.generation_config
     if lock_step:
-        return eager_runner_for(model, plan, config)
-    return runner_for(model, plan, config, own_cache=prepared.user_cache is None)
+        return eager_runner_for(model, plan, config, prepared.facts)
+    return runner_for(model, plan, config, own_cache=prepared.user_cache is None, facts=prepared.facts)
 
 
 def engine_runner(model: PreTrainedModel, plan: MaskPlan) -> EagerRunner:

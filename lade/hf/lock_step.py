@@ -28,7 +28,6 @@ from lade.hf.prepared import Prepared
 from lade.hf.refusals import check
 from lade.hf.stand_in import StandIn
 from lade.hf.text_kind import kind_of_text
-from lade.model.recurrent.cores import is_recurrent
 from lade.model.refeeding import RefedCache, RefeedingRunner
 from lade.stats import Stats
 
@@ -60,7 +59,7 @@ class LockStepSession:
         drafters = self._job.drafters(DraftSpec.of_rows(prepared, config, texts.ids))
         rows = [self._row(number, text, drafters[number]) for number, text in enumerate(texts.ids)]
         self._answers: LockStepLogits[Any]
-        if is_recurrent(prepared.model):
+        if prepared.facts.recurrent:
             self._answers = LockStepLogits(rows, RefeedingRunner(self._runner), RefedCache(), stats, self._job.budget)
         else:
             self._answers = LockStepLogits(rows, self._runner, self._runner.tree_cache(), stats, self._job.budget)

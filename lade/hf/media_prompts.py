@@ -19,7 +19,6 @@ from lade.model.kv_cache import TreeCache
 from lade.model.position_limits import Positions
 from lade.model.position_offsets import PositionOffsets
 from lade.model.prepared_prompts import PreparedPrompts
-from lade.model.signature import accepted
 
 _WHAT = "a prompt with more than text in it"
 REMEDY = 'use plain model.generate, or lookahead="auto", which falls back to it'
@@ -76,7 +75,7 @@ def _first_step(prepared: Prepared, texts: PromptTexts) -> dict[str, Any]:
 def _offsets(prepared: Prepared, position: torch.Tensor | None, texts: PromptTexts) -> PositionOffsets:
     """How far the position of the next token, `[B, 1]` or `[axes, B, 1]`, lies from the length of its row."""
     if position is None:
-        if "position_ids" in accepted(prepared.model):
+        if "position_ids" in prepared.facts.accepts:
             _refuse(_WHAT, "the model keeps the positions after it to itself")
         return PositionOffsets()
     axes = position[..., -1].reshape(-1, position.shape[-2])[:, :: prepared.beams]  # [axes, P], or [axes, 1]

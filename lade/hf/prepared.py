@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
-from lade.model.signature import cache_name
+from lade.model.facts import ModelFacts
 
 T = TypeVar("T")
 
@@ -59,9 +59,14 @@ class Prepared:
         return self.input_ids[:: self.beams]
 
     @cached_property
+    def facts(self) -> ModelFacts:
+        """What the model is made of; looked at once a call."""
+        return ModelFacts.of(self.model)
+
+    @property
     def cache_name(self) -> str:
         """Under which name the model takes its cache."""
-        return cache_name(self.model) or "past_key_values"
+        return self.facts.cache_name or "past_key_values"
 
     @property
     def embeddings(self) -> torch.Tensor | None:

@@ -18,15 +18,15 @@ from lade.hf.media_prompts import media_prompts
 from lade.hf.prepared import Prepared
 from lade.hf.prompt_texts import REMEDY, PromptTexts
 from lade.model.attention_span import FULL
+from lade.model.facts import ModelFacts
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.position_limits import LEARNED_POSITIONS
 from lade.model.prepared_prompts import PreparedPrompts
-from lade.model.recurrent.cores import is_recurrent
 from lade.model.runner import EagerRunner
 from lade.model.slot_patches import padding_counts_from
 from lade.model.support.padding_check import counts_padding
-from lade.model.support.supports import is_listed, supports
+from lade.model.support.supports import is_listed, support_by
 from lade.model.tensor_parallel import tensor_parallel_size
 from lade.model.user_cache import can_borrow, lacks_indexer, why_unfit
 
@@ -82,7 +82,7 @@ def check(
         InputError: no decoding could continue the prompt.
         UnsupportedModelError, UnsupportedArgumentError: lookahead decoding cannot.
     """
-    plan = supports(prepared.wrapper).require() if plan is None else plan
+    plan = support_by(prepared.facts, prepared.wrapper).require() if plan is None else plan
     _refuse_arguments(prepared, modes)
     model, prompts, kwargs = prepared.model, prepared.prompts, prepared.model_kwargs
     if has_encoder(prepared):
@@ -93,9 +93,9 @@ def check(
     if prompts.shape[1] or prepared.embeddings is None:
         _check_prompts(model, prompts, placeholder_ids(model) if images or prepared.user_cache is not None else ())
     texts = PromptTexts.of(prepared)
-    _check_padding(model, texts.padding, prepared.generation_config)
+    _check_padding(prepared.facts, texts.padding, prepared.generation_config)
     if texts.has_gaps:
-        _check_gaps(model, plan)
+        _check_gaps(prepared.facts, plan)
     images = images or not _check_positions(prepared, texts)
     _check_user_cache(prepared, texts)
     whole = images or texts.has_gaps or prepared.embeddings is not None
@@ -142,12 +142,12 @@ def _refuse_caches(prepared: Prepared) -> None:
     if cache is not None and prepared.cache_name == "cache_params":
         what = "cache_params on a model whose layers are all recurrent"
         refuse(what, "its states do not tell how much they hold, so plain decoding feeds the whole prompt once more")
-    if cache is not None and not isinstance(cache, TreeCache) and is_recurrent(prepared.model):
+    if cache is not None and not isinstance(cache, TreeCache) and prepared.facts.recurrent:
         what = f"past_key_values of type {type(cache).__name__} on a model with recurrent layers"
         refuse(what, "it keeps no states that a path of a tree can be folded into; give a lade.TreeCache")
     if cache is not None and has_encoder(prepared):
         refuse("past_key_values", "a decoder's tree needs a cache of its own beside the encoder's")
-    if cache is not None and lacks_indexer(cache, prepared.model):
+    if cache is not None and lacks_indexer(cache, prepared.facts):
         what = f"past_key_values of type {type(cache).__name__} on a model with indexers"
         refuse(what, "it keeps no keys of theirs; give DynamicCache(config=model.config) or a lade.TreeCache")
     if cache is not None and not can_borrow(cache):
@@ -205,26 +205,26 @@ def _check_prompts(model: PreTrainedModel, prompts: torch.Tensor, placeholders: 
         )
 
 
-def _check_gaps(model: PreTrainedModel, plan: MaskPlan) -> None:
+def _check_gaps(facts: ModelFacts, plan: MaskPlan) -> None:
     """Refuse masked tokens amid the text where plain decoding counts them."""
     what = "an attention_mask with gaps"
-    if is_recurrent(model) or not is_listed(model):
+    if facts.recurrent or not is_listed(facts.model):
         refuse(what, "plain decoding of this model may count masked tokens; give the text without them")
     if any(span != FULL for span in plan.spans.values()):
         refuse(what, "plain decoding counts masked tokens in the windows of this model; give the text without them")
 
 
-def _check_padding(model: PreTrainedModel, padding: int, generation_config: GenerationConfig) -> None:
+def _check_padding(facts: ModelFacts, padding: int, generation_config: GenerationConfig) -> None:
     """Refuse left padding where plain decoding counts it as text."""
     if not padding:
         return
-    limit = padding_counts_from(model.config.get_text_config(decoder=True))
+    model, limit = facts.model, padding_counts_from(facts.text_config)
     if limit is not None and generation_config.max_length >= limit:
         refuse("left padding", f"from {limit} tokens on this model counts the padding; give the prompt without it")
-    if generation_config.prefill_chunk_size is not None and is_recurrent(model):
+    if generation_config.prefill_chunk_size is not None and facts.recurrent:
         chunks = f"prefill_chunk_size={generation_config.prefill_chunk_size} with left padding"
         refuse(chunks, "recurrent layers tell where a chunk begins, and count padding in some; leave one of them out")
-    unknown = not is_listed(model) or is_recurrent(model)
+    unknown = not is_listed(model) or facts.recurrent
     if unknown and tensor_parallel_size(model) > 1:
         refuse("left padding", "trying whether this model counts it takes passes of all its processes")
     if unknown and counts_padding(model):
@@ -274,7 +274,7 @@ def _check_positions(prepared: Prepared, texts: PromptTexts) -> bool:
     positions = prepared.model_kwargs.get("position_ids")
     if positions is None:
         # ALiBi and recurrent layers go by the mask
-        by_mask = hasattr(prepared.model.base_model, "build_alibi_tensor") or is_recurrent(prepared.model)
+        by_mask = hasattr(prepared.model.base_model, "build_alibi_tensor") or prepared.facts.recurrent
         if texts.padding and not by_mask:
             why = "transformers sees no position_ids in this model's forward, and would count the padding"
             refuse("left padding", why)

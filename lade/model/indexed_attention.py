@@ -8,7 +8,6 @@ plain decoding, before any are picked.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -19,22 +18,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lade.model.masks import StepInputs
-from lade.model.survey import Survey
 from lade.model.thread_override import Override, overridden
 
 INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention"})
 """Names of the layer type, today and in older versions of transformers."""
-_ARGUMENTS = {"hidden_states", "attention_mask", "past_key_values"}
-
-
-def indexers_of(survey: Survey) -> list[Any]:
-    """The indexers that pick single keys; those that pool them have other fields beside `index_topk`."""
-    return [part for part in survey.having("index_topk") if _is_indexer(part)]
-
-
-def _is_indexer(part: Any) -> bool:
-    picks = isinstance(part.index_topk, int) and not hasattr(part, "index_kpool")
-    return picks and set(inspect.signature(type(part).forward).parameters) > _ARGUMENTS
 
 
 class KeyPicks:

@@ -26,11 +26,9 @@ from torch.utils import dlpack
 from transformers import PretrainedConfig
 
 from lade.model.attachments import attached
-from lade.model.foreign_code import foreign_code
+from lade.model.facts import ModelFacts
 from lade.model.masks import MaskPlan
 from lade.model.packing.int8 import Int8Linear
-from lade.model.position_limits import Positions
-from lade.model.survey import Survey
 
 _KNOWN = frozenset({"torch", "transformers", "lade"})
 """Packages whose modules keep nothing of a pass."""
@@ -40,20 +38,14 @@ class PassMode:
     """The mode in which a model makes its passes.
 
     Args:
-        survey: of the model's modules.
+        facts: of the model's modules.
         plan: how it takes its masks; those of a class of our own cannot be cut in inference mode.
     """
 
-    def __init__(self, survey: Survey, plan: MaskPlan) -> None:
-        self._model, self._special = survey.model, plan.compact or plan.placed
-        self._mode = self._mode_of(survey)
-
-    def renew(self) -> None:
-        """Look at the model's modules again, on which something may hang now."""
-        self._mode = self._mode_of(Survey.of(self._model))
-
-    def _mode_of(self, survey: Survey) -> Callable[[], AbstractContextManager[object]]:
-        return nullcontext if self._special or why_recorded(survey) else _unrecorded
+    def __init__(self, facts: ModelFacts, plan: MaskPlan) -> None:
+        self._mode: Callable[[], AbstractContextManager[object]] = _unrecorded
+        if plan.compact or plan.placed or why_recorded(facts):
+            self._mode = nullcontext
 
     def __call__(self, *patches: object) -> AbstractContextManager[object]:
         """To be entered for a pass, which these patch, if they are true of the model."""
@@ -65,26 +57,26 @@ def _unrecorded() -> AbstractContextManager[object]:
     return nullcontext() if torch.is_autocast_enabled("cpu") else torch.inference_mode()
 
 
-def why_recorded(survey: Survey) -> str:
+def why_recorded(facts: ModelFacts) -> str:
     """Why the passes of a model are not made in inference mode; empty if they are."""
-    if any(weight.device.type != "cpu" for weight in survey.weights):
+    if any(weight.device.type != "cpu" for weight in facts.weights):
         return "it has been tried on CPUs alone"
-    if any(type(weight) is not nn.Parameter for weight in survey.weights):
+    if any(type(weight) is not nn.Parameter for weight in facts.weights):
         return "its weights are of a class of their own"
-    if any(kind.__module__.partition(".")[0] not in _KNOWN for kind in survey.kinds):
+    if any(kind.__module__.partition(".")[0] not in _KNOWN for kind in facts.kinds):
         return "its modules are of other packages, and may keep what they are fed"
-    if any(not isinstance(thing, PretrainedConfig) for thing in foreign_code(survey)):
+    if any(not isinstance(thing, PretrainedConfig) for thing in facts.foreign):
         return "code from elsewhere takes part, and may keep what it is fed"
-    if any(issubclass(kind, Int8Linear) for kind in survey.kinds):
+    if any(issubclass(kind, Int8Linear) for kind in facts.kinds):
         return "its layers go by versions to share what they round"
-    if any(vars(module).get("_compiled_call_impl") is not None for module in survey.modules):
+    if any(vars(module).get("_compiled_call_impl") is not None for module in facts.modules):
         return "its modules are compiled"
-    if any(hasattr(kind, "make_weights") for kind in survey.kinds):  # as in M2M100 and XGLM
+    if any(hasattr(kind, "make_weights") for kind in facts.kinds):  # as in M2M100 and XGLM
         return "a pass may replace its table of positions"
-    positions = Positions.of(survey.model.config.get_text_config(decoder=True))
+    positions = facts.positions
     if positions.longrope_switch is not None or positions.dynamic is not None:
         return "a pass may replace its rotary frequencies"
-    return attached(survey)
+    return attached(facts)
 
 
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,14 +7,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from lade.decoding.loop import PromptLogitsHook
+from lade.model.facts import ModelFacts
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.padded_states import PaddedStates
 from lade.model.prompt_logits import HiddenStates
-from lade.model.signature import accepted, cache_name
 
 
 class PromptPasses:
@@ -28,11 +28,11 @@ class PromptPasses:
     """
 
     def __init__(
-        self, model: PreTrainedModel, plan: MaskPlan, generation_config: GenerationConfig, device: torch.device
+        self, facts: ModelFacts, plan: MaskPlan, generation_config: GenerationConfig, device: torch.device
     ) -> None:
-        self._model: Any = model
+        self._model: Any = facts.model
         self._plan, self._generation_config, self._device = plan, generation_config, device
-        self._accepts, self._cache_name = accepted(model), cache_name(model) or "past_key_values"
+        self._accepts, self._cache_name = facts.accepts, facts.cache_name or "past_key_values"
 
     @property
     def pad(self) -> bool:

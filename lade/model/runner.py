@@ -15,11 +15,11 @@ from transformers.cache_utils import Cache
 from lade.clock import Clock, Duration, ThreadClock, WallClock
 from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.tree import ROOT, TokenTree
+from lade.model.facts import ModelFacts
 from lade.model.frequency_switch import FrequencySwitch
 from lade.model.inference_mode import PassMode, ordinary
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import Inputs, MaskPlan
-from lade.model.position_limits import Positions
 from lade.model.prepared_prompts import PreparedPrompts
 from lade.model.prompt_groups import PASS_TOKENS, grouped
 from lade.model.prompt_logits import HiddenStates
@@ -29,10 +29,8 @@ from lade.model.recurrent.layer import layers_for
 from lade.model.recurrent.tree_pass import TreePass
 from lade.model.root_inputs import RootInputs
 from lade.model.row_cache import BufferSizes, RowCache
-from lade.model.signature import accepted, cache_name
 from lade.model.slot_patches import SlotPatches
 from lade.model.stopwatch import Stopwatch
-from lade.model.survey import Survey
 from lade.model.user_cache import borrow
 
 
@@ -43,6 +41,10 @@ class EagerRunner:
         model: a decoder-only model that `lade.supports`.
         plan: how the model takes its masks.
         generation_config: transformers' prefill reads `prefill_chunk_size` from it.
+        facts: of the model, where the call has looked at it already.
+
+    Attributes:
+        facts: of the model, from the beginning of the call, or of an engine's last request.
     """
 
     sizing: BufferSizes = TreeCache
@@ -56,19 +58,25 @@ class EagerRunner:
     step_sizes: Sequence[int] = ()
     """Tokens a row that passes are padded to, ascending: what lies between costs as much. None where they are not."""
 
-    def __init__(self, model: PreTrainedModel, plan: MaskPlan, generation_config: GenerationConfig) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        plan: MaskPlan,
+        generation_config: GenerationConfig,
+        facts: ModelFacts | None = None,
+    ) -> None:
         self.model: Any = model
+        self.facts = facts = ModelFacts.of(model) if facts is None else facts
         self.plan, self.generation_config = plan, generation_config
-        self.positions = Positions.of(model.config.get_text_config(decoder=True))
+        self.positions = facts.positions
         self.device, self._dtype = input_device(model), model.dtype
         self.switch = FrequencySwitch(model, self.positions.longrope_switch, self.device)
         self.clock: Clock = ThreadClock() if self.device.type == "cpu" else WallClock()
         self._stopwatch = Stopwatch(self.clock)
-        survey = Survey.of(model)
-        self._slot_patches, self._core_patches = SlotPatches(survey), CorePatches(survey)
-        self.mode = PassMode(survey, plan)
-        self._accepts, self._cache_name = accepted(model), cache_name(model) or "past_key_values"
-        self._prompt_passes = PromptPasses(model, plan, generation_config, self.device)
+        self._slot_patches, self._core_patches = SlotPatches(facts), CorePatches(facts)
+        self.mode = PassMode(facts, plan)
+        self._accepts, self._cache_name = facts.accepts, facts.cache_name or "past_key_values"
+        self._prompt_passes = PromptPasses(facts, plan, generation_config, self.device)
         self._prompts: PreparedPrompts | None = None
 
     @property
@@ -79,6 +87,11 @@ class EagerRunner:
     @pass_time.setter
     def pass_time(self, taken: Duration) -> None:
         self._stopwatch.taken = taken
+
+    def look_again(self) -> None:
+        """Look at the model's modules again, which may have changed between two requests of an engine."""
+        self.facts = ModelFacts.of(self.model)
+        self.mode = PassMode(self.facts, self.plan)
 
     def room(self, cached: int) -> int | None:
         """How deep a tree may be whose root lies at position `cached`; None for no limit."""

@@ -10,18 +10,21 @@ from transformers import GenerationConfig, PreTrainedModel
 from lade.model.attachments import attached
 from lade.model.cuda_graphs.model_pools import free_idle_buffers, pool_of
 from lade.model.cuda_graphs.runner import GraphRunner
-from lade.model.indexed_attention import indexers_of
+from lade.model.facts import ModelFacts
 from lade.model.masks import MaskPlan
-from lade.model.position_limits import Positions
 from lade.model.recurrent.cores import CorePatches
 from lade.model.runner import EagerRunner, input_device
 from lade.model.support.supports import unwrap
-from lade.model.survey import Survey
 from lade.model.tensor_parallel import tensor_parallel_size
 
 
 def runner_for(
-    model: PreTrainedModel, plan: MaskPlan, generation_config: GenerationConfig, *, own_cache: bool = True
+    model: PreTrainedModel,
+    plan: MaskPlan,
+    generation_config: GenerationConfig,
+    *,
+    own_cache: bool = True,
+    facts: ModelFacts | None = None,
 ) -> EagerRunner:
     """A `GraphRunner` where passes can be captured, and an `EagerRunner` elsewhere, always on a CPU.
 
@@ -30,36 +33,37 @@ def runner_for(
         plan: how the model takes its masks.
         generation_config: see `EagerRunner`.
         own_cache: whether the cache is ours to make; a user's own has no fixed addresses.
+        facts: of the model, where the call has looked at it already.
     """
     device = input_device(model)
-    if device.type != "cuda" or not own_cache or why_eager(model):
-        return EagerRunner(model, plan, generation_config)
+    if device.type != "cuda" or not own_cache or why_eager(model, facts):
+        return EagerRunner(model, plan, generation_config, facts)
     pool = pool_of(model, device)
     if pool.capture_failed_in is not None:  # there has been a warning
-        return EagerRunner(model, plan, generation_config)
-    return GraphRunner(model, plan, generation_config, pool)
+        return EagerRunner(model, plan, generation_config, facts)
+    return GraphRunner(model, plan, generation_config, pool, facts)
 
 
-def why_eager(model: Any) -> str:
+def why_eager(model: Any, facts: ModelFacts | None = None) -> str:
     """What a graph would miss of this model's passes, on any device; empty if nothing is known."""
-    positions = Positions.of(model.config.get_text_config(decoder=True))
+    facts = ModelFacts.of(model) if facts is None else facts
+    positions = facts.positions
     if positions.longrope_switch is not None or positions.dynamic is not None:
         return "its rotary frequencies depend on the longest position, which the host reads"
-    survey = Survey.of(model)
-    if indexers_of(survey):
+    if facts.indexers:
         return "its indexers pick among the keys of a text, whose number the host reads"
-    if CorePatches(survey).forgets:
+    if CorePatches(facts).forgets:
         return "its recurrent layers go through a tree depth by depth, and the host reads how deep it is"
     if tensor_parallel_size(model) > 1:
         return "its layers are split over processes, which exchange results within a pass"
-    if len({tensor.device for tensor in (*survey.weights, *model.buffers())}) > 1:
+    if len({tensor.device for tensor in (*facts.weights, *model.buffers())}) > 1:
         return "its weights lie on several devices"
     device = input_device(model)
     if torch.is_autocast_enabled(device.type):
         return "autocast decides about dtypes from call to call"
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "the caller is capturing a graph"
-    return attached(survey)
+    return attached(facts)
 
 
 def release(model: Any) -> None:

@@ -19,10 +19,10 @@ from transformers import PretrainedConfig
 
 from lade.errors import UnsupportedModelError
 from lade.model.config_fields import field
-from lade.model.indexed_attention import INDEXED, KeyPicks, indexers_of
+from lade.model.facts import ModelFacts
+from lade.model.indexed_attention import INDEXED, KeyPicks
 from lade.model.masks import Inputs, StepInputs
 from lade.model.position_limits import Positions
-from lade.model.survey import Survey
 from lade.model.thread_hooks import hooked
 from lade.model.thread_override import Override, overridden
 
@@ -30,13 +30,13 @@ from lade.model.thread_override import Override, overridden
 class SlotPatches:
     """Patches the parts of one model that count slots; most models have none."""
 
-    def __init__(self, survey: Survey) -> None:
-        model = survey.model
+    def __init__(self, facts: ModelFacts) -> None:
+        model = facts.model
         self._alibi = model.base_model if hasattr(model.base_model, "build_alibi_tensor") else None
-        tempered = _has_temperature(model.config.get_text_config(decoder=True))
-        layers = survey.having("attn_temperature_tuning") if tempered else ()
+        tempered = _has_temperature(facts.text_config)
+        layers = facts.having("attn_temperature_tuning") if tempered else ()
         self._tempered = [layer for layer in layers if _scales_queries(layer)]
-        self._indexers = indexers_of(survey)
+        self._indexers = facts.indexers
 
     @property
     def pick_keys(self) -> bool:

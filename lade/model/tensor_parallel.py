@@ -11,9 +11,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from lade.model.config_fields import field
+from lade.model.facts import ModelFacts
 from lade.model.position_limits import Positions
-from lade.model.recurrent.cores import CorePatches
-from lade.model.survey import Survey
 
 HOME = "transformers.distributed.tensor_parallel"
 """The module whose functions it puts in place of the forwards of layers."""
@@ -30,14 +29,14 @@ def is_tensor_parallel(forward: Any) -> bool:
     return getattr(forward, "__module__", "") == HOME
 
 
-def why_not_split(survey: Survey, config: PretrainedConfig) -> str:
+def why_not_split(facts: ModelFacts, config: PretrainedConfig) -> str:
     """Why a model whose layers are split over processes cannot be served; empty if it can be, or is not split.
 
     Args:
-        survey: of the model.
+        facts: of the model.
         config: of the layers that write the text.
     """
-    model = survey.model
+    model = facts.model
     size = tensor_parallel_size(model)
     if size == 1:
         return ""
@@ -49,9 +48,9 @@ def why_not_split(survey: Survey, config: PretrainedConfig) -> str:
         return f"{split}, and in another way, too ({mesh[0]}): split it in one"
     for met, what in (
         (model.config.is_encoder_decoder, "it has an encoder"),
-        (CorePatches(survey), "its recurrent layers have states in each of them"),
+        (facts.recurrent, "its recurrent layers have states in each of them"),
         (Positions.of(config).longrope_switch is not None, "at some length it computes its text again"),
-        (survey.training, "it is in training mode"),
+        (facts.training, "it is in training mode"),
     ):
         if met:
             return f"{split}, and {what}, which is not served there: load it with device_map"

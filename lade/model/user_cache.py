@@ -20,11 +20,10 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from lade.model.indexed_attention import indexers_of
+from lade.model.facts import ModelFacts
 from lade.model.kv_cache import TreeCache
 from lade.model.recurrent.cores import CorePatches
 from lade.model.recurrent.layer import layers_for
-from lade.model.survey import Survey
 from lade.model.tree_layer import TreeLayer
 
 _INDEXED_LAYER: Any = getattr(cache_utils, "DynamicIndexedLayer", None)  # not in every version
@@ -39,9 +38,9 @@ def can_borrow(cache: Any) -> bool:
     return ours and all(type(layer) in _LAYERS for layer in cache.layers)
 
 
-def lacks_indexer(cache: Any, model: nn.Module) -> bool:
+def lacks_indexer(cache: Any, facts: ModelFacts) -> bool:
     """Whether a user's cache has no place for what the indexers of the model keep; plain decoding fails with it."""
-    if isinstance(cache, TreeCache) or not indexers_of(Survey.of(model)):
+    if isinstance(cache, TreeCache) or not facts.indexers:
         return False
     return not any(hasattr(layer, "update_indexer") for layer in cache.layers)
 
@@ -53,7 +52,7 @@ def begin_plainly(cache: Any, model: nn.Module) -> None:
         cache: the user's; None for none.
         model: the model inside any wrapper.
     """
-    if isinstance(cache, TreeCache) and (cores := CorePatches(Survey.of(model))):
+    if isinstance(cache, TreeCache) and (cores := CorePatches(ModelFacts.of(model))):
         if cores.forgets:  # what it holds would be left out, without a word
             cache.reset()
         if not cache.layers:

@@ -270,7 +270,7 @@ class Batch:
         """The row of a request whose text is going to be fed; it takes what is known of the text."""
         if active.row is None:
             active.handle.begin()
-            self._runner.mode.renew()
+            self._runner.look_again()
             active.row = active.request.row(self._drafter(active.request))
         if not active.fed:
             active.cache = self._prefill_runner.tree_cache()

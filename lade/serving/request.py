@@ -29,7 +29,6 @@ from lade.hf.row import row_for
 from lade.hf.sampling import LoneSampler
 from lade.model.masks import MaskPlan
 from lade.model.position_limits import LEARNED_POSITIONS, Positions
-from lade.model.recurrent.cores import is_recurrent
 from lade.model.runner import input_device
 from lade.model.support.supports import unwrap
 from lade.serving.capacity import Need, largest_tree
@@ -86,7 +85,7 @@ class Request:
         self.need = Need(generation_config.max_length - texts.hidden[0], largest_tree(self.config))
         self.prompt_tokens = len(self.ids)
         _check_positions(prepared.model, self.need.tokens)
-        if generation_config.prefill_chunk_size is not None and is_recurrent(prepared.model):
+        if generation_config.prefill_chunk_size is not None and prepared.facts.recurrent:
             chunks = f"prefill_chunk_size={generation_config.prefill_chunk_size}"
             refuse(chunks, "it feeds prompts in pieces of its own, and recurrent layers tell where a piece begins")
         self.text, self.scope, self.seed = text, extras.scope, None

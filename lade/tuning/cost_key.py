@@ -14,9 +14,9 @@ import transformers
 from transformers import PreTrainedModel
 
 from lade.model.config_fields import field
+from lade.model.facts import ModelFacts
 from lade.model.runner import EagerRunner
 from lade.model.shapes import batch_bucket
-from lade.model.survey import Survey
 from lade.model.weights import bytes_by_kind
 from lade.version import __version__
 
@@ -31,18 +31,19 @@ def key_of(model: PreTrainedModel, runner: EagerRunner, batch: int = 1) -> dict[
 
     These two change from step to step: the curve follows them while it is used.
     """
-    config, survey = model.config.get_text_config(decoder=True), Survey.of(model)
+    facts = runner.facts
+    config = facts.text_config
     return {
-        "devices": _names(weight.device for weight in survey.weights),
+        "devices": _names(weight.device for weight in facts.weights),
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),  # which can be limited from outside
         "model": type(model).__name__,
         "shape": {name: field(config, name) for name in _SHAPE},
-        "parameters": sum(weight.numel() for weight in survey.weights),
+        "parameters": sum(weight.numel() for weight in facts.weights),
         # These two tell packed, quantised and adapted weights from plain ones: they sit in modules of other classes,
         # or are tensors of other classes, or other numbers of bytes.
-        "modules": _counts(survey),
-        "weights": bytes_by_kind(survey.weights),
+        "modules": _counts(facts),
+        "weights": bytes_by_kind(facts.weights),
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention": config._attn_implementation,
         "runner": type(runner).__name__,
@@ -63,10 +64,10 @@ def _names(devices: Iterable[torch.device]) -> list[str]:
     return sorted(map(_device_name, set(devices))) or ["none"]
 
 
-def _counts(survey: Survey) -> dict[str, int]:
+def _counts(facts: ModelFacts) -> dict[str, int]:
     """Modules by the name of their class."""
     counts = Counter[str]()
-    for kind, modules in survey.kinds.items():
+    for kind, modules in facts.kinds.items():
         counts[kind.__name__] += len(modules)
     return dict(counts)
 

@@ -14,6 +14,7 @@ from lade.model.cuda_graphs.capture import CudaCapture
 from lade.model.cuda_graphs.model_pools import new_pool
 from lade.model.cuda_graphs.pool import BufferPool
 from lade.model.cuda_graphs.runner import GraphRunner
+from lade.model.facts import ModelFacts
 from lade.model.runner import EagerRunner
 from lade.model.select_runner import why_eager
 
@@ -27,11 +28,17 @@ class Graphs:
         self.counted: Any = None
 
     def runner_for(
-        self, model: PreTrainedModel, plan: Any, generation_config: GenerationConfig, *, own_cache: bool = True
+        self,
+        model: PreTrainedModel,
+        plan: Any,
+        generation_config: GenerationConfig,
+        *,
+        own_cache: bool = True,
+        facts: ModelFacts | None = None,
     ) -> EagerRunner:
-        if not own_cache or why_eager(model):
-            return EagerRunner(model, plan, generation_config)
-        return GraphRunner(model, plan, generation_config, self.pool(model))
+        if not own_cache or why_eager(model, facts):
+            return EagerRunner(model, plan, generation_config, facts)
+        return GraphRunner(model, plan, generation_config, self.pool(model), facts)
 
     def pool(self, model: PreTrainedModel) -> BufferPool:
         if model not in self._pools:

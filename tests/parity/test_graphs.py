@@ -399,7 +399,7 @@ def test_who_is_served_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     config = GenerationConfig()
     assert type(runner_for(model, plan, config)) is EagerRunner, "never on a CPU"
     monkeypatch.setattr(choice, "input_device", lambda model: torch.device("cuda"))
-    monkeypatch.setattr(choice, "why_eager", lambda model: "")
+    monkeypatch.setattr(choice, "why_eager", lambda model, facts: "")
     pool = BufferPool(EagerReplay)
     monkeypatch.setattr(choice, "pool_of", lambda model, device: pool)
     assert type(runner_for(model, plan, config)) is GraphRunner
@@ -408,7 +408,7 @@ def test_who_is_served_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         pool.capture_failed(setup_of(model), RuntimeError("the reason\nand more"))
     assert type(runner_for(model, plan, config)) is EagerRunner, "not a second time"
     pool.capture_failed_in = None
-    monkeypatch.setattr(choice, "why_eager", lambda model: "something")
+    monkeypatch.setattr(choice, "why_eager", lambda model, facts: "something")
     assert type(runner_for(model, plan, config)) is EagerRunner
 
 

@@ -18,11 +18,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import lade
 from lade.decoding.tree import TokenTree
 from lade.model import inference_mode
+from lade.model.facts import ModelFacts
 from lade.model.inference_mode import ordinary, why_recorded
 from lade.model.kv_cache import TreeCache
 from lade.model.mask_plan import INVARIANT_ATTENTION, TREE_ATTENTION
 from lade.model.runner import EagerRunner
-from lade.model.survey import Survey
 from lade.serving.engine import Engine
 from lade.testing import toy_model
 
@@ -177,15 +177,15 @@ class Weight(nn.Parameter):
 @pytest.mark.parametrize(("reason", "change"), CHANGES, ids=[reason for reason, _ in CHANGES])
 def test_whose_passes_are_recorded(reason: str, change: Callable[[Any], Any]) -> None:
     model: Any = family("llama").build(dtype=torch.float32)
-    assert why_recorded(Survey.of(model)) == ""
+    assert why_recorded(ModelFacts.of(model)) == ""
     change(model)
-    assert reason in why_recorded(Survey.of(model))
+    assert reason in why_recorded(ModelFacts.of(model))
 
 
 def test_frequencies_that_a_pass_replaces_are_recorded() -> None:
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     for model in (family("phi3").build(**longrope()), family("llama").build(rope_parameters=dynamic)):
-        assert "frequencies" in why_recorded(Survey.of(model))
+        assert "frequencies" in why_recorded(ModelFacts.of(model))
 
 
 PATCHED = [family("bloom"), *USUAL, *(case for case in RECURRENT_FAMILIES if str(case) == "lfm2")]

@@ -30,6 +30,7 @@ from lade.model.cuda_graphs.pool import BufferPool
 from lade.model.cuda_graphs.states import NodeBuffers
 from lade.model.cuda_graphs.static_cache import StaticCache
 from lade.model.cuda_graphs.static_rows import StaticRows
+from lade.model.facts import ModelFacts
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.runner import EagerRunner
@@ -62,21 +63,27 @@ class GraphRunner(EagerRunner):
         plan: how the model takes its masks.
         generation_config: see `EagerRunner`.
         pool: holds the buffers and what is captured on them.
+        facts: see `EagerRunner`.
     """
 
     sizing = StaticCache
 
     def __init__(
-        self, model: PreTrainedModel, plan: MaskPlan, generation_config: GenerationConfig, pool: BufferPool
+        self,
+        model: PreTrainedModel,
+        plan: MaskPlan,
+        generation_config: GenerationConfig,
+        pool: BufferPool,
+        facts: ModelFacts | None = None,
     ) -> None:
-        super().__init__(model, plan, generation_config)
+        super().__init__(model, plan, generation_config, facts)
         self._pool = pool
         self._least_step = 2 if self._core_patches else 1  # models change their states by themselves for one token
         self.step_sizes = [size for size in STEP_SIZES if size >= self._least_step]
 
     def eager(self) -> EagerRunner:
         """See `EagerRunner.eager`."""
-        return EagerRunner(self.model, self.plan, self.generation_config)
+        return EagerRunner(self.model, self.plan, self.generation_config, self.facts)
 
     def new_cache(self, *, tokens: int | None = None, limit: int | None = None) -> FallbackCache:
         """See `EagerRunner.new_cache`; static, unless captures of this model fail."""

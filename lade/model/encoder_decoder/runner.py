@@ -13,6 +13,7 @@ from lade.decoding.loop import PromptLogitsHook
 from lade.model.encoder_decoder.cache import DecoderCache
 from lade.model.encoder_decoder.encoded import Encoded
 from lade.model.encoder_decoder.position_patches import DecoderPatches
+from lade.model.facts import ModelFacts
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import Inputs, MaskPlan
 from lade.model.row_cache import RowCache
@@ -27,12 +28,18 @@ class EncoderDecoderRunner(EagerRunner):
         plan: how its decoder takes its masks.
         generation_config: as for `EagerRunner`.
         encoded: the encoder's output for the rows of the batch.
+        facts: see `EagerRunner`.
     """
 
     def __init__(
-        self, model: PreTrainedModel, plan: MaskPlan, generation_config: GenerationConfig, encoded: Encoded
+        self,
+        model: PreTrainedModel,
+        plan: MaskPlan,
+        generation_config: GenerationConfig,
+        encoded: Encoded,
+        facts: ModelFacts | None = None,
     ) -> None:
-        super().__init__(model, plan, generation_config)
+        super().__init__(model, plan, generation_config, facts)
         self._encoded = encoded
         self._slot_patches = patches = DecoderPatches(model)
         self.positions = patches.positions

@@ -27,7 +27,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lade.errors import UnsupportedModelError
 from lade.model.class_change import restore
 from lade.model.config_fields import field
-from lade.model.indexed_attention import indexers_of
+from lade.model.facts import ModelFacts
 from lade.model.invariance import Invariance, invariance_of, note_invariance
 from lade.model.invariant.activations import compose_activations
 from lade.model.invariant.attention_trial import Heads, attention_keeps_order
@@ -41,7 +41,6 @@ from lade.model.mask_plan import windows_of
 from lade.model.packing.linear import short
 from lade.model.recurrent.cores import is_recurrent
 from lade.model.support.supports import LONGEST_PROBE_TOKENS, supports, unwrap
-from lade.model.survey import Survey
 from lade.model.token_embeddings import config_of_text
 
 logger = logging.getLogger(__name__)
@@ -187,7 +186,7 @@ def _refusal_of_architecture(model: PreTrainedModel) -> str:
         return "it has an encoder, whose keys have no positions in the text"
     if is_recurrent(model):
         return "its recurrent layers sum over the text in an order that depends on how it is cut"
-    if indexers_of(Survey.of(model)):
+    if ModelFacts.of(model).indexers:
         return "its indexers pick keys by scores that are rounded as it comes"
     if not model._can_set_attn_implementation():
         return "its attention does not go through transformers' interface"

@@ -6,7 +6,6 @@ runs the pass, and for its length: prefill, plain decoding and other threads cal
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -16,13 +15,12 @@ from typing import Any
 from torch import nn
 
 from lade.errors import UnsupportedModelError
+from lade.model.facts import ModelFacts
 from lade.model.recurrent.convolution import convolution
 from lade.model.recurrent.delta_rule import delta_rule
-from lade.model.recurrent.layer import has_states
 from lade.model.recurrent.selective_scan import selective_scan
 from lade.model.recurrent.state_space import mamba2
 from lade.model.recurrent.tree_pass import Ancestry
-from lade.model.survey import Survey
 from lade.model.thread_override import Override, overridden
 
 CORES: dict[str, Callable[..., Any]] = {
@@ -32,22 +30,20 @@ CORES: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": mamba2,
     "mamba_selective_scan": selective_scan,
 }
-"""By the name of the function for several tokens; called with the pass, that function, and its arguments."""
+"""By the name of the function for several tokens (`facts.RECURRENT_FUNCTIONS`); called with the pass, that function,
+and its arguments."""
 
 
 def is_recurrent(model: nn.Module) -> bool:
     """Whether a model has recurrent layers whose functions are known."""
-    return bool(CorePatches(Survey.of(model)))
+    return ModelFacts.of(model).recurrent
 
 
 class CorePatches:
     """Replaces the functions that the recurrent layers of one model call; most models have none."""
 
-    def __init__(self, survey: Survey) -> None:
-        names = sorted({kind.__module__ for kind in survey.kinds})
-        modules = [sys.modules[name] for name in names if name in sys.modules]
-        found = [(module, name) for module in modules for name in CORES if hasattr(module, name)]
-        self._found = found if found and has_states(survey.model.config) else []
+    def __init__(self, facts: ModelFacts) -> None:
+        self._found = facts.recurrent_functions
 
     def __bool__(self) -> bool:
         """Whether the model has such functions, and so recurrent layers."""

@@ -213,11 +213,6 @@ def _appended(state: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     return longer
 
 
-def has_states(config: PretrainedConfig) -> bool:
-    """Whether any layer is recurrent: families that have such layers may also be built without."""
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
-
-
 def layers_for(config: PretrainedConfig) -> list[Any]:
     """Layers of a `TreeCache` for a model with recurrent ones, empty, in the order of transformers' own cache."""
     layers = [empty_like(layer) for layer in DynamicCache(config=config).layers]

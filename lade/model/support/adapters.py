@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lade.model.facts import ModelFacts
 from lade.model.runner import input_device
-from lade.model.survey import Survey
 
 ACTIVATED = (
     "its adapter is an activated LoRA (alora_invocation_tokens), which counts the tokens of each pass: "
@@ -43,14 +43,14 @@ ROWS = 16
 TOLERANCE, HALF_TOLERANCE = 1e-3, 2e-2
 
 
-def why_adapted_otherwise(wrapped: Any, survey: Survey) -> str:
+def why_adapted_otherwise(wrapped: Any, facts: ModelFacts) -> str:
     """What keeps the adapters of a model from giving a token in a tree what they give it alone; empty if nothing.
 
     Args:
         wrapped: the model as it was given.
-        survey: of the transformers model in it.
+        facts: of the transformers model in it.
     """
-    model: PreTrainedModel = survey.model
+    model: PreTrainedModel = facts.model
     config = getattr(wrapped, "active_peft_config", None)
     # While PEFT generates with such an adapter, it prepares the inputs of the model itself.
     prepares = getattr(model.prepare_inputs_for_generation, "__self__", model)
@@ -58,25 +58,25 @@ def why_adapted_otherwise(wrapped: Any, survey: Survey) -> str:
         return "its adapter puts learned tokens before the prompt, whose positions are not known here"
     kind = getattr(config, "peft_type", "")
     kind = str(getattr(kind, "value", kind))
-    return OTHER_PASSES.get(kind, "") or _why_hooked(survey) or _why_of_layers(survey)
+    return OTHER_PASSES.get(kind, "") or _why_hooked(facts) or _why_of_layers(facts)
 
 
 def values_of_one_call(model: nn.Module) -> list[str]:
     """Names of what PEFT's hooks pass to its layers in the generation that is running; empty if nothing."""
-    return sorted({name for _, _, values in _hooks(Survey.of(model)) for name in values if name in OF_ONE_CALL})
+    return sorted({name for _, _, values in _hooks(ModelFacts.of(model)) for name in values if name in OF_ONE_CALL})
 
 
 def remove_hooks_of_one_call(model: nn.Module) -> None:
     """Take them off. PEFT does that itself, but not where a generation fails; then every later one fails, too."""
-    for module, number, values in list(_hooks(Survey.of(model))):
+    for module, number, values in list(_hooks(ModelFacts.of(model))):
         if OF_ONE_CALL & values.keys():
             del module._forward_pre_hooks[number]
             module._forward_pre_hooks_with_kwargs.pop(number, None)
 
 
-def _hooks(survey: Survey) -> Iterator[tuple[nn.Module, int, dict[str, Any]]]:
+def _hooks(facts: ModelFacts) -> Iterator[tuple[nn.Module, int, dict[str, Any]]]:
     """PEFT's hooks that run before a layer: the layer, the hook's number, and the values that it passes on."""
-    for module in survey.hooked:
+    for module in facts.hooked:
         for number, hook in module._forward_pre_hooks.items():
             if _is_peft(getattr(hook, "func", hook)):
                 yield module, number, getattr(hook, "keywords", {})
@@ -86,9 +86,9 @@ def _is_peft(thing: Any) -> bool:
     return str(getattr(thing, "__module__", "")).partition(".")[0] == "peft"
 
 
-def _why_hooked(survey: Survey) -> str:
+def _why_hooked(facts: ModelFacts) -> str:
     """Why the hooks that PEFT has on a model at the moment speak against it; empty if they do not."""
-    for _, _, values in _hooks(survey):
+    for _, _, values in _hooks(facts):
         if "alora_offsets" in values:
             return ACTIVATED
         if "adapter_names" not in values:
@@ -98,10 +98,10 @@ def _why_hooked(survey: Survey) -> str:
     return ""
 
 
-def _why_of_layers(survey: Survey) -> str:
-    if not any(map(_is_peft, survey.kinds)):
+def _why_of_layers(facts: ModelFacts) -> str:
+    if not any(map(_is_peft, facts.kinds)):
         return ""
-    model: PreTrainedModel = survey.model
+    model: PreTrainedModel = facts.model
     for name, layer in model.named_modules():
         if not _is_peft(type(layer)) or "base_layer" not in layer._modules or not _is_on(layer):
             continue

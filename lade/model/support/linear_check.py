@@ -24,11 +24,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lade.model.class_change import own_class
+from lade.model.facts import ModelFacts
 from lade.model.invariance import invariance_of
 from lade.model.packing.int8 import Int8Linear
 from lade.model.packing.linear import PackedLinear, short
 from lade.model.runner import input_device
-from lade.model.survey import Survey
 from lade.model.tensor_parallel import is_tensor_parallel
 
 logger = logging.getLogger(__name__)
@@ -56,14 +56,14 @@ Layer = Callable[[torch.Tensor], torch.Tensor]
 _tried: WeakKeyDictionary[nn.Module, tuple[Hashable, str]] = WeakKeyDictionary()
 
 
-def why_inexact(survey: Survey) -> str:
+def why_inexact(facts: ModelFacts) -> str:
     """What keeps a layer of a model from giving a token in a tree what it gives a token alone; empty if nothing.
 
     A layer is tried again when its weight has become another one.
     """
-    if _all_known(survey):
+    if _all_known(facts):
         return ""
-    model: PreTrainedModel = survey.model
+    model: PreTrainedModel = facts.model
     for name, layer in foreign_layers(model, type(model).__module__):
         if isinstance(layer, Int8Linear):
             if invariance_of(model) is None:
@@ -81,16 +81,16 @@ def why_inexact(survey: Survey) -> str:
     return ""
 
 
-def _all_known(survey: Survey) -> bool:
+def _all_known(facts: ModelFacts) -> bool:
     """Whether a glance shows that there are no `foreign_layers`, as in most models; if not, each is looked at."""
-    linear, packed = (survey.kinds.get(kind, []) for kind in (nn.Linear, PackedLinear))
-    if survey.replaced or len(survey.having("in_features")) > len(linear) + len(packed):
+    linear, packed = (facts.kinds.get(kind, []) for kind in (nn.Linear, PackedLinear))
+    if facts.replaced or len(facts.having("in_features")) > len(linear) + len(packed):
         return False
     if any(layer._parameters.get("weight") is None for layer in linear):
         return False
     known = {id(weight) for layer in packed for weight in layer._parameters.values()}
     return all(
-        (type(weight) is nn.Parameter and weight.dtype.itemsize > 1) or id(weight) in known for weight in survey.weights
+        (type(weight) is nn.Parameter and weight.dtype.itemsize > 1) or id(weight) in known for weight in facts.weights
     )
 
 

@@ -11,21 +11,19 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 
 from lade.errors import UnsupportedModelError
 from lade.model.config_fields import field
-from lade.model.foreign_code import foreign_code
-from lade.model.indexed_attention import INDEXED, indexers_of
+from lade.model.facts import ModelFacts
+from lade.model.indexed_attention import INDEXED
 from lade.model.invariance import why_tried_in_vain
 from lade.model.invariant_attention.attention import NAME as INVARIANT_ATTENTION
 from lade.model.mask_plan import LAYER_TYPES, RECURRENT_TYPES, plan_for, window_too_short
 from lade.model.masks import MaskPlan
-from lade.model.recurrent.cores import CorePatches
-from lade.model.signature import CACHE_NAMES, cache_name
+from lade.model.signature import CACHE_NAMES
 from lade.model.support.adapters import why_adapted_otherwise
 from lade.model.support.behind_check import can_be_padded
 from lade.model.support.lengths import named_lengths
 from lade.model.support.linear_check import why_inexact
 from lade.model.support.training_mode import why_not_in_training
 from lade.model.support.tree_check import tolerance, worst_error
-from lade.model.survey import Survey
 from lade.model.tensor_parallel import why_not_split
 from lade.model.token_embeddings import config_of_text
 from lade.model.tree_attention.backend import NAME as TREE_ATTENTION
@@ -122,21 +120,31 @@ def supports(model: Any) -> Support:
 
     >>> if not lade.supports(model): print(lade.supports(model).reason)
     """
-    wrapped, model = model, unwrap(model)
-    name = type(model).__name__
-    if not isinstance(model, PreTrainedModel) or not model.can_generate():
-        return Support(name, "it is not a transformers model with a language modeling head")
-    survey, config = Survey.of(model), config_of_text(model)
+    inner = unwrap(model)
+    if not isinstance(inner, PreTrainedModel) or not inner.can_generate():
+        return Support(type(inner).__name__, "it is not a transformers model with a language modeling head")
+    return support_by(ModelFacts.of(inner), model)
+
+
+def support_by(facts: ModelFacts, wrapped: Any) -> Support:
+    """`supports`, for a call that has looked at the model already.
+
+    Args:
+        facts: of the transformers model.
+        wrapped: the model as the caller has it.
+    """
+    model = facts.model
+    name, config = type(model).__name__, config_of_text(model)
     reason = (
-        _refusal_of_architecture(survey, config)
-        or _refusal_as_it_is_set_up(survey, config)
-        or why_adapted_otherwise(wrapped, survey)
-        or why_inexact(survey)
-        or why_not_in_training(survey)
+        _refusal_of_architecture(facts, config)
+        or _refusal_as_it_is_set_up(facts, config)
+        or why_adapted_otherwise(wrapped, facts)
+        or why_inexact(facts)
+        or why_not_in_training(facts)
     )
     if reason:
         return Support(name, reason)
-    foreign = _foreign_code(survey)
+    foreign = _foreign_code(facts)
     if not foreign and _is_listed(model, config):
         return _listed(model, config)
     known = _checked.setdefault(model, {})
@@ -149,10 +157,10 @@ def supports(model: Any) -> Support:
     return support
 
 
-def _foreign_code(survey: Survey) -> list[Any]:
-    """See `foreign_code`; encoder and decoder may have configurations of their own."""
-    found = foreign_code(survey)
-    if not survey.model.config.is_encoder_decoder:
+def _foreign_code(facts: ModelFacts) -> list[Any]:
+    """See `ModelFacts.foreign`; encoder and decoder may have configurations of their own."""
+    found = facts.foreign
+    if not facts.model.config.is_encoder_decoder:
         return found
     return [thing for thing in found if not isinstance(thing, PretrainedConfig)]
 
@@ -176,51 +184,51 @@ def is_listed(model: PreTrainedModel) -> bool:
     return _is_listed(model, config_of_text(model))
 
 
-def _refusal_of_architecture(survey: Survey, config: PretrainedConfig) -> str:
-    if getattr(type(survey.model), "_sample", None) is not GenerationMixin._sample:
+def _refusal_of_architecture(facts: ModelFacts, config: PretrainedConfig) -> str:
+    if getattr(type(facts.model), "_sample", None) is not GenerationMixin._sample:
         return "its class chooses tokens in a way of its own (_sample)"
     if config.model_type in REFUSED:
         return REFUSED[config.model_type]
     if getattr(config, "alibi", False):
         return _SLOTS_OF_ALIBI
-    return _refusal_of_recurrence(survey, config)
+    return _refusal_of_recurrence(facts, config)
 
 
-def _refusal_of_recurrence(survey: Survey, config: PretrainedConfig) -> str:
+def _refusal_of_recurrence(facts: ModelFacts, config: PretrainedConfig) -> str:
     """Why recurrent layers, or what else is no usual attention, cannot be served; "" where there is none of these."""
-    model: PreTrainedModel = survey.model
+    model: PreTrainedModel = facts.model
     types = set(field(config, "layer_types") or ())
-    if types & INDEXED and not indexers_of(survey):
+    if types & INDEXED and not facts.indexers:
         return f"its layers ({', '.join(types & INDEXED)}) pick keys in a way of their own"
     kinds, listed = sorted(types - LAYER_TYPES), config.model_type in RECURRENT
     if not (kinds or getattr(model, "_is_stateful", False) or listed):
         return ""
-    if not listed and not (RECURRENT_TYPES.issuperset(kinds) and CorePatches(survey)):
+    if not listed and not (RECURRENT_TYPES.issuperset(kinds) and facts.recurrent):
         named = ", ".join(kinds) or "a recurrent state"
         return f"its layers ({named}) carry a state that the branches of a token tree cannot share"
-    if cache_name(model) is None:
+    if facts.cache_name is None:
         return f"its forward takes no cache under a name that is known ({', '.join(CACHE_NAMES)})"
     if getattr(model, "_use_kernels", False):
         return "its kernels replace layers that know of no tree: load it without use_kernels"
     return ""
 
 
-def _refusal_as_it_is_set_up(survey: Survey, config: PretrainedConfig) -> str:
-    model: PreTrainedModel = survey.model
+def _refusal_as_it_is_set_up(facts: ModelFacts, config: PretrainedConfig) -> str:
+    model: PreTrainedModel = facts.model
     if getattr(model, "_pp_stage", None) is not None:
         return (
             "it is split into pipeline stages (pp_size), and each process has but one of them: load it with device_map"
         )
-    if reason := why_not_split(survey, config):
+    if reason := why_not_split(facts, config):
         return reason
     backend = config._attn_implementation or "eager"
     ours = backend in (TREE_ATTENTION, INVARIANT_ATTENTION)
-    if not (ours or backend in ("sdpa", "eager")) or (ours and (_has_encoder(model) or indexers_of(survey))):
+    if not (ours or backend in ("sdpa", "eager")) or (ours and (_has_encoder(model) or facts.indexers)):
         return f'its attention kernel {backend!r} takes no tree mask: load it with attn_implementation="sdpa"'
     if ours and not model._can_set_attn_implementation():
         remedy = 'load it with attn_implementation="eager"'
         return f"its attention does not go through transformers' interface, so it does not know {backend!r}: {remedy}"
-    if reason := why_tried_in_vain(model, survey.modules, backend == INVARIANT_ATTENTION):
+    if reason := why_tried_in_vain(model, facts.modules, backend == INVARIANT_ATTENTION):
         return reason
     if field(config, "use_bidirectional_attention") not in (None, False, "vision"):  # of images, which are no text
         return "its attention is bidirectional"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from lade.model.facts import ModelFacts
 from lade.model.kv_cache import TreeCache
 from lade.model.recurrent.cores import is_recurrent
 from lade.model.recurrent.layer import layers_for
@@ -20,16 +21,15 @@ from lade.model.runner import input_device
 from lade.model.signature import cache_name
 from lade.model.support.randomness import watch_draws
 from lade.model.support.tree_check import distance, tolerance
-from lade.model.survey import Survey
 
 REMEDY = "call model.eval()"
 
 
-def why_not_in_training(survey: Survey) -> str:
+def why_not_in_training(facts: ModelFacts) -> str:
     """What training mode does to the passes of a model; empty if nothing, or if no module is in training mode."""
-    if not survey.training:
+    if not facts.training:
         return ""
-    model: PreTrainedModel = survey.model
+    model: PreTrainedModel = facts.model
     if model.config.is_encoder_decoder:
         return f"it is in training mode, and its passes are not tried: {REMEDY}"
     with watch_draws(model) as draws:

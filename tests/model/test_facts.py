@@ -5,9 +5,11 @@ from functools import partial
 import torch
 from torch import nn
 
+import lade
+from lade.model.facts import RECURRENT_FUNCTIONS, ModelFacts
+from lade.model.recurrent.cores import CORES
 from lade.model.support import linear_check
 from lade.model.support.linear_check import foreign_layers, why_inexact
-from lade.model.survey import Survey
 from lade.testing import toy_model
 
 
@@ -36,7 +38,7 @@ def parts():
 
 def test_it_finds_each_module_once():
     model = parts()
-    survey = Survey.of(model)
+    survey = ModelFacts.of(model)
     assert len(survey.modules) == len(set(survey.modules)) and set(survey.modules) == set(model.modules())
     assert sorted(map(id, survey.modules)) == sorted(id(each) for kind in survey.kinds.values() for each in kind)
     assert all(type(each) is kind for kind, several in survey.kinds.items() for each in several)
@@ -45,14 +47,14 @@ def test_it_finds_each_module_once():
 
 def test_it_sees_hooks_forwards_and_modes():
     model = toy_model("llama")
-    bare, layers = Survey.of(model), model.model.layers
+    bare, layers = ModelFacts.of(model), model.model.layers
     assert not bare.hooked and not bare.replaced and not bare.training
     layers[0].mlp.register_forward_hook(print)
     layers[1].mlp.register_forward_pre_hook(print)
     layers[0].self_attn.forward = layers[0].self_attn.forward
     layers[1].self_attn._old_forward = print
     layers[1].input_layernorm.training = True
-    survey = Survey.of(model)
+    survey = ModelFacts.of(model)
     assert survey.hooked == [layers[0].mlp, layers[1].mlp]
     assert survey.replaced == [layers[0].self_attn, layers[1].self_attn]
     assert survey.training and not bare.hooked, "a survey stays as it was"
@@ -63,7 +65,7 @@ def test_what_has_an_attribute():
     model[3].in_features = 7
     for name in ("in_features", "p", "forward", "unheard_of"):
         expected = {module for module in model.modules() if hasattr(module, name)}
-        assert set(Survey.of(model).having(name)) == expected, name
+        assert set(ModelFacts.of(model).having(name)) == expected, name
 
 
 def noted(looked, foreign, model, *_):
@@ -115,6 +117,20 @@ def test_a_glance_and_the_look_at_each_layer_agree(monkeypatch):
         assert bool(foreign) == (change not in (changes[0], bare_weight)), change
         looked = list[nn.Module]()
         monkeypatch.setattr(linear_check, "foreign_layers", partial(noted, looked, foreign))
-        why_inexact(Survey.of(model))
+        why_inexact(ModelFacts.of(model))
         monkeypatch.undo()
         assert bool(looked) == (change is not changes[0]), change
+
+
+def test_a_call_looks_at_its_model_once(monkeypatch):
+    model, ids, looks = toy_model("llama"), torch.tensor([[5, 6, 7]]), []
+    look = ModelFacts.of
+    monkeypatch.setattr(ModelFacts, "of", lambda model: looks.append(model) or look(model))
+    for arguments in ({}, {"do_sample": True}, {"num_beams": 2}, {"input_ids": ids.repeat(2, 1)}):
+        looks.clear()
+        lade.generate(model, **{"input_ids": ids, "max_new_tokens": 5, **arguments})
+        assert looks == [model], arguments
+
+
+def test_facts_name_the_functions_that_recurrent_layers_replace():
+    assert set(CORES) == set(RECURRENT_FUNCTIONS)

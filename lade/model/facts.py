@@ -1,0 +1,236 @@
+"""What is known of a model while one call lasts: its modules, and what follows from them.
+
+Before a call can be served, a dozen things have to be known about its model: adapters, hooks, replaced forwards,
+quantised layers, indexers, recurrent layers, training mode. All of them may change from one call to the next without a
+word: `load_adapter`, `train`, `module.forward = ...`, `to(dtype)`. So nothing is remembered from an earlier call.
+Instead a call walks through the modules once, `ModelFacts.of`, and hands the result on to all that ask.
+
+**Foreign code.** What the tests say about a listed architecture holds for transformers' own code. A tracer, a profiler,
+a kernel library or a user's hook may swallow the positions of a tree, or look at the last token of a pass only. So a
+model that carries such code is checked like one of an unknown architecture.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import chain
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from transformers import DynamicCache, PretrainedConfig
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lade.model.position_limits import Positions
+from lade.model.signature import accepted, cache_name
+
+TRUSTED = frozenset({"accelerate", "lade", "peft", "torch", "transformers"})
+"""Packages whose wrappers and hooks hand on what they are given."""
+_METHODS = ("forward", "prepare_inputs_for_generation")
+RECURRENT_FUNCTIONS = (
+    "causal_conv1d_fn",
+    "torch_chunk_gated_delta_rule",
+    "chunk_kimi_delta_attention",
+    "mamba2_chunk_scan",
+    "mamba_selective_scan",
+)
+"""What transformers' mixers call for several tokens, by the name under which their module knows it."""
+_INDEXER_ARGUMENTS = {"hidden_states", "attention_mask", "past_key_values"}
+
+
+@dataclass(frozen=True, eq=False)
+class ModelFacts:
+    """What a model is made of at one moment, and what follows from it, found out when it is first asked for.
+
+    Attributes:
+        model: the model, itself one of the modules.
+        modules: all of them, each once, from the outside in.
+        kinds: the same by their class.
+        hooked: those with hooks before or after their `forward`.
+        replaced: those with a `forward` of their own beside that of their class, also under accelerate's hooks.
+        training: whether any of them is in training mode.
+    """
+
+    model: Any
+    modules: list[nn.Module]
+    kinds: dict[type[nn.Module], list[nn.Module]]
+    hooked: list[nn.Module]
+    replaced: list[nn.Module]
+    training: bool
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelFacts:
+        """Look at a model, some 0.3 us for each module."""
+        modules, met, training = [model], {id(model)}, False
+        kinds: dict[type[nn.Module], list[nn.Module]] = {}
+        hooked, replaced = list[nn.Module](), list[nn.Module]()
+        for module in modules:  # which gets longer meanwhile
+            state, kind = module.__dict__, type(module)
+            if kind in kinds:
+                kinds[kind].append(module)
+            else:
+                kinds[kind] = [module]
+            if state["_forward_hooks"] or state["_forward_pre_hooks"]:
+                hooked.append(module)
+            if "forward" in state or "_old_forward" in state:
+                replaced.append(module)
+            if module.training:
+                training = True
+            for child in module._modules.values() if module._modules else ():
+                if child is not None and id(child) not in met:
+                    met.add(id(child))
+                    modules.append(child)
+        return cls(model, modules, kinds, hooked, replaced, training)
+
+    def having(self, name: str) -> list[Any]:
+        """Modules with an attribute that is no module, parameter or buffer: `hasattr` is slow where there is none."""
+        found = list[nn.Module]()
+        for kind, modules in self.kinds.items():
+            if hasattr(kind, name):
+                found += modules
+            elif kind.__getattr__ is nn.Module.__getattr__:
+                found += [module for module in modules if name in vars(module)]
+            else:  # a wrapper that hands on what it is asked for
+                found += [module for module in modules if hasattr(module, name)]
+        return found
+
+    @cached_property
+    def weights(self) -> list[torch.Tensor]:
+        """All parameters, each once."""
+        found = [weight for module in self.modules for weight in module._parameters.values() if weight is not None]
+        return list({id(weight): weight for weight in found}.values())
+
+    @cached_property
+    def text_config(self) -> PretrainedConfig:
+        """The configuration of the language model, which a multimodal model holds as a part."""
+        config: PretrainedConfig = self.model.config.get_text_config(decoder=True)
+        return config
+
+    @cached_property
+    def positions(self) -> Positions:
+        """Where its table of positions ends, or its rotary frequencies change."""
+        return Positions.of(self.text_config)
+
+    @cached_property
+    def accepts(self) -> frozenset[str]:
+        """Names of the arguments that mean something to its forward pass."""
+        return accepted(self.model)
+
+    @cached_property
+    def cache_name(self) -> str | None:
+        """Under which name its forward takes the cache; None for none of those that are known."""
+        return cache_name(self.model)
+
+    @cached_property
+    def indexers(self) -> list[Any]:
+        """Modules that pick single keys for attention; those that pool keys have other fields beside `index_topk`."""
+        return [part for part in self.having("index_topk") if _picks_single_keys(part)]
+
+    @cached_property
+    def recurrent_functions(self) -> list[tuple[ModuleType, str]]:
+        """The functions for several tokens that its recurrent layers call: where each is looked up, and its name."""
+        names = sorted({kind.__module__ for kind in self.kinds})
+        modules = [sys.modules[name] for name in names if name in sys.modules]
+        found = [(module, name) for module in modules for name in RECURRENT_FUNCTIONS if hasattr(module, name)]
+        return found if found and has_states(self.model.config) else []
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether it has recurrent layers whose functions are known."""
+        return bool(self.recurrent_functions)
+
+    @cached_property
+    def foreign(self) -> list[Any]:
+        """Functions, hooks and classes that take part in a pass and come from none of the trusted packages.
+
+        So do configurations that are not the model's: what is read in that one, a layer may not go by. Linear layers of
+        other makes are none of them, as each is tried by itself.
+        """
+        config = self.text_config
+        found = [
+            *_attention_of(config),
+            *_hooks(vars(torch_module), "_global_forward_hooks", "_global_forward_pre_hooks"),
+        ]
+        found.extend(vars(self.model).get(name) for name in _METHODS)
+        for state in map(vars, (*self.replaced, *self.hooked)):
+            found.extend((state.get("forward"), state.get("_hf_hook")))  # the latter is called by accelerate's forward
+            found.extend(_hooks(state, "_forward_hooks", "_forward_pre_hooks"))
+        kinds = self.kinds
+        found.extend(
+            _of_classes([kind for kind in kinds if _is_trusted(kind) or not _is_tried_by_itself(kinds[kind][0])])
+        )
+        configs = (vars(module).get("config") for module in self.modules)
+        strays = [own for own in configs if isinstance(own, PretrainedConfig) and own is not config]
+        return strays + [thing for thing in found if thing is not None and not _is_trusted(thing)]
+
+
+def has_states(config: PretrainedConfig) -> bool:
+    """Whether any layer is recurrent: families that have such layers may also be built without."""
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
+
+
+def _picks_single_keys(part: Any) -> bool:
+    picks = isinstance(part.index_topk, int) and not hasattr(part, "index_kpool")
+    return picks and set(inspect.signature(type(part).forward).parameters) > _INDEXER_ARGUMENTS
+
+
+def _of_classes(kinds: Sequence[type]) -> Iterator[Any]:
+    """The classes, and their methods: these may have been replaced in classes of trusted packages."""
+    yield from kinds
+    for base in dict.fromkeys(chain.from_iterable(kind.__mro__ for kind in kinds)):
+        yield from (vars(base).get(name) for name in _METHODS)
+
+
+def _attention_of(config: PretrainedConfig) -> Iterator[Any]:
+    """The functions of the attention implementation."""
+    yield ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
+    yield torch.nn.functional.scaled_dot_product_attention
+
+
+def _hooks(state: Mapping[str, Any], *tables: str) -> Iterator[Any]:
+    return chain.from_iterable(state[table].values() for table in tables)
+
+
+def _is_tried_by_itself(module: nn.Module) -> bool:
+    """Whether it is a linear layer, or an embedding, which only looks up."""
+    return hasattr(module, "in_features") or hasattr(module, "num_embeddings")
+
+
+def _is_trusted(thing: Any) -> bool:
+    """Whether a class or a callable is defined in a trusted package, and so is all that it wraps."""
+    if type(thing) is FunctionType and not thing.__dict__:  # most are
+        return str(thing.__globals__.get("__name__")).partition(".")[0] in TRUSTED
+    return _home(thing).partition(".")[0] in TRUSTED and all(map(_is_trusted, _wrapped_by(thing)))
+
+
+def _home(thing: Any) -> str:
+    """The module that defines it. A function may bear the name of another one's module (`functools.wraps`)."""
+    match thing:
+        case partial():
+            return _home(thing.func)
+        case MethodType():
+            return _home(thing.__func__)
+        case FunctionType():
+            return str(thing.__globals__.get("__name__"))
+        case type() | BuiltinFunctionType():
+            return str(thing.__module__)
+    return type(thing).__module__
+
+
+def _wrapped_by(thing: Any) -> Iterator[Any]:
+    """What a callable hands its arguments on to, as far as it says so."""
+    if isinstance(thing, type):
+        return
+    if isinstance(thing, MethodType):
+        thing = thing.__func__
+    if type(thing).__module__ == "accelerate.hooks":
+        yield from getattr(thing, "hooks", ())  # of a SequentialHook
+    if hasattr(thing, "__wrapped__"):
+        yield thing.__wrapped__
