@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -54,7 +53,7 @@ class Answer(ABC):
     def __init__(self, service: Service, exchange: Exchange, body: Decoding, asked: Decoding | None = None) -> None:
         self.service, self.body, self.asked = service, body, asked or body
         self._flight = service.fly(exchange, self.endpoint)
-        self._request_id, self._key = exchange.id, exchange.key
+        self._request_id, self._key, self._size = exchange.id, exchange.key, exchange.size
         self._headers: dict[str, str] = {}
         self._id = f"{self.id_prefix}{secrets.token_hex(16)}"
         self._created = int(time.time())
@@ -136,8 +135,7 @@ class Answer(ABC):
         self._check()
         for _ in range(self.count):
             self._flight.places.append(self._engine.reserve())
-        loop = asyncio.get_running_loop()
-        self.choices = await loop.run_in_executor(self.service.preparing, self._prepare)
+        self.choices = await self.service.prepared(self._size, self._prepare)
 
     def _check(self) -> None:
         body, settings = self.body, self.service.settings

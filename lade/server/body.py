@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, cast
 
+from fastapi import Request
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter, ValidationError
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lade.server.errors import INVALID, ApiError
+from lade.server.errors import INVALID, NOT_JSON, ApiError, invalid, validation_error
+from lade.server.exchange import GONE, Exchange
+from lade.server.leaving import ClientLeftError, unless_gone
+from lade.server.replies import TooManyValuesError, decoded
+from lade.server.service import SMALL, Service
 
 _SECONDS = 30.0
 """That a client has to send all of a body."""
@@ -76,6 +86,64 @@ class Body:
             f"the body has more than {self._most_bytes} bytes: send less, or start the server with a greater --max-body"
         )
         return ApiError(413, INVALID, why, code="request_too_large", headers={"Connection": "close"})
+
+
+class BodyRoute(APIRoute):
+    """A route whose body is parsed and checked before FastAPI sees it: a large one in a worker thread.
+
+    FastAPI would do both where all connections wait for it.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """See `APIRoute`."""
+        handle = super().get_route_handler()
+        if self.body_field is None:
+            return handle
+        adapter = TypeAdapter[Any](cast(Any, self.body_field.field_info.annotation))
+
+        async def checked(request: Request) -> Response:
+            raw = await request.body()
+            check = partial(_checked, adapter, raw)
+            Exchange.of(request.scope).size = len(raw)
+            if len(raw) <= SMALL:
+                return await handle(_Checked(request, check()))
+            service: Service = request.app.state.service
+            try:
+                found = await unless_gone(request, service.prepared(len(raw), check))
+            except ClientLeftError:
+                return Response(status_code=GONE)
+            return await handle(_Checked(request, found))
+
+        return checked
+
+
+class _Checked(Request):
+    """A request whose body is what it means."""
+
+    def __init__(self, request: Request, found: Any) -> None:
+        super().__init__(request.scope, request.receive)
+        self._found = found
+
+    async def body(self) -> bytes:
+        """It has one."""
+        return b"{}"
+
+    async def json(self) -> Any:
+        """An instance of what the route takes, which FastAPI takes as it is."""
+        return self._found
+
+
+def _checked(adapter: TypeAdapter[Any], raw: bytes) -> Any:
+    try:
+        body = decoded(raw)
+    except TooManyValuesError as problem:
+        raise invalid(None, f"the body: {problem}") from None
+    except (ValueError, RecursionError):
+        raise NOT_JSON from None
+    try:
+        return adapter.validate_python(body)
+    except ValidationError as problem:
+        raise validation_error(problem.errors(include_url=False), body) from None
 
 
 def _replayed(whole: bytes, receive: Receive) -> Receive:

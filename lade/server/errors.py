@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -103,7 +102,6 @@ def error_for(problem: BaseException, request_id: str) -> ApiError:
 
 def install(app: FastAPI) -> None:
     """Have an app answer in this form whatever goes wrong before a route is reached."""
-    app.add_exception_handler(RequestValidationError, _invalid_body)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(ApiError, _api)
 
@@ -123,19 +121,11 @@ async def _http(request: Request, problem: Exception) -> Response:
             why = f"{path} does not take {request.method}: /openapi.json lists what it takes"
             error = ApiError(405, INVALID, why, code="unknown_url", headers=problem.headers)
         case _:
-            error = _NOT_JSON
+            error = NOT_JSON
     return error.response()
 
 
-_NOT_JSON = ApiError(400, INVALID, "the body is not valid JSON: send an object", code="invalid_json")
-
-
-async def _invalid_body(request: Request, problem: Exception) -> Response:
-    assert isinstance(problem, RequestValidationError)
-    found = problem.errors()
-    if found[0]["type"] == "json_invalid":
-        return _NOT_JSON.response()
-    return validation_error(found, problem.body).response()
+NOT_JSON = ApiError(400, INVALID, "the body is not valid JSON: send an object", code="invalid_json")
 
 
 def validation_error(found: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
@@ -162,7 +152,7 @@ def _place(found: Mapping[str, Any], body: Any) -> tuple[list[str | int], Any]:
             value = value[part]
         elif found["type"] != "missing" or number < len(location):
             continue
-        names.append(part)
+        names.append(part if isinstance(part, int) else part[:_LONGEST_VALUE])
     return names, value
 
 

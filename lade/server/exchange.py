@@ -30,6 +30,7 @@ class Exchange:
         id: the client's, or a new one.
         path: asked for.
         key: name of the key that it was sent with; "-" where there are none.
+        size: bytes of its body.
         status: of the answer; 0 before it begins.
         flight: what it has decoded, if anything.
         began: when it came.
@@ -38,6 +39,7 @@ class Exchange:
     id: str
     path: str
     key: str = "-"
+    size: int = 0
     status: int = 0
     flight: Flight | None = None
     began: float = field(default_factory=perf_counter)

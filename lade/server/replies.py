@@ -1,4 +1,4 @@
-"""JSON as it is sent."""
+"""JSON as it is sent, and as it comes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from typing import Any
 
 import msgspec
 from starlette.responses import Response
+
+from lade.server.settings import MOST_OBJECTS, MOST_VALUES
+
+_PIECE = 2**18
+
+
+class TooManyValuesError(ValueError):
+    """JSON that would take long to read, and much memory: it has too many values."""
 
 
 def encoded(value: Any) -> bytes:
@@ -22,6 +30,36 @@ def _plain(value: Any) -> str:
     if isinstance(value, str):
         return str(value)
     raise TypeError(f"a {type(value).__name__} is no JSON")
+
+
+def decoded(raw: bytes | str) -> Any:
+    """What JSON means.
+
+    Raises:
+        TooManyValuesError: it has more than `MOST_OBJECTS` lists and objects, or more than `MOST_VALUES` values.
+        ValueError: it is none.
+        RecursionError: it is too deep.
+    """
+    text = raw if isinstance(raw, bytes) else raw.encode(errors="replace")
+    if text.count(b"[") + text.count(b"{") > MOST_OBJECTS or text.count(b",") >= MOST_VALUES:
+        _check_counts(text)
+    return json.loads(raw)
+
+
+def _check_counts(text: bytes) -> None:
+    """Count what stands outside of strings: code that somebody quotes is one string, however many brackets it has."""
+    bare = text.replace(rb"\\", b"").replace(rb"\"", b"")
+    objects = nexts = within = 0  # `within` is 1 in a string
+    for start in range(0, len(bare), _PIECE):  # else other threads would wait for all of it
+        parts = bare[start : start + _PIECE].split(b'"')
+        outside = b"".join(parts[within::2])
+        objects += outside.count(b"[") + outside.count(b"{")
+        nexts += outside.count(b",")
+        within = (within + len(parts) - 1) % 2
+        if objects > MOST_OBJECTS:
+            raise TooManyValuesError(f"there are more than {MOST_OBJECTS} lists and objects: send fewer")
+        if nexts >= MOST_VALUES:
+            raise TooManyValuesError(f"there are more than {MOST_VALUES} values: send fewer")
 
 
 class Json(Response):

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
+from lade.server.body import BodyRoute
 from lade.server.chat import ChatAnswer
 from lade.server.completions import CompletionAnswer
 from lade.server.description import (
@@ -55,7 +56,7 @@ from lade.server.tokenizing import (
 from lade.serving.handle import Handle
 from lade.version import __version__
 
-router = APIRouter(responses=ERRORS)
+router = APIRouter(responses=ERRORS, route_class=BodyRoute)
 
 
 def _service(request: Request) -> Service:

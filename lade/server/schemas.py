@@ -21,11 +21,15 @@ from lade.server.settings import (
     LONGEST_STOP,
     MOST_BIASES,
     MOST_CHOICES,
+    MOST_IDS,
+    MOST_MEMBERS,
     MOST_MESSAGES,
+    MOST_PARTS,
     MOST_PROMPTS,
     MOST_STOPS,
     MOST_TOOLS,
     MOST_TOP_LOGPROBS,
+    MOST_WORDS,
 )
 
 _ID_BITS = 2**31
@@ -66,13 +70,38 @@ def _as_list(value: Any) -> Any:
     return [] if value is None else [value] if isinstance(value, str) else value
 
 
-Stops = Annotated[list[Stop], BeforeValidator(_as_list, json_schema_input_type=Stop | list[Stop] | None)]
+def _few(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MOST_MEMBERS:
+        raise ValueError(f"an object should have at most {MOST_MEMBERS} members")
+    return value
+
+
+# every list and object has a greatest length, and ends at the first wrong item: else 4 MB of wrong ones make a million
+# errors
+Object = Annotated[dict[str, Any], Field(max_length=MOST_MEMBERS), BeforeValidator(_few)]
+Names = Annotated[list[str], Field(fail_fast=True, max_length=MOST_MEMBERS)]
+Words = Annotated[list[Text], Field(fail_fast=True, max_length=MOST_WORDS)]
+Ids = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MOST_IDS)]
+StopIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MOST_BIASES)]
+Biases = Annotated[dict[BiasedId, Bias], Field(max_length=MOST_BIASES), BeforeValidator(_few)]
+_ListedStops = Annotated[list[Stop], Field(fail_fast=True, max_length=MOST_STOPS)]
+Stops = Annotated[_ListedStops, BeforeValidator(_as_list, json_schema_input_type=Stop | _ListedStops | None)]
 
 
 class Model(BaseModel):
     """Base of all: what is not known is kept apart, to be named to the client."""
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="allow",
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        json_schema_extra={"maxProperties": MOST_MEMBERS},
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_members(cls, value: Any) -> Any:
+        return _few(value)
 
 
 class StreamOptions(Model):
@@ -104,11 +133,14 @@ class Part(Model):
     image_url: ImageUrl | None = None
 
 
+Parts = Annotated[list[Part], Field(fail_fast=True, max_length=MOST_PARTS)]
+
+
 class Prediction(Model):
     """A text that the answer is expected to follow."""
 
     type: Literal["content"] = "content"
-    content: Text | list[Part]
+    content: Text | Parts
 
     @property
     def text(self) -> str:
@@ -122,7 +154,7 @@ class StructuredOutputs(Model):
     json_schema: Any = Field(None, alias="json")
     json_object: StrictBool | None = None
     regex: Text | None = None
-    choice: list[Text] | None = None
+    choice: Words | None = None
     grammar: Text | None = None
     whitespace: Flag = False
 
@@ -144,22 +176,20 @@ class Decoding(Model):
     repetition_penalty: StrictFloat | None = Field(None, ge=0.01, le=100)
     presence_penalty: StrictFloat | None = Field(None, ge=-2, le=2)
     frequency_penalty: StrictFloat | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[BiasedId, Bias] | None = Field(None, max_length=MOST_BIASES)
-    stop: Annotated[list[Stop], BeforeValidator(_as_list, json_schema_input_type=Stop | list[Stop] | None)] = Field(
-        [], max_length=MOST_STOPS
-    )
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=MOST_BIASES)
+    logit_bias: Biases | None = None
+    stop: Stops = []
+    stop_token_ids: StopIds | None = None
     min_tokens: Annotated[Tokens, _nullable(Tokens)] = 0
     ignore_eos: Flag = False
     skip_special_tokens: Flag = True
     return_token_ids: Flag = False
     cache_salt: str | None = Field(None, max_length=256)
-    lookahead: Literal["auto"] | dict[str, Any] | None = "auto"
+    lookahead: Literal["auto"] | Object | None = "auto"
     prediction: Prediction | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Any = None
     guided_regex: Text | None = None
-    guided_choice: list[Text] | None = None
+    guided_choice: Words | None = None
     guided_grammar: Text | None = None
     lade: Annotated[Trace, _nullable(Trace)] = Trace()
     user: Any = None
@@ -184,25 +214,25 @@ class Message(Model):
     """A message; what is not known here is for the chat template."""
 
     role: str = Field(min_length=1, max_length=64)
-    content: Text | list[Part] | None = None
+    content: Text | Parts | None = None
     refusal: Text | None = None
 
 
 class ChatRequest(Decoding):
     """Of `/v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: StrictInt | None = Field(None, ge=1)
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
-    tools: list[dict[str, Any]] | None = Field(None, max_length=MOST_TOOLS)
+    tools: Annotated[list[Object], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: StrictBool | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: Object | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: Flag = True
     continue_final_message: Flag = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Object | None = None
     generation_config: str | None = None
     verbosity: Any = None
 
@@ -227,9 +257,9 @@ class CompletionRequest(Decoding):
 
     prompt: (
         Text
-        | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+        | Ids
+        | Annotated[list[Ids], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
     )
     logprobs: StrictInt | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
     echo: Flag = False

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
-from typing import Literal
+from typing import Literal, TypeVar
 
 from lade.config import Lookahead
 from lade.model.recurrent.cores import is_recurrent
@@ -37,8 +37,11 @@ from lade.version import __version__
 logger = logging.getLogger(__name__)
 
 Phase = Literal["loading", "ready", "draining", "dead"]
-PREPARING = 4
-"""Requests that are templated and tokenised at a time: more would only fight for the interpreter."""
+T = TypeVar("T")
+PREPARING, PREPARING_LARGE = 4, 2
+"""Requests that are checked, templated and tokenised at a time: more would only fight for the interpreter."""
+SMALL = 64 * 2**10
+"""Bytes of a body. Larger ones have threads of their own, so that small ones never wait for what takes seconds."""
 
 _SHARE_OF_CACHE = 0.1
 
@@ -80,7 +83,8 @@ class Service:
         self.flights: dict[Flight, str] = {}
         self.metrics = Metrics(settings.name, self.snapshot, lambda: self.phase == "ready", settings.replica)
         self.fingerprint = f"lade-{__version__}"
-        self.preparing = ThreadPoolExecutor(PREPARING, thread_name_prefix="lade.serve")
+        self._preparing = ThreadPoolExecutor(PREPARING, thread_name_prefix="lade.serve")
+        self._preparing_large = ThreadPoolExecutor(PREPARING_LARGE, thread_name_prefix="lade.serve large")
         self.encoding = threading.Lock()  # tokenizers keep settings of a call between their parts
         self._model: ServedModel | None = None
         self._engine: Engine | None = None
@@ -189,6 +193,16 @@ class Service:
         if self._log is not None:
             self._log.tick(self.snapshot())
 
+    async def prepared(self, size: int, work: Callable[[], T]) -> T:
+        """What comes of some work in a worker thread; it never begins where this is cancelled before.
+
+        Args:
+            size: bytes of the request that it is for.
+            work: to be done.
+        """
+        pool = self._preparing if size <= SMALL else self._preparing_large
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
+
     def fly(self, exchange: Exchange, endpoint: str) -> Flight:
         """Something to be decoded for a request; it ends by itself where it waits longer than it may."""
         flight = exchange.flight = Flight(endpoint)
@@ -218,7 +232,8 @@ class Service:
 
     def close(self) -> None:
         """End everything."""
-        self.preparing.shutdown(wait=False, cancel_futures=True)
+        self._preparing.shutdown(wait=False, cancel_futures=True)
+        self._preparing_large.shutdown(wait=False, cancel_futures=True)
         if self._engine is not None:
             self._engine.close()
         if self._model is not None:

@@ -10,6 +10,10 @@ from lade.server.keys import NO_KEYS, Keys
 
 MOST_CHOICES, MOST_PROMPTS, MOST_MESSAGES, MOST_TOOLS = 16, 64, 4096, 512
 MOST_STOPS, LONGEST_STOP, MOST_BIASES, MOST_TOP_LOGPROBS = 16, 256, 1024, 20
+MOST_OBJECTS, MOST_VALUES = 2**16, 2**20
+"""Lists and objects, and values, of a body together, wherever they are."""
+MOST_PARTS, MOST_WORDS, MOST_MEMBERS, MOST_IDS = 4096, 16384, 1024, 2**20
+"""Parts of a message, words of a choice, members of an object, token ids of a text."""
 LONGEST_SCHEMA = 32 * 2**10  # characters, of JSON, notes apart; one that is written to be slow takes half a second
 LONGEST_TOOLS = 2 * LONGEST_SCHEMA
 """Of one request."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
@@ -16,9 +15,9 @@ from lade.server.responses.conversation import as_chat as input_as_chat
 from lade.server.responses.schemas import ResponsesRequest
 from lade.server.schemas import ChatRequest, Flag, Model, Text, TokenId
 from lade.server.service import Service
+from lade.server.settings import MOST_IDS
 
 T = TypeVar("T")
-_MOST_TOKENS = 2**20
 
 
 class TokenizeText(Model):
@@ -40,7 +39,7 @@ class DetokenizeRequest(Model):
     """Of `/detokenize`."""
 
     model: str | None = None
-    tokens: list[TokenId] = Field(max_length=_MOST_TOKENS)
+    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MOST_IDS)]
 
 
 async def tokenize(service: Service, asked: TokenizeText | TokenizeChat) -> dict[str, Any]:
@@ -102,4 +101,4 @@ def _templated(service: Service, asked: ChatRequest) -> list[int]:
 async def _prepared(service: Service, work: Callable[[], T]) -> T:
     """What comes of some work, done where requests are prepared."""
     assert service.model is not None  # raises while requests are refused
-    return await asyncio.get_running_loop().run_in_executor(service.preparing, work)
+    return await service.prepared(0, work)

@@ -6,8 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt
 
-from lade.server.schemas import Decoding, Model, Stop, Text
-from lade.server.settings import MOST_MESSAGES, MOST_STOPS, MOST_TOOLS
+from lade.server.schemas import Decoding, Model, Object, Stop, Text
+from lade.server.settings import MOST_MESSAGES, MOST_PARTS, MOST_STOPS, MOST_TOOLS
+
+Blocks = Annotated[list["Block"], Field(fail_fast=True, max_length=MOST_PARTS)]
 
 
 class Source(Model):
@@ -17,7 +19,7 @@ class Source(Model):
     media_type: str | None = None
     data: Text | None = None
     url: str | None = None
-    content: Text | Annotated[list[Block], Field(max_length=MOST_MESSAGES)] | None = None
+    content: Text | Blocks | None = None
 
 
 class Block(Model):
@@ -32,9 +34,9 @@ class Block(Model):
     citations: Any = None
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: Object | None = None
     tool_use_id: str | None = None
-    content: Text | list[Block] | None = None
+    content: Text | Blocks | None = None
     is_error: StrictBool | None = None
 
 
@@ -42,7 +44,7 @@ class Turn(Model):
     """A message."""
 
     role: Literal["user", "assistant", "system"]
-    content: Text | list[Block]
+    content: Text | Blocks
 
 
 class Tool(Model):
@@ -51,7 +53,7 @@ class Tool(Model):
     name: str
     type: str | None = Field(None, max_length=64)
     description: str | None = None
-    input_schema: dict[str, Any] | None = None
+    input_schema: Object | None = None
     strict: StrictBool | None = None
     cache_control: Any = None
 
@@ -74,20 +76,20 @@ class Thinking(Model):
 class OutputConfig(Model):
     """The form of the answer."""
 
-    format: dict[str, Any] | None = None
+    format: Object | None = None
 
 
 class CountRequest(Decoding):
     """Of `/v1/messages/count_tokens`."""
 
-    messages: list[Turn] = Field(min_length=1, max_length=MOST_MESSAGES)
-    system: Text | list[Block] | None = None
-    tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS)
+    messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+    system: Text | Blocks | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    output_format: Object | None = None
+    chat_template_kwargs: Object | None = None
     cache_control: Any = None
 
 
@@ -95,4 +97,4 @@ class MessagesRequest(CountRequest):
     """Of `/v1/messages`."""
 
     max_tokens: StrictInt = Field(ge=1)
-    stop_sequences: list[Stop] | None = Field(None, max_length=MOST_STOPS)
+    stop_sequences: Annotated[list[Stop], Field(fail_fast=True, max_length=MOST_STOPS)] | None = None
