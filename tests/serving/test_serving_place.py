@@ -9,7 +9,6 @@ from serving_toys import PAD, SOON, VOCABULARY, FailsAt, Gate, alone, at_rest, n
 
 from lade import ConfigError, Engine, EngineClosedError, EngineFullError, UnsupportedArgumentError
 from lade.hf import refusals
-from lade.model.support.supports import support_by
 from lade.serving import engine as engine_module
 from lade.serving.scheduler import Scheduler
 from lade.testing import toy_model
@@ -222,9 +221,8 @@ def test_a_model_is_looked_through_once(monkeypatch):
     asked = []
     model = toy_model("llama", vocabulary=VOCABULARY)
     with Engine(model) as engine:
-        monkeypatch.setattr(
-            refusals, "support_by", lambda facts, model: asked.append(model) or support_by(facts, model)
-        )
+        looked = refusals.support_by
+        monkeypatch.setattr(refusals, "support_by", lambda facts, it: asked.append(it) or looked(facts, it))
         engine.add(random_ids(4), max_new_tokens=2).result(SOON)
         assert not asked
         model.train()
