@@ -14,8 +14,9 @@ from lade.server.choosing import with_generation_config
 from lade.server.errors import unsupported
 from lade.server.exchange import Exchange
 from lade.server.logprobs import chat_entry, tokens_of
-from lade.server.message_parts import MarkupParser, Parts, PlainParser
+from lade.server.message_parts import MarkupParser, PlainParser
 from lade.server.prompt import Prompt
+from lade.server.runs import Parts
 from lade.server.schemas import ChatRequest, Decoding
 from lade.server.service import Service
 from lade.stats import Step
@@ -80,7 +81,8 @@ class ChatAnswer(Answer):
 
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
         """See `Answer.whole_choice`."""
-        message = {"role": "assistant", "refusal": None, **_members(choice.parts)}
+        calls = {"tool_calls": [call.whole for call in choice.parts.tool_calls]} if choice.parts.tool_calls else {}
+        message = {"role": "assistant", "refusal": None, **_members(choice.parts), **calls}
         if not choice.parts.content:
             message["content"] = None if choice.parts.tool_calls else ""
         return {
@@ -101,9 +103,8 @@ class ChatAnswer(Answer):
     def delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """See `Answer.delta`."""
         members = _members(piece.parts)
-        if "tool_calls" in members:
-            before = len(choice.parts.tool_calls) - len(piece.parts.tool_calls)
-            members["tool_calls"] = [{"index": before + k, **call} for k, call in enumerate(members["tool_calls"])]
+        if piece.parts.tool_calls:
+            members["tool_calls"] = [call.delta for call in piece.parts.tool_calls]
         return {
             "index": choice.index,
             "delta": members,
@@ -120,12 +121,10 @@ class ChatAnswer(Answer):
 
 
 def _members(parts: Parts) -> dict[str, Any]:
-    """Of a message, or of what is new of it: thoughts under both names that clients know."""
+    """The texts of a message, or what is new of them: thoughts under both names that clients know."""
     made: dict[str, Any] = {}
     if parts.reasoning:
         made |= {"reasoning_content": parts.reasoning, "reasoning": parts.reasoning}
     if parts.content:
         made["content"] = parts.content
-    if parts.tool_calls:
-        made["tool_calls"] = list(parts.tool_calls)
     return made

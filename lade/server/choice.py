@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lade.server.errors import overloaded
-from lade.server.message_parts import MarkupParser, Parts, PlainParser
+from lade.server.message_parts import MarkupParser, PlainParser
 from lade.server.prompt import Prompt
+from lade.server.runs import Parts
 from lade.serving.handle import Handle
 from lade.stats import Step
 
@@ -94,7 +95,7 @@ class Choice:
         reason = self.handle.reason
         if reason == "cancelled":
             raise overloaded("the engine ended this request: send it again", "engine_closed")
-        parts = self.parser.finish()
+        parts = self.parser.finish(cut=reason in _REASONS)
         self.parts.add(parts)
         self._conclude(reason)
         return Piece(parts)

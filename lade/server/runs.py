@@ -1,14 +1,73 @@
-"""An answer as a list of what it consists of: thoughts, text, calls of tools, in the order in which they were said."""
+"""What an answer consists of: thoughts, text and calls of tools, by kind or in the order in which they were said."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from lade.server.message_parts import Parts
-
 Kind = Literal["thought", "text", "call"]
+
+
+def new_id() -> str:
+    """Of a call."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+@dataclass
+class Call:
+    """A call of a tool, or what is new of one.
+
+    Attributes:
+        index: its number among the calls of the answer.
+        arguments: JSON.
+        id: its name for the client; "" where more is told of a call that has begun.
+        name: of the function; likewise.
+    """
+
+    index: int
+    arguments: str = ""
+    id: str = ""
+    name: str = ""
+
+    @property
+    def whole(self) -> dict[str, Any]:
+        """As OpenAI's API has it."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+    @property
+    def delta(self) -> dict[str, Any]:
+        """What a stream says of what is new."""
+        return {"index": self.index, **(self.whole if self.id else {"function": {"arguments": self.arguments}})}
+
+
+@dataclass
+class Parts:
+    """Parts of a message, or what is new of them.
+
+    Attributes:
+        content: of the answer.
+        reasoning: of the thoughts before it.
+        tool_calls: in their order; of what is new, the first one may go on with the last one before.
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[Call] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.tool_calls)
+
+    def add(self, other: Parts) -> None:
+        """Append what is new."""
+        self.content += other.content
+        self.reasoning += other.reasoning
+        for call in other.tool_calls:
+            if self.tool_calls and self.tool_calls[-1].index == call.index:
+                self.tool_calls[-1].arguments += call.arguments
+            else:
+                self.tool_calls.append(replace(call))
 
 
 @dataclass
@@ -19,14 +78,14 @@ class Run:
         index: its place among the runs of the answer.
         kind: what it is.
         text: of it so far; of a call its arguments, as JSON.
-        call: the call, as OpenAI's chat API has it.
+        call: the call, where it is one; its arguments are `text`.
         ended: whether it is whole.
     """
 
     index: int
     kind: Kind
     text: str = ""
-    call: dict[str, Any] = field(default_factory=dict)
+    call: Call | None = None
     ended: bool = False
 
 
@@ -56,14 +115,18 @@ class Runs:
         self.all: list[Run] = []
 
     def take(self, parts: Parts) -> Iterator[Change]:
-        """What new parts of a message change; they are thoughts, then text, then calls."""
+        """What new parts of a message change; what goes on with a call, then thoughts, text, and calls that begin."""
+        calls = list(parts.tool_calls)
+        if calls and not calls[0].id:
+            yield self._grown(calls.pop(0).arguments)
         if parts.reasoning:
             yield from self._grow("thought", parts.reasoning)
         if parts.content:
             yield from self._grow("text", parts.content)
-        for call in parts.tool_calls:
+        for call in calls:
             yield from self._begin("call", call)
-            yield self._grown(call["function"]["arguments"])
+            if call.arguments:
+                yield self._grown(call.arguments)
 
     def finish(self) -> Iterator[Change]:
         """What the end of the answer changes; one that says nothing has an empty text."""
@@ -76,9 +139,9 @@ class Runs:
             yield from self._begin(kind)
         yield self._grown(text)
 
-    def _begin(self, kind: Kind, call: dict[str, Any] | None = None) -> Iterator[Change]:
+    def _begin(self, kind: Kind, call: Call | None = None) -> Iterator[Change]:
         yield from self._end()
-        self.all.append(Run(len(self.all), kind, call=call or {}))
+        self.all.append(Run(len(self.all), kind, call=call))
         yield Change("begun", self.all[-1])
 
     def _grown(self, text: str) -> Change:

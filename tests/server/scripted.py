@@ -22,8 +22,8 @@ def scripted(monkeypatch, said):
             def push(self, text):
                 return inner.push(next(texts, ""))
 
-            def finish(self):
-                return inner.finish()
+            def finish(self, *, cut):
+                return inner.finish(cut=cut)
 
         return Scripted()
 

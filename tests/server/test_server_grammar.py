@@ -240,8 +240,10 @@ def test_a_call_of_a_named_function_is_streamed_by_index_after_thoughts():
         fields = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": named, "seed": 1, "logit_bias": bias}
         events = server.events("/v1/chat/completions", max_tokens=300, **fields)
     deltas = [event["choices"][0]["delta"] for event in events[:-1]]
-    (call,) = [call for delta in deltas for call in delta.get("tool_calls", ())]
-    assert (call["index"], call["function"]["name"]) == (0, "news")
+    call, *others = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert (call["index"], call["function"]["name"]) == (0, "news") and {each["index"] for each in others} == {0}
+    arguments = "".join(each["function"]["arguments"] for each in [call, *others])
+    assert json.loads(arguments)["at"] in PLACES["news"]
     assert events[-2]["choices"][0]["finish_reason"] == "tool_calls"
     assert "".join(delta.get("reasoning_content", "") for delta in deltas)
     assert not "".join(delta.get("content", "") for delta in deltas)

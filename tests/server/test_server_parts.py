@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from lade.config import LookaheadConfig
 from lade.server.memories import Memories
-from lade.server.message_parts import Markup, Parts
+from lade.server.message_parts import Markup
+from lade.server.runs import Parts
 from lade.server.served_model import ServedModel
 from lade.server.token_text import TokenText
 
@@ -45,9 +46,9 @@ def test_thoughts_may_begin_in_the_prompt(size):
 def test_calls_of_tools_are_told_apart(size):
     parts = parsed(f"<think>hm</think>I call.\n{CALL}\n{CALL}", size=size, tools=TOOLS)
     assert (parts.reasoning, parts.content.strip()) == ("hm", "I call.")
-    assert [call["function"]["name"] for call in parts.tool_calls] == ["add", "add"]
-    assert json.loads(parts.tool_calls[0]["function"]["arguments"]) == {"a": 1}
-    assert len({call["id"] for call in parts.tool_calls}) == 2
+    assert [call.name for call in parts.tool_calls] == ["add", "add"]
+    assert json.loads(parts.tool_calls[0].arguments) == {"a": 1}
+    assert len({call.id for call in parts.tool_calls}) == 2
     assert parsed(CALL, size=size).content == CALL, "without tools it is text"
 
 
@@ -55,6 +56,96 @@ def test_calls_of_tools_are_told_apart(size):
 def test_what_cannot_be_parsed_is_text(size):
     parts = parsed("<tool_call>\n{no json}\n</tool_call> after", size=size, tools=TOOLS)
     assert not parts.tool_calls and "{no json}" in parts.content and parts.content.endswith("after")
+
+
+def pieces(text, *, size=1, cut=False, parser=None):
+    """What is told of calls, piece by piece, and the text of the answer."""
+    parser = parser or Markup(ServedModel(MODEL, byte_tokenizer("<think></think><tool_call>"))).parser("", TOOLS)
+    told = [parser.push(text[at : at + size]) for at in range(0, len(text), size)]
+    told.append(parser.finish(cut=cut))
+    return [call for parts in told for call in parts.tool_calls], "".join(parts.content for parts in told)
+
+
+ARGUMENTS = r'{"path": "a}\"{b", "lines": ["1\n", {"x": null}]}'
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_arguments_are_told_while_they_are_written(size):
+    said = f'so <tool_call>\n{{"name": "add", "arguments": {ARGUMENTS}}}\n</tool_call>{CALL} done'
+    calls, content = pieces(said, size=size)
+    first = [call for call in calls if call.index == 0]
+    assert (first[0].name, first[0].id[:5], {(call.name, call.id) for call in first[1:]}) == (
+        "add",
+        "call_",
+        {("", "")},
+    )
+    assert "".join(call.arguments for call in first) == ARGUMENTS and len(first) >= len(ARGUMENTS) // size - 2
+    second = [call for call in calls if call.index == 1]
+    assert "".join(call.arguments for call in second) == '{"a": 1}' and second[0].id not in ("", first[0].id)
+    assert content.split() == ["so", "done"]
+    whole = Parts()
+    for call in calls:
+        whole.add(Parts(tool_calls=[call]))
+    assert [json.loads(call.arguments) for call in whole.tool_calls] == [json.loads(ARGUMENTS), {"a": 1}]
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "arguments"),
+    [
+        ('{"arguments": {"a": 1}, "name": "add"}', "add", '{"a": 1}'),
+        ('{"id": ["}"], "name": "\\u0061dd", "arguments": "{\\"a\\": 1}", "more": -1.5}', "add", '{"a": 1}'),
+        ('{"name": "add"}', "add", "{}"),
+        ('{"name": "add", "arguments": null}', "add", "null"),
+    ],
+)
+def test_calls_may_be_written_otherwise(text, name, arguments):
+    for size in (1, 1000):
+        calls, content = pieces(f"<tool_call>{text}</tool_call>", size=size)
+        assert (calls[0].name, "".join(call.arguments for call in calls), content) == (name, arguments, "")
+
+
+@pytest.mark.parametrize(
+    "text", ["{no json}", '{"foo": 1}', "[1]", '{"name": 5}', '{"name": "add", "arguments": oops}']
+)
+def test_what_is_no_call_is_text_and_calls_behind_it_are_calls(text):
+    said = f"a <tool_call>{text}</tool_call> b"
+    for size in (1, 1000):
+        calls, content = pieces(said + CALL, size=size)
+        assert "".join(content.split()) == "".join(said.split()) and [call.name for call in calls if call.id] == ["add"]
+
+
+WRITTEN = 'I call.\n<tool_call>\n{"name": "add", "arguments": {"a": [1, "x'
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_call_that_is_cut_off_is_told_as_far_as_it_goes(size):
+    for end in range(len("I call."), len(WRITTEN) + 1):
+        calls, content = pieces(WRITTEN[:end], size=size, cut=True)
+        begun = WRITTEN[:end].partition('"arguments": ')[2]
+        assert "".join(call.arguments for call in calls) == begun, "no more and no less"
+        assert [call.name for call in calls[:1]] == ["add"] * ('"add"' in WRITTEN[:end])
+        held = content.removeprefix("I call.").strip()
+        assert "<tool_call>".startswith(held) and len(held) < 5, "less than that may be text"
+    calls, content = pieces('<tool_call>{"na', size=size)
+    assert (calls, content) == ([], '<tool_call>{"na'), "what the model itself has ended is text"
+
+
+def test_a_tokenizers_own_calls_are_told_while_they_are_written_where_they_are_json():
+    tokenizer, fields = byte_tokenizer("x"), {"content": {"content": "text"}}
+    call = {"open": "[C]", "close": "[/C]", "repeats": True, "content": "json"}
+    as_it_is = {"transform": {"type": "function", "function": "{content}"}}
+    other = {"transform": {"type": "function", "function": {"name": "{content.fn}", "arguments": "{content.args}"}}}
+    for added, said, least in (
+        (as_it_is, '{"name": "add", "arguments": {"a": 1}}', 6),
+        (other, '{"fn": "add", "args": {"a": 1}}', 1),
+    ):
+        fields["tool_calls"] = call | added
+        tokenizer.response_template = {"start_anchor": "<a>", "fields": fields}
+        markup = Markup(ServedModel(MODEL, tokenizer))
+        calls, content = pieces(f"so [C]{said}[/C]", parser=markup.parser("<a>", TOOLS))
+        assert ("".join(each.arguments for each in calls), content.strip()) == ('{"a": 1}', "so")
+        assert calls[0].name == "add" and len(calls) >= least
+        assert pieces(f"so [C]{said[:9]}", parser=markup.parser("<a>", TOOLS), cut=True) == ([], "so ")
 
 
 def test_models_without_marks_say_everything():

@@ -9,10 +9,9 @@ from scripted import PLAIN, SAID, TALKS, frames, scripted
 from served import SERVED, plain, running, slow_served, templated, text_of
 
 from lade.server.errors import ApiError
-from lade.server.message_parts import Parts
 from lade.server.responses.conversation import as_chat
 from lade.server.responses.schemas import ResponsesRequest
-from lade.server.runs import Runs
+from lade.server.runs import Call, Parts, Runs
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
@@ -76,8 +75,8 @@ def test_openais_helper_for_streams_takes_it_to_its_end(server, client):
 
 
 def test_thoughts_text_and_calls_are_items_of_their_own():
-    runs, call = Runs(), {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    pieces = [Parts("", "hm"), Parts("", "m"), Parts("yes", " ok"), Parts("!", "", [call, call])]
+    runs, calls = Runs(), [Call(0, '{"a": 1}', "call_1", "add"), Call(1, '{"a": 1}', "call_2", "add")]
+    pieces = [Parts("", "hm"), Parts("", "m"), Parts("yes", " ok"), Parts("!", "", calls)]
     told = [(change.what, change.run.index, change.text) for parts in pieces for change in runs.take(parts)]
     told += [(change.what, change.run.index, change.text) for change in runs.finish()]
     assert told == [

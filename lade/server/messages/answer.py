@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any, ClassVar
+
+from pydantic_core import from_json
 
 from lade.server import sse
 from lade.server.errors import TOO_LONG, ApiError, invalid
@@ -117,13 +118,14 @@ def _block(run: Run) -> dict[str, Any]:
             return {"type": "thinking", "thinking": run.text, "signature": ""}
         case "text":
             return {"type": "text", "text": run.text}
-    return {"type": "tool_use", "id": run.call["id"], "name": run.call["function"]["name"], "input": _object(run.text)}
+    assert run.call is not None  # there is no other kind
+    return {"type": "tool_use", "id": run.call.id, "name": run.call.name, "input": _object(run.text)}
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """What the arguments of a call mean; {} where that is no object."""
+    """What the arguments of a call mean, as far as they go; {} where that is no object."""
     try:
-        found = json.loads(arguments)
-    except (ValueError, RecursionError):
+        found = from_json(arguments, allow_partial=True)
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

@@ -82,7 +82,7 @@ class ResponsesAnswer(ItemAnswer):
         elif change.what == "grown":
             yield f"{_ARGUMENTS}.delta", {**place, "delta": change.text}
         else:
-            name = self._tools.told(run.call["function"]["name"])["name"]
+            name = self._told(run)["name"]
             yield f"{_ARGUMENTS}.done", {**place, "name": name, "arguments": run.text}
             yield "response.output_item.done", {"output_index": run.index, "item": self._item(run)}
 
@@ -183,8 +183,13 @@ class ResponsesAnswer(ItemAnswer):
                 return {**item, "type": "reasoning", "summary": [], "content": content}
             case "text":
                 return {**item, "type": "message", "role": "assistant", "content": content}
-        told = self._tools.told(run.call["function"]["name"])
-        return {**item, "type": "function_call", "call_id": run.call["id"], **told, "arguments": run.text}
+        assert run.call is not None  # there is no other kind
+        call_id, arguments = run.call.id, "" if begun else run.text
+        return {**item, "type": "function_call", "call_id": call_id, **self._told(run), "arguments": arguments}
+
+    def _told(self, run: Run) -> dict[str, str]:
+        """The members of an item, or an event, that name what is called."""
+        return self._tools.told("" if run.call is None else run.call.name)
 
 
 def _part(run: Run) -> dict[str, Any]:
