@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,35 +52,42 @@ def content(text: str, images: Sequence[Any]) -> list[dict[str, Any]]:
     return [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
 
 
-def encode(loaded: LoadedModel, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> ImagePrompt:
+def encode(
+    loaded: LoadedModel,
+    messages: Sequence[Mapping[str, Any]],
+    arguments: Mapping[str, Any],
+    check: Callable[[str], None] | None = None,
+) -> ImagePrompt:
     """Put a conversation with images into the chat template of the model's processor.
 
     Args:
         loaded: has the processor.
         messages: those with images have a `content` as of `content`.
         arguments: what the template is given besides.
+        check: is called with the text before it is tokenised, and may raise what it likes.
 
     Raises:
         InputError: there is no processor, no chat template, or they do not take the images.
     """
-    processor = loaded.processor()
     shown = [{**each, "content": _parts(each["content"])} for each in messages]
-    try:
-        made = processor.apply_chat_template(
-            shown,
-            **{"add_generation_prompt": True, **arguments},
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
-    except Exception as problem:
-        raise InputError(f"the processor of {loaded.name!r} refuses the prompt ({one_line(problem, 240)})") from problem
+    given = {"add_generation_prompt": True, **arguments}
+    if check is not None:
+        check(_processed(loaded, shown, **given, tokenize=False))
+    made = _processed(loaded, shown, **given, tokenize=True, return_dict=True, return_tensors="pt")
     media = {name: value for name, value in made.items() if name not in _MADE_HERE}
     if not holds_media(media):
         raise InputError(f"the chat template of {loaded.name!r} leaves images out: leave out --image")
     ids: list[int] = made["input_ids"][0].tolist()
     loaded.check(ids)
     return ImagePrompt(ids, {name: _placed(value, loaded.model) for name, value in media.items()})
+
+
+def _processed(loaded: LoadedModel, shown: Sequence[Mapping[str, Any]], **arguments: Any) -> Any:
+    processor = loaded.processor()
+    try:
+        return processor.apply_chat_template(shown, **arguments)
+    except Exception as problem:
+        raise InputError(f"the processor of {loaded.name!r} refuses the prompt ({one_line(problem, 240)})") from problem
 
 
 def _parts(said: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
@@ -26,6 +27,7 @@ from lade.server.prompt import Prompt
 from lade.server.replies import Json
 from lade.server.schemas import ChatRequest, Decoding
 from lade.server.service import Service
+from lade.server.text_encoder import TextTooLongError
 from lade.serving.place import Place
 
 
@@ -86,11 +88,21 @@ class Answer(ABC):
     def delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """What a stream says of a step."""
 
-    def too_long(self, tokens: int, context: int) -> ApiError:
-        """What is said of a prompt that leaves an answer no room, in the words that clients look for."""
-        asked = (
-            f"you requested {tokens + 1} tokens ({tokens} in the {self.prompt_field}, at least 1 for the completion)"
-        )
+    @property
+    def given_up(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return self._flight.outcome is not None
+
+    def too_long(self, tokens: int, context: int, least: str = "") -> ApiError:
+        """What is said of a prompt that leaves an answer no room, in the words that clients look for.
+
+        Args:
+            tokens: of the prompt.
+            context: of the model.
+            least: "at least " where the tokens were not counted.
+        """
+        prompt = f"{least}{tokens} in the {self.prompt_field}"
+        asked = f"you requested {least}{tokens + 1} tokens ({prompt}, at least 1 for the completion)"
         why = f"This model's maximum context length is {context} tokens. However, {asked}."
         return invalid(self.prompt_field, f"{why} Please reduce the length of the {self.prompt_field}.", TOO_LONG)
 
@@ -154,11 +166,15 @@ class Answer(ABC):
         """In a worker thread: templating, tokenising, and all that `model.generate` prepares."""
         choices: list[Choice] = []
         self._predicted = self._prediction()
-        places = iter(list(self._flight.places))
-        for prompt in self.prompts():
+        places, context = iter(list(self._flight.places)), self.service.context or sys.maxsize
+        try:
+            prompts = self.prompts()
+        except TextTooLongError as problem:
+            raise self.too_long(problem.tokens, context, least="at least ") from None
+        for prompt in prompts:
             prompt.check_ids(self.model.vocabulary)
-            if self.service.context is not None and len(prompt.ids) >= self.service.context:
-                raise self.too_long(len(prompt.ids), self.service.context)
+            if len(prompt.ids) >= context:
+                raise self.too_long(len(prompt.ids), context)
             for _ in range(self.body.n):
                 choices.append(self._choice(len(choices), prompt, next(places)))
         return choices
@@ -167,9 +183,7 @@ class Answer(ABC):
         """Ids of the text that the answers are expected to follow, no more than an answer may have."""
         if self.body.prediction is None:
             return None
-        with self.service.encoding:
-            ids = self.model.tokenizer(self.body.prediction.text, add_special_tokens=False)["input_ids"]
-        return list(ids[: self.service.context])
+        return self.service.encoder.first_ids(self.body.prediction.text)
 
     def _choice(self, index: int, prompt: Prompt, place: Place) -> Choice:
         seed = seed_of(self.seed, index % self.body.n)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from fastapi import Request
 from fastapi.routing import APIRoute
@@ -14,17 +14,21 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lade.server.errors import INVALID, NOT_JSON, ApiError, invalid, validation_error
+from lade.server.errors import INVALID, NOT_JSON, ApiError, invalid, overloaded, validation_error
 from lade.server.exchange import GONE, Exchange
 from lade.server.leaving import ClientLeftError, unless_gone
 from lade.server.replies import TooManyValuesError, decoded
 from lade.server.service import SMALL, Service
 
+T = TypeVar("T")
 _SECONDS = 30.0
 """That a client has to send all of a body."""
 _DISCARDED = 8
 """Times as many bytes as a body may have: up to here one that has too many is read to its end and thrown away, as the
 answer would be lost on a client that still sends when its connection is closed."""
+
+_MOST_HELD = 16
+"""Times as many bytes may be those of all bodies together; small ones are taken all the same."""
 
 
 class Body:
@@ -40,14 +44,22 @@ class Body:
 
     def __init__(self, app: ASGIApp, most_bytes: int, wanted: Callable[[Scope], bool]) -> None:
         self._app, self._most_bytes, self._wanted = app, most_bytes, wanted
+        self._held = 0  # bytes, of all bodies that are here
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hand it on with its body whole, or refuse it."""
         if scope["type"] != "http" or not self._wanted(scope):
             await self._app(scope, receive, send)
             return
+        exchange = Exchange.of(scope)
         try:
-            whole = await asyncio.wait_for(self._whole(Headers(scope=scope), receive), _SECONDS)
+            await self._hand_on(exchange, scope, receive, send)
+        finally:
+            self._held -= exchange.size
+
+    async def _hand_on(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            whole = await asyncio.wait_for(self._whole(exchange, Headers(scope=scope), receive), _SECONDS)
         except TimeoutError:
             whole = ApiError(408, INVALID, "the body did not come in time: send it at once", code="request_timeout")
         if isinstance(whole, ApiError):
@@ -55,7 +67,7 @@ class Body:
         elif whole is not None:
             await self._app(scope, _replayed(whole, receive), send)
 
-    async def _whole(self, headers: Headers, receive: Receive) -> bytes | ApiError | None:
+    async def _whole(self, exchange: Exchange, headers: Headers, receive: Receive) -> bytes | ApiError | None:
         """The body; None if the client left."""
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
@@ -77,6 +89,11 @@ class Body:
             size += len(part)
             if size <= self._most_bytes:
                 parts.append(part)
+                exchange.size += len(part)
+                self._held += len(part)
+            if exchange.size > SMALL and self._held > _MOST_HELD * self._most_bytes:
+                why = "as many large requests are here as there is memory for: send this one again later"
+                return overloaded(why, "too_many_bytes", close=True)
             if not message.get("more_body"):
                 return b"".join(parts) if size <= self._most_bytes else self._too_large()
         return self._too_large()
@@ -102,19 +119,26 @@ class BodyRoute(APIRoute):
         adapter = TypeAdapter[Any](cast(Any, self.body_field.field_info.annotation))
 
         async def checked(request: Request) -> Response:
-            raw = await request.body()
-            check = partial(_checked, adapter, raw)
-            Exchange.of(request.scope).size = len(raw)
-            if len(raw) <= SMALL:
-                return await handle(_Checked(request, check()))
-            service: Service = request.app.state.service
             try:
-                found = await unless_gone(request, service.prepared(len(raw), check))
+                found = await beside(request, partial(_checked, adapter, await request.body()))
+                return await handle(_Checked(request, found))
             except ClientLeftError:
                 return Response(status_code=GONE)
-            return await handle(_Checked(request, found))
 
         return checked
+
+
+async def beside(request: Request, work: Callable[[], T]) -> T:
+    """What comes of some work for a request: of a large one, in a worker thread.
+
+    Raises:
+        ClientLeftError: its client has left before.
+    """
+    size = Exchange.of(request.scope).size
+    if size <= SMALL:
+        return work()
+    service: Service = request.app.state.service
+    return await unless_gone(request, service.prepared(size, work))
 
 
 class _Checked(Request):

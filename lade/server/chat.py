@@ -51,8 +51,7 @@ class ChatAnswer(Answer):
 
     def prompts(self) -> list[Prompt]:
         """See `Answer.prompts`."""
-        with self.service.encoding:
-            ids, media = self.service.template.encode(self.body)
+        ids, media = self.service.template.encode(self.body)
         return [Prompt(ids, media, self.model.tokenizer.decode(ids))]
 
     def parser(self, prompt: Prompt) -> PlainParser | MarkupParser:

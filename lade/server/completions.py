@@ -8,6 +8,7 @@ from typing import Any
 from lade.server.answer import Answer
 from lade.server.choice import Choice, Piece
 from lade.server.errors import invalid, unsupported
+from lade.server.leaving import ClientLeftError
 from lade.server.logprobs import tokens_of
 from lade.server.message_parts import PlainParser
 from lade.server.prompt import Prompt
@@ -43,7 +44,12 @@ class CompletionAnswer(Answer):
         """See `Answer.prompts`."""
         if self.body.echo and self.body.logprobs is not None:
             raise unsupported("echo", "echo: only tokens of answers have logprobs: leave out one of the two")
-        return [self._prompt(each) for each in self._given()]
+        made = []
+        for each in self._given():
+            if self.given_up:
+                raise ClientLeftError
+            made.append(self._prompt(each))
+        return made
 
     def _prompt(self, given: str | list[int]) -> Prompt:
         tokenizer = self.model.tokenizer
@@ -53,8 +59,7 @@ class CompletionAnswer(Answer):
                 raise invalid("prompt", why)
             text = tokenizer.decode(given, skip_special_tokens=True) if self.body.echo else ""
             return Prompt(given, text=text)
-        with self.service.encoding:
-            ids = tokenizer(given)["input_ids"]
+        ids = self.service.encoder.ids(given)
         if not ids and tokenizer.bos_token_id is not None:
             ids = [tokenizer.bos_token_id]
         return Prompt(ids, text=given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
-from lade.server.body import BodyRoute
+from lade.server.body import BodyRoute, beside
 from lade.server.chat import ChatAnswer
 from lade.server.completions import CompletionAnswer
 from lade.server.description import (
@@ -36,10 +37,12 @@ from lade.server.description import (
 from lade.server.errors import NOT_FOUND, ApiError
 from lade.server.exchange import Exchange
 from lade.server.messages.answer import MessagesAnswer
+from lade.server.messages.conversation import as_chat as turns_as_chat
 from lade.server.messages.schemas import CountRequest, MessagesRequest
 from lade.server.metrics import CONTENT_TYPE
 from lade.server.replies import Json
 from lade.server.responses.answer import ResponsesAnswer
+from lade.server.responses.conversation import as_chat as items_as_chat
 from lade.server.responses.schemas import ResponsesRequest
 from lade.server.schemas import ChatRequest, CompletionRequest, Model
 from lade.server.service import Service
@@ -79,37 +82,39 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
 @router.post("/v1/responses", responses=RESPONSE)
 async def responses(request: Request, body: ResponsesRequest) -> Response:
     """Answer a conversation that is a list of items."""
-    return await ResponsesAnswer(_service(request), Exchange.of(request.scope), body).reply(request)
+    chat = await beside(request, partial(items_as_chat, body))
+    return await ResponsesAnswer(_service(request), Exchange.of(request.scope), chat, body).reply(request)
 
 
 @router.post("/v1/responses/input_tokens", responses=whole(object=TEXT, input_tokens=COUNT))
 async def tokens_of_input(request: Request, body: ResponsesRequest) -> Response:
     """How many tokens the input of such a response has."""
-    return Json(await input_tokens(_service(request), body))
+    return await input_tokens(_service(request), request, body)
 
 
 @router.post("/v1/messages", responses={**ANTHROPICS_ERRORS, **MESSAGE})
 async def messages(request: Request, body: MessagesRequest) -> Response:
     """Answer a conversation as Anthropic's API does."""
-    return await MessagesAnswer(_service(request), Exchange.of(request.scope), body).reply(request)
+    chat = await beside(request, partial(turns_as_chat, body))
+    return await MessagesAnswer(_service(request), Exchange.of(request.scope), chat, body).reply(request)
 
 
 @router.post("/v1/messages/count_tokens", responses={**ANTHROPICS_ERRORS, **whole(input_tokens=COUNT)})
 async def tokens_of_messages(request: Request, body: CountRequest) -> Response:
     """How many tokens such a conversation has."""
-    return Json(await count_tokens(_service(request), body))
+    return await count_tokens(_service(request), request, body)
 
 
 @router.post("/tokenize", responses=TOKENS)
 async def ids_of_text(request: Request, body: TokenizeText | TokenizeChat) -> Response:
     """The ids of a text, or of a conversation."""
-    return Json(await tokenize(_service(request), body))
+    return await tokenize(_service(request), request, body)
 
 
 @router.post("/detokenize", responses=whole(prompt=TEXT))
 async def text_of_ids(request: Request, body: DetokenizeRequest) -> Response:
     """The text of some ids."""
-    return Json(await detokenize(_service(request), body))
+    return await detokenize(_service(request), request, body)
 
 
 @router.get("/live", responses=HEALTH)

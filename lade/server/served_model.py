@@ -21,8 +21,8 @@ class ServedModel:
         sampling: what its checkpoint says about drawing tokens, by the names of `model.generate`.
         context: tokens it was made for; None where it does not say.
         lookahead: how requests are drafted that do not say.
-        encode_images: makes ids, and the other arguments of `generate`, of messages with images; None where it takes
-            none.
+        encode_images: makes ids, and the other arguments of `generate`, of messages with images, arguments for their
+            template, and what is called with their text before that is tokenised; None where it takes none.
         close: is called when the server has ended.
     """
 

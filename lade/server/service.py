@@ -26,6 +26,7 @@ from lade.server.metrics import Metrics, since
 from lade.server.served_model import ServedModel
 from lade.server.settings import Settings
 from lade.server.templates import ChatTemplate
+from lade.server.text_encoder import TextEncoder
 from lade.server.token_text import TokenText
 from lade.server.warm_up import warm_up
 from lade.serving.capacity import default_max_tokens, weight_shares
@@ -63,8 +64,7 @@ class Service:
         created: seconds since the epoch when the model was loaded.
         metrics: its series.
         flights: what is being decoded, with the ids of the requests.
-        encoding: held while a tokenizer encodes.
-        template, markup, memories, token_text, forms: of the model; there once it is loaded.
+        encoder, template, markup, memories, token_text, forms: of the model; there once it is loaded.
     """
 
     def __init__(
@@ -85,7 +85,6 @@ class Service:
         self.fingerprint = f"lade-{__version__}"
         self._preparing = ThreadPoolExecutor(PREPARING, thread_name_prefix="lade.serve")
         self._preparing_large = ThreadPoolExecutor(PREPARING_LARGE, thread_name_prefix="lade.serve large")
-        self.encoding = threading.Lock()  # tokenizers keep settings of a call between their parts
         self._model: ServedModel | None = None
         self._engine: Engine | None = None
         self._warm: Snapshot | None = None
@@ -133,7 +132,8 @@ class Service:
 
     def _take(self, model: ServedModel) -> None:
         self._model = model
-        self.template = ChatTemplate(model, self.settings.template_arguments)
+        self.encoder = TextEncoder(model.tokenizer, self.context)
+        self.template = ChatTemplate(model, self.encoder, self.settings.template_arguments)
         self.markup = Markup(model)
         self.memories = Memories(model.lookahead, self.settings.share)
         self.token_text = TokenText(model.tokenizer)

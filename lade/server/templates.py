@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from lade.server.errors import ApiError, invalid
 from lade.server.images import read_image
 from lade.server.schemas import ChatRequest, Message
 from lade.server.served_model import ServedModel
+from lade.server.text_encoder import TextEncoder, TextTooLongError
 
 OURS = frozenset(
     """
@@ -31,11 +33,13 @@ class ChatTemplate:
 
     Args:
         model: has the tokenizer, and the processor if it takes images.
+        encoder: of its texts.
         defaults: for the template, unless a request says otherwise.
     """
 
-    def __init__(self, model: ServedModel, defaults: Mapping[str, Any]) -> None:
-        self._model, self._defaults = model, defaults
+    def __init__(self, model: ServedModel, encoder: TextEncoder, defaults: Mapping[str, Any]) -> None:
+        self._model, self._encoder, self._defaults = model, encoder, defaults
+        self._seeing = threading.Lock()  # processors keep settings of a call between their parts
         self._text = model.chat_template
         self._takes_parts = bool(_LOOPS_OVER_PARTS.search(self._text))
         self._knows_developer = "developer" in self._text
@@ -45,6 +49,7 @@ class ChatTemplate:
 
         Raises:
             ApiError: there is no template, it raises, or it cannot show what the conversation has in it.
+            TextTooLongError: what it makes of it is too long for the model.
         """
         if not self._text:
             why = "this model has no chat template: ask /v1/completions, or start the server with --chat-template"
@@ -55,20 +60,25 @@ class ChatTemplate:
             return self._with_images(messages, arguments)
         try:
             return self._apply(messages, arguments), {}
+        except TextTooLongError:
+            raise
         except Exception as problem:
             merged = _merged(messages)
             if len(merged) == len(messages):
                 raise _refused(problem) from problem
         try:  # templates that take one system message, and only at the beginning
             return self._apply(merged, arguments), {}
+        except TextTooLongError:
+            raise
         except Exception as problem:
             raise _refused(problem) from problem
 
     def _apply(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
-        ids: list[int] = self._model.tokenizer.apply_chat_template(
-            messages, **arguments, tokenize=True, return_dict=False
-        )
-        return ids
+        apply = self._model.tokenizer.apply_chat_template
+        if self._encoder.span is None:
+            ids: list[int] = apply(messages, **arguments, tokenize=True, return_dict=False)
+            return ids
+        return self._encoder.ids(apply(messages, **arguments, tokenize=False), add_special_tokens=False)
 
     def _with_images(
         self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]
@@ -77,7 +87,10 @@ class ChatTemplate:
         if encode is None:
             raise invalid("messages", "this model takes no images: leave them out", "unsupported_parameter")
         try:
-            return encode(messages, arguments)
+            with self._seeing:
+                return encode(messages, arguments, self._encoder.check)
+        except TextTooLongError:
+            raise
         except Exception as problem:
             raise _refused(problem) from problem
 

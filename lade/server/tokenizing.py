@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
+from fastapi import Request
 from pydantic import Field
+from starlette.responses import Response
 
+from lade.errors import EngineClosedError, EngineFullError
 from lade.server import refusals
-from lade.server.errors import invalid
+from lade.server.errors import TOO_LONG, error_for, invalid
+from lade.server.exchange import Exchange
+from lade.server.leaving import unless_gone
 from lade.server.messages.conversation import as_chat
 from lade.server.messages.schemas import CountRequest
+from lade.server.replies import Json
 from lade.server.responses.conversation import as_chat as input_as_chat
 from lade.server.responses.schemas import ResponsesRequest
 from lade.server.schemas import ChatRequest, Flag, Model, Text, TokenId
 from lade.server.service import Service
 from lade.server.settings import MOST_IDS
-
-T = TypeVar("T")
+from lade.server.text_encoder import TextTooLongError
 
 
 class TokenizeText(Model):
@@ -42,63 +47,77 @@ class DetokenizeRequest(Model):
     tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MOST_IDS)]
 
 
-async def tokenize(service: Service, asked: TokenizeText | TokenizeChat) -> dict[str, Any]:
+async def tokenize(service: Service, request: Request, asked: TokenizeText | TokenizeChat) -> Response:
     """The ids of a text or a conversation, in vLLM's form.
 
     Raises:
-        ApiError: the model is not served, or its template refuses the conversation; or there is a text beside it.
+        ApiError: the model is not served, or its template refuses the conversation; there is a text beside it; it is
+            too long, or no place is free.
     """
     refusals.check_model(asked.model, service.settings)
     if (asked.model_extra or {}).keys() & {"prompt", "messages"}:
         raise invalid("prompt", "prompt: there are messages, too: leave out one of them")
     tokenizer = service.model.tokenizer
 
-    def encode() -> list[int]:
+    def encode() -> dict[str, Any]:
         if isinstance(asked, ChatRequest):
-            return _templated(service, asked)
-        with service.encoding:
-            ids: list[int] = tokenizer(asked.prompt, add_special_tokens=asked.add_special_tokens)["input_ids"]
-        return ids
+            ids = service.template.encode(asked)[0]
+        else:
+            ids = service.encoder.ids(asked.prompt, add_special_tokens=asked.add_special_tokens)
+        strings = tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
+        return {"count": len(ids), "max_model_len": service.context, "tokens": ids, "token_strs": strings}
 
-    ids = await _prepared(service, encode)
-    strings = tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
-    return {"count": len(ids), "max_model_len": service.context, "tokens": ids, "token_strs": strings}
+    return await _answered(service, request, encode, "messages" if isinstance(asked, ChatRequest) else "prompt")
 
 
-async def detokenize(service: Service, asked: DetokenizeRequest) -> dict[str, Any]:
+async def detokenize(service: Service, request: Request, asked: DetokenizeRequest) -> Response:
     """The text of some ids.
 
     Raises:
-        ApiError: the model is not served, or has no such id.
+        ApiError: the model is not served, or has no such id; or no place is free.
     """
     refusals.check_model(asked.model, service.settings)
     model = service.model
-    if max(asked.tokens, default=0) >= model.vocabulary:
-        why = f"tokens: the id {max(asked.tokens)} is out of the vocabulary: give ids below {model.vocabulary}"
-        raise invalid("tokens", why)
-    return {"prompt": await _prepared(service, lambda: str(model.tokenizer.decode(asked.tokens)))}
+
+    def decode() -> dict[str, Any]:
+        greatest = max(asked.tokens, default=0)
+        if greatest >= model.vocabulary:
+            why = f"tokens: the id {greatest} is out of the vocabulary: give ids below {model.vocabulary}"
+            raise invalid("tokens", why)
+        return {"prompt": str(model.tokenizer.decode(asked.tokens))}
+
+    return await _answered(service, request, decode, "tokens")
 
 
-async def count_tokens(service: Service, asked: CountRequest) -> dict[str, Any]:
+async def count_tokens(service: Service, request: Request, asked: CountRequest) -> Response:
     """How many tokens a request to `/v1/messages` would have the model read; raises like `tokenize`."""
     refusals.check_model(asked.model, service.settings)
-    ids = await _prepared(service, lambda: _templated(service, as_chat(asked)))
-    return {"input_tokens": len(ids)}
+
+    def count() -> dict[str, Any]:
+        return {"input_tokens": len(service.template.encode(as_chat(asked))[0])}
+
+    return await _answered(service, request, count, "messages")
 
 
-async def input_tokens(service: Service, asked: ResponsesRequest) -> dict[str, Any]:
+async def input_tokens(service: Service, request: Request, asked: ResponsesRequest) -> Response:
     """How many tokens a request to `/v1/responses` would have the model read; raises like `tokenize`."""
     refusals.check_model(asked.model, service.settings)
-    ids = await _prepared(service, lambda: _templated(service, input_as_chat(asked)))
-    return {"object": "response.input_tokens", "input_tokens": len(ids)}
+
+    def count() -> dict[str, Any]:
+        ids = service.template.encode(input_as_chat(asked))[0]
+        return {"object": "response.input_tokens", "input_tokens": len(ids)}
+
+    return await _answered(service, request, count, "input")
 
 
-def _templated(service: Service, asked: ChatRequest) -> list[int]:
-    with service.encoding:
-        return service.template.encode(asked)[0]
-
-
-async def _prepared(service: Service, work: Callable[[], T]) -> T:
-    """What comes of some work, done where requests are prepared."""
-    assert service.model is not None  # raises while requests are refused
-    return await service.prepared(0, work)
+async def _answered(service: Service, request: Request, work: Callable[[], dict[str, Any]], field: str) -> Response:
+    """What comes of some work, done where requests are prepared, in a place of the queue that they wait in."""
+    exchange = Exchange.of(request.scope)
+    try:
+        with service.engine.reserve():
+            return await unless_gone(request, service.prepared(exchange.size, lambda: Json(work())))
+    except (EngineFullError, EngineClosedError) as problem:
+        raise error_for(problem, exchange.id) from None
+    except TextTooLongError as problem:
+        why = f"{field}: it has at least {problem.tokens} tokens, and the context is {service.context}: shorten it"
+        raise invalid(field, why, TOO_LONG) from None

@@ -2,15 +2,19 @@
 
 import asyncio
 import json
+import socket
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
+from served import running, until
 
-from lade.server.body import BodyRoute
+from lade.server.body import _MOST_HELD, BodyRoute
 from lade.server.replies import TooManyValuesError, decoded
 from lade.server.routes import router
+from lade.server.service import SMALL
 from lade.server.settings import MOST_OBJECTS, MOST_VALUES
 
 BODIES = {route.path: route.body_field.field_info.annotation for route in router.routes if route.body_field}
@@ -146,3 +150,20 @@ def test_bodies_of_many_valid_items_are_read_beside_the_others(server):
     response = server.http.post("/v1/chat/completions", content=body, headers=HEADERS)
     assert response.json()["error"]["param"] == "messages[60].role"
     assert seconds_of(loop) - before < 0.3 * (time.process_time() - process)
+
+
+def test_large_bodies_together_have_a_bound_and_small_ones_pass():
+    """Those that are still being sent count as well."""
+    size = 2 * SMALL
+    head = f"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {size}\r\n"
+    with running(max_body=size) as server, ExitStack() as stack:
+        for _ in range(_MOST_HELD):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60))
+            client.sendall(head.encode() + b"\r\n" + b" " * (size - 1))
+        large, small = {"prompt": "a", "user": "x" * (size - 100)}, {"prompt": "a"}
+        until(lambda: server.http.post("/tokenize", json=large).status_code == 503)
+        error = server.http.post("/tokenize", json=large).json()["error"]
+        assert (error["type"], error["code"]) == ("overloaded_error", "too_many_bytes")
+        assert server.http.post("/tokenize", json=small).status_code == 200
+        stack.close()
+        until(lambda: server.http.post("/tokenize", json=large).status_code == 200)

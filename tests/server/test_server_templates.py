@@ -13,6 +13,7 @@ from lade.server.images import read_image
 from lade.server.schemas import ChatRequest
 from lade.server.served_model import ServedModel
 from lade.server.templates import ChatTemplate
+from lade.server.text_encoder import TextEncoder
 
 SIMPLE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 FIRST_ONLY = """\
@@ -37,11 +38,15 @@ FIELDS = """\
 {{- style or '' }}{{ reasoning_effort or '' }}"""
 
 
+def template_of(served, defaults=None):
+    return ChatTemplate(served, TextEncoder(served.tokenizer, None), defaults or {})
+
+
 def shown(template, *messages, defaults=None, **fields):
     tokenizer = byte_tokenizer(template)
     served = ServedModel(MODEL, tokenizer)
     body = ChatRequest.model_validate({"messages": list(messages), **fields})
-    ids, media = ChatTemplate(served, defaults or {}).encode(body)
+    ids, media = template_of(served, defaults).encode(body)
     assert not media
     return tokenizer.decode(ids)
 
@@ -140,15 +145,15 @@ def test_images_come_as_data_urls_alone():
 def test_images_go_where_the_model_takes_them():
     seen = []
 
-    def encode(messages, arguments):
+    def encode(messages, arguments, check):
         seen.append(messages)
         return [1, 2, 3], {"pixel_values": "x"}
 
     served = ServedModel(MODEL, byte_tokenizer(SIMPLE), encode_images=encode)
     part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture()}"}}
     body = ChatRequest.model_validate({"messages": [said("user", [{"type": "text", "text": "what?"}, part])]})
-    assert ChatTemplate(served, {}).encode(body) == ([1, 2, 3], {"pixel_values": "x"})
+    assert template_of(served).encode(body) == ([1, 2, 3], {"pixel_values": "x"})
     (message,) = seen[0]
     assert [each["type"] for each in message["content"]] == ["text", "image"]
     with pytest.raises(ApiError, match="takes no images"):
-        ChatTemplate(ServedModel(MODEL, byte_tokenizer(SIMPLE)), {}).encode(body)
+        template_of(ServedModel(MODEL, byte_tokenizer(SIMPLE))).encode(body)

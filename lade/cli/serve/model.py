@@ -85,8 +85,10 @@ def _image_encoder(loaded: LoadedModel) -> Callable[..., tuple[list[int], Mappin
     if getattr(loaded.model.config, "vision_config", None) is None:
         return None
 
-    def encoded(messages: Any, arguments: Mapping[str, Any]) -> tuple[list[int], Mapping[str, Any]]:
-        made = encode(loaded, messages, arguments)
+    def encoded(
+        messages: Any, arguments: Mapping[str, Any], check: Callable[[str], None]
+    ) -> tuple[list[int], Mapping[str, Any]]:
+        made = encode(loaded, messages, arguments, check)
         return made.ids, made.media
 
     return encoded

@@ -11,10 +11,10 @@ from lade.server import sse
 from lade.server.errors import TOO_LONG, ApiError, invalid
 from lade.server.exchange import Exchange
 from lade.server.item_answer import Event, ItemAnswer
-from lade.server.messages.conversation import as_chat
 from lade.server.messages.errors import as_anthropic
 from lade.server.messages.schemas import MessagesRequest
 from lade.server.runs import Change, Run
+from lade.server.schemas import ChatRequest
 from lade.server.service import Service
 
 _DELTAS = {"thought": ("thinking_delta", "thinking"), "text": ("text_delta", "text")}
@@ -27,18 +27,19 @@ class MessagesAnswer(ItemAnswer):
     Args:
         service: what decodes it.
         exchange: the request.
-        asked: what it asks for.
+        chat: what it asks for, of the chat API.
+        asked: the same as it came.
     """
 
     endpoint = "messages"
     kind, id_prefix = "message", "msg_"
     field_names: ClassVar = {"chat_template_kwargs.enable_thinking": "thinking"}
 
-    def __init__(self, service: Service, exchange: Exchange, asked: MessagesRequest) -> None:
-        super().__init__(service, exchange, as_chat(asked), asked)
+    def __init__(self, service: Service, exchange: Exchange, chat: ChatRequest, asked: MessagesRequest) -> None:
+        super().__init__(service, exchange, chat, asked)
 
-    def too_long(self, tokens: int, context: int) -> ApiError:
-        """See `Answer.too_long`."""
+    def too_long(self, tokens: int, context: int, least: str = "") -> ApiError:
+        """See `Answer.too_long`; the number is what clients read."""
         return invalid("messages", f"prompt is too long: {tokens} tokens > {context - 1} maximum", TOO_LONG)
 
     def ping(self) -> bytes:

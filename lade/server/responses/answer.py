@@ -12,10 +12,10 @@ from lade.server.answer_form import FormatNames
 from lade.server.errors import ApiError
 from lade.server.exchange import Exchange
 from lade.server.item_answer import Event, ItemAnswer
-from lade.server.responses.conversation import as_chat
 from lade.server.responses.schemas import ResponsesRequest
 from lade.server.responses.tools import Tools
 from lade.server.runs import Change, Run
+from lade.server.schemas import ChatRequest
 from lade.server.service import Service
 
 _PREFIXES = {"thought": "rs", "text": "msg", "call": "fc"}
@@ -30,7 +30,8 @@ class ResponsesAnswer(ItemAnswer):
     Args:
         service: what decodes it.
         exchange: the request.
-        asked: what it asks for.
+        chat: what it asks for, of the chat API.
+        asked: the same as it came.
     """
 
     endpoint = "responses"
@@ -43,8 +44,8 @@ class ResponsesAnswer(ItemAnswer):
     }
     format_names = FormatNames("text.format", "text.format.schema")
 
-    def __init__(self, service: Service, exchange: Exchange, asked: ResponsesRequest) -> None:
-        super().__init__(service, exchange, as_chat(asked), asked)
+    def __init__(self, service: Service, exchange: Exchange, chat: ChatRequest, asked: ResponsesRequest) -> None:
+        super().__init__(service, exchange, chat, asked)
         self._asked, self._sent, self._tools = asked, 0, Tools(asked.tools)
 
     def message(self) -> dict[str, Any]:
