@@ -6,6 +6,7 @@ choice of the beams are its own; only the model that it is given is a stand-in.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -91,9 +92,9 @@ class BeamSession:
             raise
         if isinstance(output, GenerateBeamDecoderOnlyOutput):
             # Ours has no slots for padding, and plain decoding would count them.
-            output.past_key_values = None if self._padded else self._cache
+            return replace(output, past_key_values=None if self._padded else self._cache)
         if isinstance(output, GenerateBeamEncoderDecoderOutput) and isinstance(self._cache, DecoderCache):
-            output.past_key_values = self._cache.dynamic_pair()
+            return replace(output, past_key_values=self._cache.dynamic_pair())
         return output
 
 

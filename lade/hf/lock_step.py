@@ -94,7 +94,7 @@ class LockStepSession:
             answers.report()
             self._job.save()
         if isinstance(output, GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput):
-            output.past_key_values = None  # ours has no slots for padding
+            return replace(output, past_key_values=None)  # ours has no slots for padding; assigning leaves its item
         return output
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -78,6 +79,35 @@ def test_several_sounds() -> None:
     expected = model.generate(features, attention_mask=mask, **ONCE)
     ours = lade.generate(model, input_features=features, attention_mask=mask, lookahead=PAPER, **ONCE)
     assert torch.equal(ours, expected) and len(ours) == 3
+
+
+TIMES = {"return_timestamps": True}
+BATCHES: dict[str, dict[str, Any]] = {
+    "several temperatures": {"temperature": (0.0, 0.4), **THRESHOLDS},
+    "scores of each segment": {"return_dict_in_generate": True, "output_scores": True, **TIMES},
+    "several answers to each": {"num_return_sequences": 2, "do_sample": True, "temperature": 0.7, **TIMES},
+}
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("frames", [SHORT, LONG], ids=["a segment", "segments"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_of_sounds_is_written_segment_by_segment(name: str, frames: int) -> None:
+    mask = torch.ones(3, frames, dtype=torch.long)
+    mask[1, 30:] = 0  # a sound that ends before the others do
+    arguments = {"attention_mask": mask, **BATCHES[name]}
+    outputs = []
+    for generate in (whisper(2).generate, partial(lade.generate, whisper(2), lookahead=PAPER)):
+        torch.manual_seed(3)
+        outputs.append((generate(input_features=sound(frames, rows=3), **arguments), torch.get_rng_state()))
+    (expected, state), (ours, our_state) = outputs
+    assert torch.equal(our_state, state)
+    if not isinstance(expected, torch.Tensor):
+        for sequence, plain in zip(ours["segments"], expected["segments"], strict=True):
+            for piece, other in zip(sequence, plain, strict=True):
+                torch.testing.assert_close(piece["result"]["scores"], other["result"]["scores"])
+        ours, expected = ours["sequences"], expected["sequences"]
+    assert torch.equal(ours, expected)
 
 
 def test_it_cannot_be_streamed() -> None:

@@ -17,7 +17,8 @@ class Encoded:
 
     Attributes:
         outputs: what it returned, the hidden states `[B, T, H]` first.
-        mask: `[B, T]`, which of the states are no padding; None where none is.
+        mask: `[B, T]`, which of the states are no padding; None where none is. Whisper, whose decoder looks at none, is
+            given that of all sounds also with the segments of some: one of other than B rows stays as it is.
     """
 
     outputs: Any
@@ -46,7 +47,10 @@ class Encoded:
             return self
         rows = torch.tensor(numbers, device=self.states.device)
         outputs = BaseModelOutput(last_hidden_state=self.states[rows])
-        return Encoded(outputs, None if self.mask is None else self.mask[rows.to(self.mask.device)])
+        mask = self.mask
+        if mask is not None and len(mask) == len(self):
+            mask = mask[rows.to(mask.device)]
+        return Encoded(outputs, mask)
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `forward` for these rows."""
