@@ -23,6 +23,7 @@ from transformers import (
 from lade.clock import Clock, Duration, WallClock
 from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.tree import TokenTree
+from lade.model.randomness import DrawsFrom
 from lade.tuning.step_cost import StepCost
 
 
@@ -53,8 +54,7 @@ def toy_model(
     make = _FAMILIES.get(family)
     if make is None:
         raise ValueError(f"family={family!r} is not valid: give one of {', '.join(_FAMILIES)}")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with DrawsFrom(torch.Generator().manual_seed(seed)):
         model = make(vocabulary, positions)
     model.generation_config.eos_token_id = model.generation_config.bos_token_id = None
     model.set_attn_implementation(attention)

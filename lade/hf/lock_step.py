@@ -7,6 +7,7 @@ with all rows `[B, L]`, rows that have ended included; only the model that it is
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch

@@ -161,8 +161,7 @@ def row_bytes(runner: EagerRunner) -> tuple[dict[torch.device, int], int]:
     Where a cached token takes no bytes, since all layers are recurrent, a slot is one byte of the states.
     """
     cache = runner.tree_cache()
-    with torch.random.fork_rng(devices=[]):
-        runner.prefill([[0]], cache)
+    runner.prefill([[0]], cache)
     device_bytes = {device: size for device, size in cache.device_bytes.items() if size}
     return device_bytes or {runner.device: 1}, cache.state_bytes
 

@@ -134,16 +134,14 @@ def use(model: PreTrainedModel, key: store.Key, cost: StepCost, *, folder: Path 
 
 
 def _measured(model: PreTrainedModel, runner: EagerRunner, batch: int) -> StepCost | None:
-    """Measure; a model of someone's own may draw random numbers in its forward pass, and must not be seen doing so.
+    """Measure, in whatever thread decodes; passes of models that are served draw no random numbers.
 
     None where there is no memory for captured passes. Those of an eager runner are measured then.
     """
     name = type(model).__name__
     logger.info("measuring the step cost of %s, batch of %d, once on this machine: a second or two", name, batch)
-    devices = {parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"}
     try:
-        with torch.random.fork_rng(devices=sorted(devices)):
-            cost = measure_step_cost(runner, vocabulary=token_embeddings(model).weight.shape[0], batch=batch)
+        cost = measure_step_cost(runner, vocabulary=token_embeddings(model).weight.shape[0], batch=batch)
     except torch.OutOfMemoryError:
         if runner.eager() is runner:
             raise

@@ -34,7 +34,6 @@ def measured(monkeypatch):
 
     def measure(runner, *, vocabulary, batch):
         batches.append(batch)
-        torch.rand(3)
         return StepCost.of({1: [10e-3] * 9, 128: [10e-3] * 9}, measured_at=store.time.time())
 
     monkeypatch.setattr(profile, "measure_step_cost", measure)
@@ -103,10 +102,20 @@ def test_what_copies_were_worth_is_known_to_the_next_call(way, measured, monkeyp
     assert begun == [0, rows] and all(each is copies for each in used) and len(used) == 2 * rows
 
 
-def test_measuring_draws_no_random_numbers_that_anyone_could_miss(model, measured, tmp_path):
-    before = torch.get_rng_state()
+def test_what_others_draw_while_it_is_measured_is_not_taken_back(model, measured, monkeypatch, tmp_path):
+    measure, drawn = profile.measure_step_cost, []
+
+    def measure_beside_others(runner, **sizes):
+        with ThreadPoolExecutor() as other:
+            drawn.append(other.submit(torch.rand, 5).result())
+        return measure(runner, **sizes)
+
+    monkeypatch.setattr(profile, "measure_step_cost", measure_beside_others)
+    torch.manual_seed(3)
+    expected = torch.rand(10)
+    torch.manual_seed(3)
     profile.step_cost_for(model, runner_of(model), folder=tmp_path)
-    assert measured and torch.equal(torch.get_rng_state(), before)
+    assert measured and torch.equal(torch.cat([*drawn, torch.rand(5)]), expected)
 
 
 def test_what_changes_the_cost_is_measured_again(model, measured, tmp_path, monkeypatch):

@@ -32,6 +32,7 @@ from lade.model.packing.input_forms import input_form
 from lade.model.packing.int8 import Int8Linear
 from lade.model.packing.linear import PackedLinear, short, weight_of
 from lade.model.packing.pack import guard, pack_layers, shared_weights
+from lade.model.randomness import DrawsFrom
 
 INDEX = "packed.json"
 FORMAT = 1
@@ -197,7 +198,7 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 
 def _skeleton(architecture: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    with torch.random.fork_rng(devices=[]), _EmptyOnMeta():
+    with DrawsFrom(torch.Generator()), _EmptyOnMeta():
         model = architecture(config)
     model.eval()
     return model

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 from lade.model.facts import ModelFacts
 from lade.model.kv_cache import TreeCache
+from lade.model.randomness import RandomModelError, without_draws
 from lade.model.recurrent.cores import is_recurrent
 from lade.model.recurrent.layer import layers_for
 from lade.model.runner import input_device
 from lade.model.signature import cache_name
-from lade.model.support.randomness import watch_draws
 from lade.model.support.tree_check import distance, tolerance
 
 REMEDY = "call model.eval()"
@@ -32,13 +32,12 @@ def why_not_in_training(facts: ModelFacts) -> str:
     model: PreTrainedModel = facts.model
     if model.config.is_encoder_decoder:
         return f"it is in training mode, and its passes are not tried: {REMEDY}"
-    with watch_draws(model) as draws:
-        try:
-            error = _error_of_cache(model)
-        except Exception as problem:  # noqa: BLE001 - whatever keeps a pass in training mode from working is the reason
-            return f"it is in training mode, where a pass fails ({_first_line(problem)}): {REMEDY}"
-    if draws.happened:
+    try:
+        error = without_draws(lambda: _error_of_cache(model))
+    except RandomModelError:
         return f"it is in training mode, where it draws random numbers, such as dropout's: {REMEDY}"
+    except Exception as problem:  # noqa: BLE001 - whatever keeps a pass in training mode from working is the reason
+        return f"it is in training mode, where a pass fails ({_first_line(problem)}): {REMEDY}"
     if not error <= tolerance(model):
         return (
             "it is in training mode, where a pass does not continue from the cache of the one before, "

@@ -15,10 +15,10 @@ from lade.decoding.tree import ROOT, TokenTree
 from lade.model.encoder_decoder.encoded import Encoded
 from lade.model.encoder_decoder.runner import EncoderDecoderRunner
 from lade.model.masks import MaskPlan
+from lade.model.randomness import without_draws
 from lade.model.recurrent.cores import is_recurrent
 from lade.model.runner import EagerRunner, input_device
 from lade.model.signature import cache_name
-from lade.model.support.randomness import watch_draws
 from lade.model.token_embeddings import config_of_text, token_embeddings
 
 logger = logging.getLogger(__name__)
@@ -30,10 +30,6 @@ BYSTANDERS = 24  # more children of the root, before the branches, whose slots a
 ENCODER_TOKENS = 16
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # of the logits' standard deviation; wrong masks miss by 0.1 up
 HALF_TOLERANCE = 0.1
-
-
-class RandomModelError(ValueError):
-    """A model draws random numbers, so that two passes over the same tokens differ."""
 
 
 @torch.no_grad()
@@ -54,10 +50,7 @@ def worst_error(model: PreTrainedModel, plan: MaskPlan, beyond: int = 0) -> floa
         RandomModelError: the model draws random numbers.
     """
     logger.info("checking %s, which is not a tested architecture: a tree pass against plain ones", type(model).__name__)
-    with watch_draws(model) as draws:
-        error = _worst_error(model, plan, PREFIX_TOKENS + beyond)
-    if draws.happened:
-        raise RandomModelError("its passes draw random numbers")
+    error = without_draws(lambda: _worst_error(model, plan, PREFIX_TOKENS + beyond))
     logger.debug("the logits of %s differ by %.2g standard deviations at most", type(model).__name__, error)
     return error
 

@@ -1,0 +1,102 @@
+"""Random numbers of this thread, kept away from the generators that a process shares.
+
+Saving and restoring the state of such a generator would take back what other threads have drawn meanwhile. So the
+operations of torch that draw are met on their way, in this thread alone: they are refused, or given another generator.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+T = TypeVar("T")
+
+_TRIALS = 3
+_RATES = ("dropout_p", "dropout")
+
+
+class RandomModelError(ValueError):
+    """A model draws random numbers, so that two passes over the same tokens differ."""
+
+
+def without_draws(trial: Callable[[], T]) -> T:
+    """The result of a trial that draws no random numbers.
+
+    Python's and NumPy's generators cannot be watched in one thread alone. So where one of them has moved, the trial is
+    repeated: others draw now and then, a model in each pass. Only what it has drawn of theirs is put back.
+
+    Args:
+        trial: passes of a model; is called up to three times.
+
+    Raises:
+        RandomModelError: it draws some, of torch's generators none, since its first draw ends it.
+    """
+    first = states = _states()
+    for _ in range(_TRIALS):
+        with DrawsFrom(None):
+            result = trial()
+        before, states = states, _states()
+        if states == before:
+            return result
+    random.setstate(first[0])
+    np.random.set_state(pickle.loads(first[1]))
+    raise RandomModelError("its passes draw random numbers")
+
+
+class DrawsFrom(TorchDispatchMode):
+    """A block in which this thread's random numbers come from a generator of its own.
+
+    >>> with DrawsFrom(torch.Generator().manual_seed(7)):
+    ...     model = architecture(config)  # the weights that torch.manual_seed(7) would give it
+
+    Args:
+        generator: of the CPU; None: nothing may be drawn.
+
+    Raises:
+        RandomModelError: something would be drawn all the same.
+    """
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generator = generator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _draws(func, args, kwargs):
+            if self._generator is None:
+                raise RandomModelError("its passes draw random numbers")
+            func, kwargs = _with_generator(func), {**kwargs, "generator": self._generator}
+        return func(*args, **kwargs)
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether this call of an operation draws from a generator that the process shares."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    declared = func._schema.arguments
+    given = {each.name: each.default_value for each in declared}
+    given.update(zip(given, args, strict=False), **kwargs)
+    rates = [given[name] for name in (*_RATES, *(("p",) if "dropout" in func.__name__ else ())) if name in given]
+    return given.get("generator") is None and given.get("train") is not False and 0.0 not in rates
+
+
+def _with_generator(func: Any) -> Any:
+    """The form of an operation that takes a generator."""
+    wanted = {**_types(func), "generator": "Optional[Generator]"}
+    forms = (getattr(func.overloadpacket, name) for name in func.overloadpacket.overloads())
+    return next(form for form in forms if _types(form) == wanted)
+
+
+def _types(func: Any) -> dict[str, str]:
+    return {argument.name: str(argument.type) for argument in func._schema.arguments}
+
+
+def _states() -> tuple[Any, bytes]:
+    """Of Python's generator, and of NumPy's old one, whose arrays do not compare as a whole."""
+    return random.getstate(), pickle.dumps(np.random.get_state())
