@@ -201,6 +201,13 @@ class LeadingRunner(EagerRunner):
             )
         return self
 
+    def with_all_logits(self) -> LeadingRunner:
+        """See `EagerRunner`; the others would have to return them, too."""
+        raise UnsupportedArgumentError(
+            "prompt_logprobs cannot be used with a model that several processes decode",
+            "leave it out, or load the model with device_map",
+        )
+
     def prefill(
         self, rows: Sequence[Sequence[int]], cache: TreeCache, hook: PromptLogitsHook | None = None
     ) -> torch.Tensor:

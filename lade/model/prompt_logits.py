@@ -15,11 +15,13 @@ import torch
 from transformers import PreTrainedModel
 
 from lade.decoding.loop import PromptLogitsHook
+from lade.errors import InputError
 from lade.model.thread_hooks import hooked
+from lade.stats import TokenLogprobs
 
 MOST_TOKENS = 1024
 """Of a longer prompt only the hidden states of the last tokens are kept: the head is not free."""
-_PIECE_LOGITS = 2**24
+_PIECE_LOGITS, _MOST_LOGITS = 2**24, 2**28
 
 
 class DecoderOutput(ABC):
@@ -96,6 +98,60 @@ class HiddenStates(DecoderOutput):
                 padded = max(0, padding - start)  # columns of this piece that are no tokens of the prompt
                 if padded < len(own):
                     hook(numbers, start + padded - padding, own[padded:])
+
+
+class PromptLogprobs:
+    """How likely a model finds the tokens of a prompt, taken in while it is fed.
+
+    Args:
+        ids: of the prompt.
+        top: so many of the likeliest ids are kept for each place.
+        vocabulary: V.
+
+    Attributes:
+        piece_tokens: that may be fed at a time, as each of them has V logits.
+    """
+
+    def __init__(self, ids: Sequence[int], top: int, vocabulary: int) -> None:
+        self._ids, self._top = ids, top
+        self._most_tokens, self.piece_tokens = _MOST_LOGITS // vocabulary, max(1, _PIECE_LOGITS // vocabulary)
+        self._pieces: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def check_piece(self, tokens: int) -> None:
+        """Raise `InputError` where more have to be fed at a time than there is memory for."""
+        if tokens > self._most_tokens:
+            raise InputError(
+                f"prompt_logprobs: this model has to be fed {tokens} tokens at once, and the logits of more than "
+                f"{self._most_tokens} take too much memory: give a shorter prompt"
+            )
+
+    def take(self, start: int, logits: torch.Tensor) -> None:
+        """Take in logits `[T, V]` of tokens from number `start` on; a prompt that is fed again begins with 0."""
+        if start == 0:
+            self._pieces = []
+        following = torch.tensor(self._ids[start + 1 : start + 1 + len(logits)], device=logits.device)  # what they say
+        logprobs = logits[: len(following)].to(torch.float32).log_softmax(dim=-1)
+        values, ids = logprobs.topk(min(self._top, logprobs.shape[1]))
+        self._pieces.append((logprobs.gather(1, following[:, None])[:, 0].cpu(), ids.cpu(), values.cpu()))
+
+    def beside(self, hook: PromptLogitsHook | None) -> PromptLogitsHook:
+        """A hook that has both see the logits of the prompt."""
+
+        def see(same_prompt: Sequence[int], start: int, logits: torch.Tensor) -> None:
+            self.take(start, logits)
+            if hook is not None:
+                hook(same_prompt, start, logits)
+
+        return see
+
+    def tokens(self) -> list[TokenLogprobs | None]:
+        """Those of all tokens that were fed; None for the first one, about which nothing is said."""
+        made: list[TokenLogprobs | None] = [None]
+        for own, ids, values in self._pieces:
+            for value, top_ids, top_values in zip(own.tolist(), ids.tolist(), values.tolist(), strict=True):
+                top = list(zip(top_ids, top_values, strict=True))
+                made.append(TokenLogprobs(self._ids[len(made)], value, top))
+        return made
 
 
 def logits_of(

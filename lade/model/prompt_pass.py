@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
 from lade.decoding.loop import PromptLogitsHook
+from lade.errors import UnsupportedArgumentError
 from lade.model.facts import ModelFacts
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.padded_states import PaddedStates
 from lade.model.prompt_logits import HiddenStates
+from lade.model.thread_hooks import hooked
 
 
 class PromptPasses:
@@ -32,12 +35,22 @@ class PromptPasses:
     ) -> None:
         self._model: Any = facts.model
         self._plan, self._generation_config, self._device = plan, generation_config, device
+        self._all_logits = False
         self._accepts, self._cache_name = facts.accepts, facts.cache_name or "past_key_values"
 
     @property
     def pad(self) -> bool:
         """Whether they may be of several lengths; of chunks, the last one has not the last tokens of all."""
         return self._plan.pads and self._plan.attends and self._generation_config.prefill_chunk_size is None
+
+    def with_all_logits(self) -> PromptPasses:
+        """The same, for one prompt at a time, whose hooks are called with the logits that the model itself returns.
+
+        Otherwise they get what its head makes of the hidden states, which models may scale or cap.
+        """
+        passes = copy.copy(self)
+        passes._all_logits = True
+        return passes
 
     def feed(
         self,
@@ -66,7 +79,7 @@ class PromptPasses:
         cached = cache.get_seq_length()
         if cached and self._plan.attends:
             kwargs["attention_mask"] = torch.ones_like(ids)  # by its width transformers knows what is cached already
-        with HiddenStates(self._model) if hook else nullcontext() as hidden:
+        with self._watched(hook) as hidden:
             missing = ids if self._plan.attends else ids[:, cached:]  # of states transformers does not know how much
             output = self._model._prefill(missing, self._generation_config, kwargs)
         cache.count(len(ids), ids.shape[1] - cached)
@@ -74,7 +87,29 @@ class PromptPasses:
         logits: torch.Tensor = output.logits[:, -1]
         if hook and hidden:
             hidden.tell(hook, logits, ids.shape[1], sharing)
+        elif hook:
+            self._tell_all(hook, sharing, cached, output.logits[:, cached - ids.shape[1] :], ids.shape[1] - cached)
         return logits
+
+    def _watched(self, hook: PromptLogitsHook | None) -> AbstractContextManager[HiddenStates | None]:
+        """What a pass is made in, so that a hook can be told the logits of the prompt."""
+        if hook is None or not self._all_logits:
+            return nullcontext() if hook is None else HiddenStates(self._model)
+        return hooked(self._model, before=self._keep_all)  # some models have a word of their own in what is kept
+
+    def _keep_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if "logits_to_keep" in self._accepts:
+            kwargs["logits_to_keep"] = 0
+
+    def _tell_all(
+        self, hook: PromptLogitsHook, sharing: Sequence[Sequence[int]], start: int, logits: torch.Tensor, fed: int
+    ) -> None:
+        """Call a hook with logits `[P, T, V]` that the model returned for T = `fed` tokens from number `start` on."""
+        if logits.shape[1] != fed:
+            why = f"prompt_logprobs cannot be used with {type(self._model).__name__}: it returns few logits of a prompt"
+            raise UnsupportedArgumentError(why, "leave it out")
+        for numbers, own in zip(sharing, logits, strict=True):
+            hook(numbers, start, own)
 
     def _feed_padded(
         self,

@@ -109,6 +109,12 @@ class EagerRunner:
         runner._prompts = prompts
         return runner
 
+    def with_all_logits(self) -> Self:
+        """A runner of the same model whose prefill, of one prompt of text, shows its hook the model's own logits."""
+        runner = copy.copy(self)
+        runner._prompt_passes = self._prompt_passes.with_all_logits()
+        return runner
+
     def tree_cache(self) -> TreeCache:
         """An empty cache for passes that are not captured."""
         return TreeCache()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from lade.decoding.row import Row
 from lade.model.kv_cache import TreeCache
+from lade.model.prompt_logits import PromptLogprobs
 from lade.serving.capacity import Need
 from lade.serving.handle import Handle
 from lade.serving.request import Request
@@ -46,6 +47,11 @@ class ActiveRequest:
         if self.row is None:
             return self.request.ids
         return self.row.tokens[:-1] if self.row.written else self.row.tokens
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """What takes in how likely the tokens of its text are, where that is wanted and not known yet."""
+        return None if self.row is not None and self.row.written else self.request.prompt_logprobs
 
     @property
     def tokens(self) -> int:

@@ -190,9 +190,14 @@ class Batch:
             start = perf_counter()
             row, before = self._begun(active), active.fed
             text, images, goes_on = active.text, active.request.images, bool(row.written)
-            end = len(text) if images else self._prefill_runner.piece_end(before, most, len(text))
-            runner = self._prefill_runner.for_prompts(images)
-            logits = runner.prefill([text[:end]], active.cache, None if goes_on else prompt_hook([row]))  # [1, V]
+            runner, hook = self._prefill_runner.for_prompts(images), None if goes_on else prompt_hook([row])
+            if (logprobs := active.prompt_logprobs) is not None:
+                runner, hook = runner.with_all_logits(), logprobs.beside(hook)
+                most = min(most, logprobs.piece_tokens)
+            end = len(text) if images else runner.piece_end(before, most, len(text))
+            if logprobs is not None:
+                logprobs.check_piece(end - before)
+            logits = runner.prefill([text[:end]], active.cache, hook)  # [1, V]
             active.fed = end
             self._spent(start, [] if goes_on else [active])
             if end == len(text):
@@ -248,6 +253,7 @@ class Batch:
         start = perf_counter()
         if argmax_ids is not None:
             active.request.images = None
+            active.handle.tell_prompt(active.prompt_logprobs)
             self._reuse.put_prompt(active)
             row.choose_first(logits, argmax_ids)
             self._spent(start, [active])

@@ -128,6 +128,7 @@ class Engine:
         grammar: Grammar | None = None,
         place: Place | None = None,
         logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         stop_texts: Sequence[str] | None = None,
         tokenizer: Any = None,
         skip_special_tokens: bool = True,
@@ -149,6 +150,8 @@ class Engine:
             place: in the queue, from `reserve`; None: one is taken now.
             logprobs: so many of the likeliest ids come with each token, with the log-probabilities of these and of the
                 token itself, in `Step.logprobs`; they are those of the model's own logits, before processors.
+            prompt_logprobs: the same for the tokens of the prompt, in `Handle.prompt_logprobs`. All of it is fed, even
+                if a text that begins like it was kept.
             stop_texts: texts that end the answer, whose text is then in `Step.texts` and `Handle.text`, up to the first
                 one of them. The ids end with the token that completes it. [] to be told the text alone.
             tokenizer: the model's, for `stop_texts`, a `prediction`, a `grammar`, and `stop_strings` of
@@ -163,14 +166,25 @@ class Engine:
             InputError: the grammar cannot be used; or the prompt cannot be decoded, or is with its answer too long for
                 the engine or the model.
             UnsupportedArgumentError: the arguments cannot be served exactly.
-            ConfigError: `lookahead`, `seed`, `place`, `logprobs`, `stop_texts`, `tokenizer` or `scope` is
-                none.
+            ConfigError: `lookahead`, `seed`, `place`, `logprobs`, `prompt_logprobs`, `stop_texts`, `tokenizer` or
+                `scope` is none.
             EngineFullError: as many requests wait as may.
             EngineClosedError: the engine was closed, or this process was forked from the engine's.
             concurrent.futures.CancelledError: its place was released before it was prepared.
         """
         config = resolve(lookahead)[0]
-        extras = Extras(config, seed, prediction, grammar, logprobs, stop_texts, tokenizer, skip_special_tokens, scope)
+        extras = Extras(
+            config,
+            seed,
+            prediction,
+            grammar,
+            logprobs,
+            prompt_logprobs,
+            stop_texts,
+            tokenizer,
+            skip_special_tokens,
+            scope,
+        )
         with ExitStack() as stack:
             if place is None:
                 place = stack.enter_context(self.reserve())

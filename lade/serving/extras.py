@@ -27,6 +27,7 @@ class Extras:
         prediction: a text that the answer is expected to follow.
         grammar: what the answer may be.
         logprobs: ids whose log-probabilities are told with each token; None for none, not even the token's own.
+        prompt_logprobs: the same with each token of the prompt.
         stop_texts: texts that end the answer; None where its text is not told.
         tokenizer: makes text of ids.
         skip_special_tokens: whether special tokens have no text.
@@ -41,6 +42,7 @@ class Extras:
     prediction: Prediction | None = None
     grammar: Grammar | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop_texts: Sequence[str] | None = None
     tokenizer: Any = None
     skip_special_tokens: bool = True
@@ -48,11 +50,12 @@ class Extras:
 
     def __post_init__(self) -> None:
         refuse_without_guesses(self.prediction, self.lookahead)
-        seed, top, stops = self.seed, self.logprobs, self.stop_texts
+        seed, stops = self.seed, self.stop_texts
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEEDS):
             raise ConfigError("seed", seed, "give a whole number from 0 to 2**64 - 1, or None to have one drawn")
-        if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 0):
-            raise ConfigError("logprobs", top, "give a whole number >= 0, or None for none")
+        for name, top in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 0):
+                raise ConfigError(name, top, "give a whole number >= 0, or None for none")
         if self.scope is not None and not isinstance(self.scope, str):
             raise ConfigError("scope", self.scope, "give a text that names whose request it is, or None")
         if stops is None:

@@ -16,8 +16,9 @@ from lade.errors import EngineClosedError
 from lade.hf.answer_text import AnswerText
 from lade.hf.output import Output
 from lade.hf.processors import StopReason
+from lade.model.prompt_logits import PromptLogprobs
 from lade.serving.wakeups import Wakeups
-from lade.stats import Stats, Step
+from lade.stats import Stats, Step, TokenLogprobs
 
 Reason = Literal[StopReason, "cancelled", "error"]
 """Why a request has ended, see `Handle.reason`."""
@@ -69,6 +70,7 @@ class Handle:
         self._cancel, self._on_step, self._text = cancel, on_step, text
         self._wakeups = Wakeups() if wakeups is None else wakeups
         self._steps: list[Step] = []
+        self._prompt_logprobs: PromptLogprobs | None = None
         self._result: Output | BaseException | None = None  # None where it was cancelled
         self._ended = False
         self._changed = threading.Condition()
@@ -96,6 +98,13 @@ class Handle:
     def text(self) -> str:
         """The text so far, where `Engine.add` was given `stop_texts`; it ends before the first one of them."""
         return "".join(piece for step in list(self._steps) for piece in step.texts or ())
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """How likely the model found the tokens of the prompt, None for the first one; None before the first step, and
+        where `Engine.add` was not asked for them.
+        """
+        return None if self._prompt_logprobs is None else self._prompt_logprobs.tokens()
 
     @property
     def stop_text(self) -> str | None:
@@ -204,6 +213,10 @@ class Handle:
         """For the engine: its prompt is begun, perhaps not for the first time."""
         if self.queue_s is None:
             self.queue_s = perf_counter() - self._made
+
+    def tell_prompt(self, logprobs: PromptLogprobs | None) -> None:
+        """For the engine: all of the prompt has been fed."""
+        self._prompt_logprobs = logprobs
 
     def tell(self, step: Step, forward_s: float) -> None:
         """For the engine: a step, and the seconds it spent in the model. Raises what `on_step` raises."""

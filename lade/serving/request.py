@@ -17,7 +17,7 @@ from lade.errors import InputError, UnsupportedArgumentError
 from lade.hf.answer_text import AnswerText
 from lade.hf.arguments import arguments_for_callable, why_no_ids
 from lade.hf.grammar_argument import with_grammar
-from lade.hf.ids import ids_of
+from lade.hf.ids import ids_of, vocabulary_of
 from lade.hf.job import DraftSpec
 from lade.hf.one_call import cleaning_up, refuse_hooks_of_one_call, refuse_values_of_one_call
 from lade.hf.output import Output, output_of, record_for
@@ -29,6 +29,7 @@ from lade.hf.row import row_for
 from lade.hf.sampling import LoneSampler
 from lade.model.masks import MaskPlan
 from lade.model.position_limits import LEARNED_POSITIONS, Positions
+from lade.model.prompt_logits import PromptLogprobs
 from lade.model.runner import input_device
 from lade.model.support.supports import unwrap
 from lade.serving.capacity import Need, largest_tree
@@ -61,6 +62,7 @@ class Request:
         need: the room that it can come to take.
         ids: of the prompt, without padding.
         prompt_tokens: how many these are.
+        prompt_logprobs: takes in how likely the tokens of the prompt are, where that is wanted; else None.
         images: the prompt where it has more than text in it, until it is prefilled; else None.
 
     Raises:
@@ -93,6 +95,11 @@ class Request:
             self.seed = secrets.randbelow(_DRAWN_SEEDS) if extras.seed is None else extras.seed
         self.draft_spec = DraftSpec.of_rows(prepared, self.config, texts.ids)[0]
         self._record = record_for(generation_config, extras.logprobs)
+        self.prompt_logprobs = None
+        if extras.prompt_logprobs is not None:
+            if self.images is not None:
+                refuse(f"prompt_logprobs={extras.prompt_logprobs}", "the prompt has more than text in it")
+            self.prompt_logprobs = PromptLogprobs(self.ids, extras.prompt_logprobs, vocabulary_of(prepared.model))
 
     def row(self, drafter: Drafter) -> Row:
         """The row that writes its answer."""

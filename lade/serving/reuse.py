@@ -38,7 +38,7 @@ class Reuse:
     def take(self, active: ActiveRequest) -> None:
         """Copy what is known of a text that has not been fed into its cache; its last token is always fed."""
         row, text = active.row, active.text
-        if row is None or not self._serves(active):
+        if row is None or not self._serves(active) or active.prompt_logprobs is not None:
             return
         found = self.shelf.find(active.request.scope, text)
         if found is None:

@@ -119,8 +119,8 @@ class Driven:
         self.seats = {}
         self.most_rows = 0
 
-    def add(self, ids, lookahead=PAPER, *, seed=None, on_step=None, scope=None, **arguments):
-        extras = Extras(resolve(lookahead)[0], seed=seed, scope=scope)
+    def add(self, ids, lookahead=PAPER, *, seed=None, on_step=None, scope=None, prompt_logprobs=None, **arguments):
+        extras = Extras(resolve(lookahead)[0], seed=seed, scope=scope, prompt_logprobs=prompt_logprobs)
         request = prepare(self.model, ids, {"pad_token_id": PAD, **arguments}, extras=extras)
         self.batch.capacity.check(request.need)
         handle = Handle(self.cancel, stats=Stats(), seed=request.seed, on_step=on_step)
