@@ -11,9 +11,10 @@ from typing import Any
 from lade.cli.loading.loaded_model import LoadedModel
 from lade.cli.terminal import one_line
 from lade.errors import InputError
-from lade.hf.media import holds_media
+from lade.hf.media import IMAGE_FORMATS, holds_media
 
 _MADE_HERE = ("input_ids", "attention_mask")
+_FORMATS = f"{', '.join(IMAGE_FORMATS[:-1])} or {IMAGE_FORMATS[-1]}"
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,11 @@ def open_image(path: Path) -> Any:
     from PIL import Image
 
     try:
-        with Image.open(path) as picture:
+        with Image.open(path, formats=IMAGE_FORMATS) as picture:
             return picture.convert("RGB")
     except Exception as problem:
         reason = getattr(problem, "strerror", None) or one_line(problem, 120)
-        raise InputError(f"image {str(path)!r} cannot be read: {reason}; give a PNG or JPEG file") from problem
+        raise InputError(f"image {str(path)!r} cannot be read: {reason}; give a {_FORMATS} file") from problem
 
 
 def content(text: str, images: Sequence[Any]) -> list[dict[str, Any]]:

@@ -10,6 +10,8 @@ from transformers import PreTrainedModel
 
 NAMES = ("pixel_", "image", "video", "audio", "input_features", "input_values", "high_res_pixel_", "mm_encoder_outputs")
 """How arguments of `generate` begin that hold pictures, films, sounds, or what was made of them."""
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""That are opened. Pillow knows dozens more; for EPS it has Ghostscript run the program that such a file is."""
 KINDS_OF_TOKENS = frozenset({"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"})
 """In multimodal models 0 stands for text. In others such ids have embeddings of their own."""
 

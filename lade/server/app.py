@@ -44,7 +44,7 @@ def build_app(service: Service) -> FastAPI:
     if settings.page:
         mount_page(app)
     # the last one added comes first
-    app.add_middleware(Body, most_bytes=settings.max_body, wanted=_wants_body)
+    app.add_middleware(Body, most_bytes=lambda: service.max_body, wanted=_wants_body)
     app.add_middleware(Guard, settings=settings)
     if settings.cors_origins:
         app.add_middleware(

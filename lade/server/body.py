@@ -38,11 +38,11 @@ class Body:
 
     Args:
         app: what comes after.
-        most_bytes: of a body.
+        most_bytes: of a body; may change when the model is loaded.
         wanted: whether a request has a body that anybody looks at.
     """
 
-    def __init__(self, app: ASGIApp, most_bytes: int, wanted: Callable[[Scope], bool]) -> None:
+    def __init__(self, app: ASGIApp, most_bytes: Callable[[], int], wanted: Callable[[Scope], bool]) -> None:
         self._app, self._most_bytes, self._wanted = app, most_bytes, wanted
         self._held = 0  # bytes, of all bodies that are here
 
@@ -77,32 +77,27 @@ class Body:
         if coding != "identity":
             why = f"the body is compressed ({coding[:20]}): send it as it is"
             return ApiError(415, INVALID, why, code="unsupported_media_type")
+        most = self._most_bytes()
         length = headers.get("content-length", "0")
-        if not length.isdigit() or len(length) > 18 or int(length) > _DISCARDED * self._most_bytes:
-            return self._too_large()
+        if not length.isdigit() or len(length) > 18 or int(length) > _DISCARDED * most:
+            return _too_large(most)
         parts, size = list[bytes](), 0
-        while size <= _DISCARDED * self._most_bytes:
+        while size <= _DISCARDED * most:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
             part = message.get("body", b"")
             size += len(part)
-            if size <= self._most_bytes:
+            if size <= most:
                 parts.append(part)
                 exchange.size += len(part)
                 self._held += len(part)
-            if exchange.size > SMALL and self._held > _MOST_HELD * self._most_bytes:
+            if exchange.size > SMALL and self._held > _MOST_HELD * most:
                 why = "as many large requests are here as there is memory for: send this one again later"
                 return overloaded(why, "too_many_bytes", close=True)
             if not message.get("more_body"):
-                return b"".join(parts) if size <= self._most_bytes else self._too_large()
-        return self._too_large()
-
-    def _too_large(self) -> ApiError:
-        why = (
-            f"the body has more than {self._most_bytes} bytes: send less, or start the server with a greater --max-body"
-        )
-        return ApiError(413, INVALID, why, code="request_too_large", headers={"Connection": "close"})
+                return b"".join(parts) if size <= most else _too_large(most)
+        return _too_large(most)
 
 
 class BodyRoute(APIRoute):
@@ -168,6 +163,11 @@ def _checked(adapter: TypeAdapter[Any], raw: bytes) -> Any:
         return adapter.validate_python(body)
     except ValidationError as problem:
         raise validation_error(problem.errors(include_url=False), body) from None
+
+
+def _too_large(most: int) -> ApiError:
+    why = f"the body has more than {most} bytes: send less, or start the server with a greater --max-body"
+    return ApiError(413, INVALID, why, code="request_too_large", headers={"Connection": "close"})
 
 
 def _replayed(whole: bytes, receive: Receive) -> Receive:

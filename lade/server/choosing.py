@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import fields
@@ -14,6 +13,7 @@ from lade.config import LookaheadConfig
 from lade.errors import ConfigError
 from lade.hf.penalties import Penalties
 from lade.server.errors import invalid
+from lade.server.replies import decoded
 from lade.server.schemas import ChatRequest, Decoding
 from lade.server.served_model import ServedModel
 from lade.server.settings import MOST_CHOICES
@@ -46,7 +46,7 @@ def with_generation_config(body: ChatRequest) -> ChatRequest:
     if body.generation_config is None:
         return body
     try:
-        given = json.loads(body.generation_config)
+        given = decoded(body.generation_config)
     except (ValueError, RecursionError):
         given = None
     if not isinstance(given, dict):

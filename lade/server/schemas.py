@@ -18,6 +18,7 @@ from pydantic import (
 from pydantic_core import PydanticUseDefault
 
 from lade.server.settings import (
+    LONGEST_SCHEMA,
     LONGEST_STOP,
     MOST_BIASES,
     MOST_CHOICES,
@@ -233,7 +234,7 @@ class ChatRequest(Decoding):
     add_generation_prompt: Flag = True
     continue_final_message: Flag = False
     chat_template_kwargs: Object | None = None
-    generation_config: str | None = None
+    generation_config: Annotated[str, Field(max_length=LONGEST_SCHEMA)] | None = None
     verbosity: Any = None
 
     @model_validator(mode="after")

@@ -45,6 +45,7 @@ SMALL = 64 * 2**10
 """Bytes of a body. Larger ones have threads of their own, so that small ones never wait for what takes seconds."""
 
 _SHARE_OF_CACHE = 0.1
+_BODY, _BODY_WITH_IMAGES = 4 * 2**20, 16 * 2**20
 
 
 class Service:
@@ -172,6 +173,12 @@ class Service:
         made_for = None if self._model is None else self._model.context
         limits = [limit for limit in (self.settings.context, made_for) if limit is not None]
         return min(limits, default=None)
+
+    @property
+    def max_body(self) -> int:
+        """Bytes of a request."""
+        sees = self._model is None or self._model.encode_images is not None  # or may do so, once it is loaded
+        return self.settings.max_body or (_BODY_WITH_IMAGES if sees else _BODY)
 
     def snapshot(self) -> Snapshot | None:
         """How the engine stands, and what it has done for others than the warm-up; None before that is over."""

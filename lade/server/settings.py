@@ -12,6 +12,8 @@ MOST_CHOICES, MOST_PROMPTS, MOST_MESSAGES, MOST_TOOLS = 16, 64, 4096, 512
 MOST_STOPS, LONGEST_STOP, MOST_BIASES, MOST_TOP_LOGPROBS = 16, 256, 1024, 20
 MOST_OBJECTS, MOST_VALUES = 2**16, 2**20
 """Lists and objects, and values, of a body together, wherever they are."""
+MOST_IMAGES, MOST_PIXELS = 64, 32 * 2**20
+"""Of a request."""
 MOST_PARTS, MOST_WORDS, MOST_MEMBERS, MOST_IDS = 4096, 16384, 1024, 2**20
 """Parts of a message, words of a choice, members of an object, token ids of a text."""
 LONGEST_SCHEMA = 32 * 2**10  # characters, of JSON, notes apart; one that is written to be slow takes half a second
@@ -36,7 +38,7 @@ class Settings:
             takes by default, or none where the model's states cannot be kept.
         share: who may profit from what whose request left behind: "key", "all" or "none".
         template_arguments: for the chat template, unless a request says otherwise.
-        max_body: bytes.
+        max_body: bytes; None: 4 MiB, or 16 MiB where the model takes images.
         queue_timeout: seconds that a request may wait for a row; None: as long as its client does.
         shutdown_timeout: seconds that running answers have after SIGTERM.
         ping_s: seconds of silence in a stream after which a comment is sent.
@@ -59,7 +61,7 @@ class Settings:
     prefix_cache: int | None = None
     share: str = "key"
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    max_body: int = 4 * 2**20
+    max_body: int | None = None
     queue_timeout: float | None = None
     shutdown_timeout: float = 30.0
     ping_s: float = 15.0

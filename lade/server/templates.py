@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,8 @@ from typing import Any
 import jinja2
 
 from lade.server.errors import ApiError, invalid
-from lade.server.images import read_image
+from lade.server.images import Images
+from lade.server.replies import decoded
 from lade.server.schemas import ChatRequest, Message
 from lade.server.served_model import ServedModel
 from lade.server.text_encoder import TextEncoder, TextTooLongError
@@ -54,10 +54,11 @@ class ChatTemplate:
         if not self._text:
             why = "this model has no chat template: ask /v1/completions, or start the server with --chat-template"
             raise invalid("messages", why, "no_chat_template")
-        messages = [self._message(each, f"messages[{number}]") for number, each in enumerate(body.messages)]
         arguments = self._arguments(body)
-        if any(_has_images(each) for each in messages):
-            return self._with_images(messages, arguments)
+        if any(_shows_images(each) for each in body.messages):
+            with self._seeing:  # which also bounds the memory that pictures take
+                return self._with_images(self._messages(body), arguments)
+        messages = self._messages(body)
         try:
             return self._apply(messages, arguments), {}
         except TextTooLongError:
@@ -87,8 +88,7 @@ class ChatTemplate:
         if encode is None:
             raise invalid("messages", "this model takes no images: leave them out", "unsupported_parameter")
         try:
-            with self._seeing:
-                return encode(messages, arguments, self._encoder.check)
+            return encode(messages, arguments, self._encoder.check)
         except TextTooLongError:
             raise
         except Exception as problem:
@@ -112,12 +112,16 @@ class ChatTemplate:
             "continue_final_message": goes_on,
         }
 
-    def _message(self, message: Message, place: str) -> dict[str, Any]:
+    def _messages(self, body: ChatRequest) -> list[dict[str, Any]]:
+        images = Images()
+        return [self._message(each, f"messages[{number}]", images) for number, each in enumerate(body.messages)]
+
+    def _message(self, message: Message, place: str, images: Images) -> dict[str, Any]:
         """As templates take it."""
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
         # clients send messages of an answer back with all their nulls, which templates may take for something
         others = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
-        made = {**others, "role": role, "content": self._content(message, f"{place}.content")}
+        made = {**others, "role": role, "content": self._content(message, f"{place}.content", images)}
         thought = made.get("reasoning_content") or made.get("reasoning")
         if thought is not None:
             made |= {"reasoning_content": thought, "reasoning": thought}
@@ -125,7 +129,7 @@ class ChatTemplate:
             made["tool_calls"] = [_with_parsed_arguments(call) for call in made["tool_calls"]]
         return made
 
-    def _content(self, message: Message, place: str) -> str | list[dict[str, Any]]:
+    def _content(self, message: Message, place: str, images: Images) -> str | list[dict[str, Any]]:
         if not isinstance(message.content, list):
             return message.content or message.refusal or ""
         parts: list[dict[str, Any]] = []
@@ -137,7 +141,7 @@ class ChatTemplate:
             elif part.type == "image_url" and part.image_url is not None:
                 if self._model.encode_images is None:
                     raise invalid(where, "this model takes no images: leave them out", "unsupported_parameter")
-                parts.append({"type": "image", "image": read_image(part.image_url.url, f"{where}.image_url.url")})
+                parts.append({"type": "image", "image": images.read(part.image_url.url, f"{where}.image_url.url")})
             else:
                 why = f"a part of type {part.type[:40]!r} is not served: send parts of type text, or image_url"
                 raise invalid(where, why, "unsupported_parameter")
@@ -146,8 +150,8 @@ class ChatTemplate:
         return "".join(part["text"] for part in parts)
 
 
-def _has_images(message: Mapping[str, Any]) -> bool:
-    return isinstance(message["content"], list) and any(part["type"] == "image" for part in message["content"])
+def _shows_images(message: Message) -> bool:
+    return isinstance(message.content, list) and any(part.type == "image_url" for part in message.content)
 
 
 def _merged(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -165,7 +169,7 @@ def _with_parsed_arguments(call: Any) -> Any:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(function["arguments"])
+        arguments = decoded(function["arguments"])
     except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}

@@ -5,13 +5,17 @@ import io
 import json
 
 import pytest
-from PIL import Image
-from served import MODEL, byte_tokenizer
+from PIL import EpsImagePlugin, Image, PngImagePlugin
+from served import MODEL, byte_tokenizer, running
 
+from lade.cli.images import open_image
+from lade.errors import InputError
+from lade.hf.media import IMAGE_FORMATS
 from lade.server.errors import ApiError
-from lade.server.images import read_image
+from lade.server.images import Images
 from lade.server.schemas import ChatRequest
 from lade.server.served_model import ServedModel
+from lade.server.settings import MOST_IMAGES, MOST_PIXELS
 from lade.server.templates import ChatTemplate
 from lade.server.text_encoder import TextEncoder
 
@@ -130,16 +134,73 @@ def picture(kind="PNG"):
     return base64.b64encode(file.getvalue()).decode()
 
 
+def read(data):
+    return Images().read(f"data:image/png;base64,{data}", "here")
+
+
 def test_images_come_as_data_urls_alone():
-    image = read_image(f"data:image/png;base64,{picture()}", "here")
-    assert image.size == (3, 2) and image.mode == "RGB"
+    for kind in IMAGE_FORMATS:
+        image = read(picture(kind))
+        assert image.size == (3, 2) and image.mode == "RGB"
     for url in ("https://example.org/x.png", "file:///etc/passwd", "data:image/png,abc", "/etc/passwd"):
         with pytest.raises(ApiError, match="not fetched") as raised:
-            read_image(url, "here")
+            Images().read(url, "here")
         assert (raised.value.code, raised.value.param) == ("unsupported_parameter", "here")
     for data in ("AAAA", "!!!", picture()[:30], ""):
         with pytest.raises(ApiError, match="no image"):
-            read_image(f"data:image/png;base64,{data}", "here")
+            read(data)
+
+
+def test_no_other_kind_of_image_is_opened(monkeypatch, tmp_path):
+    """What an EPS file says is a program, which Pillow has Ghostscript run."""
+    programs = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *given, **named: programs.append(given))
+    (tmp_path / "x.png").write_bytes(base64.b64decode(picture("EPS")))
+    with pytest.raises(InputError, match="PNG, JPEG, WEBP, GIF or BMP"):
+        open_image(tmp_path / "x.png")
+    for kind in ("EPS", "PCX", "TIFF", "PPM"):
+        with pytest.raises(ApiError, match="send a PNG, JPEG, WEBP, GIF or BMP"):
+            read(picture(kind))
+    assert not programs
+
+
+@pytest.mark.parametrize("problem", [KeyError("x"), MemoryError(), RecursionError(), ZeroDivisionError()])
+def test_whatever_a_decoder_raises_is_the_images_fault(monkeypatch, problem):
+    def load(self):
+        raise problem
+
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", load)
+    with pytest.raises(ApiError, match=f"no image can be read from it \\({type(problem).__name__}"):
+        read(picture())
+
+
+def test_the_images_of_a_request_are_bounded_together(monkeypatch):
+    url = f"data:image/png;base64,{picture()}"
+    images = Images()
+    for _ in range(MOST_IMAGES):
+        images.read(url, "here")
+    with pytest.raises(ApiError, match=f"more than {MOST_IMAGES} images"):
+        images.read(url, "here")
+    monkeypatch.setattr("lade.server.images.MOST_PIXELS", 13)
+    part = {"type": "image_url", "image_url": {"url": url}}
+    body = ChatRequest.model_validate({"messages": [said("user", [part, part]), said("user", [part])]})
+    served = ServedModel(MODEL, byte_tokenizer(SIMPLE), encode_images=lambda *_: ([1], {}))
+    with pytest.raises(ApiError, match="13 pixels together") as raised:
+        template_of(served).encode(body)
+    assert raised.value.param == "messages[1].content[0].image_url.url"
+    wide = io.BytesIO()
+    Image.new("1", (2**13, 2**13)).save(wide, "PNG")
+    monkeypatch.setattr("lade.server.images.MOST_PIXELS", MOST_PIXELS)
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", lambda self: pytest.fail("it was decoded"))
+    with pytest.raises(ApiError, match="pixels together"):
+        read(base64.b64encode(wide.getvalue()).decode())
+
+
+def test_bodies_may_be_larger_where_the_model_takes_images():
+    body = {"messages": [said("user", "a" * 5 * 2**20)]}
+    for encode, status in ((None, 413), (lambda *_: ([1], {}), 400)):
+        with running(ServedModel(MODEL, byte_tokenizer(SIMPLE), context=512, encode_images=encode)) as server:
+            assert server.http.post("/v1/chat/completions", json=body).status_code == status
 
 
 def test_images_go_where_the_model_takes_them():

@@ -170,7 +170,7 @@ class Limits:
         context: tokens of prompt and answer.
         answer_tokens: of an answer, where a request names no limit.
         prefix_cache: for texts that are kept, as a size; None: what seems fit.
-        max_body: of a request, as a size.
+        max_body: of a request, as a size; None: 4 MiB, or 16 MiB where the model takes images.
         queue_timeout: seconds that a request may wait for a row.
         shutdown_timeout: seconds that answers have after SIGTERM.
     """
@@ -187,7 +187,9 @@ class Limits:
     prefix_cache: Annotated[
         str | None, _limits(metavar="SIZE", help="For texts that prompts may begin like; 0: none. Default: what fits.")
     ] = None
-    max_body: Annotated[str, _limits(metavar="SIZE", help="Of a request.")] = "4MiB"
+    max_body: Annotated[
+        str | None, _limits(metavar="SIZE", help="Of a request. Default: 4MiB, or 16MiB where the model takes images.")
+    ] = None
     queue_timeout: Annotated[
         float | None, _limits(metavar="S", help="Seconds to wait for a row. Default: as long as the client does.")
     ] = None
@@ -206,8 +208,8 @@ class Limits:
             if value is not None and not 0 <= value < 1e6:
                 raise ConfigError(name.replace("_", "-"), value, "give seconds >= 0")
         assert self.prefix_bytes is None or self.prefix_bytes >= 0  # raises for what is no size
-        if not 1 <= self.body_bytes <= _MOST_BODY:
-            raise ConfigError("max-body", self.max_body, "give at most 1GiB")
+        if self.body_bytes is not None and not 1 <= self.body_bytes <= _MOST_BODY:
+            raise ConfigError("max-body", self.max_body, "give 1 to 1GiB")
 
     @property
     def prefix_bytes(self) -> int | None:
@@ -215,9 +217,9 @@ class Limits:
         return None if self.prefix_cache is None else size_in_bytes("prefix-cache", self.prefix_cache)
 
     @property
-    def body_bytes(self) -> int:
+    def body_bytes(self) -> int | None:
         """Of a request."""
-        return size_in_bytes("max-body", self.max_body)
+        return None if self.max_body is None else size_in_bytes("max-body", self.max_body)
 
 
 def size_in_bytes(name: str, text: str) -> int:
