@@ -12,6 +12,7 @@ from torch import distributed as dist
 
 from lade.cli.batch.crew import Crew
 from lade.cli.terminal import Terminal
+from lade.cluster.channel import connect
 from lade.cluster.team import dismiss, team_of
 from lade.errors import ConfigError
 from lade.hf.shared import follow_to_the_end
@@ -22,8 +23,7 @@ def connected(term: Terminal) -> int:
     """How many processes torchrun has started; all but the first write errors alone from now on. 1 without torchrun."""
     if not dist.is_available() or not dist.is_torchelastic_launched():
         return 1
-    if not dist.is_initialized():
-        dist.init_process_group()
+    connect()
     if dist.get_rank():
         term.mute()
     return dist.get_world_size()

@@ -7,7 +7,9 @@ not time out: a server may be idle for days. A process that ends closes its conn
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,6 +21,7 @@ from lade.errors import ClusterError
 _FIXED_BYTES = 4096
 _SIZE_BYTES = 8
 _PATIENCE = timedelta(days=3650)
+NOT_CONNECTED = "the processes of this model are not connected any more: start all of them again"
 
 T = TypeVar("T")
 
@@ -33,7 +36,8 @@ class Channel:
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self._groups = [dist.new_group(backend="gloo", timeout=_PATIENCE)]
+        self._release = weakref.finalize(self, _destroy, self._groups)  # at the latest when Python ends
         self._buffer = torch.zeros(_FIXED_BYTES, dtype=torch.uint8)
 
     def send(self, message: object) -> None:
@@ -61,11 +65,60 @@ class Channel:
     def gather(self, mine: T) -> list[T]:
         """What each process gives, by rank, for all of them."""
         found: list[Any] = [None] * self.size
-        _guarded(lambda: dist.all_gather_object(found, mine, group=self._group))
+        self._guarded(lambda group: dist.all_gather_object(found, mine, group=group))
         return found
 
+    def disconnect(self) -> None:
+        """End all connections of this process, so that those that wait for it stop waiting, with an error.
+
+        Torch closes those of a group that is destroyed only with the last reference to it. Layers of a split model hold
+        some of their own, which end with the process.
+        """
+        self._release()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
     def _broadcast(self, buffer: torch.Tensor) -> None:
-        _guarded(lambda: dist.broadcast(buffer, 0, group=self._group))
+        self._guarded(lambda group: dist.broadcast(buffer, 0, group=group))
+
+    def _guarded(self, exchange: Callable[[Any], object]) -> None:
+        """Make an exchange over the group; what torch raises for a lost connection is said in our words.
+
+        Without the traceback of that, whose frames hold the group: whoever keeps the error would keep it open.
+        """
+        if not self._groups:
+            raise ClusterError(NOT_CONNECTED)
+        try:
+            exchange(self._groups[0])
+        except (RuntimeError, ValueError) as problem:
+            reason = f"{type(problem).__name__}: {problem}".partition(". ")[0]
+            gone = ClusterError(f"another process of this job has gone ({reason}): start all of them again")
+            raise gone from problem.with_traceback(None)
+
+
+def connect() -> None:
+    """Connect this process with the others of its job, as torchrun says, unless it is; until Python ends.
+
+    Groups that are left open may abort the process then: gloo's threads hold the tensors of the last exchange a moment
+    longer, and to free them they need the interpreter, which may have gone. They are closed by finalizers rather than
+    by `atexit`, as these run from the youngest to the oldest: calls of engines and streams that are open end first.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group()
+        weakref.finalize(dist, _close, weakref.ref(dist.group.WORLD))
+
+
+def _close(group: weakref.ref[Any]) -> None:
+    """End the connections of this process, unless that is done; what others have opened since is theirs."""
+    if dist.is_initialized() and dist.group.WORLD is group():
+        dist.destroy_process_group()
+
+
+def _destroy(groups: list[Any]) -> None:
+    """Destroy a channel's group, and forget it."""
+    while groups:
+        with suppress(ValueError, AssertionError):  # the job's connections have ended, and this group's with them
+            dist.destroy_process_group(groups.pop())
 
 
 def is_connected() -> bool:
@@ -73,20 +126,5 @@ def is_connected() -> bool:
     return dist.is_initialized()
 
 
-def disconnect() -> None:
-    """End all connections of this process, so that those that wait for it stop waiting, with an error."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def _fill(buffer: torch.Tensor, data: bytes) -> None:
     buffer.numpy()[: len(data)] = bytearray(data)
-
-
-def _guarded(exchange: Callable[[], object]) -> None:
-    """Make an exchange; what torch raises for a lost connection is said in our words."""
-    try:
-        exchange()
-    except (RuntimeError, ValueError) as problem:
-        reason = f"{type(problem).__name__}: {problem}".partition(". ")[0]
-        raise ClusterError(f"another process of this job has gone ({reason}): start all of them again") from problem

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from lade.cluster.channel import Channel, disconnect
+from lade.cluster.channel import Channel
 from lade.cluster.trees import digest, flat
 from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.tree import TokenTree
@@ -75,13 +75,13 @@ class Leader:
         try:
             yield
         except Exception as problem:
-            disconnect()
+            self._channel.disconnect()
             raise ClusterError(
                 f"a pass of {self._channel.size} processes failed in process 0 ({type(problem).__name__}: {problem}): "
                 "start all of them again"
             ) from problem
         except BaseException:
-            disconnect()
+            self._channel.disconnect()
             raise
         finally:
             self._in_pass = False

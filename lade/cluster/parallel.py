@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from torch import distributed as dist
 from transformers import PreTrainedModel
 
+from lade.cluster.channel import connect
 from lade.cluster.team import share_parts
 from lade.errors import UnsupportedModelError
 from lade.model.position_limits import Positions
@@ -31,7 +31,8 @@ def parallel(model: ModelT) -> ModelT:
 
     Args:
         model: a transformers causal language model, or one wrapped by PEFT; the same in all processes, each of which
-            may have it on a device of its own. If the processes are not connected yet, they are, as torchrun says.
+            may have it on a device of its own. If the processes are not connected yet, they are, as torchrun says,
+            until Python ends.
 
     Returns:
         The same model.
@@ -46,8 +47,7 @@ def parallel(model: ModelT) -> ModelT:
         raise UnsupportedModelError(
             f"{type(inner).__name__}: {reason}", "decode it in one process, without lade.parallel"
         )
-    if not dist.is_initialized():
-        dist.init_process_group()
+    connect()
     share_parts(inner)
     return model
 

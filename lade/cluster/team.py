@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
-from lade.cluster.channel import Channel, disconnect
+from lade.cluster.channel import NOT_CONNECTED, Channel
 from lade.cluster.follower import Follower, Plainly
 from lade.cluster.identity import check_alike, identity_of
 from lade.cluster.leader import Leader
@@ -54,7 +54,7 @@ class Team:
         return self.channel.rank == 0
 
 
-_teams: WeakKeyDictionary[PreTrainedModel, Team] = WeakKeyDictionary()
+_teams: weakref.WeakKeyDictionary[PreTrainedModel, Team] = weakref.WeakKeyDictionary()
 
 
 def team_of(model: PreTrainedModel) -> Team | None:
@@ -234,7 +234,7 @@ def _steps(team: Team, model: PreTrainedModel, plainly: Plainly) -> Generator[St
     except BaseException as problem:
         if follower.ended:  # the call itself has raised it, in all of them
             raise
-        disconnect()
+        team.channel.disconnect()
         if isinstance(problem, ClusterError) or not isinstance(problem, Exception):
             raise
         raise ClusterError(
@@ -248,6 +248,7 @@ class LedSteps:
 
     def __init__(self, steps: Iterator[Step], led: Call, team: Team) -> None:
         self._steps, self._led, self._leader = steps, led, team.leader
+        self._abandoned = weakref.finalize(self, _abandon, steps, led)
 
     def __iter__(self) -> LedSteps:
         return self
@@ -267,16 +268,26 @@ class LedSteps:
 
     def close(self) -> None:
         """Stop early, in all processes."""
+        self._abandoned.detach()
         try:
-            if (close := getattr(self._steps, "close", None)) is not None:
-                close()
+            _close(self._steps)
         finally:
             self._led.end()
 
-    def __del__(self) -> None:
-        self.close()
+
+def _abandon(steps: Iterator[Step], led: Call) -> None:
+    """End the call of a stream that nobody reads any more, before Python ends and the connections with it."""
+    try:
+        _close(steps)
+    finally:
+        led.close()
+
+
+def _close(steps: Iterator[Step]) -> None:
+    if (close := getattr(steps, "close", None)) is not None:
+        close()
 
 
 def _check_connected() -> None:
     if not dist.is_initialized():
-        raise ClusterError("the processes of this model are not connected any more: start all of them again")
+        raise ClusterError(NOT_CONNECTED)

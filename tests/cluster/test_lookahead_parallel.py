@@ -1,6 +1,9 @@
 """Lookahead parallelism: each process has the whole model and feeds a part of the tree."""
 
 import os
+import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -223,3 +226,35 @@ def test_what_is_not_served_is_refused(folder):
     assert all(
         name.startswith("Unsupported") and words in text for (name, text), words in zip(first, said, strict=True)
     )
+
+
+SCRIPT = """
+import atexit
+atexit.register(lambda: print("connected" if dist.is_initialized() else "closed"))  # before all imports: runs last
+import lade, torch
+from torch import distributed as dist
+from lade.testing import toy_model
+model = lade.parallel(toy_model())
+if dist.get_rank():
+    print(lade.follow(model))
+else:
+    engine = lade.Engine(model)
+    print(engine.add(torch.ones(4, dtype=torch.long), max_new_tokens=3).result().shape)
+"""
+
+
+@pytest.mark.distributed
+def test_a_script_that_ends_ends_its_engine_and_then_the_connections_that_it_has_opened():
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    both = [
+        subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True, env=os.environ | place | at)
+        for at in ({"RANK": "0"}, {"RANK": "1"})
+    ]
+    said = [(process.communicate(timeout=240)[0].split("\n")[-3:-1], process.returncode) for process in both]
+    assert said == [(["torch.Size([1, 7])", "closed"], 0), (["None", "closed"], 0)]
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
