@@ -217,6 +217,7 @@ class Answer(ABC):
             "skip_special_tokens": body.skip_special_tokens and not self.has_special_marks,
             "logprobs": self.top_logprobs,
             "scope": scope,
+            "client": self._key,
             **({"min_new_tokens": least} if least else {}),
             "max_new_tokens": room,
             "prediction": self._predicted,

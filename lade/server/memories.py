@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import replace
 
 from lade.config import Lookahead, LookaheadConfig
 from lade.memory import Memory
 
 MOST_SCOPES, _BYTES = 16, 64 * 2**20
-"""Memories kept at a time, the last used ones, and what each may take."""
+"""Memories kept at a time, and what each may take."""
 
 
 class Memories:
@@ -52,5 +52,19 @@ class Memories:
             memory = self._kept.setdefault(scope, Memory(_BYTES))
             self._kept.move_to_end(scope)
             if len(self._kept) > MOST_SCOPES:
-                self._kept.popitem(last=False)
+                del self._kept[self._least_missed()]
         return memory
+
+    def _least_missed(self) -> str:
+        """Of the key that has most of them, the salted one that was used least lately.
+
+        Salts are whatever a client likes: with some of each memory's age alone, one client would have all others' go.
+        """
+        several = Counter(map(_key, self._kept))
+        most = max(several.values())
+        of_key = [scope for scope in self._kept if several[_key(scope)] == most]
+        return next((scope for scope in of_key if most > 1 and not scope.endswith("\0")), of_key[0])
+
+
+def _key(scope: str) -> str:
+    return scope.partition("\0")[0]

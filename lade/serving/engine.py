@@ -133,6 +133,7 @@ class Engine:
         tokenizer: Any = None,
         skip_special_tokens: bool = True,
         scope: str | None = None,
+        client: str | None = None,
         **generate_arguments: Any,
     ) -> Handle:
         """Add a prompt to be continued; returns as soon as it is prepared. Several threads may do so at a time.
@@ -157,8 +158,8 @@ class Engine:
             tokenizer: the model's, for `stop_texts`, a `prediction`, a `grammar`, and `stop_strings` of
                 `model.generate`.
             skip_special_tokens: whether special tokens have no text there.
-            scope: whose request it is: a user's name, or any text. Where several scopes wait, their requests are served
-                in turn. What is kept of its text is for requests of the same scope alone.
+            scope: any text. What is kept of the request's is for requests of the same scope alone.
+            client: who asks. Where several clients wait, their requests are served in turn. None: as the scope says.
             generate_arguments: anything that `model.generate` takes for one prompt, but beams, streamers and caches.
                 The clock of `max_time` starts now.
 
@@ -167,7 +168,7 @@ class Engine:
                 the engine or the model.
             UnsupportedArgumentError: the arguments cannot be served exactly.
             ConfigError: `lookahead`, `seed`, `place`, `logprobs`, `prompt_logprobs`, `stop_texts`, `tokenizer` or
-                `scope` is none.
+                `scope` or `client` is none.
             EngineFullError: as many requests wait as may.
             EngineClosedError: the engine was closed, or this process was forked from the engine's.
             concurrent.futures.CancelledError: its place was released before it was prepared.
@@ -184,6 +185,7 @@ class Engine:
             tokenizer,
             skip_special_tokens,
             scope,
+            client,
         )
         with ExitStack() as stack:
             if place is None:

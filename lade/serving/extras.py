@@ -31,7 +31,8 @@ class Extras:
         stop_texts: texts that end the answer; None where its text is not told.
         tokenizer: makes text of ids.
         skip_special_tokens: whether special tokens have no text.
-        scope: whose request it is.
+        scope: whose texts it shares.
+        client: who asks; None: as the scope says.
 
     Raises:
         ConfigError: one of them is not valid.
@@ -47,6 +48,7 @@ class Extras:
     tokenizer: Any = None
     skip_special_tokens: bool = True
     scope: str | None = None
+    client: str | None = None
 
     def __post_init__(self) -> None:
         refuse_without_guesses(self.prediction, self.lookahead)
@@ -56,8 +58,9 @@ class Extras:
         for name, top in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 0):
                 raise ConfigError(name, top, "give a whole number >= 0, or None for none")
-        if self.scope is not None and not isinstance(self.scope, str):
-            raise ConfigError("scope", self.scope, "give a text that names whose request it is, or None")
+        for name, given in (("scope", self.scope), ("client", self.client)):
+            if given is not None and not isinstance(given, str):
+                raise ConfigError(name, given, "give a text that names whose request it is, or None")
         if stops is None:
             return
         if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):

@@ -56,7 +56,8 @@ class Request:
     Attributes:
         text: as given.
         config: the method and its sizes.
-        scope: whose request it is.
+        scope: whose texts it shares.
+        client: who asks.
         seed: the seed of its draws; None where nothing is drawn.
         draft_spec: what its drafter is made from.
         need: the room that it can come to take.
@@ -91,6 +92,7 @@ class Request:
             chunks = f"prefill_chunk_size={generation_config.prefill_chunk_size}"
             refuse(chunks, "it feeds prompts in pieces of its own, and recurrent layers tell where a piece begins")
         self.text, self.scope, self.seed = text, extras.scope, None
+        self.client = extras.scope if extras.client is None else extras.client
         if generation_config.do_sample:
             self.seed = secrets.randbelow(_DRAWN_SEEDS) if extras.seed is None else extras.seed
         self.draft_spec = DraftSpec.of_rows(prepared, self.config, texts.ids)[0]

@@ -11,9 +11,9 @@ Entry = tuple[Request, Handle]
 
 
 class WaitingLine:
-    """One line for each scope, which are served in turn; within a scope who came first is served first.
+    """One line for each client, which are served in turn; of one client's requests the first one is served first.
 
-    So a user with a hundred requests does not hold up another one with a single one.
+    So a client with a hundred requests does not hold up another with a single one.
     """
 
     def __init__(self) -> None:
@@ -28,26 +28,26 @@ class WaitingLine:
         return next(iter(self._lines.values()))[0][0]
 
     def add(self, request: Request, handle: Handle) -> None:
-        """Append a request to the line of its scope; a new line is served after the others."""
-        self._lines.setdefault(request.scope, deque()).append((request, handle))
+        """Append a request to the line of its client; a new line is served after the others."""
+        self._lines.setdefault(request.client, deque()).append((request, handle))
 
     def pop(self) -> Entry:
         """Remove and return the one that is served next."""
-        scope = next(iter(self._lines))
-        line = self._lines.pop(scope)
+        client = next(iter(self._lines))
+        line = self._lines.pop(client)
         entry = line.popleft()
         if line:
-            self._lines[scope] = line
+            self._lines[client] = line
         return entry
 
     def remove(self, handle: Handle) -> None:
         """Remove a request."""
-        for scope, line in self._lines.items():
+        for client, line in self._lines.items():
             rest = deque(entry for entry in line if entry[1] is not handle)
             if len(rest) < len(line):
-                self._lines[scope] = rest
+                self._lines[client] = rest
                 if not rest:
-                    del self._lines[scope]
+                    del self._lines[client]
                 return
 
     def clear(self) -> list[Handle]:

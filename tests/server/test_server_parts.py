@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from lade.config import LookaheadConfig
-from lade.server.memories import Memories
+from lade.server.memories import MOST_SCOPES, Memories
 from lade.server.message_parts import Markup
 from lade.server.runs import Parts
 from lade.server.served_model import ServedModel
@@ -198,7 +198,34 @@ def test_memories_are_kept_apart():
 
 def test_memories_have_a_bound():
     memories = Memories("auto", "key")
-    first = memories.lookahead("auto", "first").memory
-    for number in range(16):
-        memories.lookahead("auto", str(number))
-    assert memories.lookahead("auto", "first").memory is not first
+    first = memory_of(memories, "first")
+    for number in range(MOST_SCOPES):
+        memory_of(memories, str(number))
+    assert memory_of(memories, "first") is not first
+
+
+def memory_of(memories, key, salt=None):
+    return memories.lookahead("auto", memories.scope(key, salt)).memory
+
+
+@pytest.mark.parametrize("share", ["key", "all"])
+def test_salts_wipe_nobodys_memory_but_that_of_other_salts(share):
+    """Neither another key's, nor that which requests without a salt share: there may be no keys at all."""
+    memories = Memories("auto", share)
+    kept = {place: memory_of(memories, *place) for place in [("a", None), ("b", None), ("b", "his own"), ("c", None)]}
+    used_last = None
+    for number in range(5 * MOST_SCOPES):
+        used_last = memory_of(memories, "a", str(number))
+    assert memory_of(memories, "a", str(number)) is used_last
+    spared = [place for place in kept if share == "key" or place[1] is None]
+    assert [place for place in spared if memory_of(memories, *place) is not kept[place]] == []
+    assert memory_of(memories, "a", "0") is not used_last
+
+
+def test_memories_of_keys_go_in_the_order_of_their_use():
+    memories = Memories("auto", "key")
+    kept = [memory_of(memories, str(number)) for number in range(MOST_SCOPES)]
+    assert memory_of(memories, "0") is kept[0]
+    memory_of(memories, "one more")
+    assert memory_of(memories, "0") is kept[0] and memory_of(memories, "2") is kept[2]
+    assert memory_of(memories, "1") is not kept[1]

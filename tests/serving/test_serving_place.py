@@ -251,6 +251,25 @@ def test_scopes_are_served_in_turn(gate):
     assert told == [0, 3, 5, 1, 6, 7, 4]
 
 
+def test_clients_are_served_in_turn_however_many_scopes_they_have(gate):
+    told, asked = [], [("a", "1"), ("a", "2"), ("a", "3"), ("b", "1"), ("a", "4"), ("b", None)]
+    with Engine(LLAMA, max_rows=1) as engine:
+        engine.add(random_ids(3), on_step=gate, max_new_tokens=1)
+        assert gate.reached.wait(SOON)
+        handles = [
+            engine.add(
+                random_ids(3), client=client, scope=scope, on_step=lambda step, n=n: told.append(n), max_new_tokens=1
+            )
+            for n, (client, scope) in enumerate(asked)
+        ]
+        gate.opened.set()
+        for handle in handles:
+            handle.result(SOON)
+    assert told == [0, 3, 1, 5, 2, 4]
+
+
 def test_a_scope_is_a_text():
     with Engine(LLAMA) as engine, pytest.raises(ConfigError, match="scope=3 is not valid: give a text"):
         engine.add(random_ids(3), scope=3, max_new_tokens=1)
+    with Engine(LLAMA) as engine, pytest.raises(ConfigError, match="client=3 is not valid: give a text"):
+        engine.add(random_ids(3), client=3, max_new_tokens=1)
