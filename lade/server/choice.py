@@ -48,6 +48,8 @@ class Choice:
         stop_token_ids: ids that end it because the request says so.
         parts: all of it so far.
         steps: likewise.
+        tokens: all that were emitted.
+        predicted_tokens: those that came as a text said that was expected.
         reasoning_tokens: those that were emitted within thoughts.
         finish_reason: "stop", "length" or "tool_calls"; None before the end.
         stop_reason: the text or the id that ended it, if one of the request did.
@@ -60,23 +62,17 @@ class Choice:
     stop_token_ids: frozenset[int] = frozenset()
     parts: Parts = field(default_factory=Parts)
     steps: list[Step] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    predicted_tokens: int = 0
     reasoning_tokens: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
-    @property
-    def tokens(self) -> list[int]:
-        """All that were emitted."""
-        return [token for step in self.steps for token in step.tokens]
-
-    @property
-    def predicted_tokens(self) -> int:
-        """Those that came as a text said that was expected."""
-        return sum(step.sources.count("prediction") for step in self.steps)
-
     def take(self, step: Step) -> Piece:
         """A step has come."""
         self.steps.append(step)
+        self.tokens += step.tokens
+        self.predicted_tokens += step.sources.count("prediction")
         parts, texts = Parts(), []
         for text in step.texts or ():
             new = self.parser.push(text)

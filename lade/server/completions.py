@@ -8,12 +8,14 @@ from typing import Any
 from lade.server.answer import Answer
 from lade.server.choice import Choice, Piece
 from lade.server.errors import invalid, unsupported
+from lade.server.exchange import Exchange
 from lade.server.leaving import ClientLeftError
 from lade.server.logprobs import tokens_of
 from lade.server.message_parts import PlainParser
 from lade.server.prompt import Prompt
 from lade.server.schemas import CompletionRequest
-from lade.server.token_text import finite
+from lade.server.service import Service
+from lade.server.token_text import TextOffsets, finite
 from lade.stats import Step
 
 
@@ -24,6 +26,10 @@ class CompletionAnswer(Answer):
     kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl-"
     prompt_field = "prompt"
     body: CompletionRequest
+
+    def __init__(self, service: Service, exchange: Exchange, body: CompletionRequest) -> None:
+        super().__init__(service, exchange, body)
+        self._offsets: dict[int, TextOffsets] = {}  # by the indices of choices
 
     @property
     def count(self) -> int:
@@ -105,9 +111,10 @@ class CompletionAnswer(Answer):
         if self.body.logprobs is None:
             return None
         spelling, found = self.service.token_text, list(tokens_of(steps))
+        offsets = self._offsets.setdefault(choice.index, TextOffsets(spelling))
         return {
             "tokens": [spelling.text(each.token) for each in found],
             "token_logprobs": [finite(each.logprob) for each in found],
             "top_logprobs": [{spelling.text(token): finite(value) for token, value in each.top} for each in found],
-            "text_offset": spelling.offsets(choice.tokens)[-len(found) :],
+            "text_offset": offsets.take(each.token for each in found),
         }

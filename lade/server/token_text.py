@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -47,12 +48,24 @@ class TokenText:
         """A token as OpenAI's API lists it."""
         return {"token": self.text(token), "logprob": finite(logprob), "bytes": list(self.bytes(token))}
 
-    def offsets(self, tokens: Sequence[int]) -> list[int]:
-        """Where each token begins in the text, in characters."""
-        raw, found = b"", []
+
+class TextOffsets:
+    """Where the tokens of a text begin in it, in characters, as they come.
+
+    Args:
+        spelling: of the tokens.
+    """
+
+    def __init__(self, spelling: TokenText) -> None:
+        self._spelling, self._length = spelling, 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="ignore")
+
+    def take(self, tokens: Iterable[int]) -> list[int]:
+        """Of the next ones."""
+        found = []
         for token in tokens:
-            found.append(len(raw.decode(errors="ignore")))
-            raw += self.bytes(token)
+            found.append(self._length)
+            self._length += len(self._decoder.decode(self._spelling.bytes(token)))
         return found
 
 

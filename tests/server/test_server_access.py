@@ -113,3 +113,16 @@ def test_pages_that_are_allowed_may():
         assert "access-control-allow-credentials" not in answer.headers
         denied = server.http.options("/v1/models", headers={"origin": "https://evil.example", **preflight})
         assert "access-control-allow-origin" not in denied.headers
+
+
+def test_a_salt_buys_no_turn(guarded, monkeypatch):
+    asked, add = [], guarded.service.engine.add
+    monkeypatch.setattr(
+        guarded.service.engine,
+        "add",
+        lambda *given, **named: asked.append((named["client"], named["scope"])) or add(*given, **named),
+    )
+    for secret, salt in ((SECRET, "one"), (SECRET, "two"), ("sk-another", "one")):
+        body = {"prompt": "a", "max_tokens": 1, "cache_salt": salt}
+        assert guarded.http.post("/v1/completions", json=body, headers={"x-api-key": secret}).status_code == 200
+    assert [client for client, _ in asked] == ["alice", "alice", "key-2"] and len(set(asked)) == 3

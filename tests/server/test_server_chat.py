@@ -4,6 +4,7 @@ import pytest
 from served import MODEL, TOKENIZER, plain, templated, text_of
 
 from lade.server.replies import encoded
+from lade.server.token_text import TokenText
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -275,6 +276,17 @@ def test_completions_have_logprobs_of_the_old_form(server):
     streamed = [event["choices"][0]["logprobs"] for event in server.events("/v1/completions", **body)[:-1]]
     for name in found:
         assert [value for each in streamed if each for value in each[name]] == found[name]
+
+
+def test_a_token_of_a_stream_costs_as_much_as_those_before_it(server, monkeypatch):
+    """Where it begins is not found by spelling all of the text again."""
+    spelled, spell = [], TokenText.bytes
+    monkeypatch.setattr(TokenText, "bytes", lambda self, token: spelled.append(token) or spell(self, token))
+    tokens = 200
+    body = {"prompt": "abc", "temperature": 0, "max_tokens": tokens, "ignore_eos": True, "lookahead": None}
+    events = server.events("/v1/completions", **body, logprobs=0)
+    offsets = [at for event in events[:-1] for at in (event["choices"][0]["logprobs"] or {}).get("text_offset", ())]
+    assert len(offsets) == tokens and len(spelled) <= 3 * tokens
 
 
 def test_a_prediction_is_drafted_from_and_counted(server):

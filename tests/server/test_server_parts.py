@@ -1,6 +1,7 @@
 """Thoughts, calls of tools and answers, told apart however the text is cut; tokens as bytes."""
 
 import json
+import random
 
 import pytest
 from served import MODEL, TOKENIZER, byte_tokenizer
@@ -12,7 +13,7 @@ from lade.server.memories import MOST_SCOPES, Memories
 from lade.server.message_parts import Markup
 from lade.server.runs import Parts
 from lade.server.served_model import ServedModel
-from lade.server.token_text import TokenText
+from lade.server.token_text import TextOffsets, TokenText
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -169,7 +170,17 @@ def test_tokens_as_bytes():
     assert b"".join(spelling.bytes(token) for token in ids).decode() == "é🙂 a\n"
     assert spelling.text(ids[0]) == "\ufffd" and spelling.text(ids[-2]) == "a"
     assert spelling.bytes(0) == b"" and spelling.text(0) == "</s>"
-    assert spelling.offsets(ids) == [0, 0, 1, 1, 1, 1, 2, 3, 4]
+    offsets = TextOffsets(spelling)
+    assert offsets.take(ids[:1]) + offsets.take(ids[1:4]) + offsets.take(ids[4:]) == [0, 0, 1, 1, 1, 1, 2, 3, 4]
+
+
+def test_offsets_are_those_of_the_text_before_whatever_the_bytes_are():
+    draw, spelling = random.Random(3), TokenText(TOKENIZER)
+    for _ in range(50):
+        ids = draw.choices(range(len(TOKENIZER)), k=40)
+        raw = [spelling.bytes(token) for token in ids]
+        before = [len(b"".join(raw[:at]).decode(errors="ignore")) for at in range(len(ids))]
+        assert TextOffsets(spelling).take(ids) == before
 
 
 def test_tokens_of_a_tokenizer_that_writes_spaces_as_lines():
