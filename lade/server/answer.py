@@ -173,7 +173,7 @@ class Answer(ABC):
             raise self.too_long(problem.tokens, context, least="at least ") from None
         for prompt in prompts:
             prompt.check_ids(self.model.vocabulary)
-            if len(prompt.ids) >= context:
+            if len(prompt.ids) + (self.body.most_tokens != 0) > context:
                 raise self.too_long(len(prompt.ids), context)
             for _ in range(self.body.n):
                 choices.append(self._choice(len(choices), prompt, next(places)))
@@ -194,6 +194,7 @@ class Answer(ABC):
             handle=handle,
             parser=self.parser(prompt),
             stop_token_ids=frozenset(self.body.stop_token_ids or ()),
+            silent=self.body.most_tokens == 0,
         )
 
     def _arguments(self, prompt: Prompt) -> dict[str, Any]:
@@ -201,9 +202,9 @@ class Answer(ABC):
         body, settings = self.body, self.service.settings
         memories = self.service.memories
         scope = memories.scope(self._key, body.cache_salt)
-        wanted = body.most_tokens or settings.answer_tokens
+        wanted = settings.answer_tokens if body.most_tokens is None else body.most_tokens
         context = self.service.context
-        room = wanted if context is None else min(wanted, context - len(prompt.ids))
+        room = max(1, wanted if context is None else min(wanted, context - len(prompt.ids)))
         least = min(body.min_tokens, room)
         arguments = generate_arguments(body, self.model, len(prompt.ids))
         if (asked := self.grammar(prompt)) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lade.server.errors import overloaded
@@ -46,6 +46,7 @@ class Choice:
         handle: of the engine.
         parser: takes its text apart.
         stop_token_ids: ids that end it because the request says so.
+        silent: whether the prompt is all that is asked for: the engine's one token is none of it.
         parts: all of it so far.
         steps: likewise.
         tokens: all that were emitted.
@@ -60,6 +61,7 @@ class Choice:
     handle: Handle
     parser: PlainParser | MarkupParser
     stop_token_ids: frozenset[int] = frozenset()
+    silent: bool = False
     parts: Parts = field(default_factory=Parts)
     steps: list[Step] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -70,6 +72,8 @@ class Choice:
 
     def take(self, step: Step) -> Piece:
         """A step has come."""
+        if self.silent:
+            step = replace(step, tokens=[], sources=[], logprobs=[], texts=[])
         self.steps.append(step)
         self.tokens += step.tokens
         self.predicted_tokens += step.sources.count("prediction")
@@ -97,6 +101,9 @@ class Choice:
         return Piece(parts)
 
     def _conclude(self, reason: str | None) -> None:
+        if self.silent:
+            self.finish_reason = "length"
+            return
         last = self.steps[-1].tokens[-1]
         self.stop_reason = self.handle.stop_text
         if reason in ("eos", "stop_token") and last in self.stop_token_ids:

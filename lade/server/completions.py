@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from lade.server.answer import Answer
 from lade.server.choice import Choice, Piece
-from lade.server.errors import invalid, unsupported
+from lade.server.errors import invalid
 from lade.server.exchange import Exchange
 from lade.server.leaving import ClientLeftError
-from lade.server.logprobs import tokens_of
+from lade.server.logprobs import CompletionLogprobs, OldForm, tokens_of
 from lade.server.message_parts import PlainParser
 from lade.server.prompt import Prompt
 from lade.server.schemas import CompletionRequest
 from lade.server.service import Service
-from lade.server.token_text import TextOffsets, finite
+from lade.server.settings import MOST_ECHOED
 from lade.stats import Step
 
 
@@ -29,7 +32,8 @@ class CompletionAnswer(Answer):
 
     def __init__(self, service: Service, exchange: Exchange, body: CompletionRequest) -> None:
         super().__init__(service, exchange, body)
-        self._offsets: dict[int, TextOffsets] = {}  # by the indices of choices
+        self._logprobs = defaultdict[int, CompletionLogprobs](lambda: CompletionLogprobs(self.service.token_text))
+        self._echoed: dict[int, OldForm] = {}
 
     @property
     def count(self) -> int:
@@ -48,14 +52,45 @@ class CompletionAnswer(Answer):
 
     def prompts(self) -> list[Prompt]:
         """See `Answer.prompts`."""
-        if self.body.echo and self.body.logprobs is not None:
-            raise unsupported("echo", "echo: only tokens of answers have logprobs: leave out one of the two")
-        made = []
+        if self.body.max_tokens == 0 and not self.body.echo:
+            raise invalid("max_tokens", "max_tokens: 0 is for echo: ask for 1 at least")
+        made = list[Prompt]()
         for each in self._given():
             if self.given_up:
                 raise ClientLeftError
             made.append(self._prompt(each))
+        if self._echoes_logprobs:
+            self._check_echoed(sum(len(prompt.ids) for prompt in made))
         return made
+
+    @property
+    def _echoes_logprobs(self) -> bool:
+        """Whether the tokens of the prompts have logprobs."""
+        return self.body.echo and self.body.logprobs is not None
+
+    def _check_echoed(self, tokens: int) -> None:
+        """Refuse prompts of so many tokens together whose logprobs are more than are told at a time."""
+        top = self.body.logprobs or 0
+        if tokens * self.body.n * (top + 1) > MOST_ECHOED:
+            why = f"prompt: {tokens} tokens with logprobs={top} and n={self.body.n} are too many to echo at a time"
+            raise invalid("prompt", f"{why}: send fewer prompts, or ask for fewer logprobs")
+
+    def _arguments(self, prompt: Prompt) -> dict[str, Any]:
+        wanted = {"prompt_logprobs": self.body.logprobs} if self._echoes_logprobs else {}
+        return {**super()._arguments(prompt), **wanted}
+
+    async def _steps(self, silence_s: float | None) -> AsyncGenerator[tuple[Choice, Piece] | None]:
+        async with aclosing(super()._steps(silence_s)) as steps:
+            async for found in steps:
+                if self._echoes_logprobs and found is not None and _is_first(*found):
+                    await self.service.prepared(self._size, partial(self._echo, found[0]))
+                yield found
+
+    def _echo(self, choice: Choice) -> None:
+        """Spell the logprobs of its prompt, in a worker thread: there may be many."""
+        logprobs = self._logprobs[choice.index]
+        others = [each for each in choice.handle.prompt_logprobs or () if each is not None]
+        self._echoed[choice.index] = logprobs.of_prompt(choice.prompt.ids[0], choice.prompt.text, others)
 
     def _prompt(self, given: str | list[int]) -> Prompt:
         tokenizer = self.model.tokenizer
@@ -81,40 +116,41 @@ class CompletionAnswer(Answer):
         return {
             "index": choice.index,
             "text": echo + choice.parts.content,
-            "logprobs": self._logprobs(choice.steps, choice),
+            "logprobs": self._told(choice, choice.steps, first=True),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             **ids,
         }
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
-        """See `Answer.opening`."""
-        if not self.body.echo and not self.body.return_token_ids:
+        """See `Answer.opening`; logprobs of the prompt are there when it has been read, with its first step."""
+        echo = choice.prompt.text if self.body.echo and not self._echoes_logprobs else ""
+        if not echo and not self.body.return_token_ids:
             return None
-        text = choice.prompt.text if self.body.echo else ""
         ids = {"prompt_token_ids": choice.prompt.ids} if self.body.return_token_ids else {}
-        return {"index": choice.index, "text": text, "logprobs": None, "finish_reason": None, **ids}
+        return {"index": choice.index, "text": echo, "logprobs": None, "finish_reason": None, **ids}
 
     def delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """See `Answer.delta`."""
-        steps = [] if piece.step is None else [piece.step]
+        first = _is_first(choice, piece)
+        echo = choice.prompt.text if first and self._echoes_logprobs else ""
         return {
             "index": choice.index,
-            "text": piece.parts.content,
-            "logprobs": self._logprobs(steps, choice) if steps else None,
+            "text": echo + piece.parts.content,
+            "logprobs": None if piece.step is None else self._told(choice, [piece.step], first=first),
             "finish_reason": None,
             **({"token_ids": piece.tokens} if self.body.return_token_ids else {}),
         }
 
-    def _logprobs(self, steps: Sequence[Step], choice: Choice) -> dict[str, Any] | None:
-        """Of some steps, all or the last one, in the form of the old API."""
+    def _told(self, choice: Choice, steps: Sequence[Step], *, first: bool) -> OldForm | None:
+        """Logprobs of the steps that come next; before the first one's those of the prompt, where they are echoed."""
         if self.body.logprobs is None:
             return None
-        spelling, found = self.service.token_text, list(tokens_of(steps))
-        offsets = self._offsets.setdefault(choice.index, TextOffsets(spelling))
-        return {
-            "tokens": [spelling.text(each.token) for each in found],
-            "token_logprobs": [finite(each.logprob) for each in found],
-            "top_logprobs": [{spelling.text(token): finite(value) for token, value in each.top} for each in found],
-            "text_offset": offsets.take(each.token for each in found),
-        }
+        told = self._logprobs[choice.index].of(list(tokens_of(steps)))
+        echoed = self._echoed.pop(choice.index, {}) if first else {}
+        return {name: [*echoed.get(name, ()), *values] for name, values in told.items()}
+
+
+def _is_first(choice: Choice, piece: Piece) -> bool:
+    """Whether a piece is of the first step of its choice."""
+    return piece.step is not None and piece.step is choice.steps[0]

@@ -20,7 +20,7 @@ REFUSED = {
     "functions": "it was replaced: use tools",
     "grammar": "give structured_outputs with a Lark grammar",
     "previous_response_id": "answers are not kept: send all messages",
-    "prompt_logprobs": "only tokens of answers have logprobs",
+    "prompt_logprobs": "ask /v1/completions for echo and logprobs",
     "suffix": "text is only continued",
     "use_beam_search": "beams are not served",
     "web_search_options": "this server has no web",
@@ -64,7 +64,8 @@ def check(body: Decoding, settings: Settings) -> list[str]:
     """
     extra = body.model_extra or {}
     for name, why in REFUSED.items():
-        if extra.get(name):
+        value = extra.get(name)
+        if value or type(value) is int:  # prompt_logprobs of 0 are some
             raise unsupported(name, f"{name}: {why}")
     modalities = extra.get("modalities")
     if modalities and modalities != ["text"]:

@@ -262,5 +262,6 @@ class CompletionRequest(Decoding):
         | Ids
         | Annotated[list[Ids], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
     )
+    max_tokens: StrictInt | None = Field(None, ge=0)
     logprobs: StrictInt | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
     echo: Flag = False

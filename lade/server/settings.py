@@ -16,6 +16,8 @@ MOST_IMAGES, MOST_PIXELS = 64, 32 * 2**20
 """Of a request."""
 MOST_PARTS, MOST_WORDS, MOST_MEMBERS, MOST_IDS = 4096, 16384, 1024, 2**20
 """Parts of a message, words of a choice, members of an object, token ids of a text."""
+MOST_ECHOED = 2**18
+"""Log-probabilities of prompts that a request may have told with `echo`."""
 LONGEST_SCHEMA = 32 * 2**10  # characters, of JSON, notes apart; one that is written to be slow takes half a second
 LONGEST_TOOLS = 2 * LONGEST_SCHEMA
 """Of one request."""

@@ -54,18 +54,21 @@ class TextOffsets:
 
     Args:
         spelling: of the tokens.
+
+    Attributes:
+        end: of the text so far.
     """
 
     def __init__(self, spelling: TokenText) -> None:
-        self._spelling, self._length = spelling, 0
+        self._spelling, self.end = spelling, 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="ignore")
 
     def take(self, tokens: Iterable[int]) -> list[int]:
         """Of the next ones."""
         found = []
         for token in tokens:
-            found.append(self._length)
-            self._length += len(self._decoder.decode(self._spelling.bytes(token)))
+            found.append(self.end)
+            self.end += len(self._decoder.decode(self._spelling.bytes(token)))
         return found
 
 

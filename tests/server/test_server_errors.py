@@ -102,7 +102,11 @@ def test_prompts_of_completions_are_checked(server):
     assert [server.complete(prompt).status_code for prompt in (["1", True], [1, True], ["1", 1])] == [400] * 3
     check(server.complete("x", logprobs=True), 400, INVALID, "invalid_value", "logprobs")
     check(server.complete("x", echo="yes"), 400, INVALID, "invalid_value", "echo")
-    check(server.complete("x", echo=True, logprobs=1), 400, INVALID, "unsupported_parameter", "echo")
+    check(server.complete("x", prompt_logprobs=0), 400, INVALID, "unsupported_parameter", "prompt_logprobs")
+    assert "echo" in check(server.complete("x", max_tokens=0), 400, INVALID, "invalid_value", "max_tokens")
+    many = {"echo": True, "logprobs": 20, "max_tokens": 0, "n": 16}
+    message = check(server.complete([[65] * 400] * 2, **many), 400, INVALID, "invalid_value", "prompt")
+    assert "800 tokens" in message and "fewer prompts" in message
 
 
 def test_a_text_or_a_conversation_is_tokenized_and_not_both(server):
