@@ -7,6 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from lade.errors import UnsupportedModelError
+
+HOOKS_REMEDY = "remove them first, accelerate's with accelerate.hooks.remove_hook_from_submodules(model)"
+
 
 class Changed(nn.Module):
     """Base of what is mixed into the class of a layer.
@@ -25,16 +29,51 @@ class Changed(nn.Module):
 
 
 def change(layer: nn.Module, mixed_in: Any) -> None:
-    """Mix a class into that of a layer."""
+    """Mix a class into that of a layer.
+
+    Raises:
+        UnsupportedModelError: it has a `forward` of its own, which would go on as before.
+    """
     kind: Any = type(layer)
+    if has_own_forward(layer):
+        raise UnsupportedModelError(f"a layer, {kind.__name__}, has hooks, of accelerate or of others", HOOKS_REMEDY)
+    _forget_bound_forward(layer)
     layer.__class__ = _mixed(mixed_in, kind)
 
 
 def restore(model: nn.Module) -> None:
-    """Give all layers of a model the classes that they had."""
-    for layer in model.modules():
-        if isinstance(layer, Changed):
-            layer.__class__ = layer.original
+    """Give all layers of a model the classes that they had.
+
+    Raises:
+        UnsupportedModelError: one has a `forward` of its own, of hooks that came since. None is changed then.
+    """
+    changed = {name: layer for name, layer in model.named_modules() if isinstance(layer, Changed)}
+    for name, layer in changed.items():
+        if has_own_forward(layer):
+            raise UnsupportedModelError(f"layer {name!r} has hooks, of accelerate or of others", HOOKS_REMEDY)
+    for layer in changed.values():
+        _forget_bound_forward(layer)
+        layer.__class__ = layer.original
+
+
+def has_own_forward(layer: nn.Module) -> bool:
+    """Whether a layer has a `forward` beside its class's, such as the one of accelerate's hooks.
+
+    It may hold on to what the class was when it was made. Where accelerate has removed its hooks, it leaves the class's
+    own behind as an attribute, which counts for none.
+    """
+    own = vars(layer).get("forward")
+    return hasattr(layer, "_hf_hook") or (own is not None and not _is_bound_forward(layer, own))
+
+
+def _is_bound_forward(layer: nn.Module, forward: Any) -> bool:
+    return getattr(forward, "__self__", None) is layer and forward.__func__ is type(layer).forward
+
+
+def _forget_bound_forward(layer: nn.Module) -> None:
+    """Forget what is an attribute of a layer, and its class's `forward` all the same: another class has another one."""
+    if _is_bound_forward(layer, vars(layer).get("forward")):
+        del vars(layer)["forward"]
 
 
 def own_class(layer: nn.Module) -> Any:

@@ -29,6 +29,7 @@ from lade.model.attachments import attached
 from lade.model.facts import ModelFacts
 from lade.model.masks import MaskPlan
 from lade.model.packing.int8 import Int8Linear
+from lade.model.packing.weight import PackedWeight
 
 _KNOWN = frozenset({"torch", "transformers", "lade"})
 """Packages whose modules keep nothing of a pass."""
@@ -61,7 +62,7 @@ def why_recorded(facts: ModelFacts) -> str:
     """Why the passes of a model are not made in inference mode; empty if they are."""
     if any(weight.device.type != "cpu" for weight in facts.weights):
         return "it has been tried on CPUs alone"
-    if any(type(weight) is not nn.Parameter for weight in facts.weights):
+    if any(type(weight) not in (nn.Parameter, PackedWeight) for weight in facts.weights):
         return "its weights are of a class of their own"
     if any(kind.__module__.partition(".")[0] not in _KNOWN for kind in facts.kinds):
         return "its modules are of other packages, and may keep what they are fed"

@@ -6,6 +6,7 @@ import pickle
 import re
 from functools import reduce
 
+import accelerate
 import pytest
 import torch
 from torch import nn
@@ -406,6 +407,49 @@ def test_what_has_changed_since_the_trial_is_found(change, reason):
         lade.generate(model, input_ids=ids, max_new_tokens=5, lookahead=lade.LookaheadConfig())
     if "call" in reason:
         assert lade.supports(lade.invariant(model))
+
+
+def dispatch(model):
+    accelerate.dispatch_model(model, {"": "cpu"}, main_device="cpu", force_hooks=True)
+
+
+def with_layer_forward(model):
+    head = model.lm_head
+    head.forward = lambda x, forward=head.forward: forward(x)
+
+
+@pytest.mark.parametrize("hook", [dispatch, with_layer_forward])
+@torch.no_grad()
+def test_layers_with_hooks_are_neither_made_invariant_nor_restored(hook):
+    """Hooks hold on to what a layer's class was when they came."""
+    ids, model = torch.arange(1, 9)[None], toy_model(dtype=torch.float32)
+    hook(model)
+    before = state_of(model)
+    with pytest.raises(lade.UnsupportedModelError, match=r"has hooks.*remove_hook_from_submodules"):
+        lade.invariant(model)
+    assert state_of(model) == before
+    model = lade.invariant(toy_model(dtype=torch.float32))
+    expected = model(ids).logits
+    hook(model)
+    after = state_of(model)
+    with pytest.raises(lade.UnsupportedModelError, match=r"layer '\S+' has hooks.*remove_hook_from_submodules"):
+        lade.variant(model)
+    assert state_of(model) == after and torch.equal(model(ids).logits, expected)
+
+
+@torch.no_grad()
+def test_what_accelerate_leaves_behind_of_its_hooks_is_no_hindrance():
+    ids, model = torch.arange(1, 9)[None], toy_model(dtype=torch.float32)
+    expected = model(ids).logits
+    for change in (lade.invariant, lade.variant):
+        dispatch(model)
+        accelerate.hooks.remove_hook_from_submodules(model)
+        assert "forward" in vars(model.lm_head)
+        change(model)
+    assert torch.equal(model(ids).logits, expected) and type(model.lm_head) is nn.Linear
+    dispatch(model)
+    accelerate.hooks.remove_hook_from_submodules(model)
+    assert lade.pack(model, min_weights=1)(ids).logits.shape == expected.shape
 
 
 @pytest.fixture(scope="module")

@@ -273,6 +273,50 @@ def test_the_original_weights_are_freed_or_kept():
     assert "in_features=32, out_features=48, bias=False" in repr(head)
 
 
+def written(weight):
+    with torch.no_grad():
+        weight.neg_()
+
+
+def assigned(weight):
+    weight.data = -weight.data
+
+
+def in_shared_memory(weight):
+    weight.data.share_memory_()
+
+
+@pytest.mark.parametrize("options", [{}, {"weights": "int8"}], ids=["float32", "int8"])
+@pytest.mark.parametrize("change", [written, assigned, in_shared_memory])
+def test_a_weight_that_is_kept_is_packed_anew_when_it_has_changed(change, options):
+    layer = nn.Linear(24, 40).eval()
+    model = packed(nn.Sequential(layer).eval(), keep_original=True, **options)
+    change(model[0].weight)
+    x = torch.randn(5, 24)
+    with torch.no_grad():
+        found = model(x)
+        assert lade.unpack(model)[0] is layer
+        assert torch.equal(found, packed(nn.Sequential(layer).eval(), **options)(x))
+
+
+def test_a_tied_head_follows_its_embedding():
+    model = packed(build("gpt2"))
+    dense = copy.deepcopy(model)
+    for each in (model, dense):
+        written(each.get_input_embeddings().weight)
+    assert torch.equal(logits(model), logits(packed(lade.unpack(dense))))
+
+
+@pytest.mark.parametrize(
+    "new", [torch.zeros(40, 24).half(), torch.zeros(24, 40), torch.zeros(40, 25)], ids=["float16", "turned", "wider"]
+)
+def test_a_weight_that_is_kept_and_becomes_another_kind_is_refused(new):
+    model = packed(nn.Sequential(nn.Linear(24, 40)).eval(), keep_original=True)
+    model[0].weight.data = new
+    with torch.no_grad():
+        refused(lambda: model(torch.randn(5, 24)), "the weight of a packed layer was replaced", "lade.unpack(model)")
+
+
 def test_the_same_layer_at_two_places_stays_the_same_layer():
     layer = nn.Linear(8, 8, bias=False)
     model = nn.ModuleDict({"a": layer, "b": nn.Sequential(layer)}).eval()
@@ -377,6 +421,10 @@ def test_weights_cannot_be_moved_cast_or_replaced_and_nothing_has_changed_then(k
     refused(model.lm_head.half, "float16")
     refused(lambda: model.load_state_dict(model.state_dict()), "cannot be replaced", "lade.unpack(model)")
     refused(lambda: setattr(model.lm_head, "weight", nn.Parameter(torch.zeros(48, 32))), "cannot be replaced")
+    if not keep:
+        refused(lambda: setattr(model.lm_head.weight, "data", torch.zeros(48, 32)), "replaced", "lade.unpack(model)")
+        refused(lambda: model.lm_head.weight.to("meta"), "cannot become float32 on meta", "lade.unpack(model)")
+        assert torch.equal(model.lm_head.weight.to("cpu").to_dense(), model.lm_head.weight.data.to_dense())
     with pytest.raises(RuntimeError, match=r"weight is packed; call lade\.unpack"):
         model.lm_head.load_state_dict(model.lm_head.state_dict())
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -390,14 +438,55 @@ def test_a_packed_model_cannot_be_compiled():
     refused(lambda: torch.compile(model, backend="eager")(PROMPT), "cannot be compiled", "lade.unpack(model)")
 
 
-def test_a_tied_embedding_that_is_resized_is_noticed():
-    model = packed(build("gpt2"))
-    refused(lambda: model.resize_token_embeddings(VOCABULARY + 2, mean_resizing=False), "cannot be replaced")
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_embeddings_of_a_packed_model_are_not_resized_half_way(family):
+    """Transformers replaces the embeddings before it comes to the head, which is a packed one."""
+    model = packed(build(family))
+    embedding, expected = model.get_input_embeddings(), logits(model)
+    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        refused(lambda other=other: other.resize_token_embeddings(VOCABULARY + 2), "be resized", "lade.unpack(model)")
+    assert model.get_input_embeddings() is embedding and torch.equal(logits(model), expected)
+    lade.unpack(model).resize_token_embeddings(VOCABULARY + 2, mean_resizing=False)
+    assert logits(packed(model)).shape[-1] == VOCABULARY + 2
 
 
-def test_an_adapter_does_not_take_a_packed_layer_for_a_linear_one():
-    with pytest.raises(ValueError, match="PackedLinear"):
-        peft.get_peft_model(packed(build("llama")), peft.LoraConfig(target_modules=["q_proj"]))
+@pytest.mark.parametrize("kind", [peft.LoraConfig, peft.IA3Config])
+def test_an_adapter_does_not_take_a_packed_layer_for_a_linear_one(kind):
+    more = {"feedforward_modules": []} if kind is peft.IA3Config else {}
+    with pytest.raises(ValueError, match=r"PackedLinear\(.*lade\.unpack\(model\)"):
+        peft.get_peft_model(packed(build("llama")), kind(target_modules=["q_proj"], **more))
+
+
+def offload(model, folder):
+    """To a folder, or on this machine if there is none."""
+    if folder is None:
+        return accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    return accelerate.disk_offload(model, folder, execution_device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("options", [{}, {"weights": "int8"}], ids=["float32", "int8"])
+@pytest.mark.parametrize("disk", [False, True])
+def test_a_packed_model_is_not_offloaded(disk, options, tmp_path):
+    model = packed(build("llama"), **options)
+    expected = logits(model)
+    refused(lambda: offload(model, tmp_path if disk else None), "cannot become", "on meta", "lade.unpack(model)")
+    assert torch.equal(logits(model), expected), "what was offloaded before comes back"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("disk", [False, True])
+def test_a_packed_model_that_keeps_its_weights_computes_with_what_is_offloaded_or_raises(family, disk, tmp_path):
+    model, dense = packed(build(family), keep_original=True), build(family)
+    expected = logits(model)
+    offload(model, tmp_path if disk else None)
+    if disk:
+        refused(lambda: logits(model), "as of offloaded layers", "lade.unpack(model)")
+    else:
+        assert torch.equal(logits(model), expected)
+    refused(lambda: lade.unpack(model), "has hooks", "remove_hook_from_submodules")
+    accelerate.hooks.remove_hook_from_submodules(model)
+    if not disk:
+        assert torch.equal(logits(lade.unpack(model)), logits(dense))
 
 
 # Refusals

@@ -147,7 +147,7 @@ def test_panels_hold_the_codes_and_zeros(shape, panel):
 def test_a_layer_takes_panels_and_says_what_it_cannot_be_fed():
     layer = Int8Linear(nn.Linear(30, 70), keep=False)
     assert layer._form == (TILES if has_tiles() else DOTS) and layer.weight.dtype == torch.int8
-    with pytest.raises(UnsupportedModelError, match="on meta; move it to the CPU"):
+    with pytest.raises(UnsupportedModelError, match="a Tensor on meta; give it an ordinary tensor on the CPU"):
         layer(torch.randn(3, 30, device="meta"))
     kept = Int8Linear(nn.Linear(30, 70), keep=True)
     kept.weight = kept.weight  # as transformers ties weights, of whatever size they are when packed

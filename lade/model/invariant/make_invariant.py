@@ -38,7 +38,7 @@ from lade.model.invariant.padded_rows import forget_padding
 from lade.model.invariant.weights import has_mixtures, lay_out, pad_all
 from lade.model.invariant_attention.attention import NAME as ATTENTION
 from lade.model.mask_plan import windows_of
-from lade.model.packing.linear import short
+from lade.model.packing.weight import short
 from lade.model.recurrent.cores import is_recurrent
 from lade.model.support.supports import LONGEST_PROBE_TOKENS, supports, unwrap
 from lade.model.token_embeddings import config_of_text
@@ -111,6 +111,9 @@ def variant(model: _Model) -> _Model:
 
     Returns:
         The model itself.
+
+    Raises:
+        UnsupportedModelError: a layer was given hooks since, by accelerate for instance. The model is then as it was.
     """
     inner = unwrap(model)
     note = invariance_of(inner) if isinstance(inner, nn.Module) else None

@@ -19,8 +19,9 @@ from lade.model.invariant.row_trial import cancelling, padding_for
 from lade.model.packing.huge_pages import HugePages
 from lade.model.packing.int8 import Int8Linear
 from lade.model.packing.layout import packed_weight
-from lade.model.packing.linear import PackedLinear, short
+from lade.model.packing.linear import PackedLinear
 from lade.model.packing.panels import in_panels
+from lade.model.packing.weight import short
 
 VECTORS = RowPadding(multiple=32)
 """For modules that compute more than products: PyTorch computes what is left over of a vector by another formula, and

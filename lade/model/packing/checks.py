@@ -9,12 +9,14 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lade.errors import UnsupportedModelError
+from lade.model.class_change import HOOKS_REMEDY, has_own_forward
 from lade.model.invariance import refuse_invariant
 from lade.model.packing.codes import scale_of
 from lade.model.packing.int8 import MOST_INPUTS
 from lade.model.packing.layout import packed_weight
-from lade.model.packing.linear import UNPACK_REMEDY, PackedLinear, same_bits, short
+from lade.model.packing.linear import PackedLinear
 from lade.model.packing.onednn import required
+from lade.model.packing.weight import UNPACK_REMEDY, same_bits, short
 
 UNDERSTOOD: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D)
 """What can be packed: these classes themselves, since a subclass may compute something else."""
@@ -61,10 +63,9 @@ def check_layer(name: str, layer: nn.Module) -> None:
             "leave it unpacked, or load it without quantisation",
         )
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    if any(hooks) or "forward" in vars(layer) or hasattr(layer, "_hf_hook"):
+    if any(hooks) or has_own_forward(layer):
         raise UnsupportedModelError(
-            f"layer {name!r} has hooks, of accelerate or of others",
-            "remove them first, or load it without device_map",
+            f"layer {name!r} has hooks, of accelerate or of others", f"{HOOKS_REMEDY}, or load it without device_map"
         )
     if weight.device.type != "cpu" or weight.layout != torch.strided:
         raise UnsupportedModelError(f"layer {name!r} is on {weight.device}, and packing is for the CPU", CPU_REMEDY)

@@ -30,8 +30,9 @@ from lade.files import write_whole
 from lade.model.packing.codes import Codes
 from lade.model.packing.input_forms import input_form
 from lade.model.packing.int8 import Int8Linear
-from lade.model.packing.linear import PackedLinear, short, weight_of
+from lade.model.packing.linear import PackedLinear, weight_of
 from lade.model.packing.pack import guard, pack_layers, shared_weights
+from lade.model.packing.weight import short
 from lade.model.randomness import DrawsFrom
 
 INDEX = "packed.json"

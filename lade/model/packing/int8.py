@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lade.errors import UnsupportedModelError
+from lade.model.kernels.kinds import is_plain
 from lade.model.packing.codes import Codes
 from lade.model.packing.huge_pages import HugePages
 from lade.model.packing.input_forms import PANELS, Form, input_form
@@ -24,10 +25,11 @@ from lade.model.packing.linear import PackedLinear
 from lade.model.packing.panel_codes import first_sums, multiplied_in_panels
 from lade.model.packing.panels import in_panels, out_of_panels
 from lade.model.packing.shared_inputs import SharedInputs
+from lade.model.packing.weight import PackedWeight
 
 MOST_INPUTS = 2**31 // (255 * 127)
 """Inputs of a layer whose sum of products fits into 32 bits whatever they are."""
-MOVE_REMEDY = "move it to the CPU"
+MOVE_REMEDY = "give it an ordinary tensor on the CPU"
 RELOAD_REMEDY = "load the model again, or pack it with keep_original=True to begin with"
 
 
@@ -78,9 +80,10 @@ class Int8Linear(PackedLinear):
         zeros = first_sums(codes.values) if panel else torch.zeros(self.out_features, dtype=torch.int)
         self.__dict__.update(_packed=packed, _scale=codes.scale, _zeros=zeros, _form=form)
         if not self.keeps_original:
-            integers = nn.Parameter(packed, requires_grad=False)  # gradients of integers there are none
+            integers = PackedWeight(packed, requires_grad=False)  # gradients of integers there are none
             integers.__dict__.update(weight.__dict__)
             self._parameters["weight"] = integers
+        self._note_packed(weight)
 
     def codes(self) -> Codes:
         """A copy of the weight's codes."""
@@ -112,8 +115,9 @@ class Int8Linear(PackedLinear):
         return super()._dense_parameter()
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        if not x.is_cpu:
-            raise UnsupportedModelError(f"a layer packed in int8 for the CPU is fed what is on {x.device}", MOVE_REMEDY)
+        if not is_plain(x):
+            what = f"a {type(x).__name__} on {x.device}"
+            raise UnsupportedModelError(f"a layer packed in int8 for the CPU is fed {what}", MOVE_REMEDY)
         codes, scale = self._inputs.rounded(x, self._form, id(self))
         bias = self._parameters["bias"]
         if self._form in PANELS:

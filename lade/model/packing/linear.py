@@ -1,20 +1,28 @@
-"""A packed linear layer, and what keeps a model with such layers from being moved or cast half-way."""
+"""A packed linear layer, and what keeps a model with such layers from being moved, cast or resized half-way."""
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lade.errors import UnsupportedModelError
+from lade.model.kernels.kinds import is_plain
 from lade.model.packing.huge_pages import HugePages
 from lade.model.packing.layout import packed_weight
 from lade.model.packing.panels import in_panels, out_of_panels
 from lade.model.packing.products import panel_for, panel_product
-
-UNPACK_REMEDY = "call lade.unpack(model) first"
+from lade.model.packing.weight import (
+    UNPACK_REMEDY,
+    PackedWeight,
+    check_move,
+    like,
+    same_bits,
+    short,
+    state_of,
+)
 
 GUARD = "packing_guard"
 
@@ -36,8 +44,8 @@ class PackedLinear(nn.Module):
         layer: the layer that this one stands for, without its weight.
         dtype: of what it is fed and gives.
         panel: outputs of a panel that the weight lies in, see `in_panels`; 0 in oneDNN's layout.
-        weight: the layer's own parameter where it is kept; else a parameter in the packed layout, `[out, in]` in
-            oneDNN's.
+        weight: the layer's own parameter where it is kept, which is packed anew when it has changed; else a parameter
+            in the packed layout, `[out, in]` in oneDNN's.
     """
 
     bias: nn.Parameter | None
@@ -47,6 +55,7 @@ class PackedLinear(nn.Module):
     _packed: torch.Tensor
     _count: int
     _pages: HugePages | None
+    _packed_state: tuple[int, int]
 
     def __init__(self, layer: nn.Module, *, keep: bool) -> None:
         super().__init__()
@@ -62,7 +71,9 @@ class PackedLinear(nn.Module):
 
     def _pack_weight(self) -> None:
         """Make the packed tensor of the dense `weight`, and give that up unless it is kept."""
-        self._take(self._parameters["weight"], self.panel)
+        weight = self._parameters["weight"]
+        self._take(weight, self.panel)
+        self._note_packed(weight)
 
     @torch.no_grad()
     def _take(self, weight: Any, panel: int) -> None:
@@ -73,7 +84,21 @@ class PackedLinear(nn.Module):
             raise UnsupportedModelError("a packed weight does not unpack to what it was", "keep this model unpacked")
         self.__dict__.update(_packed=packed, panel=panel)
         if not self.keeps_original:
-            self._parameters["weight"] = like(weight, packed)
+            self._parameters["weight"] = like(weight, packed, PackedWeight)
+
+    def _note_packed(self, weight: Any) -> None:
+        """Note the state in which the dense weight was packed."""
+        self.__dict__["_packed_state"] = state_of(weight)
+
+    def _follow_weight(self) -> None:
+        """Pack a weight that is kept, a tied embedding's for instance, again after it was assigned or written to."""
+        weight: Any = self._parameters["weight"]
+        inputs, outputs = self.in_features, self.out_features
+        shape = (inputs, outputs) if self.transposed else (outputs, inputs)
+        if weight.shape != shape or weight.dtype != self.dtype or not is_plain(weight) or hasattr(self, "_hf_hook"):
+            what = f"{list(weight.shape)} in {short(weight.dtype)}, as of offloaded layers or resized ones"
+            raise UnsupportedModelError(f"the weight of a packed layer was replaced by {what}", UNPACK_REMEDY)
+        self._pack_weight()
 
     def _laid_out(self, weight: torch.Tensor, panel: int) -> torch.Tensor:
         """A weight `[out, in]` in the layout that this layer has, or would have."""
@@ -117,7 +142,8 @@ class PackedLinear(nn.Module):
         """`[..., in]` to `[..., out]`.
 
         Raises:
-            UnsupportedModelError: gradients, or another dtype of autocast, are required.
+            UnsupportedModelError: gradients, or another dtype of autocast, are required, or weight or bias were
+                replaced by others that do not fit.
         """
         if torch.compiler.is_compiling():
             raise UnsupportedModelError("a packed layer cannot be compiled", UNPACK_REMEDY)
@@ -129,9 +155,28 @@ class PackedLinear(nn.Module):
         if torch.is_autocast_enabled("cpu"):
             x = self._autocast(x)
         if x.dtype != self.dtype or x.shape[-1:] != (self.in_features,):
-            # Raises, in the words of the layer that this one stands for; oneDNN's own say nothing of the reason.
-            return nn.functional.linear(x, torch.empty(self.out_features, self.in_features, dtype=self.dtype), bias)
+            self._refuse_input(x, bias)
+        if bias is not None and not self._fits(bias):
+            self._refuse_bias(bias)
+        if self.keeps_original and state_of(self._parameters["weight"]) != self._packed_state:
+            self._follow_weight()
         return self._product(x)
+
+    def _fits(self, bias: torch.Tensor) -> bool:
+        """Whether this is a bias as kernels read it, who are told where it lies alone."""
+        same = bias.dtype == self.dtype and bias.shape == (self.out_features,)
+        return same and bias.is_cpu and bias.is_contiguous()
+
+    def _refuse_input(self, x: torch.Tensor, bias: torch.Tensor | None) -> NoReturn:
+        """Raise in the words of the layer that this one stands for; oneDNN's own say nothing of the reason."""
+        nn.functional.linear(x, torch.empty(self.out_features, self.in_features, dtype=self.dtype), bias)
+        what = f"{short(x.dtype)} {list(x.shape)} on {x.device}"
+        raise UnsupportedModelError(f"a layer packed in {short(self.dtype)} was given {what}", UNPACK_REMEDY)
+
+    def _refuse_bias(self, bias: torch.Tensor) -> NoReturn:
+        given = f"{short(bias.dtype)} {list(bias.shape)} on {bias.device}{'' if bias.is_contiguous() else ', strided'}"
+        wanted = f"contiguous {short(self.dtype)} [{self.out_features}] on the CPU"
+        raise UnsupportedModelError(f"the bias of a packed layer is {given}, and has to be {wanted}", UNPACK_REMEDY)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.panel:
@@ -148,8 +193,9 @@ class PackedLinear(nn.Module):
         return self.in_features * self.out_features
 
     def extra_repr(self) -> str:
-        """As of the layer."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        """As of the layer; PEFT and others show it where they take no such layer."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{sizes}, packed: lade.unpack(model) undoes it"
 
     def check_autocast(self) -> torch.dtype:
         """The dtype that autocast requires.
@@ -183,7 +229,7 @@ class PackedLinear(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Refuses another dtype or device; what else `fn` does to parameters concerns dense ones only."""
-        _check_move(fn, self.dtype)
+        check_move(fn, self.dtype)
         if self.keeps_original:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
@@ -211,7 +257,10 @@ class PackedLinear(nn.Module):
 
 
 class Guard(nn.Module):
-    """The first child of a packed model: it refuses what a packed layer refuses before any other weight has changed."""
+    """The first child of a packed model: it refuses what a packed layer refuses before any other weight has changed.
+
+    The model's `resize_token_embeddings` refuses as well, which changes the embeddings before it comes to the head.
+    """
 
     def __init__(self, dtypes: set[torch.dtype]) -> None:
         super().__init__()
@@ -223,24 +272,26 @@ class Guard(nn.Module):
         dtypes = {module.dtype for module in model.modules() if isinstance(module, PackedLinear)}
         others = {name: child for name, child in model._modules.items() if name != GUARD}
         model.__dict__["_modules"] = {GUARD: Guard(dtypes).train(model.training), **others}
+        model.__dict__["resize_token_embeddings"] = _refuse_resizing
+
+    @staticmethod
+    def take_out(model: nn.Module) -> None:
+        """Take the guard of a model out again."""
+        del model._modules[GUARD]
+        model.__dict__.pop("resize_token_embeddings", None)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         for dtype in self.dtypes:
-            _check_move(fn, dtype)
+            check_move(fn, dtype)
         return self
 
     def _load_from_state_dict(self, *args: Any) -> None:
         raise UnsupportedModelError("the weights of a packed model cannot be replaced", UNPACK_REMEDY)
 
 
-def _check_move(fn: Any, dtype: torch.dtype) -> None:
-    """Raise `UnsupportedModelError` if `fn` gives a tensor another dtype or device."""
-    after = fn(torch.empty(0, dtype=dtype))
-    if after.dtype != dtype or after.device.type != "cpu":
-        raise UnsupportedModelError(
-            f"layers packed in {short(dtype)} for the CPU cannot become {short(after.dtype)} on {after.device}",
-            f"{UNPACK_REMEDY}, and pack it again afterwards",
-        )
+def _refuse_resizing(*args: Any, **kwargs: Any) -> NoReturn:
+    """In place of a packed model's `resize_token_embeddings`."""
+    raise UnsupportedModelError("the embeddings of a packed model cannot be resized", UNPACK_REMEDY)
 
 
 def refuse_autocast(model: Any) -> None:
@@ -261,21 +312,3 @@ def weight_of(layer: nn.Module) -> torch.Tensor:
     """Its weight; an empty one of a layer without any."""
     weight = layer._parameters.get("weight")
     return torch.empty(0) if weight is None else weight
-
-
-def like(weight: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
-    """A parameter with other data, with whatever transformers and others have noted on the first one."""
-    parameter = nn.Parameter(data, requires_grad=weight.requires_grad)
-    parameter.__dict__.update(weight.__dict__)
-    return parameter
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equality in which a NaN equals itself, and zeros have signs."""
-    as_integers = {2: torch.int16, 4: torch.int32}[one.element_size()]
-    return torch.equal(one.contiguous().view(as_integers), other.contiguous().view(as_integers))
-
-
-def short(dtype: torch.dtype) -> str:
-    """Such as "float32"."""
-    return str(dtype).removeprefix("torch.")

@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lade.errors import ConfigError, UnsupportedModelError
 from lade.locks import ForkSafeLock
+from lade.model.class_change import HOOKS_REMEDY, has_own_forward
 from lade.model.invariance import refuse_invariant
 from lade.model.packing.checks import (
     UNDERSTOOD,
@@ -149,7 +150,7 @@ def unpack(model: _Model) -> _Model:
 
     Raises:
         UnsupportedModelError: the model was made invariant, packed as it is; or layers are packed in int8, and what
-            they were packed from was not kept. The model is then as it was.
+            they were packed from was not kept; or have hooks, as offloaded ones do. The model is then as it was.
     """
     refuse_invariant(model)
     with _packing:
@@ -160,8 +161,8 @@ def unpack(model: _Model) -> _Model:
             if isinstance(module, PackedLinear):
                 _put(module.unpacked(), places)
             elif isinstance(module, Guard):
-                for parent, name in places:
-                    del parent._modules[name]
+                for parent, _ in places:
+                    Guard.take_out(parent)
     return model
 
 
@@ -252,6 +253,8 @@ def fits(name: str, pattern: str) -> bool:
 
 def _check_restorable(model: nn.Module) -> None:
     for name, module in model.named_modules():
+        if isinstance(module, PackedLinear) and has_own_forward(module):
+            raise UnsupportedModelError(f"layer {name!r} has hooks, of accelerate or of others", HOOKS_REMEDY)
         if isinstance(module, PackedLinear) and not module.restorable:
             raise UnsupportedModelError(
                 f"layer {name!r} is packed in int8, and cannot become what it was", RELOAD_REMEDY

@@ -27,7 +27,8 @@ from lade.model.class_change import own_class
 from lade.model.facts import ModelFacts
 from lade.model.invariance import invariance_of
 from lade.model.packing.int8 import Int8Linear
-from lade.model.packing.linear import PackedLinear, short
+from lade.model.packing.linear import PackedLinear
+from lade.model.packing.weight import short
 from lade.model.runner import input_device
 from lade.model.tensor_parallel import is_tensor_parallel
 

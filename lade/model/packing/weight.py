@@ -1,0 +1,67 @@
+"""Weights of packed layers: what may be done to them, and whether they have changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lade.errors import UnsupportedModelError
+
+UNPACK_REMEDY = "call lade.unpack(model) first"
+
+
+class PackedWeight(nn.Parameter):
+    """The `weight` of a packed layer that gave its own up: to be looked at, but neither replaced nor moved.
+
+    Raises:
+        UnsupportedModelError: `weight.data` is assigned, or `weight.to` asks for another dtype or device.
+    """
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Its numbers, in the packed layout."""
+        return super().data
+
+    @data.setter
+    def data(self, data: torch.Tensor) -> None:
+        raise UnsupportedModelError("the weight of a packed layer cannot be replaced", UNPACK_REMEDY)
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As of any tensor, if that is no other one; accelerate moves a weight so when it offloads a layer."""
+        check_move(lambda tensor: tensor.to(*args, **kwargs), self.dtype)
+        return super().to(*args, **kwargs)
+
+
+def check_move(fn: Any, dtype: torch.dtype) -> None:
+    """Raise `UnsupportedModelError` if `fn` gives a tensor another dtype or device."""
+    after = fn(torch.empty(0, dtype=dtype))
+    if after.dtype != dtype or after.device.type != "cpu":
+        raise UnsupportedModelError(
+            f"layers packed in {short(dtype)} for the CPU cannot become {short(after.dtype)} on {after.device}",
+            f"{UNPACK_REMEDY}, and pack it again afterwards",
+        )
+
+
+def like(weight: nn.Parameter, data: torch.Tensor, kind: type[nn.Parameter] = nn.Parameter) -> nn.Parameter:
+    """A parameter with other data, with whatever transformers and others have noted on the first one."""
+    parameter = kind(data, requires_grad=weight.requires_grad)
+    parameter.__dict__.update(weight.__dict__)
+    return parameter
+
+
+def state_of(weight: Any) -> tuple[int, int]:
+    """Where a dense weight lies, and how often it was written to: another state says that it may have changed."""
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equality in which a NaN equals itself, and zeros have signs."""
+    as_integers = {2: torch.int16, 4: torch.int32}[one.element_size()]
+    return torch.equal(one.contiguous().view(as_integers), other.contiguous().view(as_integers))
+
+
+def short(dtype: torch.dtype) -> str:
+    """Such as "float32"."""
+    return str(dtype).removeprefix("torch.")
