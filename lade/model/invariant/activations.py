@@ -17,7 +17,7 @@ from torch import nn
 from transformers import activations
 
 from lade.model.class_change import Changed, change
-from lade.model.invariant.logistic import times_logistic
+from lade.model.invariant.logistic import takes, times_logistic
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -61,7 +61,10 @@ class Composed(Changed):
     """Mixed into the class of an activation."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As the activation, rounded once at the end."""
+        """As the activation, rounded once at the end; what no kernel was compiled for goes the activation's own way."""
+        if not takes(x):
+            own: torch.Tensor = self.original.forward(self, x)
+            return own
         function = _function_of(self.original, self)
         assert function is not None
         return function(x)

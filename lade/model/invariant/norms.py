@@ -1,7 +1,8 @@
 """RMS norms in one compiled call in place of six operations: a row has the same bits wherever in a tensor it stands.
 
-Modelling code writes them in three ways, which differ in what is rounded when. Which one a layer is, is tried: what no
-formula agrees with stays as it is, and is held to the same promise by the trial of the whole model.
+Modelling code writes them in three ways, which differ in what is rounded when. Which one a layer is, is tried in both
+dtypes that the kernel has, since a model may be cast later: what no formula agrees with stays as it is, and is held to
+the same promise by the trial of the whole model. Inputs that the kernel was not compiled for go the layer's own way.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from lade.model.class_change import Changed, change, own_class
-from lade.model.kernels.kinds import kind_of
+from lade.model.kernels.kinds import is_plain, kind_of, refuse
 from lade.model.kernels.norms import normalise
 from lade.model.kernels.vectors import WIDEST
 from lade.model.worker_threads import bits, in_team
@@ -21,6 +23,7 @@ from lade.model.worker_threads import bits, in_team
 _MANY = 2**14  # numbers that are worth a thread of their own
 _ROWS = 16  # of the trial
 _NAMES = ("variance_epsilon", "eps")
+_DTYPES = (torch.bfloat16, torch.float32)
 
 
 class Formula(NamedTuple):
@@ -39,16 +42,36 @@ LLAMA, WHOLE, GEMMA = Formula(0.0, True), Formula(0.0, False), Formula(1.0, Fals
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, formula: Formula) -> torch.Tensor:
-    """Rows over the root of the mean of their squares, times the weights; computed in float32.
+    """Rows over the root of the mean of their squares, times the weights; computed in float32, without gradients.
 
     Args:
-        x: `[..., D]` on the CPU, bfloat16 or float32.
+        x: `[..., D]` on the CPU, bfloat16 or float32, D at least 32.
         weight: `[D]`, of the same dtype, contiguous.
         epsilon: what is added to the mean.
         formula: what is rounded when.
+
+    Raises:
+        ValueError: x or weight is something else, see `_takes`.
     """
+    if not _takes(x, weight):
+        takes = f"bfloat16 or float32 on the CPU, rows of {WIDEST} numbers or more, contiguous weights of their dtype"
+        refuse("the RMS norm", takes, x=x, weight=weight)
+    return _normalised(x, weight, epsilon, formula)
+
+
+def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the kernel is compiled for these, and nobody wants gradients of them, which it has not."""
+    if not (is_plain(x) and is_plain(weight) and x.dtype == weight.dtype and x.dtype in _DTYPES):
+        return False
+    columns = weight.numel()
+    fits = columns >= WIDEST and weight.dim() == 1 and weight.is_contiguous() and x.dim() and x.shape[-1] == columns
+    return bool(fits) and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+
+
+def _normalised(x: torch.Tensor, weight: torch.Tensor, epsilon: float, formula: Formula) -> torch.Tensor:
+    """As `rms_norm`, of what it takes."""
     x = x.contiguous()
-    found, columns, numbers = torch.empty_like(x), x.shape[-1], x.numel()
+    found, columns, numbers = torch.empty_like(x), weight.numel(), x.numel()
     places = x.data_ptr(), weight.data_ptr(), found.data_ptr()
     norm = bits(epsilon), bits(formula.more), int(formula.rounded)
     fields = *places, kind_of(x.dtype), columns, numbers // columns, *norm
@@ -63,11 +86,11 @@ class Compiled(Changed):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As the norm, but for the order in which squares are summed."""
-        weight: Any = self.weight
-        if x.dtype != weight.dtype:
-            mixed: torch.Tensor = self.original.forward(self, x)
-            return mixed
-        return rms_norm(x, weight, _epsilon_of(self), self.formula)
+        weight: Any = self._parameters["weight"]
+        if not _takes(x, weight):
+            own: torch.Tensor = self.original.forward(self, x)
+            return own
+        return _normalised(x, weight, _epsilon_of(self), self.formula)
 
 
 class AsLlama(Compiled):
@@ -101,23 +124,23 @@ def _kind_of(layer: nn.Module) -> type[Compiled] | None:
     weight = layer._parameters.get("weight")
     if not own_class(layer).__name__.endswith("RMSNorm") or len(layer._parameters) != 1 or weight is None:
         return None
-    fits = weight.dim() == 1 and len(weight) >= WIDEST and weight.dtype in (torch.bfloat16, torch.float32)
-    if not fits or not weight.is_contiguous() or len(inspect.signature(layer.forward).parameters) != 1:
-        return None
-    if not isinstance(_epsilon_of(layer), float):
-        return None
+    with torch.no_grad():
+        if not _takes(weight, weight) or len(inspect.signature(layer.forward).parameters) != 1:
+            return None
+        if not isinstance(_epsilon_of(layer), float):
+            return None
+        weights = [weight.to(dtype) for dtype in _DTYPES]
+        same = {kind: [_alike(kind, layer, each) for each in weights] for kind in (AsLlama, AsWhole, AsGemma)}
+    best = max(same, key=lambda kind: sum(same[kind]))
+    return best if all(same[best]) else None
+
+
+def _alike(kind: type[Compiled], layer: nn.Module, weight: torch.Tensor) -> int:
+    """How many numbers have a layer's bits, given this weight; 0 if one differs by more than rounding does."""
     x = torch.randn(_ROWS, len(weight), generator=torch.Generator().manual_seed(0))
     x = (x * torch.logspace(-2, 2, _ROWS)[:, None]).to(weight.dtype)
-    with torch.no_grad():
-        expected = layer(x)
-        same = {kind: _alike(kind, x, weight, _epsilon_of(layer), expected) for kind in (AsLlama, AsWhole, AsGemma)}
-    best = max(same, key=lambda kind: same[kind])
-    return best if same[best] else None
-
-
-def _alike(kind: type[Compiled], x: torch.Tensor, weight: torch.Tensor, epsilon: float, expected: torch.Tensor) -> int:
-    """How many numbers have the bits expected; 0 if one differs by more than rounding does."""
-    found = rms_norm(x, weight, epsilon, kind.formula)
+    expected = functional_call(layer, {"weight": weight}, (x,))
+    found = rms_norm(x, weight, _epsilon_of(layer), kind.formula)
     if expected.dtype != found.dtype or expected.shape != found.shape:
         return 0
     error = 4 * torch.finfo(found.dtype).eps

@@ -18,6 +18,7 @@ from lade.model.invariant_attention.placed_mask import PlacedMask, placed_mask
 from lade.model.invariant_attention.work import attention_of
 
 NAME = "lade_invariant"
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
 def invariant_attention(
@@ -50,14 +51,17 @@ def invariant_attention(
         `[B, S, H, Dv]`, and no weights; 0 where a query sees nothing.
 
     Raises:
-        ValueError: a mask of unknown positions, a bias of the scores, dropout, gradients, or another device.
+        ValueError: a mask of unknown positions, a bias of the scores, dropout, gradients, or states of another dtype,
+            device or shape.
     """
     if dropout or kwargs.get("position_bias") is not None:
         raise ValueError(f'{NAME!r} has no dropout and no position bias: use attn_implementation="eager"')
-    if query.requires_grad and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         raise ValueError(f"{NAME!r} has no gradients: call the model under torch.no_grad()")
     if query.device.type != "cpu":
         raise ValueError(f"{NAME!r} was given states on {query.device}, and is for the CPU: use lade.variant(model)")
+    if query.dtype not in DTYPES:
+        raise ValueError(f"{NAME!r} was given {query.dtype}, and is for 16 and 32 bits: use lade.variant(model)")
     if attention_mask is None:
         attention_mask = _mask_of(query, key, causal=_is_causal(module, kwargs))
     if not isinstance(attention_mask, PlacedMask):
@@ -65,7 +69,7 @@ def invariant_attention(
             f"{NAME!r} was given a mask {list(attention_mask.shape)} that does not say at which positions keys lie: "
             'give a mask of two dimensions, or use attn_implementation="sdpa"'
         )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = max(query.shape[-1], 1) ** -0.5 if scaling is None else scaling
     return attention_of(query, key, value, attention_mask, scale, softcap, s_aux).to(query.dtype), None
 
 

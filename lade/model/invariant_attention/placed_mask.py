@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers.masking_utils import sdpa_mask
 
+from lade.model.kernels.kinds import is_plain, refuse
+
 
 class PlacedMask(torch.Tensor):
     """`[B, 1, S, K]` bool, true where a query may see a key. Any operation of torch makes an ordinary tensor of it.
@@ -40,6 +42,8 @@ class PlacedMask(torch.Tensor):
 
     @cached_property
     def _places(self) -> tuple[tuple[int, ...], tuple[int, int, int, int]]:
+        if not (is_plain(self.allowed) and self.allowed.dtype == torch.bool and self.shape[1] == 1):
+            refuse("attention", "masks [B, 1, S, K] of bool on the CPU", mask=self)
         row, step, _ = self.allowed.stride()
         return tuple(self.allowed.shape), (self.allowed.data_ptr(), row, step, self.spans.data_ptr())
 
@@ -47,7 +51,7 @@ class PlacedMask(torch.Tensor):
         """Where it lies in memory: its address and strides, and the address of its spans; the same in all layers.
 
         Raises:
-            ValueError: it is not for as many rows, queries and keys.
+            ValueError: it is not for as many rows, queries and keys, or no mask of bool on the CPU.
         """
         shape, places = self._places
         if shape != (rows, step, keys):

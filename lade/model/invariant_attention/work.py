@@ -6,7 +6,7 @@ import torch
 
 from lade.model.invariant_attention.placed_mask import PlacedMask
 from lade.model.kernels.attention import CHUNK, Call, attend, scratch_size
-from lade.model.kernels.kinds import kind_of
+from lade.model.kernels.kinds import is_plain, kind_of, refuse
 from lade.model.kernels.vectors import QUAD
 from lade.model.worker_threads import bits, in_team
 
@@ -35,12 +35,20 @@ def attention_of(
         scale: factor of the scores.
         softcap: scores s become softcap * tanh(s / softcap).
         sinks: `[H]`, the score of one more key of each head, which has no value.
+
+    Raises:
+        ValueError: any of these is of another shape, dtype or device.
     """
+    if not _fits(query, key, value, sinks):
+        takes = "tensors on the CPU, [B, H, S, D], [B, Hkv, K, D], [B, Hkv, K, Dv] and [H]; neither D nor K is 0"
+        refuse("attention", takes, query=query, key=key, value=value, sinks=sinks)
     rows, heads, step, size = query.shape
     _, kv_heads, keys, value_size = value.shape
     query, key, value = _with_rows(query), _with_rows(key), _with_rows(value)
     sinks = None if sinks is None else sinks.float().contiguous()
     out = torch.empty(rows, step, heads, value_size, dtype=_OUT.get(query.dtype, torch.float32))
+    if not out.numel():
+        return out
     group = heads // kv_heads
     slots = -(-keys // CHUNK) * CHUNK
     block = min(_ROWS, -(-group * step // QUAD) * QUAD, max(QUAD, _SCORES // slots // QUAD * QUAD))
@@ -60,6 +68,18 @@ def attention_of(
     fields = scratch.data_ptr(), size, bits(scale), bits(softcap or 0.0), *call
     in_team(attend, fields, parts, holds=(query, key, value, mask, sinks, out, scratch))
     return out
+
+
+def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None) -> bool:
+    """Whether these belong together, and the kernel can read them; their dtypes are left to `kind_of`."""
+    if not (is_plain(query) and is_plain(key) and is_plain(value) and query.dim() == key.dim() == value.dim() == 4):
+        return False
+    rows, heads, _, size = query.shape
+    kv_rows, kv_heads, keys, key_size = key.shape
+    alike = kv_rows == rows and key_size == size and value.shape[:3] == key.shape[:3]
+    if not alike or not (size and keys and kv_heads) or heads % kv_heads:
+        return False
+    return sinks is None or (is_plain(sinks) and sinks.shape == (heads,))
 
 
 def _with_rows(states: torch.Tensor) -> torch.Tensor:

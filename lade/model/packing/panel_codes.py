@@ -10,7 +10,7 @@ import torch
 from lade.model.kernels import dot_products, tile_code_products
 from lade.model.kernels.codes import CODES, Coding, code_rows
 from lade.model.kernels.dots import DOT_PANEL, FEW, rows_together
-from lade.model.kernels.kinds import kind_of
+from lade.model.kernels.kinds import is_plain, kind_of, refuse
 from lade.model.kernels.panel_products import PanelProduct
 from lade.model.kernels.tiles import PANEL, ROWS
 from lade.model.packing.codes import ZERO_POINT
@@ -32,7 +32,12 @@ def coded(x: torch.Tensor, panel: int) -> tuple[torch.Tensor, torch.Tensor]:
 
     Returns:
         Codes as `Coding` lays them out, and what a step of each row is worth, `[rows]` float32.
+
+    Raises:
+        ValueError: x is of another dtype or on another device, or has no inputs.
     """
+    if not (is_plain(x) and x.dim() and x.shape[-1]):
+        refuse("rounding to int8", "tensors [..., in] on the CPU", x=x)
     x, inputs = x.contiguous(), x.shape[-1]
     rows = x.numel() // inputs
     if panel == PANEL:
@@ -76,7 +81,12 @@ def multiplied_in_panels(
 
     Returns:
         `out`.
+
+    Raises:
+        ValueError: the bias is of another dtype, device or shape.
     """
+    if bias is not None and not (is_plain(bias) and bias.shape == (out.shape[-1],)):
+        refuse("the product of codes", "a bias [out] on the CPU", out=out, bias=bias)
     rows = scales.numel()
     if not rows:
         return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from lade.model.kernels.dots import DOT_PANEL, has_dots
+from lade.model.kernels.kinds import is_plain, refuse
 from lade.model.kernels.tiles import PANEL, has_tiles
 from lade.model.packing.dots import dot_product
 from lade.model.packing.tiles import tile_product
@@ -21,6 +22,15 @@ def panel_product(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | No
     """Rows `[..., in]` by a weight in panels, see `in_panels`: `[..., out]`; all in bfloat16, `bias` `[out]`.
 
     An output has the same bits beside whatever other rows.
+
+    Raises:
+        ValueError: any of these is of another dtype, device or shape.
     """
+    count, blocks, tiles, columns, inputs = panels.shape
+    fits = is_plain(x) and x.dtype == panels.dtype == torch.bfloat16 and x.dim() and -(-x.shape[-1] // inputs) == blocks
+    own = bias is None or (is_plain(bias) and bias.dtype == x.dtype and bias.shape == (outputs,))
+    if not (fits and own and outputs <= count * tiles * columns):
+        takes = f"bfloat16 on the CPU, [..., in] and [out], up to {count * tiles * columns} outputs"
+        refuse("the product in panels", takes, x=x, panels=panels, bias=bias)
     product = dot_product if panels.shape[2] == 1 else tile_product
     return product(x, panels, bias, outputs)
