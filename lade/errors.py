@@ -83,6 +83,14 @@ class FallbackWarning(UserWarning):
     """`lookahead="auto"` could not serve a model or an argument and decodes plainly."""
 
 
+class PrecisionWarning(UserWarning):
+    """A model in 16 bits that is not invariant is accelerated; said once for each model.
+
+    Passes over several tokens round otherwise than passes over one. So where two tokens score almost equally, the
+    output may differ from that of plain `model.generate`.
+    """
+
+
 class CaptureWarning(UserWarning):
     """A pass cannot be captured as a CUDA graph, or there is no memory for that: passes are launched kernel by kernel.
 

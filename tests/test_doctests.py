@@ -59,7 +59,7 @@ EXAMPLES = {test.name: test for test in examples()}
 
 @pytest.fixture(scope="module")
 def loaded():
-    model = AutoModelForCausalLM.from_pretrained(model_path())
+    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
     model.generation_config.max_new_tokens = 12  # for examples that leave it to the model
     return model, AutoTokenizer.from_pretrained(model_path())
 

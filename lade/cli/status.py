@@ -11,6 +11,11 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 DELAY_S = 0.3
 """What is over sooner is not worth a line that flickers."""
+_OPTIONS = {
+    "`generate`": "plain decoding",
+    "`lade.invariant(model)`": "--invariant",
+    "loading the model in float32": "--dtype float32",
+}
 
 
 class Status:
@@ -101,8 +106,15 @@ class LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Show one record."""
         if record.levelno >= logging.WARNING:
-            self._term.say(record.getMessage(), "yellow")
+            self._term.say(in_the_shell(record.getMessage()), "yellow")
         elif self._term.debug:
             self._term.say(f"{record.name}: {record.getMessage()}", "dim")
         elif record.levelno >= logging.INFO:
             self._term.working(record.getMessage())
+
+
+def in_the_shell(text: str) -> str:
+    """A warning of the library, in terms of options."""
+    for call, option in _OPTIONS.items():
+        text = text.replace(call, option)
+    return text

@@ -17,8 +17,8 @@ from rich.style import Style
 from rich.text import Text
 
 from lade.cli.options.output import Output
-from lade.cli.status import LogHandler, Status, YieldingConsole
-from lade.errors import FallbackWarning, LadeError
+from lade.cli.status import LogHandler, Status, YieldingConsole, in_the_shell
+from lade.errors import FallbackWarning, LadeError, PrecisionWarning
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -112,8 +112,11 @@ class Terminal:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        """Stands in for `warnings.showwarning`: a fallback is one yellow line, said once."""
+        """Stands in for `warnings.showwarning`: a fallback is one yellow line, said once; precision a dim one."""
         text = one_line(message)
+        if issubclass(category, PrecisionWarning):
+            self.say(in_the_shell(text), ASIDE)
+            return
         if not issubclass(category, FallbackWarning):
             self.say(warnings.formatwarning(message, category, filename, lineno, line).rstrip(), "dim")
             return
@@ -131,7 +134,8 @@ def terminal(output: Output = SAYS_ALL) -> Iterator[Terminal]:
         with term.closing, _logging(term), warnings.catch_warnings():
             term.closing.callback(term.resting)
             warnings.simplefilter("default" if term.debug else "ignore")
-            warnings.simplefilter("always", FallbackWarning)
+            for category in (FallbackWarning, PrecisionWarning):
+                warnings.simplefilter("always", category)
             warnings.showwarning = term.show_warning
             yield term
     except Exception as problem:

@@ -18,6 +18,7 @@ from lade.config import LookaheadConfig
 from lade.decoding.beams.logits import BeamLogits
 from lade.hf.batch_rules import check_lengths
 from lade.hf.encoder_decoder import source_of
+from lade.hf.fallback import warn_of_precision
 from lade.hf.ids import placeholder_ids, special_ids
 from lade.hf.job import runner_of
 from lade.hf.plain import decoding_method
@@ -61,6 +62,7 @@ class BeamSession:
             refuse("past_key_values with num_beams", "a search of beams begins with an empty cache of its own")
         runner = runner_of(prepared, plan, lock_step=True)
         _check_lengths(runner.positions, texts, prepared.generation_config.max_length)
+        warn_of_precision(prepared.wrapper)
 
         self._prepared, self._padded = prepared, bool(texts.padding)
         self._cache = users if isinstance(users, TreeCache) else runner.tree_cache()

@@ -21,6 +21,7 @@ from lade.decoding.lock_step.logits import LockStepLogits
 from lade.decoding.lock_step.row import LockStepRow
 from lade.hf.batch_rules import check_lengths
 from lade.hf.encoder_decoder import source_of
+from lade.hf.fallback import warn_of_precision
 from lade.hf.ids import ids_of
 from lade.hf.job import DecodeJob, DraftSpec, runner_of
 from lade.hf.output import Output
@@ -55,6 +56,7 @@ class LockStepSession:
         runner = runner_of(prepared, plan, lock_step=True)
         self._runner = runner.for_prompts(images)
         check_lengths(self._runner.positions, texts, prepared.generation_config.max_length)
+        warn_of_precision(prepared.wrapper)
         kind = kind_of_text(prepared, config)
         self._job = DecodeJob(prepared.model, runner, kind, rows=len(texts), batched=True)
         drafters = self._job.drafters(DraftSpec.of_rows(prepared, config, texts.ids))

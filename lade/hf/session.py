@@ -15,6 +15,7 @@ from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.hf.batch_rules import check_lengths
+from lade.hf.fallback import warn_of_precision
 from lade.hf.job import DecodeJob, DraftSpec, runner_of
 from lade.hf.output import Output, output_of, record_for
 from lade.hf.prepared import Prepared
@@ -57,6 +58,7 @@ class Session:
         self._prepared, self._streamer, self._prompt_streamed = prepared, streamer, prompt_streamed
         plan, self._texts, images = check(prepared)
         runner = self._checked_runner(plan)
+        warn_of_precision(prepared.wrapper)
         # The cache that transformers makes where the user gave none is empty, and of no use for a tree.
         self._given_cache: Cache = runner.tree_cache() if prepared.user_cache is None else prepared.user_cache
         handed_out = bool(prepared.generation_config.return_dict_in_generate) and not self._is_batch

@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import Literal, TypeVar
 
 from lade.config import Lookahead
+from lade.hf.fallback import precision_note
 from lade.model.recurrent.cores import is_recurrent
 from lade.model.support.supports import unwrap
 from lade.server.access_log import AccessLog
@@ -103,6 +104,8 @@ class Service:
         try:
             model = self._load()
             self._take(model)
+            if model.lookahead is not None and (note := precision_note(model.model)):
+                logger.warning("%s", note)
             self._engine = Engine(
                 model.model,
                 max_rows=settings.max_rows,

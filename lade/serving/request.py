@@ -16,6 +16,7 @@ from lade.decoding.row import Row
 from lade.errors import InputError, UnsupportedArgumentError
 from lade.hf.answer_text import AnswerText
 from lade.hf.arguments import arguments_for_callable, why_no_ids
+from lade.hf.fallback import warn_of_precision
 from lade.hf.grammar_argument import with_grammar
 from lade.hf.ids import ids_of, vocabulary_of
 from lade.hf.job import DraftSpec
@@ -102,6 +103,8 @@ class Request:
             if self.images is not None:
                 refuse(f"prompt_logprobs={extras.prompt_logprobs}", "the prompt has more than text in it")
             self.prompt_logprobs = PromptLogprobs(self.ids, extras.prompt_logprobs, vocabulary_of(prepared.model))
+        if extras.lookahead is not None:
+            warn_of_precision(prepared.wrapper)
 
     def row(self, drafter: Drafter) -> Row:
         """The row that writes its answer."""

@@ -210,3 +210,15 @@ def test_a_prediction_without_use_is_refused(lade, folder, tmp_path, more, says)
     expected.write_text("a text")
     result = lade("generate", "--model", folder, "--prompt", PROMPT, "--prediction-file", expected, *more)
     assert result.exit_code == 2 and says in result.stderr
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_of_16_bits_one_quiet_line_is_said(lade, folder, tmp_path, many):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{PROMPT} {number}"}) + "\n" for number in range(2)))
+    ask = ["generate", "-m", folder, "--max-new-tokens", 4, *(["--prompt-file", prompts] if many else ["-p", PROMPT])]
+    line = "bfloat16: where two tokens score almost equally the output may differ from plain decoding; "
+    said = lade(*ask, "--dtype", "bfloat16").stderr
+    assert said.splitlines().count(f"{line}--invariant prevents it") == 1 and "PrecisionWarning" not in said
+    for more in (["--dtype", "bfloat16", "--quiet"], ["--dtype", "bfloat16", "--method", "plain"], ["--dtype", "fp32"]):
+        assert "almost equally" not in lade(*ask, *more).stderr

@@ -171,7 +171,8 @@ def test_a_warning_in_the_log_is_a_line(capsys):
     with terminal(Output(quiet=True)):
         logging.getLogger("lade.tuning.cost_file").info("nothing")
         logging.getLogger("lade.tuning.cost_file").warning("the folder is gone")
-    assert capsys.readouterr().err == "the folder is gone\n"
+        logging.getLogger("lade.server.service").warning("16 bits; loading the model in float32 prevents it")
+    assert capsys.readouterr().err == "the folder is gone\n16 bits; --dtype float32 prevents it\n"
 
 
 # The line itself

@@ -1,6 +1,7 @@
 """Plain decoding, counted and streamed."""
 
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -87,8 +88,10 @@ def test_a_stream_makes_a_pass_only_when_its_reader_asks_for_a_token():
 def test_a_stream_runs_under_the_autocast_of_its_caller(lookahead):
     model, dtypes = toy_model(dtype=torch.float32), set()
     model.register_forward_hook(lambda module, arguments, output: dtypes.add(output.logits.dtype))
+    expects = nullcontext() if lookahead is None else pytest.warns(lade.PrecisionWarning, match=r"torch\.autocast")
     with torch.autocast("cpu", torch.bfloat16):
-        stream = list(lade.stream(model, IDS, max_new_tokens=5, lookahead=lookahead))
+        with expects:
+            stream = list(lade.stream(model, IDS, max_new_tokens=5, lookahead=lookahead))
         expected = model.generate(IDS, max_new_tokens=5)[0, IDS.shape[1] :].tolist()
     assert dtypes == {torch.bfloat16}
     if lookahead is None:

@@ -256,7 +256,7 @@ def test_a_table_of_positions_that_grows_in_a_pass_is_ordinary() -> None:
 def test_under_autocast_passes_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = family("llama").build(dtype=torch.float32)
     modes = note_modes(monkeypatch)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.warns(lade.PrecisionWarning):
         lade.generate(model, IDS, max_new_tokens=10, do_sample=False)
     assert len(modes) > 2 and not any(modes)
 

@@ -1,5 +1,6 @@
 """From a port that is open to one that is free again."""
 
+import copy
 import functools
 import gc
 import json
@@ -53,6 +54,15 @@ def test_the_port_answers_while_the_model_is_loaded():
         until(lambda: server.http.get("/ready").status_code == 200)
         assert server.http.get("/ready").json() == {"status": "ok"}
         assert server.chat(max_tokens=2).status_code == 200
+
+
+@pytest.mark.parametrize("lookahead", ["auto", None])
+def test_the_log_says_once_that_16_bits_round(lookahead, caplog):
+    served = replace(SERVED, model=copy.deepcopy(MODEL).bfloat16(), lookahead=lookahead)
+    with running(served) as server:
+        assert server.chat(max_tokens=4).status_code == server.complete(max_tokens=4).status_code == 200
+    said = [record.getMessage() for record in caplog.records if "almost equally" in record.getMessage()]
+    assert len(said) == (lookahead == "auto") and all(each.startswith("bfloat16: ") for each in said)
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server():

@@ -129,6 +129,15 @@ def variant(model: _Model) -> _Model:
     return model
 
 
+def can_be_tried(model: Any) -> bool:
+    """Whether `invariant` tries this model, as it is and where it is. Nothing is run: the trial may still fail."""
+    try:
+        _check_model(unwrap(model), compiled=hasattr(model, "_orig_mod"))
+    except UnsupportedModelError:
+        return False
+    return True
+
+
 def _change(model: PreTrainedModel, decoder: Any, *, mixtures: bool) -> None:
     decoder.set_attn_implementation(ATTENTION)
     if config_of_text(model)._attn_implementation != ATTENTION:
