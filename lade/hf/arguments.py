@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import copy
 import reprlib
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
-from lade.errors import InputError, UnsupportedArgumentError
+from lade.errors import ConfigError, InputError, UnsupportedArgumentError, UnsupportedModelError
 from lade.hf.media import holds_media
 from lade.hf.original import check_generate
 from lade.hf.prompt_texts import REMEDY
 from lade.hf.refusals import check_shape, refuse
 from lade.model.support.supports import supports, unwrap
+from lade.stats import Stats
 
 KEPT = {
     "assistant_model": "asks for another way of decoding beside lookahead",
@@ -82,13 +86,51 @@ def prompts_in(arguments: Mapping[str, Any]) -> Any:
     return next((arguments[name] for name in PROMPTS if arguments.get(name) is not None), None)
 
 
-def refuse_streamed_beams(beams: int) -> None:
-    """Raise `UnsupportedArgumentError` for a streamed search of several beams, plain or not."""
+def refuse_streamed_beams(beams: int, streamer: object = None) -> None:
+    """Raise `UnsupportedArgumentError` for a streamed search of several beams, plain or not.
+
+    Raises:
+        ConfigError: there is a `streamer`, and it is none.
+    """
+    if streamer is not None:
+        check_streamer(streamer)
     if beams > 1:
         raise UnsupportedArgumentError(
             f"num_beams={beams} cannot be streamed: which beam wins is known only at its end",
             "use lade.generate without a streamer, or num_beams=1",
         )
+
+
+def check_decode(stats: object) -> None:
+    """Check what `lade.decode` is given beside what transformers has prepared; raises like the two that it calls."""
+    _refuse_unseen_streamer()
+    check_stats(stats)
+
+
+def _refuse_unseen_streamer() -> None:
+    """Raise `UnsupportedArgumentError` for the `streamer=` of a `model.generate` that has called `lade.decode`.
+
+    Transformers keeps it to itself and never ends it: who reads a `TextIteratorStreamer` would wait for ever. To a
+    callable it passes nothing that tells of it, in none of 5.17 to 5.23, so this looks where it is: among the local
+    variables of the innermost `generate`. Nothing is served by that, and what is found is ended.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_generate(frame):
+        frame = frame.f_back
+    streamer = None if frame is None else frame.f_locals.get("streamer")
+    if streamer is None:
+        return
+    with suppress(Exception):  # a broken streamer must not hide what is wrong
+        streamer.end()
+    raise UnsupportedArgumentError(
+        "streamer= cannot be used with custom_generate=lade.decode: transformers does not pass it on",
+        "give it to lade.decoder(streamer=...) or lade.generate(streamer=...) alone, or call lade.enable(model)",
+    )
+
+
+def _is_generate(frame: FrameType) -> bool:
+    """Whether a frame is of transformers' `GenerationMixin.generate`."""
+    return frame.f_code.co_name == "generate" and frame.f_globals.get("__name__") == GenerationMixin.__module__
 
 
 def refuse_streamed_rows(model: Any, arguments: Mapping[str, Any]) -> None:
@@ -110,8 +152,34 @@ def refuse_streamed_segments(model: Any) -> None:
         )
 
 
-def check_ids(arguments: Mapping[str, Any]) -> None:
-    """Raise `InputError` for a prompt that is no tensor of ids, such as a text."""
+def refuse_without_generate(model: Any) -> None:
+    """Raise `UnsupportedModelError` for what decodes in no way at all."""
+    if not callable(getattr(model, "generate", None)):
+        raise UnsupportedModelError(f"{type(model).__name__} has no generate", "give a transformers language model")
+
+
+def check_stats(stats: object) -> None:
+    """Raise `ConfigError` for what figures cannot be added to."""
+    if not isinstance(stats, Stats | None):
+        raise ConfigError("stats", stats, "give a lade.Stats, or None")
+
+
+def check_streamer(streamer: object) -> None:
+    """Raise `ConfigError` for what tokens cannot be put into."""
+    if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise ConfigError("streamer", streamer, "give a streamer of transformers, or what has its put and end")
+
+
+def check_call(model: Any, arguments: Mapping[str, Any], stats: object) -> None:
+    """Check what `lade.generate` and `lade.stream` are given before anything is prepared.
+
+    Raises:
+        UnsupportedModelError: the model is none that generates.
+        ConfigError: `stats` is none.
+        InputError: the prompt is no tensor of ids, such as a text.
+    """
+    refuse_without_generate(model)
+    check_stats(stats)
     for name in ("inputs", "input_ids"):
         if not isinstance(value := arguments.get(name), torch.Tensor | None):
             raise InputError(why_no_ids(name, value))

@@ -17,7 +17,7 @@ from transformers import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
 from lade.config import Lookahead
-from lade.errors import UnsupportedModelError
+from lade.hf.arguments import check_stats, check_streamer, refuse_without_generate
 from lade.hf.generate import generate
 from lade.hf.original import REPLACED, check_generate, is_decoded_plainly
 from lade.hf.refusals import resolve
@@ -30,9 +30,9 @@ ModelT = TypeVar("ModelT")
 def enable(model: ModelT, lookahead: Lookahead = "auto", *, stats: Stats | None = None) -> ModelT:
     """Accelerate every later `model.generate` of this model, also by pipelines, trainers and frameworks.
 
-    The tokens stay those of plain `model.generate`. Streamers and `stop_strings` work, which transformers does not
-    pass on to `custom_generate=lade.decode`; a streamer is ended after an error, too. One call can be given settings of
-    its own: `model.generate(**inputs, lookahead=None)`.
+    The tokens stay those of plain `model.generate`, in 16 bits up to near ties (`lade.PrecisionWarning`). Streamers and
+    `stop_strings` work, which transformers does not pass on to `custom_generate=lade.decode`; a streamer is ended after
+    an error, too. One call can be given settings of its own: `model.generate(**inputs, lookahead=None)`.
 
     >>> lade.enable(model)
     >>> transformers.pipeline("text-generation", model, tokenizer=tokenizer)("Once upon a time")
@@ -49,12 +49,12 @@ def enable(model: ModelT, lookahead: Lookahead = "auto", *, stats: Stats | None 
         The same model.
 
     Raises:
-        ConfigError: `lookahead` is none of the three.
+        ConfigError: `lookahead` is none of the three, or `stats` is none.
         UnsupportedModelError: the model has no `generate`, or cannot be served with this `LookaheadConfig`.
     """
     config, may_fall_back = resolve(lookahead)
-    if not callable(getattr(model, "generate", None)):
-        raise UnsupportedModelError(f"{type(model).__name__} has no generate", "give a transformers language model")
+    refuse_without_generate(model)
+    check_stats(stats)
     if config is not None and not may_fall_back:
         supports(model).require()
         check_generate(model)
@@ -109,6 +109,7 @@ class Accelerated:
         streamer = arguments.pop("streamer", None)
         if streamer is None:
             return generate(model, **arguments)
+        check_streamer(streamer)
         ending = EndingStreamer(streamer)
         try:
             return generate(model, streamer=ending, **arguments)

@@ -16,7 +16,8 @@ from lade.cluster.team import leader_of
 from lade.config import Lookahead, LookaheadConfig
 from lade.hf.arguments import (
     arguments_for_callable,
-    check_ids,
+    check_call,
+    check_decode,
     num_beams,
     refuse_streamed_beams,
     refuse_streamed_rows,
@@ -63,8 +64,8 @@ def decode(
     """The callable for `custom_generate=`; transformers prepares its arguments and returns what it returns.
 
     To a callable transformers passes neither `streamer=` nor the `tokenizer=` of `stop_strings=`: it raises for stop
-    strings, and never ends the streamer, of which nothing can be seen from here. `lade.enable`, `lade.generate`, and
-    for a streamer `lade.decoder`, serve them.
+    strings, and this does for a streamer, once it has ended it. `lade.enable`, `lade.generate`, and for a streamer
+    `lade.decoder`, serve them.
 
     >>> model.generate(**inputs, custom_generate=lade.decode, lookahead=lade.LookaheadConfig(15, 5, 15))
 
@@ -84,12 +85,11 @@ def decode(
         model_kwargs: attention mask, cache and whatever else `generate` prepared.
 
     Raises:
-        UnsupportedModelError, UnsupportedArgumentError: an explicit config cannot be served.
+        UnsupportedModelError, UnsupportedArgumentError: an explicit config cannot be served, or there is a streamer.
         InputError: the prompt cannot be decoded.
     """
     arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
-    door = functools.partial(_decode, lookahead=lookahead, stats=stats, prediction=prediction)
-    return door(*arguments, inputs_tensor=inputs_tensor, **model_kwargs)
+    return _decode(*arguments, lookahead, stats, None, prediction, inputs_tensor, **model_kwargs)
 
 
 def decoder(*, streamer: BaseStreamer | None = None) -> Callable[..., Generated]:
@@ -116,6 +116,7 @@ def _decode(
     **model_kwargs: Any,
 ) -> Generated:
     """`decode`, and the streamer gets the prompt, every token, and its end."""
+    check_decode(stats)
     config, auto = resolve(lookahead)
     refuse_without_guesses(prediction, config)
     arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
@@ -147,7 +148,7 @@ def _decode_with(
     with cleaning_up(model, prepared.generation_config):
         refuse_autocast(model)
         if streamer is not None:
-            refuse_streamed_beams(prepared.beams)
+            refuse_streamed_beams(prepared.beams, streamer)
         session: Session | LockStepSession | BeamSession | None = None
         if config is not None:
             with falling_back(stats, allowed=auto):
@@ -278,11 +279,11 @@ def _generate(
     refuse_without_guesses(prediction, config)
     texts = prediction_ids(prediction, arguments.get("tokenizer"))
     refuse_shared(model, arguments)
+    check_call(model, arguments, stats)
     with cleaning_up(model, arguments.get("generation_config")):
-        check_ids(arguments)
         arguments = with_grammar(unwrap(model), grammar, arguments)
         if streamer is not None:  # a plain search of beams would raise as well, after warnings and in other words
-            refuse_streamed_beams(num_beams(unwrap(model), arguments))
+            refuse_streamed_beams(num_beams(unwrap(model), arguments), streamer)
         prepared: dict[str, Any] | None = None
         if config is not None:
             with falling_back(stats, allowed=auto):
@@ -331,10 +332,10 @@ def _stream(
     refuse_without_guesses(prediction, config)
     texts = prediction_ids(prediction, arguments.get("tokenizer"))
     refuse_shared(model, arguments)
+    check_call(model, arguments, stats)
     with cleaning_up(model, arguments.get("generation_config")):
         inner = unwrap(model)
         refuse_autocast(inner)
-        check_ids(arguments)
         arguments = with_grammar(inner, grammar, arguments)
         refuse_streamed_beams(num_beams(inner, arguments))
         refuse_streamed_rows(inner, arguments)

@@ -78,8 +78,8 @@ def release(model: Any) -> None:
     >>> lade.release(model)
 
     Args:
-        model: a transformers causal language model, or one wrapped by PEFT.
+        model: a transformers causal language model, or one wrapped by PEFT. Of anything else nothing is freed.
     """
     inner = unwrap(model)
-    if free_idle_buffers(inner) and input_device(inner).type == "cuda":
+    if isinstance(inner, PreTrainedModel) and free_idle_buffers(inner) and input_device(inner).type == "cuda":
         torch.cuda.empty_cache()  # graphs have a memory pool of their own, which is of no use to others before

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from lade.cluster.team import led_by_this_process
 from lade.config import Lookahead
 from lade.errors import ConfigError, UnsupportedArgumentError, UnsupportedModelError
+from lade.hf.arguments import check_stats
 from lade.hf.grammar.grammar import Grammar
 from lade.hf.predictions import Prediction
 from lade.hf.refusals import resolve
@@ -167,13 +168,18 @@ class Engine:
             InputError: the grammar cannot be used; or the prompt cannot be decoded, or is with its answer too long for
                 the engine or the model.
             UnsupportedArgumentError: the arguments cannot be served exactly.
-            ConfigError: `lookahead`, `seed`, `place`, `logprobs`, `prompt_logprobs`, `stop_texts`, `tokenizer` or
-                `scope` or `client` is none.
+            ConfigError: `lookahead`, `on_step`, `stats`, `seed`, `place`, `logprobs`, `prompt_logprobs`, `stop_texts`,
+                `tokenizer`, `scope` or `client` is none.
             EngineFullError: as many requests wait as may.
             EngineClosedError: the engine was closed, or this process was forked from the engine's.
             concurrent.futures.CancelledError: its place was released before it was prepared.
         """
         config = resolve(lookahead)[0]
+        check_stats(stats)
+        if on_step is not None and not callable(on_step):
+            raise ConfigError("on_step", on_step, "give a function that takes a Step, or None")
+        if not isinstance(place, Place | None):
+            raise ConfigError("place", place, "give one that reserve() returned, or None")
         extras = Extras(
             config,
             seed,

@@ -1,10 +1,12 @@
 """What transformers passes to a callable for `custom_generate=` and what it does not, as docs/exactness.md says."""
 
+import functools
+import threading
 import warnings
 
 import pytest
 import torch
-from transformers import StopStringCriteria
+from transformers import StoppingCriteria, StopStringCriteria, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 import lade
@@ -29,12 +31,83 @@ def model():
     return toy_model()
 
 
-def test_a_streamer_gets_the_prompt_alone_unless_the_decoder_knows_it(model):
-    deaf, listener = Listener(), Listener()
-    ids = model.generate(IDS, max_new_tokens=20, streamer=deaf, custom_generate=lade.decode)
-    assert deaf.received == IDS[0].tolist() and not deaf.ended
-    model.generate(IDS, max_new_tokens=20, custom_generate=lade.decoder(streamer=listener))
+REFUSED = (
+    r"streamer= cannot be used with custom_generate=lade\.decode: transformers does not pass it on; give it to "
+    r"lade\.decoder\(streamer=\.\.\.\) or lade\.generate\(streamer=\.\.\.\) alone, or call lade\.enable\(model\)"
+)
+
+
+@functools.wraps(lade.decode)
+def wrapped(*arguments, **named):
+    return lade.decode(*arguments, **named)
+
+
+WAYS = {
+    "decode": lambda streamer: lade.decode,
+    "decoder": lambda streamer: lade.decoder(),
+    "both": lambda streamer: lade.decoder(streamer=streamer),
+    "wrapped": lambda streamer: wrapped,
+}
+
+
+@pytest.mark.parametrize("lookahead", ["auto", None, lade.LookaheadConfig(3, 3, 3)])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_streamer_that_a_callable_is_not_passed_is_refused_before_any_pass(model, way, lookahead):
+    listener, passes = Listener(), Passes(model)
+    with pytest.raises(lade.UnsupportedArgumentError, match=REFUSED):
+        model.generate(
+            IDS, max_new_tokens=9, streamer=listener, custom_generate=WAYS[way](listener), lookahead=lookahead
+        )
+    assert passes.count == 0 and listener.ended and listener.received == IDS[0].tolist()
+
+
+def test_a_reader_does_not_wait_for_ever_and_each_remedy_is_one(model, letters):
+    """Each in a thread, as texts are read while they are written."""
+    arguments = {"max_new_tokens": 20, "do_sample": False}
+    expected = letters.decode(model.generate(IDS, **arguments)[0, IDS.shape[1] :])
+
+    def read(call):
+        streamer, problems = TextIteratorStreamer(letters, skip_prompt=True, timeout=20), []
+
+        def run():
+            try:
+                call(streamer)
+            except lade.UnsupportedArgumentError as problem:
+                problems.append(problem)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        text = "".join(streamer)
+        thread.join()
+        return text, len(problems)
+
+    generate = functools.partial(model.generate, IDS, **arguments)
+    assert read(lambda streamer: generate(streamer=streamer, custom_generate=lade.decode)) == ("", 1)
+    for remedy in (
+        lambda streamer: generate(custom_generate=lade.decoder(streamer=streamer)),
+        lambda streamer: lade.generate(model, IDS, streamer=streamer, **arguments),
+        lambda streamer: lade.enable(model).generate(IDS, streamer=streamer, **arguments),
+    ):
+        assert read(remedy) == (expected, 0)
+
+
+def test_a_decoder_that_knows_the_streamer_gives_it_the_prompt_every_token_and_its_end(model):
+    listener = Listener()
+    ids = model.generate(IDS, max_new_tokens=20, custom_generate=lade.decoder(streamer=listener))
     assert listener.received == ids[0].tolist() and listener.ended
+
+
+def test_a_streamer_of_another_generate_around_it_is_none_of_its_own(model):
+    """Such as a criterion that has a second model, or this one, go on."""
+
+    class Asking(StoppingCriteria):
+        def __call__(self, input_ids, scores, **_):
+            inner.append(model.generate(input_ids, max_new_tokens=3, custom_generate=lade.decode))
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    inner, listener = [], Listener()
+    outer = model.generate(IDS, max_new_tokens=2, streamer=listener, stopping_criteria=[Asking()])
+    assert [each.shape[1] for each in inner] == [9, 10] and listener.received == outer[0].tolist()
 
 
 def test_stop_strings_raise_and_their_criterion_is_served(model, letters):

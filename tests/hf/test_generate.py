@@ -262,6 +262,39 @@ def test_lookahead_is_a_config_auto_or_none(model, ids, wrong):
         lade.generate(model, input_ids=ids, lookahead=wrong)
 
 
+WAYS = {
+    "generate": lade.generate,
+    "stream": lade.stream,
+    "decode": lambda model, ids, streamer=None, **given: model.generate(
+        ids, custom_generate=lade.decoder(streamer=streamer), **given
+    ),
+    "enable": lambda model, ids, stats=None, **given: lade.enable(model, stats=stats).generate(ids, **given),
+}
+
+
+@pytest.mark.parametrize("lookahead", ["auto", None, lade.LookaheadConfig(3, 3, 3)])
+@pytest.mark.parametrize(
+    ("way", "what"), [*((way, "stats") for way in WAYS), *((way, "streamer") for way in WAYS if way != "stream")]
+)
+def test_what_takes_no_figures_or_no_tokens_is_refused_before_any_pass(model, ids, way, what, lookahead):
+    passes = []
+    model.register_forward_pre_hook(lambda *_: passes.append(1))
+    with pytest.raises(lade.ConfigError, match=f"{what}=3 is not valid: give a "):
+        WAYS[way](model, ids, **{what: 3}, lookahead=lookahead, max_new_tokens=3)
+    assert not passes
+
+
+@pytest.mark.parametrize("way", [lade.generate, lade.stream, lade.enable])
+@pytest.mark.parametrize("model", [None, "gpt2", torch.nn.Linear(2, 2)], ids=str)
+def test_what_does_not_generate_is_refused_as_that(way, model):
+    given = () if way is lade.enable else (torch.ones(1, 3, dtype=torch.long),)
+    with pytest.raises(
+        lade.UnsupportedModelError, match=f"^{type(model).__name__} has no generate; give a transformers"
+    ):
+        way(model, *given)
+    lade.release(model)
+
+
 def test_a_generation_config_is_obeyed(model, ids):
     config = GenerationConfig(max_new_tokens=17, eos_token_id=[9], pad_token_id=0, repetition_penalty=1.3)
     ours = lade.generate(model, input_ids=ids, generation_config=config)

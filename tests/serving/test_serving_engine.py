@@ -246,6 +246,9 @@ class Nothing:
         ({"seed": 2**64}, ConfigError, "seed=18446744073709551616 is not valid: give a whole number from 0 to"),
         ({"seed": 1.0}, ConfigError, "seed=1.0 is not valid"),
         ({"lookahead": "fast"}, ConfigError, "lookahead='fast' is not valid"),
+        ({"stats": 3}, ConfigError, "stats=3 is not valid: give a lade.Stats"),
+        ({"on_step": 3}, ConfigError, "on_step=3 is not valid: give a function that takes a Step"),
+        ({"place": 3}, ConfigError, "place=3 is not valid: give one that reserve"),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_once(engine, more, problem, said):
@@ -315,7 +318,7 @@ def test_stop_strings():
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_path())
-    model = AutoModelForCausalLM.from_pretrained(model_path()).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()
     ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
     arguments = {"max_new_tokens": 40, "do_sample": False}
     text = tokenizer.decode(model.generate(ids, **arguments)[0, ids.shape[1] :])
