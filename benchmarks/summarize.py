@@ -46,6 +46,8 @@ FIRST_SCREEN = {
     "sampling/temperature-0.7": "the same, sampled at temperature 0.7",
 }
 """Rows of the project's README: a gain, a smaller one, none, and a loss."""
+TOLD = {"default": "adaptive", "memory kept": "adaptive-warm", "no drafting": "plain"}
+"""Its columns, and the methods in them."""
 GPU = [
     Benchmark(f"gpu/results/{size}", "embedded", f"code at the cost of {size} parameters, bfloat16, on a GPU", "", 0)
     for size in ("1B", "7B")
@@ -188,10 +190,8 @@ def _told(above: Path, folder: Path) -> str:
         if file.exists():
             results = Results.load(file)
             machines[_machine(results)][str(results.environment.commit)] = None
-            rows.append(
-                [f"[{meaning}]({folder / name})", _speedup(results, "adaptive"), _speedup(results, "adaptive-warm")]
-            )
-    table = _table(["speed-up over `model.generate`", "default", "memory kept"], rows, left=1)
+            rows.append([f"[{meaning}]({folder / name})", *(_speedup(results, method) for method in TOLD.values())])
+    table = _table(["speed-up over `model.generate`", *TOLD], rows, left=1)
     measured = (f"Measured on {machine}, commit {', '.join(commits)}." for machine, commits in machines.items())
     return "\n\n".join([table, *measured]) if rows else NOT_YET
 

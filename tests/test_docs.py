@@ -18,12 +18,14 @@ from lade.model.support.supports import REFUSED as REFUSED_BY_NAME
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+HOWTO = sorted((ROOT / "docs" / "howto").glob("*.md"))
 MODELS = ROOT / "docs" / "models.md"
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"(?:^    .*\n?)+", re.MULTILINE)
 RETIRED = {"scripts/measure.py", "scripts/measure_batches.py", "scripts/step_cost.py"}
-"""Of an older commit; docs/measurements.md says which, and what does the same today."""
+"""Of an older commit, which text may name; commands with them say which commit has them."""
+PAST = re.compile(r"# .*\bat [0-9a-f]{7}\b")
 ATTENTION = {"SDPA": "sdpa", "eager": "eager"}
 
 
@@ -43,13 +45,19 @@ def code_of(text: str) -> str:
     return "\n".join(fenced + indented)
 
 
-def commands(text: str) -> list[list[str]]:
-    """Command lines in code blocks, as words; a line that ends with a backslash goes on."""
+def commands(text: str, *, past: bool = False) -> list[list[str]]:
+    """Command lines in code blocks, as words; a line that ends with a backslash goes on.
+
+    Args:
+        text: of a page.
+        past: those of an older commit, which a comment names, in place of today's.
+    """
     lines = code_of(text).replace("\\\n", " ").split("\n")
     return [
         shlex.split(line.strip().removeprefix("$ "), comments=True)
         for line in lines
-        if re.match(r"\s*(\$ )?(lade|make|python scripts/\S+|python -m lade\.\S+) ", line + " ")
+        if re.match(r"\s*(\$ )?(lade|make|python \S+\.py|python -m lade\.\S+) ", line + " ")
+        and bool(PAST.search(line)) == past
     ]
 
 
@@ -118,7 +126,7 @@ def misspelled(words: list[str]) -> str:
         case ["python", "-m", module, *_]:
             return "" if importlib.util.find_spec(module) else f"no module {module}"
         case ["python", script, *_]:
-            return "" if script in RETIRED or (ROOT / script).is_file() else f"no {script}"
+            return "" if (ROOT / script).is_file() else f"no {script}"
     return f"what is {words}?"
 
 
@@ -139,12 +147,20 @@ def test_commands_in_code_blocks_exist(path):
     assert {line: problem for line, problem in wrong.items() if problem} == {}
 
 
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_commands_of_an_older_commit_are_those_that_are_no_more(path):
+    older = commands(path.read_text(encoding="utf-8"), past=True)
+    assert [shlex.join(words) for words in older if not misspelled(words)] == []
+
+
 def test_wrong_commands_would_be_noticed():
     fenced = "```console\n$ lade generate --promt x\n$ lade frobnicate\n```\n"
     text = f"{fenced}\n    python scripts/none.py \\\n        --x\n    make none\n"
     found = [misspelled(words) for words in commands(text)]
     assert found == ["no option --promt", "no command frobnicate", "no scripts/none.py", "no target none"]
     assert misspelled(["lade", "tune", "--model", "X", "--out", "y.svg"]) == ""
+    older = "    python scripts/measure.py --x 1 \\\n        --y 2   # (a), at 11782b5\n"
+    assert commands(older) == [] and commands(older, past=True)[0][:2] == ["python", "scripts/measure.py"]
 
 
 @pytest.mark.parametrize("method", ["--window", "--budget"])
@@ -154,6 +170,31 @@ def test_the_runs_shown_step_by_step_are_those_of_the_script(method, capsys, mon
     monkeypatch.setattr(sys, "argv", ["trace.py", *shown[0].split()])
     module_of(ROOT / "scripts" / "trace.py").main()
     assert capsys.readouterr().out.rstrip() == shown[1], "the method has changed: run make traces"
+
+
+# Figures
+
+
+def figures(text: str) -> list[str]:
+    """Measured figures in prose: beside code, tables, and what scripts write between comments."""
+    blocks = (r"^```.*?^```", r"^<!-- .*?^<!-- end -->")
+    for part in (*blocks, r"^\|[^\n]*$", r"`[^`]*`", r"\]\([^)]*\)"):
+        text = re.sub(part, "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"(?<![\w.])\d[\d.,]* ?(?:%|times\b|[mu]s\b|tokens/s|tokens differed)|\bbring \d[\d.]*", text)
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "docs" / "index.md", *HOWTO], ids=lambda path: path.name)
+def test_no_measured_figure_is_typed_by_hand(path):
+    assert figures(path.read_text(encoding="utf-8")) == [], "let a script write it, or link to where it was measured"
+
+
+def test_a_figure_would_be_noticed():
+    beside = "```\n3 ms\n```\n<!-- x -->\n2 %\n<!-- end -->\n| 2 ms |\n"
+    assert figures(f"which alone bring 1.24\n{beside}takes 0.1 to 0.7 ms; 1.5 times; 3 M; every 15 s") == [
+        "bring 1.24",
+        "0.7 ms",
+        "1.5 times",
+    ]
 
 
 # Lists that the code has too
