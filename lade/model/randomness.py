@@ -53,7 +53,7 @@ class DrawsFrom(TorchDispatchMode):
     """A block in which this thread's random numbers come from a generator of its own.
 
     >>> with DrawsFrom(torch.Generator().manual_seed(7)):
-    ...     model = architecture(config)  # the weights that torch.manual_seed(7) would give it
+    ...     layer = torch.nn.Linear(8, 8)  # has the weights that torch.manual_seed(7) would give it
 
     Args:
         generator: of the CPU; None: nothing may be drawn.
