@@ -8,6 +8,14 @@ import tempfile
 from pathlib import Path
 
 
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raise `OSError` where a file cannot be written, which the permissions of its folder do not always tell."""
+    target = Path(os.path.realpath(path))
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f"{target.name}.", suffix=".tmp")
+    os.close(handle)
+    Path(name).unlink()
+
+
 def write_whole(path: str | os.PathLike[str], content: bytes | str, *, durable: bool = False) -> None:
     """Replace a file: a reader, now or after a failure, finds the old content or the new one, never a part.
 

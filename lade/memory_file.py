@@ -15,7 +15,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from safetensors import numpy as container
 from lade.decoding.drafting.memory import KINDS, LEAST_BYTES, Snapshot
 from lade.decoding.kernels.layout import BITS, CEILING, END, FLOOR, LINES, ORDERS, TEXT_ORDERS, TOKEN, WIDTH, Ints
 from lade.errors import InputError
-from lade.files import write_whole
+from lade.files import check_writable, write_whole
 from lade.version import __version__
 
 FORMAT = "lade.memory"
@@ -87,16 +88,39 @@ def write(path: str | os.PathLike[str], snapshot: Snapshot, fingerprint: str | N
     """
     tensors: dict[str, npt.NDArray[Any]] = {"old": snapshot.old, "young": snapshot.young, "weights": snapshot.weights}
     whole = _sealed(container.save(tensors, _metadata(snapshot.max_bytes, fingerprint)))
+    with _writing(path) as target:
+        write_whole(target, whole, durable=True)
+
+
+def check(path: str | os.PathLike[str]) -> None:
+    """Raise `InputError` where `write` would, as far as that can be known before there is anything to write."""
+    with _writing(path) as target:
+        check_writable(target)
+
+
+@contextmanager
+def _writing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A block that writes a file; what keeps it from that is said with its remedy."""
+    _check_name(path, "written")
     target = Path(os.path.realpath(path))
     try:
         if target.exists() and not target.is_file():
             raise InputError(f"{_named(path)} cannot be written: it is no regular file; give the name of a file")
-        write_whole(target, whole, durable=True)
+        yield target
     except OSError as problem:
         reason = problem.strerror or str(problem)
         raise InputError(
             f"{_named(path)} cannot be written: {reason}; check folder, permissions and free space"
         ) from problem
+
+
+def _check_name(path: str | os.PathLike[str], what: str) -> None:
+    try:
+        name = os.fsencode(path)
+    except UnicodeEncodeError:
+        raise InputError(f"{_named(path)} cannot be {what}: half a character is no name; give another one") from None
+    if b"\0" in name:
+        raise InputError(f"{_named(path)} cannot be {what}: there is a NUL in its name; give another one")
 
 
 def read(path: str | os.PathLike[str], tokenizer: Any = None) -> tuple[Snapshot, str | None]:
@@ -112,6 +136,7 @@ def read(path: str | os.PathLike[str], tokenizer: Any = None) -> tuple[Snapshot,
     Raises:
         InputError: it cannot be read, is damaged or something else, or is of another tokenizer.
     """
+    _check_name(path, "read")
     try:
         whole = Path(path).read_bytes()
     except OSError as problem:

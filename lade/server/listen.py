@@ -16,7 +16,7 @@ from lade.server.app import build_app
 from lade.server.connection import Connection
 from lade.server.service import Service
 
-EXIT_DEAD = 1
+EXIT_FAILED = 1
 SWITCH_S = 1e-3
 """Between the threads of Python: at its default of 5 ms the thread that decodes would wait that long for each answer
 that is written meanwhile."""
@@ -40,7 +40,7 @@ def run(service: Service, listening: socket.socket) -> int:
         gc.unfreeze()  # what the warm-up has frozen
     if service.problem is not None:
         raise service.problem
-    return EXIT_DEAD if service.phase == "dead" else 0
+    return EXIT_FAILED if service.phase == "dead" or service.unsaved is not None else 0
 
 
 class Server(uvicorn.Server):

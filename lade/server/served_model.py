@@ -23,6 +23,7 @@ class ServedModel:
         lookahead: how requests are drafted that do not say.
         encode_images: makes ids, and the other arguments of `generate`, of messages with images, arguments for their
             template, and what is called with their text before that is tokenised; None where it takes none.
+        save: keeps what was learned, and raises `LadeError` where it cannot; None where nothing is to be kept.
         close: is called when the server has ended.
     """
 
@@ -32,6 +33,7 @@ class ServedModel:
     context: int | None = None
     lookahead: Lookahead = "auto"
     encode_images: Callable[..., tuple[list[int], Mapping[str, Any]]] | None = None
+    save: Callable[[], None] | None = None
     close: Callable[[], None] = lambda: None
 
     @property

@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 
 from lade.config import Lookahead
 from lade.hf.fallback import precision_note
+from lade.errors import LadeError
 from lade.model.recurrent.cores import is_recurrent
 from lade.model.support.supports import unwrap
 from lade.server.access_log import AccessLog
@@ -42,6 +43,8 @@ Phase = Literal["loading", "ready", "draining", "dead"]
 T = TypeVar("T")
 PREPARING, PREPARING_LARGE = 4, 2
 """Requests that are checked, templated and tokenised at a time: more would only fight for the interpreter."""
+SAVE_S = 180.0
+"""Between two times at which what was learned is saved."""
 SMALL = 64 * 2**10
 """Bytes of a body. Larger ones have threads of their own, so that small ones never wait for what takes seconds."""
 
@@ -63,6 +66,7 @@ class Service:
         phase: "loading", "ready", "draining" or "dead".
         reason: why it is dead.
         problem: what kept the model from being loaded.
+        unsaved: what kept what was learned from being saved, the last time that was tried.
         created: seconds since the epoch when the model was loaded.
         metrics: its series.
         flights: what is being decoded, with the ids of the requests.
@@ -81,6 +85,8 @@ class Service:
         self.phase: Phase = "loading"
         self.reason = ""
         self.problem: BaseException | None = None
+        self.unsaved: LadeError | None = None
+        self._saved = (perf_counter(), 0)  # when, and after how many tokens
         self.created = int(time.time())
         self.flights: dict[Flight, str] = {}
         self.metrics = Metrics(settings.name, self.snapshot, lambda: self.phase == "ready", settings.replica)
@@ -195,13 +201,29 @@ class Service:
         return [(name, now - flight.began, each) for flight, name in self.flights.items() for each in flight.handles]
 
     def watch(self) -> None:
-        """Notice an engine that has broken down, and let time pass for the log; to be called now and then."""
+        """Notice an engine that has broken down, and let time pass for log and memory; to be called now and then."""
         if self._engine is not None and self._engine.problem is not None and self.phase != "dead":
             problem = self._engine.problem
             self.phase, self.reason = "dead", f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
             logger.error("the engine broke down", exc_info=problem)
         if self._log is not None:
             self._log.tick(self.snapshot())
+        if perf_counter() - self._saved[0] > SAVE_S:
+            self._save()
+
+    def _save(self) -> None:
+        """Keep what was learned since the last time, if that is wanted."""
+        now, save = self.snapshot(), None if self._model is None else self._model.save
+        tokens = 0 if now is None else now.new_tokens + now.prompt_tokens
+        before, self._saved = self._saved[1], (perf_counter(), tokens)
+        if save is None or (tokens == before and self.unsaved is None):
+            return
+        try:
+            save()
+            self.unsaved = None
+        except LadeError as problem:
+            self.unsaved = problem
+            logger.error("what was learned is not saved: %s", problem)
 
     async def prepared(self, size: int, work: Callable[[], T]) -> T:
         """What comes of some work in a worker thread; it never begins where this is cancelled before.
@@ -247,6 +269,7 @@ class Service:
         if self._engine is not None:
             self._engine.close()
         if self._model is not None:
+            self._save()
             self._model.close()
 
 

@@ -103,9 +103,24 @@ def test_a_memory_is_kept_in_its_file(served, folder, tmp_path):
     assert file.read_bytes() != first, "it goes on with what it has"
 
 
+def test_a_memory_that_cannot_be_saved_is_an_error(served, folder, tmp_path):
+    folder_of_memory = tmp_path / "there"
+    folder_of_memory.mkdir()
+
+    def questions(url):
+        folder_of_memory.rmdir()
+        return ask(f"{url}/v1/completions", {"prompt": "ab", "max_tokens": 3})["usage"]["completion_tokens"]
+
+    result, tokens, _ = served(questions, "--model", folder, "--memory", folder_of_memory / "texts.memory")
+    assert (result.exit_code, tokens) == (1, 3), result.output
+    assert "what was learned is not saved" in result.stderr and "No such file or directory" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--memory", "nowhere/texts.memory", "--model", "nowhere"], "'nowhere/texts.memory' cannot be written"),
+        (["--memory", "x", "--method", "plain"], "method='plain' is not valid"),
         (["--port", "70000"], "port=70000 is not valid"),
         (["--max-rows", "0"], "max-rows=0 is not valid"),
         (["--max-body", "4 apples"], "max-body='4 apples' is not valid"),

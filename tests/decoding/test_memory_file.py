@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import stat
 import threading
 
@@ -505,3 +506,21 @@ def test_the_container_is_one_that_others_can_read(path):
     assert metadata["library"] == lade.__version__ and metadata["tokenizer"] == memory.fingerprint
     digest = metadata["sha256"].encode()
     assert hashlib.sha256(whole.replace(digest, b"0" * 64)).hexdigest().encode() == digest
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_what_is_no_name_of_a_file_is_told_so(name):
+    for act in (Memory().save, Memory.load, memory_file.check):
+        with pytest.raises(InputError, match=re.escape(f"memory file {name!r} cannot be ") + ".*give another one"):
+            act(name)
+
+
+def test_where_nothing_can_be_written_is_known_before_there_is_anything(tmp_path):
+    kept = tmp_path / "kept"
+    kept.write_bytes(b"as it was")
+    memory_file.check(kept)
+    memory_file.check(tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"] and kept.read_bytes() == b"as it was"
+    for path in (tmp_path / "no" / "folder", kept / "below", tmp_path):
+        with pytest.raises(InputError, match="cannot be written: "):
+            memory_file.check(path)

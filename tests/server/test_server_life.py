@@ -184,3 +184,38 @@ def test_the_warm_up_decodes_with_each_number_of_rows():
         assert engine.snapshot().requests == {"length": 7}
     assert gc.get_freeze_count() > 10_000
     gc.unfreeze()
+
+
+def test_what_is_learned_is_saved_now_and_then_and_at_the_end(monkeypatch):
+    saved = threading.Semaphore(0)
+    monkeypatch.setattr("lade.server.service.SAVE_S", 0.0)
+    with running(replace(SERVED, save=saved.release)) as server:
+        for _ in range(2):
+            server.complete("ab", max_tokens=3)
+            assert saved.acquire(timeout=SOON)
+        until(server.at_rest)
+        while saved.acquire(blocking=False):
+            pass
+        before = server.service._saved[0]
+        until(lambda: server.service._saved[0] > before)
+        assert not saved.acquire(blocking=False), "there was nothing new"
+        monkeypatch.setattr("lade.server.service.SAVE_S", 1e6)
+        server.complete("ab", max_tokens=3)
+    assert saved.acquire(timeout=SOON)
+
+
+def test_what_could_not_be_saved_is_tried_again():
+    problems = [InputError("the disk is full")] * 2
+
+    def save():
+        if problems:
+            raise problems.pop()
+
+    with running(replace(SERVED, save=save)) as server:
+        server.complete("ab", max_tokens=3)
+        until(server.at_rest)
+        for _ in range(2):
+            server.service._save()
+            assert str(server.service.unsaved) == "the disk is full"
+        server.service._save()
+        assert server.service.unsaved is None

@@ -37,7 +37,7 @@ def carry_out(service: Service, file: ResultFile, total: int, term: Terminal) ->
 
     Raises:
         Exception: what kept the model from being loaded.
-        typer.Exit: Ctrl-C was pressed, or a request failed.
+        typer.Exit: Ctrl-C was pressed, a request failed, or what was learned could not be saved.
     """
     before, failed, start = total - len(file.rest), 0, perf_counter()
     if before:
@@ -68,6 +68,8 @@ def carry_out(service: Service, file: ResultFile, total: int, term: Terminal) ->
         raise typer.Exit(EXIT_INTERRUPTED if interrupt.requested else EXIT_FAILED)
     seconds = perf_counter() - start
     term.say(f"{total - before} requests in {seconds:.1f} s · {new} tokens · {str(file.path)!r} is complete", "dim")
+    if service.unsaved is not None:
+        raise typer.Exit(EXIT_FAILED)
     if failed:
         term.say(f"{failed} of {total} requests failed; --resume asks them again", "yellow")
         raise typer.Exit(EXIT_FAILED)

@@ -98,10 +98,13 @@ class Speed:
     pack: Pack = None
     invariant: Invariant = False
 
-    def lookahead(self) -> Lookahead:
+    def lookahead(self, *, new_memory: bool = False) -> Lookahead:
         """The same as the library's `lookahead=`.
 
         The memory is not loaded: that takes a tokenizer, see `loading.remembering`.
+
+        Args:
+            new_memory: whether its file need not be there.
 
         Raises:
             ConfigError: unknown method, a size out of range, or options that contradict each other.
@@ -113,7 +116,7 @@ class Speed:
         sizes: dict[str, Any] = _given(window=self.window, ngram=self.ngram, guesses=self.guesses)
         extras: dict[str, Any] = _given(budget=self.budget, memory=self.memory)
         self._check_together(sizes, extras)
-        if self.memory is not None and not self.memory.is_file():
+        if self.memory is not None and not new_memory and not self.memory.is_file():
             raise InputError(
                 f"memory file {str(self.memory)!r} is not there: check the path, or fill one with lade warm"
             )

@@ -20,7 +20,9 @@ class Group(Protocol):
         """Raise `ConfigError` for what is wrong."""
 
 
-def check_all(*groups: Group, loading: Loading, speed: Speed, template: ServedTemplate) -> None:
+def check_all(
+    *groups: Group, loading: Loading, speed: Speed, template: ServedTemplate, new_memory: bool = False
+) -> None:
     """Check what can be checked without a model.
 
     Args:
@@ -28,6 +30,7 @@ def check_all(*groups: Group, loading: Loading, speed: Speed, template: ServedTe
         loading: which model, and how.
         speed: how tokens are drafted; its memory has to be there.
         template: for chats.
+        new_memory: whether the memory's file is written, and need not be there.
 
     Raises:
         MissingExtraError: what a server needs is not installed.
@@ -38,6 +41,10 @@ def check_all(*groups: Group, loading: Loading, speed: Speed, template: ServedTe
             raise MissingExtraError(name.replace("_", "-"), "serve")
     for group in (*groups, loading):
         group.check()
-    speed.lookahead()  # raises for what is wrong with it
+    speed.lookahead(new_memory=new_memory)  # raises for what is wrong with it
+    if new_memory and speed.memory is not None:
+        from lade.memory_file import check
+
+        check(speed.memory)
     loading.check_layout(speed.pack, invariant=speed.invariant)
     template.check()

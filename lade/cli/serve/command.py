@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -46,17 +45,18 @@ def serve(
 
     Listens at once, and answers when the model is loaded. Without --model: the embedded one.
 
-    SIGTERM and Ctrl-C let answers end; a second one does not. Exit code 1: the engine broke down.
+    SIGTERM and Ctrl-C let answers end; a second one does not. Exit code 1: the engine broke down, or what was learned
+    could not be saved.
     """
     with terminal(output) as term:
-        kept = replace(speed, memory=None)  # its file need not be there yet
-        check_all(listening, access, limits, scaling, loading=loading, speed=kept, template=template)
+        alone = scaling.replicas is None  # replicas begin with one memory, so it must be there, and write none
+        check_all(listening, access, limits, scaling, loading=loading, speed=speed, template=template, new_memory=alone)
         processes = _processes(listening, scaling, term)
         if processes > 1 and not _leads(loading, speed, processes, term):
             return
         settings, own = settings_of(listening, access, limits, loading, template), template.text()
         if scaling.replicas is not None:
-            _check_replicas(listening, speed)
+            _check_replicas(listening)
         from lade.server.sockets import bound, url_of
 
         socket = bound(listening.host, listening.port)
@@ -76,9 +76,8 @@ def serve(
         raise typer.Exit(code)
 
 
-def _check_replicas(listening: Listening, speed: options.Speed) -> None:
+def _check_replicas(listening: Listening) -> None:
     """Raise for options that are not for replicas."""
-    speed.lookahead()  # all begin with one memory, so it must be there
     if listening.log_format != "text":
         raise ConfigError("log-format", listening.log_format, "replicas log to Ray's files: leave it out")
 

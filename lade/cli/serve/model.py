@@ -19,7 +19,7 @@ from lade.cli.processes import begin_together
 from lade.cli.terminal import Terminal
 from lade.cluster.team import dismiss
 from lade.config import Lookahead, LookaheadConfig
-from lade.errors import LadeError, UnsupportedModelError
+from lade.errors import UnsupportedModelError
 from lade.server.served_model import ServedModel
 
 
@@ -33,7 +33,7 @@ def load(loading: Loading, speed: Speed, chat_template: str | None, term: Termin
 
     Args:
         loading: which model, and how.
-        speed: how its tokens are drafted; a memory's file need not be there yet, and is written at the end.
+        speed: how its tokens are drafted; a memory's file need not be there yet.
         chat_template: instead of its own; None for that.
         term: learns how far it is.
         processes: how many share the model; this is the first.
@@ -57,27 +57,25 @@ def load(loading: Loading, speed: Speed, chat_template: str | None, term: Termin
         context=loaded.context,
         lookahead=lookahead,
         encode_images=_image_encoder(loaded),
-        close=partial(_save, lookahead, speed, loaded, term),
+        save=_saver(lookahead, speed, loaded),
+        close=partial(dismiss, loaded.model),
     )
 
 
 def _lookahead(loaded: LoadedModel, speed: Speed) -> Lookahead:
+    config = speed.lookahead(new_memory=True)
     if speed.memory is None or speed.memory.exists():
-        return remembering(loaded, speed.lookahead(), speed.memory)
-    config = replace(speed, memory=None).lookahead()
-    return replace(config if isinstance(config, LookaheadConfig) else LookaheadConfig(), memory=Memory())
+        return remembering(loaded, config, speed.memory)
+    assert isinstance(config, LookaheadConfig), "Speed.lookahead sees to it"
+    return replace(config, memory=Memory())
 
 
-def _save(lookahead: Lookahead, speed: Speed, loaded: LoadedModel, term: Terminal) -> None:
-    """Keep what was learned, and dismiss other processes."""
-    dismiss(loaded.model)
+def _saver(lookahead: Lookahead, speed: Speed, loaded: LoadedModel) -> Callable[[], None] | None:
+    """Keeps what was learned; None where that is not wanted."""
     memory = lookahead.memory if isinstance(lookahead, LookaheadConfig) else None
     if speed.memory is None or not isinstance(memory, Memory):
-        return
-    try:
-        memory.save(speed.memory, loaded.tokenizer)
-    except LadeError as problem:
-        term.fail(problem)
+        return None
+    return partial(memory.save, speed.memory, loaded.tokenizer)
 
 
 def _image_encoder(loaded: LoadedModel) -> Callable[..., tuple[list[int], Mapping[str, Any]]] | None:

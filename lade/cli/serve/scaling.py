@@ -73,7 +73,7 @@ def _load(loading: Loading, speed: Speed, chat_template: str | None) -> ServedMo
     from lade.cli.terminal import Terminal
 
     served = load(loading, speed, chat_template, Terminal(Output(quiet=True)))
-    return replace(served, close=_nothing)
+    return replace(served, save=None, close=_nothing)
 
 
 def _nothing() -> None:
