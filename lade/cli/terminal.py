@@ -6,7 +6,7 @@ import json
 import logging
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TextIO
 
@@ -45,6 +45,7 @@ class Terminal:
         self.fallbacks: list[str] = []
         self._within_line = False
         self.closing = ExitStack()
+        self.heard: Callable[[str], None] | None = None  # is told what is going on, wherever it is shown
 
     @property
     def interactive(self) -> bool:
@@ -61,7 +62,9 @@ class Terminal:
 
         Nor within a line of a text, such as the prompt that its continuation follows: that would be wiped out.
         """
-        if not self._within_line:
+        if self.heard is not None:
+            self.heard(text)
+        elif not self._within_line:
             self._status.show(text)
 
     def resting(self) -> None:

@@ -45,7 +45,7 @@ def build_app(service: Service) -> FastAPI:
         mount_page(app)
     # the last one added comes first
     app.add_middleware(Body, most_bytes=lambda: service.max_body, wanted=_wants_body)
-    app.add_middleware(Guard, settings=settings)
+    app.add_middleware(Guard, settings=settings, keys=lambda: service.keys)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

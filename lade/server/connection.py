@@ -15,11 +15,14 @@ from lade.server.guard import CROWDED
 from lade.server.replies import encoded
 
 HEADERS_S = 10.0
-"""That a client has to send the headers of a request, from when it connects, or from their first byte. Uvicorn itself
-ends connections that are silent for 5 s between two requests, and waits for headers forever."""
+"""That a client has to send the headers of a request, from when it connects, or from their first byte: uvicorn itself
+would wait for ever."""
 MOST_HEADER_BYTES = 64 * 2**10
 CONNECTIONS = 1024
-"""While there are more, requests are refused; beyond twice as many, connections are closed."""
+"""While there are more, those that have been idle longest are closed; where none is, requests are refused, and beyond
+twice as many connections new ones are closed."""
+IDLE_S = 1.0
+"""That a connection has before it is idle: what comes with it is not read at once."""
 
 
 class Connection(HttpToolsProtocol):
@@ -30,10 +33,14 @@ class Connection(HttpToolsProtocol):
         self._timer: TimerHandle | None = None
         self._came = 0
         self._begun = False
+        self._idle_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request."""
         super().connection_made(transport)
+        self._idle_since = self.loop.time()
+        if len(self.connections) > CONNECTIONS:
+            self._close_idle()
         if len(self.connections) > 2 * CONNECTIONS:
             transport.abort()
             return
@@ -43,6 +50,26 @@ class Connection(HttpToolsProtocol):
         if accepted is not None and accepted.family in (socket.AF_INET, socket.AF_INET6):
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._wait()
+
+    def on_response_complete(self) -> None:
+        """Be idle, unless the next request has come already."""
+        self._idle_since = self.loop.time()
+        super().on_response_complete()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing of a request has come, or of the next one."""
+        return not (self._begun or self._is_answering or self.transport.is_closing())
+
+    def _close_idle(self) -> None:
+        """Close the connection that has been idle longest, if any is but this one."""
+        others = [each for each in self.connections if isinstance(each, Connection) and each is not self]
+        since = self.loop.time() - IDLE_S
+        idle = [each for each in others if each.is_idle and each._idle_since <= since]
+        if idle:
+            longest = min(idle, key=lambda each: each._idle_since)
+            longest.transport.close()
+            self.connections.discard(longest)  # it is counted no more, whenever that is done
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no more."""
@@ -111,6 +138,7 @@ class Connection(HttpToolsProtocol):
             phrase = HTTPStatus(error.status).phrase
             head = (
                 f"HTTP/1.1 {error.status} {phrase}\r\ncontent-type: application/json\r\n"
+                "x-content-type-options: nosniff\r\n"
                 f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
             )
             self.transport.write(head.encode() + body)

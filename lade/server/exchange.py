@@ -28,6 +28,7 @@ class Exchange:
 
     Attributes:
         id: the client's, or a new one.
+        method: of HTTP.
         path: asked for.
         key: name of the key that it was sent with; "-" where there are none.
         size: bytes of its body.
@@ -38,6 +39,7 @@ class Exchange:
 
     id: str
     path: str
+    method: str = "-"
     key: str = "-"
     size: int = 0
     status: int = 0
@@ -77,13 +79,15 @@ class Exchanges:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _ID.fullmatch(given) else f"req-{secrets.token_hex(16)}"
-        exchange = Exchange(request_id, scope["path"])
+        exchange = Exchange(request_id, scope["path"], scope["method"])
         scope.setdefault("state", {})["exchange"] = exchange
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = exchange.id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = exchange.id
+                headers["x-content-type-options"] = "nosniff"  # else a browser might take JSON for a page
             await send(message)
 
         try:

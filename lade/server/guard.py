@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -10,9 +11,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lade.server.errors import AUTHENTICATION, PERMISSION, ApiError, overloaded
 from lade.server.exchange import Exchange
-from lade.server.settings import Settings
+from lade.server.keys import Keys
+from lade.server.settings import PROBES, Settings
 
-OPEN = frozenset(["/live", "/ready", "/health", "/v1/health"])
+OPEN = PROBES - {"/metrics"}
 """Paths that orchestrators ask without a key."""
 PAGE = "/page"
 CROWDED = "crowded"
@@ -28,11 +30,12 @@ class Guard:
 
     Args:
         app: what comes after.
-        settings: hosts, origins and keys.
+        settings: hosts and origins.
+        keys: those that open it now.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
-        self._app, self._settings = app, settings
+    def __init__(self, app: ASGIApp, settings: Settings, keys: Callable[[], Keys]) -> None:
+        self._app, self._settings, self._keys = app, settings, keys
         self._hosts = {"localhost", settings.host.lower(), *(host.lower() for host in settings.allowed_hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,7 +63,7 @@ class Guard:
         if origin is not None and scope["method"] not in _SAFE and not self._is_known_origin(origin, host):
             why = f"pages of {origin[:100]!r} may not ask: start the server with --cors-origin to allow it"
             raise ApiError(403, PERMISSION, why, code="forbidden_origin")
-        if self._settings.keys.all and not _is_open(scope):
+        if self._keys().all and not _is_open(scope):
             Exchange.of(scope).key = self._key(headers)
 
     def _knows(self, host: str) -> bool:
@@ -79,7 +82,7 @@ class Guard:
         scheme, _, secret = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             secret = headers.get("x-api-key", "")
-        name = self._settings.keys.find(secret.strip())
+        name = self._keys().find(secret.strip())
         if name is None:
             why = "no key, or a wrong one: send the header  Authorization: Bearer KEY"
             headers_out = {"WWW-Authenticate": "Bearer"}

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from types import FrameType
 
@@ -17,6 +20,8 @@ from lade.server.connection import Connection
 from lade.server.service import Service
 
 EXIT_FAILED = 1
+KEEP_ALIVE_S = 75
+"""That a connection may be silent between two requests; proxies in front wait a minute, and would meet a closed one."""
 SWITCH_S = 1e-3
 """Between the threads of Python: at its default of 5 ms the thread that decodes would wait that long for each answer
 that is written meanwhile."""
@@ -34,13 +39,27 @@ def run(service: Service, listening: socket.socket) -> int:
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
     try:
-        server.run(sockets=[listening])
+        with _rereading(service):
+            server.run(sockets=[listening])
     finally:
         sys.setswitchinterval(before)
         gc.unfreeze()  # what the warm-up has frozen
     if service.problem is not None:
         raise service.problem
     return EXIT_FAILED if service.phase == "dead" or service.unsaved is not None else 0
+
+
+@contextmanager
+def _rereading(service: Service) -> Iterator[None]:
+    """A block in which SIGHUP has the keys read again, where there is a file of them; else it ends the process."""
+    if service.settings.read_keys is None or not hasattr(signal, "SIGHUP"):
+        yield
+        return
+    before = signal.signal(signal.SIGHUP, lambda *_: setattr(service, "keys_changed", True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 class Server(uvicorn.Server):
@@ -62,6 +81,7 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             lifespan="on",
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(_LAST_WORDS_S),
             proxy_headers=False,
         )

@@ -167,7 +167,7 @@ def since(before: Snapshot, now: Snapshot) -> Snapshot:
 
 
 class _Labelled:
-    """A registry whose series have more labels."""
+    """A registry whose series have more labels, and none that only says when another one began."""
 
     def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
         self._registry, self._labels = registry, labels
@@ -175,7 +175,8 @@ class _Labelled:
     def collect(self) -> Iterator[Metric]:
         """All series."""
         for metric in self._registry.collect():
-            metric.samples = [each._replace(labels={**each.labels, **self._labels}) for each in metric.samples]
+            kept = [each for each in metric.samples if not each.name.endswith("_created")]
+            metric.samples = [each._replace(labels={**each.labels, **self._labels}) for each in kept]
             yield metric
 
 

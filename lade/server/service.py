@@ -13,8 +13,8 @@ from time import perf_counter
 from typing import Literal, TypeVar
 
 from lade.config import Lookahead
+from lade.errors import InputError, LadeError
 from lade.hf.fallback import precision_note
-from lade.errors import LadeError
 from lade.model.recurrent.cores import is_recurrent
 from lade.model.support.supports import unwrap
 from lade.server.access_log import AccessLog
@@ -68,6 +68,8 @@ class Service:
         problem: what kept the model from being loaded.
         unsaved: what kept what was learned from being saved, the last time that was tried.
         created: seconds since the epoch when the model was loaded.
+        keys: who may ask.
+        keys_changed: set to have `watch` read them again.
         metrics: its series.
         flights: what is being decoded, with the ids of the requests.
         encoder, template, markup, memories, token_text, forms: of the model; there once it is loaded.
@@ -88,6 +90,7 @@ class Service:
         self.unsaved: LadeError | None = None
         self._saved = (perf_counter(), 0)  # when, and after how many tokens
         self.created = int(time.time())
+        self.keys, self.keys_changed = settings.keys, False
         self.flights: dict[Flight, str] = {}
         self.metrics = Metrics(settings.name, self.snapshot, lambda: self.phase == "ready", settings.replica)
         self.fingerprint = f"lade-{__version__}"
@@ -201,7 +204,10 @@ class Service:
         return [(name, now - flight.began, each) for flight, name in self.flights.items() for each in flight.handles]
 
     def watch(self) -> None:
-        """Notice an engine that has broken down, and let time pass for log and memory; to be called now and then."""
+        """What is to be done now and then: notice an engine that has broken down, read keys, log, save."""
+        if self.keys_changed:
+            self.keys_changed = False
+            self._read_keys()
         if self._engine is not None and self._engine.problem is not None and self.phase != "dead":
             problem = self._engine.problem
             self.phase, self.reason = "dead", f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
@@ -210,6 +216,16 @@ class Service:
             self._log.tick(self.snapshot())
         if perf_counter() - self._saved[0] > SAVE_S:
             self._save()
+
+    def _read_keys(self) -> None:
+        if self.settings.read_keys is None:
+            return
+        try:
+            self.keys = self.settings.read_keys()
+        except InputError as problem:
+            logger.error("the keys stay as they are: %s", problem)
+        else:
+            logger.info("the keys were read again: there are %d", len(self.keys.all))
 
     def _save(self) -> None:
         """Keep what was learned since the last time, if that is wanted."""

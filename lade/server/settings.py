@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,8 @@ MOST_PARTS, MOST_WORDS, MOST_MEMBERS, MOST_IDS = 4096, 16384, 1024, 2**20
 """Parts of a message, words of a choice, members of an object, token ids of a text."""
 MOST_ECHOED = 2**18
 """Log-probabilities of prompts that a request may have told with `echo`."""
+PROBES = frozenset(["/live", "/ready", "/health", "/v1/health", "/metrics"])
+"""Paths that are asked every few seconds, by machines."""
 LONGEST_SCHEMA = 32 * 2**10  # characters, of JSON, notes apart; one that is written to be slow takes half a second
 LONGEST_TOOLS = 2 * LONGEST_SCHEMA
 """Of one request."""
@@ -31,6 +33,7 @@ class Settings:
         host: where it listens.
         names: that the model is served by; the first one is told to clients.
         keys: who may ask; none: anyone.
+        read_keys: reads them again, from a file that may have changed; None where there is none.
         allowed_hosts: names in `Host` besides this machine's own; "*" for any.
         cors_origins: web pages that may read answers; "*" for any.
         max_rows, max_waiting, max_tokens: see `lade.Engine`.
@@ -53,6 +56,7 @@ class Settings:
     host: str = "127.0.0.1"
     names: tuple[str, ...] = ("model",)
     keys: Keys = NO_KEYS
+    read_keys: Callable[[], Keys] | None = None
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     max_rows: int = 16

@@ -116,6 +116,47 @@ def test_a_memory_that_cannot_be_saved_is_an_error(served, folder, tmp_path):
     assert "what was learned is not saved" in result.stderr and "No such file or directory" in result.stderr
 
 
+def test_it_says_what_it_is_doing_until_it_is_ready(served, folder):
+    """Measuring is done once on a machine, and takes a minute."""
+    result, _, port = served(lambda url: ask(f"{url}/version"), "--model", folder, "--log-format", "json")
+    said = [json.loads(line) for line in result.stderr.splitlines()]
+    told = [line["message"] for line in said if "message" in line]
+    assert told[0].startswith(f"listening on http://127.0.0.1:{port}") and told[1].startswith("importing torch")
+    loading, ready_at = next(at for at, text in enumerate(told) if "loading" in text), told.index("ready")
+    warming = [at for at, text in enumerate(told) if text.startswith("warming up with")]
+    assert 1 < loading < warming[0] < ready_at and all(line["time"] and line["level"] for line in said)
+
+
+def test_keys_come_from_the_environment_and_a_file_is_read_again(served, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("LADE_API_KEYS", "of-all alice:hers")
+    file = tmp_path / "keys"
+    file.write_text("old")
+    file.chmod(0o644)
+
+    def status(url, key):
+        request = urllib.request.Request(f"{url}/version", headers={"x-api-key": key})
+        try:
+            with urllib.request.urlopen(request, timeout=30) as response:
+                return response.status
+        except urllib.error.HTTPError as problem:
+            return problem.code
+
+    def questions(url):
+        found = [status(url, key) for key in ("of-all", "hers", "old", "new")]
+        file.write_text("new")
+        os.kill(os.getpid(), signal.SIGHUP)
+        end = time.monotonic() + 60
+        while status(url, "new") != 200:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        return found, [status(url, key) for key in ("of-all", "hers", "old", "new")]
+
+    before = signal.getsignal(signal.SIGHUP)
+    result, found, _ = served(questions, "--model", folder, "--api-key-file", file)
+    assert result.exit_code == 0 and found == ([200, 200, 200, 401], [200, 200, 401, 200]), result.output
+    assert "can be read by all users" in result.stderr and signal.getsignal(signal.SIGHUP) == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -144,7 +185,8 @@ def test_what_cannot_be_is_one_line(lade, arguments, words):
 
 def test_a_model_that_is_not_there_is_one_line(lade, tmp_path):
     result = lade("serve", "--port", 0, "--model", tmp_path)
-    assert result.exit_code == 2 and result.stderr.count("\n") == 1 and str(tmp_path.name) in result.stderr
+    (error,) = [line for line in result.stderr.splitlines() if " info " not in line]
+    assert result.exit_code == 2 and error.startswith("error: ") and str(tmp_path.name) in error
 
 
 def test_a_model_that_cannot_be_served_is_one_line_with_what_can_be_typed(lade, unsupported, tmp_path):

@@ -7,7 +7,7 @@ from served import running, until
 
 from lade.errors import InputError
 from lade.server.access_log import AccessLog
-from lade.server.keys import Keys
+from lade.server.keys import NO_KEYS, Keys
 
 SECRET = "sk-very-secret"
 ROUTES = [
@@ -71,6 +71,63 @@ def test_a_file_without_keys_is_refused(tmp_path, text):
         Keys.read(tmp_path / "keys")
     with pytest.raises(InputError, match="cannot be read"):
         Keys.read(tmp_path / "none")
+
+
+def test_keys_of_the_environment_come_on_top(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("alice:one\ntwo\n")
+    assert [(key.name, key.secret) for key in Keys.read(file, "bob:three\n four").all] == [
+        ("alice", "one"), ("key-2", "two"), ("bob", "three"), ("key-4", "four"),
+    ]  # fmt: skip
+    assert Keys.read(None) == NO_KEYS and Keys.read(None, "x").find("x") == "key-1"
+    with pytest.raises(InputError, match="LADE_API_KEYS has no keys"):
+        Keys.read(file, " ")
+    with pytest.raises(InputError, match="LADE_API_KEYS, key 2"):
+        Keys.read(None, "x gr\u00fc\u00df")
+
+
+def test_a_file_that_everybody_can_read_is_warned_of(tmp_path, caplog):
+    file = tmp_path / "keys"
+    file.write_text(SECRET)
+    for mode, warned in ((0o600, False), (0o640, False), (0o644, True)):
+        file.chmod(mode)
+        caplog.clear()
+        Keys.read(file)
+        assert [SECRET not in text and "chmod o-r" in text for text in caplog.messages] == [True] * warned
+
+
+def test_keys_that_have_changed_are_read_again(tmp_path, caplog):
+    file = tmp_path / "keys"
+    file.write_text("old")
+    read = functools.partial(Keys.read, file)
+    with running(keys=read(), read_keys=read) as server:
+
+        def status(secret):
+            return server.http.get("/version", headers={"x-api-key": secret}).status_code
+
+        def reread():
+            server.service.keys_changed = True
+            until(lambda: not server.service.keys_changed)
+
+        file.write_text("new")
+        assert (status("old"), status("new")) == (200, 401)
+        reread()
+        until(lambda: (status("old"), status("new")) == (401, 200))
+        file.write_text("two words")
+        reread()
+        until(lambda: "the keys stay as they are" in caplog.text)
+        assert (status("old"), status("new")) == (401, 200)
+
+
+def test_no_answer_is_taken_for_something_else(guarded):
+    paths = [("GET", "/version"), ("GET", "/metrics"), ("GET", "/nothing"), ("POST", "/v1/completions"), ("GET", "/")]
+    for secret in (SECRET, "wrong"):
+        for method, path in paths:
+            answer = guarded.http.request(method, path, headers={"x-api-key": secret}, json={"prompt": "a", "n": 0})
+            assert answer.headers["x-content-type-options"] == "nosniff", path
+    body = {"prompt": "a", "max_tokens": 1, "stream": True}
+    streamed = guarded.http.post("/v1/completions", json=body, headers={"x-api-key": SECRET})
+    assert streamed.headers["x-content-type-options"] == "nosniff"
 
 
 def test_a_repr_shows_no_secret(tmp_path):

@@ -47,6 +47,7 @@ def nothing(client):
 def answer(raw):
     head, _, body = raw.partition(b"\r\n\r\n")
     assert b"content-type: application/json" in head.lower() and b"connection: close" in head.lower()
+    assert b"x-content-type-options: nosniff" in head
     return int(head.split()[1]), json.loads(body)["error"]
 
 
@@ -131,9 +132,8 @@ def test_too_many_connections_are_refused_in_json_and_far_too_many_closed(monkey
     monkeypatch.setattr(connection, "CONNECTIONS", 3)
     monkeypatch.setattr(connection, "HEADERS_S", 60.0)
     with running() as server:
-        server.http.get("/version")
-        others = [connected(server) for _ in range(3)]
-        until(lambda: len(server.server.server_state.connections) == 4)
+        others = [begun(server) for _ in range(3)]
+        until(lambda: busy(server) == 3)
         refused = server.http.get("/version")
         error = refused.json()["error"]
         assert (refused.status_code, error["type"], error["code"]) == (503, "overloaded_error", "too_many_connections")
@@ -141,13 +141,57 @@ def test_too_many_connections_are_refused_in_json_and_far_too_many_closed(monkey
         assert server.http.get("/live").status_code == 200, "orchestrators are answered"
         body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
         assert server.http.post("/v1/messages", json=body).status_code == 529
-        others += [connected(server) for _ in range(5)]
-        until(lambda: len(server.server.server_state.connections) <= 6)
+        others += [begun(server) for _ in range(3)]
+        until(lambda: busy(server) == 6)
         with connected(server) as client:
             assert nothing(client)
         for other in others:
             other.close()
         until(lambda: server.http.get("/version").status_code == 200)
+
+
+def begun(server):
+    """A client whose request has begun and does not end."""
+    client = connected(server)
+    client.sendall(HEAD)
+    return client
+
+
+def busy(server):
+    return sum(not each.is_idle for each in list(server.server.server_state.connections))
+
+
+def answered(client, sent=HEAD + b"\r\n"):
+    client.sendall(sent)
+    raw = b""
+    while not raw.endswith(b"}"):
+        raw += client.recv(2**16)
+    return raw.startswith(b"HTTP/1.1 200 OK")
+
+
+def test_connections_that_have_been_idle_longest_make_room(monkeypatch):
+    """Whoever only holds connections open keeps nobody out."""
+    monkeypatch.setattr(connection, "CONNECTIONS", 4)
+    monkeypatch.setattr(connection, "IDLE_S", 0.0)
+    with running() as server, contextlib.ExitStack() as stack:
+        idle = []
+        for number in range(3):
+            idle.append(stack.enter_context(connected(server)))
+            until(lambda: len(server.server.server_state.connections) == len(idle))
+            assert number == 1 or answered(idle[-1])  # a request before, or none at all
+        assert answered(idle[0]), "now it has been idle for a shorter time than the others"
+        working = stack.enter_context(begun(server))
+        until(lambda: busy(server) == 1)
+        for gone in (idle[1], idle[2]):
+            assert answered(stack.enter_context(connected(server)))
+            assert nothing(gone)
+        assert answered(idle[0]) and answered(working, b"\r\n")
+
+
+def test_connections_outlive_the_minute_that_proxies_keep_theirs(server):
+    assert server.server.config.timeout_keep_alive == 75
+    for each in server.server.server_state.connections:
+        assert each.timeout_keep_alive == 75
 
 
 def test_what_is_written_is_sent_at_once(server):

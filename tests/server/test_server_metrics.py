@@ -91,3 +91,9 @@ def test_the_dashboard_asks_for_series_that_are_there(server):
 @pytest.mark.parametrize("member", ["state", "rows_limit", "waiting_limit", "kv_slots", "rows"])
 def test_the_status_has_no_texts(server, member):
     assert member in server.http.get("/v1/lade/status").json()
+
+
+def test_no_series_only_says_when_another_one_began(server):
+    server.complete("a", max_tokens=2)
+    text = server.http.get("/metrics").text
+    assert "lade_request_seconds_bucket" in text and "_created" not in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -66,12 +67,16 @@ def serve(
         if scaling.replicas is not None:
             _run_replicas(settings, socket, scaling, loading, loader(loading, speed, own), partial(announce, None))
             return
-        from lade.cli.serve.model import load
-        from lade.server.listen import run
-        from lade.server.service import Service
+        log = _log(listening, term)
+        with nullcontext() if log is None else log.listening():
+            term.working(f"listening on {url_of(listening.host, socket)}, to be ready when the model is loaded")
+            term.working("importing torch and transformers")
+            from lade.cli.serve.model import load
+            from lade.server.listen import run
+            from lade.server.service import Service
 
-        loaded = partial(load, loading, speed, own, term, processes)
-        code = run(Service(settings, loaded, announce, _log(listening, term)), socket)
+            loaded = partial(load, loading, speed, own, term, processes)
+            code = run(Service(settings, loaded, announce, log), socket)
     if code:
         raise typer.Exit(code)
 
@@ -142,6 +147,7 @@ def settings_of(
         page=listening.page,
         strict=listening.strict,
         keys=access.keys(),
+        read_keys=None if access.api_key_file is None else access.keys,
         allowed_hosts=tuple(access.allowed_host or ()),
         cors_origins=tuple(access.cors_origin or ()),
         share=access.share,
@@ -160,6 +166,7 @@ def settings_of(
 
 def _announce(settings: Settings, url: str, term: Terminal, model: ServedModel | None, *, json: bool) -> None:
     """The one line on standard output: it can be reached."""
+    term.working("ready")
     term.resting()
     if json:
         term.write_json({"url": url, "pid": os.getpid(), "model": settings.name})
@@ -174,4 +181,7 @@ def _log(listening: Listening, term: Terminal) -> AccessLog | None:
         return None
     from lade.server.access_log import AccessLog
 
-    return AccessLog(lambda line: term.say(line, "dim"), as_json=listening.log_format == "json")
+    log = AccessLog(lambda line: term.say(line, "dim"), as_json=listening.log_format == "json", debug=term.debug)
+    term.resting()
+    term.heard = log.say
+    return log

@@ -121,7 +121,8 @@ class Access:
     """Who may ask.
 
     Attributes:
-        api_key_file: keys, one a line; None: anyone.
+        api_key_file: keys, one a line; None: anyone, unless there are `api_keys`.
+        api_keys: more of them, with spaces between them.
         allowed_host: names of this machine that are served besides its numbers.
         cors_origin: web pages that may ask.
         share: who may profit from what requests leave behind.
@@ -129,6 +130,14 @@ class Access:
 
     api_key_file: Annotated[
         Path | None, _access(metavar="FILE", help="Keys, one a line (or name:key). Default: none is needed.")
+    ] = None
+    api_keys: Annotated[
+        str | None,
+        _access(
+            metavar="KEYS",
+            envvar="LADE_API_KEYS",
+            help="Keys, with spaces between them; in the environment no list of processes shows them.",
+        ),
     ] = None
     allowed_host: Annotated[
         list[str] | None, _access(metavar="NAME", help="Name of this machine in requests; * for any.")
@@ -148,9 +157,9 @@ class Access:
 
     def keys(self) -> Keys:
         """The keys; raises `InputError` where the file has none."""
-        from lade.server.keys import NO_KEYS, Keys
+        from lade.server.keys import Keys
 
-        return NO_KEYS if self.api_key_file is None else Keys.read(self.api_key_file)
+        return Keys.read(self.api_key_file, self.api_keys)
 
     def check(self) -> None:
         """Raise `ConfigError` for an origin that no browser would send, or nobody to share with."""
