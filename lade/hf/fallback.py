@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from lade.errors import FallbackWarning, PrecisionWarning, UnsupportedError
 from lade.locks import ForkSafeLock
 from lade.model.invariance import invariance_of
-from lade.model.packing.linear import short
+from lade.model.packing.weight import short
 from lade.model.runner import input_device
 from lade.model.support.supports import unwrap
 from lade.stats import Stats

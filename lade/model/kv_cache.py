@@ -117,6 +117,10 @@ class TreeCache(Cache):
         """See transformers' own; None likewise."""
         return super().get_recurrent_state(layer_idx, state_idx) if layer_idx < len(self.layers) else None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and saved caches are made of; they join their layers' buffers anew, which are then others."""
+        return {**vars(self), "_groups": [], "_grouped_layers": 0}
+
     def begin(self, tree_pass: TreePass | None = None) -> None:
         """Begin a pass that recurrent layers take part in; `keep` or `settle` ends it.
 
@@ -137,9 +141,16 @@ class TreeCache(Cache):
 
     def settle(self) -> None:
         """End a plain pass: the states hold all that was fed."""
-        self._tree_pass = None
+        self._leave_trees()
         lengths = self.lengths
         self._state_tokens = lengths[0] if len(lengths) == 1 else None
+
+    def _leave_trees(self) -> None:
+        """End a pass over trees, if one has begun; where it was interrupted, the states are those before it."""
+        if self._tree_pass is not None:
+            self._tree_pass = None
+            for layer in self.recurrent:
+                layer.begin(None)
 
     def reset(self) -> None:
         """Forget everything: the cache is empty, and falsy, which transformers tests before it drops a cache."""
@@ -198,12 +209,7 @@ class TreeCache(Cache):
         For timing passes over a text that is longer than what was fed; their content does not change what they cost.
         """
         for layer in self.attending:
-            held = max(layer.lengths)
-            used = [buffer[:, :, :held] for buffer in layer.buffers.values()]
-            keys, values, *indexer = (states.repeat(1, 1, -(-tokens // held), 1)[:, :, :tokens] for states in used)
-            layer.update(keys, values)
-            for states in indexer:
-                layer.update_indexer(states[:, 0])
+            layer.repeat(tokens)
 
     def give_back(self, tokens: int) -> None:
         """End a generation: keep the first tokens of the only row, whatever layers an interrupted pass has updated.
@@ -213,6 +219,7 @@ class TreeCache(Cache):
         """
         if not tokens or (self._state_tokens != tokens and self.recurrent):
             self.reset()
+        self._leave_trees()
         self.offsets = PositionOffsets()
         for layer in self.attending:
             layer.lengths = [tokens]
@@ -298,10 +305,8 @@ class TreeCache(Cache):
         if self.recurrent:
             raise ValueError("states cannot go back to the first tokens of a text")
         copy = TreeCache()
-        for layer in self.attending:
-            assert layer.keys is not None and layer.values is not None
-            one = slice(row, row + 1), slice(None), slice(tokens)
-            copy.layers.append(TreeLayer.of(layer.keys[one], layer.values[one]))
+        copy.layers += [layer.copy_row(row, tokens) for layer in self.attending]
+        copy.offsets = self.offsets.selected([row])
         return copy
 
     def adopt(self, other: TreeCache) -> None:
@@ -327,6 +332,14 @@ class TreeCache(Cache):
         """Keep only these rows, in this order."""
         super().batch_select_indices(indices)
         self.offsets = self.offsets.selected(indices.tolist())
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Reorder the rows for beam search."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
 
     def _grouped(self) -> list[JoinedLayers]:
         if not self._groups or len(self.layers) != self._grouped_layers:

@@ -31,6 +31,7 @@ from lade.model.root_inputs import RootInputs
 from lade.model.row_cache import BufferSizes, RowCache
 from lade.model.slot_patches import SlotPatches
 from lade.model.stopwatch import Stopwatch
+from lade.model.text_pieces import TextPieces
 from lade.model.user_cache import borrow
 
 
@@ -45,6 +46,7 @@ class EagerRunner:
 
     Attributes:
         facts: of the model, from the beginning of the call, or of an engine's last request.
+        pieces: into which texts may be cut.
     """
 
     sizing: BufferSizes = TreeCache
@@ -74,6 +76,7 @@ class EagerRunner:
         self.clock: Clock = ThreadClock() if self.device.type == "cpu" else WallClock()
         self._stopwatch = Stopwatch(self.clock)
         self._slot_patches, self._core_patches = SlotPatches(facts), CorePatches(facts)
+        self.pieces = TextPieces(self._core_patches, self._slot_patches)
         self.mode = PassMode(facts, plan)
         self._accepts, self._cache_name = facts.accepts, facts.cache_name or "past_key_values"
         self._prompt_passes = PromptPasses(facts, plan, generation_config, self.device)
@@ -151,26 +154,10 @@ class EagerRunner:
         """Sizes whose first pass takes longer than the later ones, among those of up to `largest` tokens a row."""
         return ()
 
-    def piece_end(self, fed: int, most: int, length: int) -> int:
-        """Where the next piece of a prompt ends, so that pieces give what the whole prompt gives.
-
-        Recurrent layers feed a single token with another function, which may not limit what that for several does; and
-        the latter may begin with an empty state. Indexers pick among the keys of all that is fed at once.
-
-        Args:
-            fed: tokens that the cache holds.
-            most: tokens to feed, at most, unless a piece would be of one token.
-            length: of the prompt.
-        """
-        if self._core_patches.forgets or self._slot_patches.pick_keys:
-            return length
-        end = min(length, fed + (max(most, 2) if self._core_patches else most))
-        return length if self._core_patches and end == length - 1 else end
-
     @property
     def pads(self) -> bool:
         """Whether prompts of several lengths are fed in one pass where that costs less than passes of their own."""
-        return self._prompt_passes.pad and not self._core_patches and not self._slot_patches.pick_keys
+        return self._prompt_passes.pad and self.pieces.any
 
     @property
     def pass_tokens(self) -> int:

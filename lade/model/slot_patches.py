@@ -39,9 +39,9 @@ class SlotPatches:
         self._indexers = facts.indexers
 
     @property
-    def pick_keys(self) -> bool:
-        """Whether attention sees keys that are picked by a score, among all that a pass has."""
-        return bool(self._indexers)
+    def picked_keys(self) -> int | None:
+        """How many keys a token sees, which are picked by a score among all that a pass has; None for all."""
+        return min((indexer.index_topk for indexer in self._indexers), default=None)
 
     def __bool__(self) -> bool:
         """Whether there is anything to patch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_
+from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -85,6 +86,15 @@ class TreeLayer(CacheLayerMixin):
         buffer[:rows, :, first:visible] = states
         return buffer[:rows, 0, :visible]
 
+    def repeat(self, tokens: int) -> None:
+        """Append copies of what there is; see `TreeCache.repeat`."""
+        held = self.get_seq_length()
+        used = [buffer[:, :, :held] for buffer in self.buffers.values()]
+        keys, values, *indexer = (states.repeat(1, 1, -(-tokens // held), 1)[:, :, :tokens] for states in used)
+        self.update(keys, values)
+        for states in indexer:
+            self.update_indexer(states[:, 0])
+
     def reserve(self, rows: int, slots: int) -> None:
         """Have buffers of just this size; see `TreeCache.reserve`."""
         used = len(self.lengths), self.get_seq_length()
@@ -107,9 +117,24 @@ class TreeLayer(CacheLayerMixin):
         """A layer with copies of these, `[B, H, T, D]`, and no room for more."""
         layer = cls()
         layer.dtype, layer.device = keys.dtype, keys.device
-        layer.keys, layer.values = (each.clone(memory_format=torch.contiguous_format) for each in (keys, values))
+        layer.keys, layer.values = copied(keys), copied(values)
         layer.lengths, layer.is_initialized = [keys.shape[2]] * keys.shape[0], True
         return layer
+
+    def copy_row(self, row: int, tokens: int) -> TreeLayer:
+        """A layer with copies of the first tokens of one row; see `TreeCache.copy_row`."""
+        layer = TreeLayer()
+        layer.dtype, layer.device = self.dtype, self.device
+        for name, buffer in self.buffers.items():
+            setattr(layer, name, copied(buffer[row : row + 1, :, :tokens]))
+        layer.lengths, layer.is_initialized = [tokens], True
+        return layer
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and saved layers are made of: buffers of their own, without the room that is not used."""
+        rows, tokens = len(self.lengths), self.get_seq_length()
+        used = {name: copied(buffer[:rows, :, :tokens]) for name, buffer in self.buffers.items()}
+        return {**vars(self), **used}
 
     def join(self, parts: Sequence[TreeLayer], places: Sequence[tuple[int, int]]) -> None:
         """Take over rows of other layers; see `TreeCache.join`."""
@@ -151,7 +176,7 @@ class TreeLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only these rows, in this order."""
         for name, buffer in self.buffers.items():
-            setattr(self, name, buffer[indices.to(buffer.device)])
+            setattr(self, name, selected(buffer, indices))
         if self.lengths:
             self.lengths = [self.lengths[i] for i in indices.tolist()]
 
@@ -197,7 +222,8 @@ class JoinedLayers:
         if len({(buffer.shape, buffer.dtype, buffer.device) for buffer in buffers}) != 1:
             self._wholes = [Whole.of(buffer[None]) for buffer in buffers]
             return
-        self._wholes = [Whole.of(torch.stack(buffers))]
+        whole = empty(buffers[0], (len(buffers), *buffers[0].shape))
+        self._wholes = [Whole.of(torch.stack(buffers, out=whole))]
         places = ((layer, name) for layer in self.layers for name in layer.buffers)
         for (layer, name), view in zip(places, self._wholes[0].tensor.unbind(), strict=True):
             setattr(layer, name, view)
@@ -233,17 +259,32 @@ def _resized(buffer: torch.Tensor, used: tuple[int, int], rows: int, tokens: int
     return resized
 
 
-def _zeros(states: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def copied(states: torch.Tensor) -> torch.Tensor:
+    """A buffer with these states and no room for more."""
+    return empty(states, states.shape).copy_(states)
+
+
+def selected(states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """A buffer with these rows `[B]` int64 of another one, in this order."""
+    return copied(states[rows.to(states.device)])
+
+
+def _zeros(states: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A buffer for such states, see `empty`."""
+    return empty(states, shape).zero_()
+
+
+def empty(states: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """A buffer for such states; an ordinary tensor in inference mode, too, since it is written to after a pass."""
     with torch.inference_mode(False):
-        return states.new_zeros(shape)
+        return states.new_empty(shape)
 
 
 def _joined(parts: Sequence[torch.Tensor], places: Sequence[tuple[int, int]], lengths: Sequence[int]) -> torch.Tensor:
     """A buffer of these rows, with room to grow."""
     rows = [(parts[part], row) for part, row in places]
     first, longest = parts[0], max(lengths)
-    buffer = first.new_zeros(len(rows), first.shape[1], longest + _spare(longest), first.shape[3])
+    buffer = _zeros(first, (len(rows), first.shape[1], longest + _spare(longest), first.shape[3]))
     for number, ((part, row), length) in enumerate(zip(rows, lengths, strict=True)):
         buffer[number, :, :length] = part[row, :, :length]
     return buffer

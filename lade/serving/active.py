@@ -66,4 +66,4 @@ class ActiveRequest:
         """Have its text fed again, which may have an answer in it."""
         self.cache, self.fed = TreeCache(), 0
         if self.row is not None and not self.row.written:
-            self.row = None
+            self.row, self.handle.cached_tokens = None, 0

@@ -22,6 +22,7 @@ from lade.model.masks import MaskPlan
 from lade.model.select_runner import release
 from lade.serving.active import ActiveRequest
 from lade.serving.capacity import Capacity, default_max_tokens, row_bytes
+from lade.serving.pieces import feed_piece
 from lade.serving.request import Request
 from lade.serving.reuse import Reuse
 from lade.serving.room import Room
@@ -80,7 +81,8 @@ class Batch:
         capacity = Capacity(max_rows, max_tokens, token_bytes, self._runner.sizing, state_slots)
         own_kind: Any = self._cache  # the one that this runner expects
         self._loop = DecodeLoop([], self._runner, own_kind, isolate=True, reader=self._job.reader, leaving=self._shelve)
-        self.seats, self._reuse = Seats(capacity, headroom), Reuse(prefix_cache)
+        self.seats = Seats(capacity, headroom)
+        self._reuse = Reuse(prefix_cache, self._runner.pieces.shareable)
         self._room = Room(self._cache, self.seats)
         self.prefix_cache = prefix_cache
         self.tally = Tally()
@@ -181,7 +183,7 @@ class Batch:
                 self._end_rows(problem)
 
     def _prefill_piece(self, active: ActiveRequest, most: int) -> int:
-        """Feed some `most` tokens of a text at most, a prompt with images whole; after the last one the row joins.
+        """Feed the next piece of a text, see `feed_piece`; after the last one the row joins.
 
         Returns:
             How many tokens were fed; 0 after an error, which ends the request.
@@ -189,21 +191,12 @@ class Batch:
         with self._blaming(active):
             start = perf_counter()
             row, before = self._begun(active), active.fed
-            text, images, goes_on = active.text, active.request.images, bool(row.written)
-            runner, hook = self._prefill_runner.for_prompts(images), None if goes_on else prompt_hook([row])
-            if (logprobs := active.prompt_logprobs) is not None:
-                runner, hook = runner.with_all_logits(), logprobs.beside(hook)
-                most = min(most, logprobs.piece_tokens)
-            end = len(text) if images else runner.piece_end(before, most, len(text))
-            if logprobs is not None:
-                logprobs.check_piece(end - before)
-            logits = runner.prefill([text[:end]], active.cache, hook)  # [1, V]
-            active.fed = end
+            logits, goes_on = feed_piece(active, row, self._prefill_runner, most), bool(row.written)
             self._spent(start, [] if goes_on else [active])
-            if end == len(text):
+            if active.fed == len(active.text):
                 argmax_ids = None if goes_on else read(logits, wants_entries=False).argmax_ids
                 self._finish_text(active, row, logits, argmax_ids)
-            return end - before
+            return active.fed - before
         return 0
 
     def _prefill_together(self, group: Sequence[ActiveRequest]) -> int:

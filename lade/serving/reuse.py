@@ -23,13 +23,14 @@ class Reuse:
 
     Args:
         max_bytes: of the shelf; with 0 nothing is taken or kept.
+        most: first tokens of a text that can be shared at all; see `TextPieces.shareable`.
 
     Attributes:
         shelf: the texts.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self.shelf = Shelf(max_bytes)
+    def __init__(self, max_bytes: int, most: int) -> None:
+        self.shelf, self._most = Shelf(max_bytes), most
 
     def drafter(self, drafter: Drafter) -> Drafter:
         """The same one, noting what it learns, for those that learn it later."""
@@ -43,7 +44,7 @@ class Reuse:
         found = self.shelf.find(active.request.scope, text)
         if found is None:
             return
-        known, tokens = found[0], min(found[1], len(text) - 1)
+        known, tokens = found[0], min(found[1], len(text) - 1, self._most)
         active.cache, active.fed = known.cache.copy_row(0, tokens), tokens
         if row.written:  # its drafter knows the text
             return
@@ -79,6 +80,7 @@ class Reuse:
             copy_row: copies keys and values of so many tokens of a row.
             place: number of the row there.
         """
+        tokens = min(tokens, self._most)
         text, scope = row.tokens[:tokens], active.request.scope
         if not self._serves(active) or not self.shelf.lacks(scope, text):
             return
@@ -91,4 +93,4 @@ class Reuse:
 
     def _serves(self, active: ActiveRequest) -> bool:
         """Whether its text can be shared: an image is not seen in its ids."""
-        return bool(self.shelf.max_bytes) and not active.pinned
+        return bool(self.shelf.max_bytes) and self._most >= LEAST and not active.pinned

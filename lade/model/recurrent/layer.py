@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 from lade.model.recurrent.convolution import columns_of
 from lade.model.recurrent.folding import Folding, is_folding
 from lade.model.recurrent.tree_pass import Ancestry
-from lade.model.tree_layer import TreeLayer
+from lade.model.tree_layer import TreeLayer, empty, selected
 
 States = dict[int, torch.Tensor | None]
 _KINDS = ("conv_states", "recurrent_states")
@@ -42,6 +42,11 @@ class RecurrentLayer(LinearAttentionLayer):
         self.tree_pass: Ancestry | None = None
         self.inputs: dict[int, torch.Tensor] = {}
         self.foldings: dict[int, Folding] = {}
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate states; ordinary tensors in inference mode, too, since later passes write to them."""
+        with torch.inference_mode(False):
+            super().lazy_initialization(*args, **kwargs)
 
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
@@ -86,7 +91,12 @@ class RecurrentLayer(LinearAttentionLayer):
 
     def join(self, parts: Sequence[RecurrentLayer], places: Sequence[tuple[int, int]]) -> None:
         """Take over rows of other layers; see `TreeCache.join`."""
-        self.become(parts[0], lambda states: torch.stack([states[part][row] for part, row in places]), parts)
+
+        def joined(states: Sequence[torch.Tensor]) -> torch.Tensor:
+            rows = [states[part][row] for part, row in places]
+            return torch.stack(rows, out=empty(rows[0], (len(rows), *rows[0].shape)))
+
+        self.become(parts[0], joined, parts)
 
     def reserve(self, rows: int, slots: int) -> None:
         """Have memory for this many rows, at least for those there are; see `TreeCache.reserve`."""
@@ -114,7 +124,7 @@ class RecurrentLayer(LinearAttentionLayer):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only these rows, in this order."""
         for states in (self.conv_states, self.recurrent_states):
-            states.update({idx: state[indices.to(state.device)] for idx, state in states.items() if state is not None})
+            states.update({idx: selected(state, indices) for idx, state in states.items() if state is not None})
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder the rows for beam search."""
@@ -198,8 +208,7 @@ class TokenCounter(TreeLayer):
 
 def _moved(state: torch.Tensor, rows: int) -> torch.Tensor:
     """The same state `[B, ...]` in memory that has room for some rows."""
-    moved = state.new_empty(rows, *state.shape[1:])[: len(state)]
-    return moved.copy_(state)
+    return empty(state, (rows, *state.shape[1:]))[: len(state)].copy_(state)
 
 
 def _appended(state: torch.Tensor, row: torch.Tensor) -> torch.Tensor:

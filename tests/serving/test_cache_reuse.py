@@ -1,0 +1,143 @@
+"""Every served family with every way of using a cache once more: a kept prefix, a text that is fed again, another turn
+on the cache itself, on a copy of it, on a saved one. The tokens are always plain decoding's.
+"""
+
+import copy
+import io
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from comparing import lookahead, plain, prompt
+from families import FAMILIES, RECURRENT_FAMILIES
+from serving_toys import Driven, alone
+from transformers import DynamicCache
+
+import lade
+from lade.model.facts import ModelFacts
+from lade.model.recurrent.cores import CorePatches
+from lade.model.user_cache import can_borrow
+
+SMALL = lade.LookaheadConfig(budget=6)
+LIMITS = {  # the function for several tokens limits dt, that for one does not
+    "nemotron_h": {"time_step_min": 1.0},
+    "zamba2": {"time_step_min": 1.0},
+    "bamba": {"time_step_limit": (1.0, float("inf"))},
+    "mamba2": {"time_step_limit": (1.0, float("inf"))},
+}
+
+
+def in_folder(cache):
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+WAYS = {
+    "itself": lambda cache: cache,
+    "copied": copy.deepcopy,
+    "pickled": lambda cache: pickle.loads(pickle.dumps(cache)),
+    "saved": in_folder,
+}
+
+
+def named(cases):
+    return [pytest.param(case, id=str(case)) for case in cases]
+
+
+ALL = named([*FAMILIES, *RECURRENT_FAMILIES])
+WITH_CACHE = named(each for each in [*FAMILIES, *RECURRENT_FAMILIES] if "mamba" not in each.model_type)
+
+
+@pytest.mark.one_in(151)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["ours", "transformers"])
+@pytest.mark.parametrize("case", WITH_CACHE)
+def test_another_turn(case, kind, way):
+    """Two generations go on from a copy, and one from the cache that was copied."""
+    model = case.build(**LIMITS.get(str(case), {}))
+    recurrent = CorePatches(ModelFacts.of(model))
+    theirs = DynamicCache(config=model.config)
+    cache = lade.TreeCache() if kind == "ours" else DynamicCache(config=model.config)
+    if kind == "transformers" and (recurrent or not can_borrow(cache)):
+        with pytest.raises(lade.UnsupportedArgumentError, match="type DynamicCache"):
+            lookahead(model, prompt(20), past_key_values=cache)
+        return
+    first = plain(model, prompt(20), max_new_tokens=20, past_key_values=theirs)
+    assert torch.equal(lookahead(model, prompt(20), max_new_tokens=20, past_key_values=cache), first)
+    copied = WAYS[way](cache)
+    second = torch.cat([first, prompt(5, seed=1)], dim=1)
+    begins_anew = recurrent.forgets  # where transformers does so without saying it, all is fed
+    expected = plain(model, second, max_new_tokens=20, **({} if begins_anew else {"past_key_values": theirs}))
+    assert torch.equal(lookahead(model, second, max_new_tokens=20, past_key_values=copied), expected)
+    if copied is not cache:
+        assert torch.equal(lookahead(model, second, SMALL, max_new_tokens=20, past_key_values=cache), expected)
+    if not begins_anew:
+        third = torch.cat([expected, prompt(3, seed=2)], dim=1)
+        expected = plain(model, third, max_new_tokens=9, past_key_values=theirs)
+        assert torch.equal(plain(model, third, max_new_tokens=9, past_key_values=copied), expected)
+
+
+def served(driven, asked):
+    driven.finish()
+    for handle, ids, arguments in asked:
+        assert handle.tokens == alone(driven.model, ids, **arguments)
+
+
+def check_displaced(case, prefill_tokens):
+    """Rows make room for others, some while their prompts are fed, and go on."""
+    model = case.build(**LIMITS.get(str(case), {}))
+    driven = Driven(model, prefill_tokens, max_rows=3, headroom=3)
+    capacity = driven.batch.capacity
+    driven.batch.seats.capacity = replace(capacity, max_tokens=115 + 3 * capacity.state_slots)
+    asked = []
+    for seed in range(3):
+        ids, arguments = prompt(20, seed), {"max_new_tokens": 32, "do_sample": False}
+        asked.append((driven.add(ids, (SMALL, None)[seed % 2], **arguments), ids, arguments))
+    served(driven, asked)
+    assert driven.batch.tally._sums.displacements
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "deepseek_v32"])
+def test_what_tells_how_it_was_fed_is_fed_again_as_decoding_fed_it(name):
+    check_displaced(next(case for case in [*FAMILIES, *RECURRENT_FAMILIES] if str(case) == name), 512)
+
+
+@pytest.mark.one_in(31)
+@pytest.mark.parametrize("prefill_tokens", [6, 512])
+@pytest.mark.parametrize("case", ALL)
+def test_a_text_that_is_fed_again(case, prefill_tokens):
+    check_displaced(case, prefill_tokens)
+
+
+@pytest.mark.one_in(37)
+@pytest.mark.parametrize("max_tokens", [10**6, 280])
+@pytest.mark.parametrize("case", ALL)
+def test_a_kept_prefix(case, max_tokens):
+    """Of a text whose keys an indexer picks, only what sees all keys is shared."""
+    model = case.build(**({"index_topk": 40} if "index_topk" in case.extra else {}))
+    if CorePatches(ModelFacts.of(model)):
+        with pytest.raises(lade.UnsupportedArgumentError, match="states of its recurrent layers cannot go back"):
+            lade.Engine(model, prefix_cache=10**7)
+        return
+    driven = Driven(model, 16, max_rows=3, max_tokens=max_tokens, headroom=3, prefix_cache=10**7)
+    stem, asked = prompt(70), []
+    for seed in range(4):
+        ids = torch.cat([stem, prompt(3 + 2 * seed, seed + 1)], dim=1)
+        arguments = {"max_new_tokens": 30, "do_sample": False}
+        asked.append((driven.add(ids, (SMALL, None)[seed % 2], **arguments), ids, arguments))
+    served(driven, asked)
+    cached = [handle.cached_tokens for handle, *_ in asked]
+    assert cached == ([0, 40, 40, 40] if "index_topk" in case.extra else [0, 70, 70, 70])
+    assert max_tokens > 280 or driven.batch.tally._sums.displacements
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32"])
+def test_where_fewer_keys_are_picked_than_are_worth_a_copy_nothing_is_kept(name):
+    model = next(case for case in FAMILIES if str(case) == name).build(index_topk=31)
+    driven = Driven(model, prefix_cache=10**7)
+    asked = [(driven.add(prompt(60), SMALL, max_new_tokens=9), prompt(60), {"max_new_tokens": 9}) for _ in range(2)]
+    served(driven, asked)
+    assert [handle.cached_tokens for handle, *_ in asked] == [0, 0] and not len(driven.batch._reuse.shelf)
