@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 from served import running, until
 
+from lade.server import routes
 from lade.server.body import _MOST_HELD, BodyRoute
 from lade.server.replies import TooManyValuesError, decoded
 from lade.server.routes import router
@@ -138,6 +140,37 @@ def test_4_mb_of_wrong_items_cost_little_and_hold_up_nobody(server, path, before
     assert seconds_of(loop) - connections < 0.2, "others wait meanwhile"
     assert time.process_time() - process < 1.5
     assert peak_bytes() - peak < 200 * 2**20
+
+
+@pytest.mark.parametrize("size", [10, SMALL])
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}, "turns_as_chat"),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 1}, "items_as_chat"),
+    ],
+)
+def test_large_requests_become_chats_beside_the_others(server, monkeypatch, path, body, name, size):
+    threads, convert = [], getattr(routes, name)
+    monkeypatch.setattr(routes, name, lambda asked: threads.append(threading.current_thread()) or convert(asked))
+    assert server.http.post(path, json={**body, "user": "x" * size}).status_code == 200
+    assert (threads[0] is server.thread) == (size < SMALL)
+
+
+def test_large_json_means_what_it_means_where_it_is_small():
+    value = {"a": [1, -1, 2**64, 2**70, 0.1, 1e300, 5e-324, True, None, '\u00e9\U0001f642\\"/\x00', {}, []]}
+    pad = {"pad": "x" * SMALL}
+    raw = json.dumps(value | pad)
+    assert decoded(raw) == decoded(raw.encode()) == value | decoded(json.dumps(pad)) == json.loads(raw)
+    for wrong in (
+        raw[:-1],
+        raw + "]",
+        raw.replace("null", "nul"),
+        raw.replace("null", "1,"),
+        "[" * 60_000 + " " * SMALL,
+    ):
+        with pytest.raises((ValueError, RecursionError)):
+            decoded(wrong)
 
 
 def test_bodies_of_many_valid_items_are_read_beside_the_others(server):

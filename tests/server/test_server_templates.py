@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import threading
 
 import pytest
 from PIL import EpsImagePlugin, Image, PngImagePlugin
@@ -194,6 +195,30 @@ def test_the_images_of_a_request_are_bounded_together(monkeypatch):
     monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", lambda self: pytest.fail("it was decoded"))
     with pytest.raises(ApiError, match="pixels together"):
         read(base64.b64encode(wide.getvalue()).decode())
+
+
+def test_the_images_of_one_request_at_a_time_are_decoded(monkeypatch):
+    """Else as many as there are threads would be in memory."""
+    inside, go_on, decoded, read = threading.Semaphore(0), threading.Event(), [], Images.read
+    monkeypatch.setattr(Images, "read", lambda self, *given: decoded.append(1) or read(self, *given))
+
+    def encode(*given):
+        inside.release()
+        assert go_on.wait(60)
+        return [1], {}
+
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture()}"}}
+    body = ChatRequest.model_validate({"messages": [said("user", [part])]})
+    template = template_of(ServedModel(MODEL, byte_tokenizer(SIMPLE), encode_images=encode))
+    threads = [threading.Thread(target=template.encode, args=[body]) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert inside.acquire(timeout=60)
+    assert not inside.acquire(timeout=0.2) and len(decoded) == 1
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert len(decoded) == 3
 
 
 def test_bodies_may_be_larger_where_the_model_takes_images():
