@@ -100,11 +100,15 @@ def generate_arguments(body: Decoding, model: ServedModel, prompt_tokens: int) -
     return arguments
 
 
+def sampling_defaults(model: ServedModel) -> dict[str, Any]:
+    """What holds where a request does not say. What transformers would do, such as its top-k of 50, is not done."""
+    return {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **model.sampling}
+
+
 def _drawing(body: Decoding, model: ServedModel) -> dict[str, Any]:
-    """Of sampling. What transformers would do by itself, such as its top-k of 50, is not done."""
     given = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     asked = {name: value for name, value in given.items() if value is not None}
-    values: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **model.sampling, **asked}
+    values = {**sampling_defaults(model), **asked}
     if values["temperature"] < GREEDY_BELOW:
         return {"do_sample": False}
     return {"do_sample": True, **values, "top_k": max(0, values["top_k"] or 0)}

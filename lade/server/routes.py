@@ -16,6 +16,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from lade.server.body import BodyRoute, beside
 from lade.server.chat import ChatAnswer
+from lade.server.choosing import sampling_defaults
 from lade.server.completions import CompletionAnswer
 from lade.server.description import (
     ANTHROPICS_ERRORS,
@@ -179,7 +180,12 @@ def _described(service: Service, name: str) -> dict[str, Any]:
         "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
         "root": service.settings.name,
         "max_model_len": service.context,
-        "lade": {"chat": bool(service.model.chat_template), "context": service.context},
+        "lade": {
+            "chat": bool(service.model.chat_template),
+            "context": service.context,
+            "images": service.model.encode_images is not None,
+            "defaults": {**sampling_defaults(service.model), "max_tokens": service.settings.answer_tokens},
+        },
     }
 
 

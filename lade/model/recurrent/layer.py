@@ -213,11 +213,12 @@ def _moved(state: torch.Tensor, rows: int) -> torch.Tensor:
 
 def _appended(state: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """A state `[B, ...]` and one more row `[1, ...]`; in the same memory, if there is room after its last row."""
-    count = len(state)
+    count, size = len(state), state[0].numel()
     room = state.untyped_storage().nbytes() // state.element_size() - state.storage_offset()
-    if room < (count + 1) * state.stride(0):
+    if room < (count + 1) * size or not state.is_contiguous():
         state = _moved(state, 2 * count)
-    longer = state.as_strided((count + 1, *state.shape[1:]), state.stride())
+    # A lone row's own stride may be any number.
+    longer = state.as_strided((count + 1, *state.shape[1:]), (size, *state.stride()[1:]))
     longer[count] = row[0]
     return longer
 

@@ -1,6 +1,4 @@
-// The server's routes, and what its refusals mean.
-
-import { events } from "./sse.js";
+// The server's routes, what its refusals mean, and its events.
 
 const KEY = "lade.key";
 
@@ -90,4 +88,30 @@ function unready(state, reason) {
 function sentence(text = "The server gave no reason") {
   const whole = text.charAt(0).toUpperCase() + text.slice(1);
   return /[.!?]$/.test(whole) ? whole : `${whole}.`;
+}
+
+/** What stands behind `data:` in each event, until the body ends. Comments, which keep the connection alive, are skipped. */
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let held = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      held = (held + value).replaceAll("\r\n", "\n");
+      const blocks = held.split("\n\n");
+      held = blocks.pop();
+      for (const block of blocks) {
+        const data = dataOf(block);
+        if (data) yield data;
+      }
+    }
+  } finally {
+    await reader.cancel(); // whoever stops reading closes the connection, and the server frees the row
+  }
+}
+
+function dataOf(block) {
+  const lines = block.split("\n").filter((line) => line.startsWith("data:"));
+  return lines.map((line) => line.slice(line[5] === " " ? 6 : 5)).join("\n");
 }

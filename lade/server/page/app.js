@@ -1,125 +1,205 @@
 // The page: what its parts do together.
 
-import { hasKey, models, readiness, setKey } from "./api.js";
 import { ask, request } from "./asking.js";
-import { prepareComposer, prepareKeys, preparePaint } from "./controls.js";
-import { byId } from "./dom.js";
-import { askForKey, banner, Drawers, prepareDialogs, prepareTheme, tell, toast } from "./furniture.js";
+import { Composer } from "./composer.js";
+import { Conversation } from "./conversation.js";
+import { byId, copy } from "./dom.js";
+import { askForName, Drawers, openMenu, prepareColours, prepareDialogs, prepareKeys, prepareTheme, tell, toast } from "./furniture.js";
 import { Rows } from "./rows.js";
+import { Server } from "./server.js";
 import { Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
-import { keep, newConversation, setting, Store } from "./store.js";
+import { keep, Pictures, setting, Store } from "./store.js";
 import { Trace } from "./trace.js";
+import { asMarkdown, exported, fileName, imported } from "./transfer.js";
 import { Transcript } from "./transcript.js";
 
 const TITLE_LENGTH = 80;
 const SAVE_MS = 1000;
-const LOOK_MS = 2000;
 
 class App {
   constructor() {
     this.store = new Store();
+    this.pictures = new Pictures(() => toast("The browser keeps no more pictures: new ones are gone with this tab."));
     this.settings = new Settings();
     this.drawers = new Drawers({ rows: new Rows() });
+    this.server = new Server(() => this.learned());
     this.running = new Map(); // the conversations that are being answered, by id: `{conversation, stop}`
-    this.plain = false; // whether the model has no chat template and continues text
+    this.composer = new Composer(this);
     this.transcript = new Transcript(this);
     this.sidebar = new Sidebar(this);
-    this.store.watch((id) => this.changedElsewhere(id));
+    this.prepare();
     this.open(setting("open", null));
-    this.connect();
+    this.server.connect();
+  }
+
+  prepare() {
+    this.store.watch((id) => this.changedElsewhere(id));
+    byId("new").addEventListener("click", () => { this.open(null); byId("say").focus(); });
+    byId("more").addEventListener("click", () => this.menu(this.conversation.id, byId("more")));
+    byId("system").addEventListener("change", ({ target }) => {
+      this.conversation.system = target.value;
+      if (this.conversation.messages.length) this.save(this.conversation);
+    });
+    addEventListener("pagehide", () => this.running.forEach(({ conversation }) => this.save(conversation)));
+    const kept = this.store.all().map(({ id }) => this.store.raw(id));
+    this.pictures.sweep(kept).catch((error) => console.info("Pictures are kept for this tab only:", error.message));
   }
 
   // What can be done with conversations.
 
+  /** Show a conversation; where it cannot be drawn, what can be done about that. */
   open(id) {
-    this.conversation = this.running.get(id)?.conversation ?? this.store.get(id) ?? newConversation();
-    keep("open", this.conversation.id);
-    byId("system").value = this.conversation.system;
+    keep("open", id);
     this.drawers.chosen();
-    this.show();
+    this.broken = null;
+    try {
+      this.conversation = this.running.get(id)?.conversation ?? this.store.get(id) ?? new Conversation();
+      byId("system").value = this.conversation.system;
+      this.show();
+    } catch (error) {
+      console.info("A conversation cannot be drawn:", error.message);
+      this.conversation = new Conversation();
+      this.broken = id;
+      this.transcript.showBroken(id);
+      this.furnish();
+    }
   }
 
-  rename(id, title) {
-    this.change(id, (conversation) => { conversation.title = title; });
+  menu(id, button) {
+    const readable = [
+      { label: "Rename", drawing: "edit", action: () => this.rename(id) },
+      { label: "Copy as Markdown", drawing: "copy", action: () => this.copyMarkdown(id) },
+    ];
+    const broken = this.store.all().some((each) => each.id === id && each.broken);
+    openMenu(button, [...(broken ? [] : readable),
+      { label: "Export", drawing: "save", action: () => this.download(id) },
+      { label: "Delete", drawing: "bin", action: () => this.remove(id) }]);
+  }
+
+  async rename(id) {
+    const title = await askForName(this.get(id).title);
+    if (title === null) return;
+    const conversation = this.get(id);
+    conversation.title = title;
+    this.save(conversation);
+    this.furnish();
+  }
+
+  async copyMarkdown(id) {
+    await copy(asMarkdown(this.get(id)));
+    toast("Copied.");
   }
 
   remove(id) {
     this.running.get(id)?.stop();
-    const removed = this.store.get(id);
+    const raw = this.store.raw(id);
+    const title = this.store.all().find((each) => each.id === id)?.title;
     this.store.remove(id);
-    if (id === this.conversation.id) this.open(null);
-    else this.list();
-    const undo = () => { this.store.save(removed); this.open(id); };
-    toast(`Deleted “${removed.title || "New chat"}”.`, { label: "Undo", action: undo });
+    if (id === this.conversation.id || id === this.broken) this.open(null);
+    else this.furnish();
+    const undo = () => { this.store.restore(id, raw); this.open(id); };
+    if (raw !== null) toast(`Deleted “${title || "New chat"}”.`, { label: "Undo", action: undo });
   }
 
-  download(id) {
-    const { title, system, messages } = this.store.get(id);
-    const turns = messages.map(({ role, content }) => ({ role, content }));
-    const all = system ? [{ role: "system", content: system }, ...turns] : turns;
+  /** A conversation as a file; one that cannot be read as it is kept. */
+  async download(id) {
+    let file = { name: fileName(id), content: this.store.raw(id) };
+    try {
+      file = await exported(this.get(id), this.pictures);
+    } catch (error) {
+      console.info("A conversation is exported as it is kept:", error.message);
+    }
     const link = document.createElement("a");
-    link.href = URL.createObjectURL(new Blob([JSON.stringify({ title, messages: all }, null, 2)], { type: "application/json" }));
-    link.download = `${title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, TITLE_LENGTH) || "chat"}.json`;
+    link.href = URL.createObjectURL(new Blob([file.content], { type: "application/json" }));
+    link.download = file.name;
     link.click();
     URL.revokeObjectURL(link.href);
   }
 
-  change(id, how) {
-    const conversation = id === this.conversation.id ? this.conversation : (this.running.get(id)?.conversation ?? this.store.get(id));
-    how(conversation);
-    this.save(conversation);
-    this.title();
-    this.list();
+  async importFiles(files) {
+    for (const file of files) {
+      try {
+        const conversation = imported(await file.text(), this.pictures);
+        this.save(conversation);
+        this.open(conversation.id);
+      } catch (problem) {
+        toast(`${file.name} cannot be imported: ${problem.message}`);
+      }
+    }
   }
 
   changedElsewhere(id) {
     if (id === this.conversation.id && !this.running.has(id)) this.open(id);
-    else this.list();
+    else this.furnish();
+  }
+
+  get(id) {
+    return id === this.conversation.id ? this.conversation : (this.running.get(id)?.conversation ?? this.store.get(id));
   }
 
   // What can be done with messages.
 
   suggest(text) {
-    byId("say").value = text;
-    byId("say").dispatchEvent(new Event("input"));
-    byId("say").focus();
+    this.composer.suggest(text);
   }
 
-  send(text) {
+  /** Whether such a message can be sent now. */
+  takes(text, files) {
+    return Boolean((this.server.plain ? text : text.trim()) || files.length) && !this.running.has(this.conversation.id);
+  }
+
+  send(text, files = []) {
     const { conversation } = this;
-    if (!(this.plain ? text : text.trim()) || this.running.has(conversation.id)) return false;
-    conversation.title ||= text.trim().replace(/\s+/g, " ").slice(0, TITLE_LENGTH);
-    conversation.messages.push({ role: "user", content: this.plain ? text : text.trim() });
-    this.answer();
-    return true;
+    const content = this.server.plain ? text : text.trim();
+    conversation.title ||= (text.trim() || files[0].name).replace(/\s+/g, " ").slice(0, TITLE_LENGTH);
+    const kept = files.map(({ url, ...file }) => (url ? { ...file, picture: this.pictures.keep(url) } : file));
+    conversation.add({ role: "user", content, ...(kept.length && { files: kept }) });
+    this.answer(conversation);
   }
 
+  /** Send another version of a message. */
   edit(message, text) {
-    if (!text.trim()) return;
-    this.cutAt(message);
-    this.send(text);
-  }
-
-  again(message) {
-    this.cutAt(message);
-    this.answer();
-  }
-
-  /** Take a message and all behind it away. */
-  cutAt(message) {
+    const { files } = message;
+    if (!text.trim() && !files) return;
     this.stop();
+    this.conversation.branchAt(message);
+    this.conversation.add({ role: "user", content: this.server.plain ? text : text.trim(), ...(files && { files }) });
+    this.answer(this.conversation);
+  }
+
+  /** Let the model give another answer. */
+  again(message) {
+    this.stop();
+    this.conversation.branchAt(message);
+    this.answer(this.conversation);
+  }
+
+  /** Show another version of a message. */
+  version(message) {
+    this.stop();
+    this.conversation.show(message);
+    this.save(this.conversation);
+    this.transcript.showVersion(this.conversation, this.server, message);
+    this.furnish();
+    tell("Another version is shown.");
+  }
+
+  /** Send no more of what was said first; and let an answer that failed for it be tried again. */
+  dropOldest(message = null) {
     const { conversation } = this;
-    const place = conversation.messages.indexOf(message);
-    const removed = conversation.messages.splice(place);
-    if (!removed.some(({ role, content }) => role === "assistant" && content)) return;
-    const undo = () => {
-      this.stop();
-      conversation.messages.splice(place, Infinity, ...removed);
-      this.save(conversation);
-      this.open(conversation.id);
-    };
-    toast("The old answer is gone.", { label: "Undo", action: undo });
+    if (!conversation.canDrop) return toast("Only your last message is left: shorten it.");
+    conversation.dropOldest(this.server.context ?? 0);
+    this.save(conversation);
+    if (message) this.again(message);
+    else this.show();
+    return null;
+  }
+
+  sendAll() {
+    this.conversation.start = 0;
+    this.save(this.conversation);
+    this.show();
   }
 
   stop() {
@@ -128,25 +208,25 @@ class App {
   }
 
   /** Let the model answer what was said last. */
-  async answer() {
-    const { conversation } = this;
+  async answer(conversation) {
     const message = { role: "assistant", content: "", trace: new Trace(), running: true };
     const aborter = new AbortController();
     const own = { conversation, stop: () => aborter.abort() };
-    conversation.messages.push(message);
-    conversation.changed = Date.now();
+    conversation.add(message);
     this.running.set(conversation.id, own);
+    this.broken = null;
     this.save(conversation);
+    keep("open", this.conversation.id);
     this.show();
     tell("Answering.");
     await this.stream(conversation, message, aborter.signal);
     message.running = false;
+    if (message.usage) conversation.measure(message);
     if (this.running.get(conversation.id) === own) this.running.delete(conversation.id);
     if (conversation.messages.includes(message)) this.save(conversation);
     this.transcript.changed(message);
-    this.buttons();
-    this.list();
-    tell(message.problem ?? `The answer is ${message.finish === "stopped" ? "stopped" : "there"}: ${message.trace.tokens} tokens, ${message.trace.tokensPerStep.toFixed(1)} in each pass.`);
+    this.furnish();
+    tell(message.problem ?? `The answer is ${message.finish === "stopped" ? "stopped" : "there"}.`);
   }
 
   /** As `ask`, until it is answered: asks for a key, and goes on as text where there is no chat template. */
@@ -154,84 +234,46 @@ class App {
     const changed = () => { this.transcript.changed(message); this.saveSoon(conversation); };
     for (;;) {
       try {
-        return await ask(request(conversation, this.settings.fields, this.plain), message, { signal, session: conversation.id, changed });
+        const asked = await request(conversation, this.settings.fields, this.server.plain, this.pictures);
+        return await ask(asked, message, { signal, session: conversation.id, changed });
       } catch (problem) {
         if (problem.kind === undefined) throw problem;
-        if (problem.kind === "key" && (await this.unlock())) { this.learn(); continue; }
-        if (problem.code === "no_chat_template" && !this.plain) { this.continuesText(); continue; }
+        if (problem.kind === "key" && (await this.server.unlock())) continue;
+        if (problem.code === "no_chat_template" && !this.server.plain) { this.server.continuesText(); continue; }
         message.problem = problem.message;
-        if (problem.kind === "gone") this.connect();
+        message.code = problem.code;
+        if (problem.kind === "gone") this.server.connect();
         return null;
       }
     }
   }
 
-  // The server.
-
-  /** Look at the server until it is ready, and say meanwhile what is the matter. */
-  async connect() {
-    if (this.connecting) return;
-    this.connecting = true;
-    for (let problem = await readiness(); problem; problem = await readiness()) {
-      banner(problem.message);
-      await new Promise((done) => setTimeout(done, LOOK_MS));
-    }
-    banner(null);
-    this.connecting = false;
-    await this.learn();
-  }
-
-  /** What is served. */
-  async learn() {
-    try {
-      const { data: [model] } = await models();
-      byId("model").textContent = model.id;
-      if (model.lade?.chat === false) this.continuesText();
-    } catch (problem) {
-      if (problem.kind === undefined) throw problem;
-      if (problem.kind !== "key") return this.connect();
-      if (await this.unlock()) await this.learn();
-    }
-    return null;
-  }
-
-  async unlock() {
-    this.asked ??= askForKey({ wrong: hasKey() });
-    const key = await this.asked;
-    this.asked = null;
-    if (key) setKey(key);
-    return key !== null;
-  }
-
-  continuesText() {
-    this.plain = true;
-    byId("say").placeholder = "Begin a text";
-    document.body.classList.add("plain");
-    this.show();
-  }
-
   // What is seen.
 
+  /** More is known of the server. */
+  learned() {
+    const { model, plain, defaults } = this.server;
+    byId("model").textContent = model;
+    this.settings.suggest(defaults);
+    if (document.body.classList.contains("plain") === plain || this.broken !== null) return this.furnish();
+    document.body.classList.toggle("plain", plain);
+    return this.show();
+  }
+
   show() {
-    this.transcript.show(this.conversation, this.plain);
-    this.title();
-    this.list();
-    this.buttons();
+    this.transcript.show(this.conversation, this.server);
+    this.furnish();
   }
 
-  title() {
-    byId("title").textContent = this.conversation.title || "New chat";
-    document.title = this.conversation.title ? `${this.conversation.title} · lade` : "lade";
-  }
-
-  list() {
-    this.sidebar.show(this.store.all(), this.conversation.id, this.running);
-  }
-
-  buttons() {
-    const going = this.running.has(this.conversation.id);
-    byId("send").hidden = going;
-    byId("stop").hidden = !going;
+  /** All but the messages. */
+  furnish() {
+    const { conversation, server } = this;
+    byId("title").textContent = conversation.title || "New chat";
+    byId("more").hidden = !conversation.messages.length;
+    document.title = conversation.title ? `${conversation.title} · lade` : "lade";
+    this.sidebar.show(this.store.all(), this.broken ?? conversation.id, this.running);
+    this.composer.show(server, this.running.has(conversation.id));
+    this.composer.meter(conversation.messages.length ? conversation.tokens : null, server.context, conversation.canDrop);
   }
 
   save(conversation) {
@@ -247,8 +289,6 @@ class App {
 
 prepareTheme();
 prepareDialogs();
-preparePaint();
-const app = new App();
-prepareComposer(app);
-prepareKeys(app);
+prepareColours();
+prepareKeys(new App());
 byId("say").focus();

@@ -1,6 +1,6 @@
-// What stands around the conversation: drawers, dialogs, the banner, the theme, words that go by.
+// What stands around the conversation: drawers, dialogs, menus, keys, themes, words that go by.
 
-import { byId, element } from "./dom.js";
+import { byId, element, icon } from "./dom.js";
 import { SOURCES } from "./sources.js";
 import { keep, setting } from "./store.js";
 
@@ -59,15 +59,24 @@ export class Drawers {
   }
 }
 
-/** Ask for a key, once at a time. @returns a promise of the key, or of null where none was given */
+/** Ask for a key. @returns a promise of the key, or of null where none was given */
 export function askForKey({ wrong }) {
-  const [dialog, form, field] = [byId("key-dialog"), byId("key-form"), byId("key")];
   byId("key-wrong").hidden = !wrong;
+  return answered(byId("key-dialog"), "");
+}
+
+/** Ask for a conversation's name. @returns as `askForKey` */
+export const askForName = (title) => answered(byId("name-dialog"), title);
+
+/** What is filled into a dialog's one field; null where it is closed without. */
+function answered(dialog, value) {
+  const field = dialog.querySelector("input");
+  field.value = value;
   if (!dialog.open) dialog.showModal();
-  field.focus();
+  field.select();
   return new Promise((done) => {
     let given = null;
-    form.onsubmit = (event) => {
+    dialog.querySelector("form").onsubmit = (event) => {
       event.preventDefault();
       given = field.value.trim() || null;
       dialog.close();
@@ -86,6 +95,31 @@ export function prepareDialogs() {
     button.addEventListener("click", () => button.closest("dialog").close());
   }
   byId("help").addEventListener("click", () => byId("help-dialog").showModal());
+  prepareMenu();
+}
+
+/** Open a menu at a button. @param items `{label, drawing, action}`, the drawing an icon's name */
+export function openMenu(button, items) {
+  const menu = byId("actions");
+  const chosen = (action) => () => { menu.hidePopover(); action(); };
+  menu.replaceChildren(...items.map(({ label, drawing, action }) =>
+    element("button", { type: "button", class: "quiet", role: "menuitem", onclick: chosen(action) }, icon(drawing), label)));
+  menu.showPopover();
+  const { bottom, left, right } = button.getBoundingClientRect();
+  menu.style.top = `${Math.min(bottom + 4, innerHeight - menu.offsetHeight - 8)}px`;
+  menu.style.left = `${Math.max(8, Math.min(left, right - menu.offsetWidth, innerWidth - menu.offsetWidth - 8))}px`;
+  menu.firstChild.focus();
+}
+
+function prepareMenu() {
+  const menu = byId("actions");
+  menu.addEventListener("keydown", (event) => {
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    const items = [...menu.children];
+    items.at((items.indexOf(document.activeElement) + step) % items.length).focus();
+  });
 }
 
 /** Say something above the conversation that stays true for a while; null: nothing. */
@@ -122,4 +156,29 @@ export function prepareTheme() {
     apply(next);
   });
   apply(setting("theme", "system"));
+}
+
+/** Whether tokens have the colours of their sources. */
+export function prepareColours() {
+  const button = byId("paint");
+  const apply = (on) => { document.body.classList.toggle("unpainted", !on); button.setAttribute("aria-pressed", on); };
+  button.addEventListener("click", () => {
+    keep("paint", !setting("paint", true));
+    apply(setting("paint", true));
+  });
+  apply(setting("paint", true));
+}
+
+/** Keys that work everywhere. */
+export function prepareKeys(app) {
+  document.addEventListener("keydown", (event) => {
+    if (document.querySelector("dialog[open], :popover-open")) return;
+    const typing = /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName);
+    if (event.key === "Escape") { if (!app.drawers.closeTop()) app.stop(); }
+    else if (event.ctrlKey && event.shiftKey && event.key.toLowerCase() === "o") byId("new").click();
+    else if (!typing && event.key === "/") byId("say").focus();
+    else if (!typing && event.key === "?") byId("help").click();
+    else return;
+    event.preventDefault();
+  });
 }

@@ -29,8 +29,8 @@ function* pieces(data, text, spans, place, first) {
   let begun = 0;
   let owner = null;
   for (let index = 0; index < data.length; index += 1) {
-    const found = text.indexOf(data[index], place.at);
-    if (found >= 0 && found - place.at < REACH && (found === place.at || data[index].trim())) place.at = found + 1;
+    const ahead = text.slice(place.at, place.at + REACH).indexOf(data[index]);
+    if (ahead === 0 || (ahead > 0 && data[index].trim())) place.at += ahead + 1;
     else if (owner !== null) continue; // of the one before it
     while (place.token < spans.length - 1 && spans[place.token].end < place.at) place.token += 1;
     const now = spans[place.token].start < place.at && place.at <= spans[place.token].end ? place.token : null;

@@ -1,26 +1,45 @@
 // A text that grows, as Markdown: what did not change since the last time is left as it is.
 
 import { copyButton, element } from "./dom.js";
-import { blocksOf, rendered } from "./markdown.js";
+import { Markdown } from "./markdown.js";
+import { drawFormulas } from "./maths.js";
 import { paint } from "./paint.js";
 
 /** A text as elements, its tokens painted. */
 export class Prose {
-  /** @param plain whether the text is shown as it is, for models that just continue one */
+  /** @param plain whether the text is shown as it is, without Markdown */
   constructor(plain) {
+    this.markdown = new Markdown();
+    this.node = element("div");
+    this.setPlain(plain);
+  }
+
+  /** Show the text as it is, or as Markdown, from the next update on. */
+  setPlain(plain) {
     this.plain = plain;
-    this.node = element("div", { class: plain ? "prose plain" : "prose" });
+    this.node.className = plain ? "prose plain" : "prose";
+    this.node.replaceChildren();
     this.shown = []; // `{raw, painted, node}` of each block
   }
 
   /**
-   * Show a text.
+   * Show a text; what cannot be drawn as Markdown stays plain from then on.
    * @param text all of it
    * @param spans its tokens
    * @param offset where the text begins, counted as the spans count
    */
   update(text, spans, offset = 0) {
-    const blocks = this.plain ? [{ raw: text, start: 0 }] : blocksOf(text);
+    try {
+      this.#draw(this.plain ? [{ raw: text, start: 0 }] : this.markdown.blocks(text), spans, offset);
+    } catch (error) {
+      if (this.plain) throw error;
+      console.info("Shown as plain text:", error.message);
+      this.setPlain(true);
+      this.update(text, spans, offset);
+    }
+  }
+
+  #draw(blocks, spans, offset) {
     for (const [index, block] of blocks.entries()) {
       const begin = offset + block.start;
       const [first, last] = [firstBehind(spans, begin), firstFrom(spans, begin + block.raw.length)];
@@ -35,7 +54,7 @@ export class Prose {
   }
 
   #made(block, spans, first) {
-    const node = element("div", {}, this.plain ? block.raw : rendered(block));
+    const node = element("div", {}, this.plain ? block.raw : this.markdown.render(block));
     paint(node, block.raw, spans, first);
     for (const code of node.querySelectorAll("pre")) {
       const head = element("div", { class: "code-head" }, element("span", {}, code.dataset.language || "code"));
@@ -50,6 +69,7 @@ export class Prose {
       table.replaceWith(box);
       box.append(table);
     }
+    drawFormulas(node);
     return node;
   }
 }

@@ -6,27 +6,29 @@ import { keep, setting } from "./store.js";
 const SAMPLING = [
   { name: "temperature", label: "Temperature", min: 0, max: 2, step: "any", hint: "0: greedy" },
   { name: "top_p", label: "Top-p", min: 0, max: 1, step: "any" },
-  { name: "top_k", label: "Top-k", min: 0, step: 1 },
+  { name: "top_k", label: "Top-k", min: 0, step: 1, hint: "0: off" },
   { name: "min_p", label: "Min-p", min: 0, max: 1, step: "any" },
   { name: "repetition_penalty", label: "Repetition penalty", min: 0.1, max: 3, step: "any" },
   { name: "presence_penalty", label: "Presence penalty", min: -2, max: 2, step: "any" },
   { name: "frequency_penalty", label: "Frequency penalty", min: -2, max: 2, step: "any" },
-  { name: "seed", label: "Seed", min: 0, step: 1, hint: "empty: a new one" },
+  { name: "seed", label: "Seed", min: 0, step: 1 },
 ];
 const LENGTH = { name: "max_tokens", label: "Longest answer", min: 1, step: 1, hint: "in tokens" };
-const CHOICES = [
-  { name: "lookahead", label: "Lookahead", options: { auto: "automatic", off: "off: one token a pass", budget: "tokens fed in each pass" } },
-  { name: "thinking", label: "Reasoning", options: { auto: "as the model does", on: "on", off: "off" } },
-];
-const BUDGET = { name: "budget", label: "Tokens fed in each pass", min: 2, max: 256, step: 1 };
-const STOP = { name: "stop", label: "Stop at" };
+const STOP = { name: "stop", label: "Stop at", hint: "one text a line", placeholder: "Nothing" };
+const FORM = { name: "form", label: "Form of the answer", options: { auto: "any text", json: "JSON", schema: "JSON by a schema" } };
+const SCHEMA = { name: "schema", label: "JSON schema", placeholder: '{"type": "object", ...}' };
+const LOOKAHEAD = { name: "lookahead", label: "Lookahead", options: { auto: "automatic", off: "off: one token a pass", budget: "tokens fed in each pass" } };
+const BUDGET = { name: "budget", label: "Tokens fed in each pass", min: 2, max: 256, step: 1, placeholder: "16" };
+const THINKING = { name: "thinking", label: "Reasoning", options: { auto: "as the model does", on: "on", off: "off" } };
+const UNSET = { presence_penalty: 0, frequency_penalty: 0, min_p: 0, repetition_penalty: 1, seed: "random" }; // where the server does not say
 
 /** The form's fields, filled with what was set before. */
 export class Settings {
   constructor() {
     this.values = setting("settings", {});
     byId("sampling").append(...SAMPLING.map((field) => this.#number(field)));
-    byId("decoding").append(this.#number(LENGTH), this.#text(STOP), this.#choice(CHOICES[0]), this.#number(BUDGET), this.#choice(CHOICES[1]));
+    byId("answering").append(this.#number(LENGTH), this.#text(STOP), this.#choice(FORM), this.#text(SCHEMA));
+    byId("decoding").append(this.#choice(LOOKAHEAD), this.#number(BUDGET), this.#choice(THINKING));
     byId("reset").addEventListener("click", () => this.#reset());
     byId("fields").addEventListener("submit", (event) => event.preventDefault());
     this.#hide();
@@ -34,14 +36,24 @@ export class Settings {
 
   /** What goes into a request: only what was set. */
   get fields() {
-    const { lookahead, budget, thinking, stop, ...numbers } = this.values;
+    const { lookahead, budget, thinking, stop, form, schema, ...numbers } = this.values;
+    const format = formOf(form, schema);
     return {
       ...numbers,
       ...(stop && { stop: stop.split("\n").filter(Boolean) }),
+      ...(format && { response_format: format }),
       ...(lookahead === "off" && { lookahead: null }),
       ...(lookahead === "budget" && { lookahead: { budget: budget ?? 16 } }),
       ...(thinking && { chat_template_kwargs: { enable_thinking: thinking === "on" } }),
     };
+  }
+
+  /** Show what holds where nothing is set. */
+  suggest(defaults) {
+    for (const [name, value] of Object.entries({ ...UNSET, ...defaults })) {
+      const input = byId(`set-${name}`);
+      if (input) input.placeholder = value;
+    }
   }
 
   #number({ name, label, hint, ...bounds }) {
@@ -49,17 +61,17 @@ export class Settings {
     input.value = this.values[name] ?? "";
     input.addEventListener("change", () => {
       const right = input.checkValidity();
-      input.setAttribute("aria-invalid", !right);
+      mark(input, right ? "" : `${input.validationMessage} It is not sent.`);
       this.#set(name, input.value === "" || !right ? undefined : Number(input.value));
     });
     return this.#field(name, label, hint, input);
   }
 
-  #text({ name, label }) {
-    const input = element("textarea", { id: `set-${name}`, rows: "1", placeholder: "Nothing" });
+  #text({ name, label, hint, placeholder }) {
+    const input = element("textarea", { id: `set-${name}`, rows: "1", placeholder, spellcheck: "false" });
     input.value = this.values[name] ?? "";
     input.addEventListener("change", () => this.#set(name, input.value || undefined));
-    return this.#field(name, label, "one text a line", input);
+    return this.#field(name, label, hint, input);
   }
 
   #choice({ name, label, options }) {
@@ -72,7 +84,7 @@ export class Settings {
 
   #field(name, label, hint, input) {
     const words = element("label", { for: `set-${name}` }, label, hint ? element("small", {}, ` ${hint}`) : null);
-    return element("div", { class: "field", id: `field-${name}` }, words, input);
+    return element("div", { class: "field", id: `field-${name}` }, words, input, element("small", { class: "wrong", role: "status" }));
   }
 
   #set(name, value) {
@@ -85,11 +97,39 @@ export class Settings {
   #reset() {
     this.values = {};
     keep("settings", this.values);
-    for (const input of document.querySelectorAll("[id^=set-]")) input.value = input.tagName === "SELECT" ? "auto" : "";
+    for (const input of document.querySelectorAll("[id^=set-]")) {
+      input.value = input.tagName === "SELECT" ? "auto" : "";
+      mark(input, "");
+    }
     this.#hide();
   }
 
   #hide() {
     byId("field-budget").hidden = this.values.lookahead !== "budget";
+    byId("field-schema").hidden = this.values.form !== "schema";
+    mark(byId("set-schema"), formOf("schema", this.values.schema) ? "" : "This is no JSON object: the answer may be any text.");
+  }
+}
+
+/** Say below a field what is wrong with it; "": nothing. */
+function mark(input, words) {
+  input.setAttribute("aria-invalid", words !== "");
+  input.parentElement.lastChild.textContent = words;
+}
+
+/** A `response_format`; undefined for any text, and where the schema is none. */
+function formOf(form, text) {
+  if (form === "json") return { type: "json_object" };
+  const schema = form === "schema" ? objectIn(text) : undefined;
+  return schema && { type: "json_schema", json_schema: { name: "answer", schema } };
+}
+
+function objectIn(text = "") {
+  try {
+    const value = JSON.parse(text);
+    return typeof value === "object" && value !== null && !Array.isArray(value) ? value : undefined;
+  } catch (error) {
+    if (error instanceof SyntaxError) return undefined;
+    throw error;
   }
 }

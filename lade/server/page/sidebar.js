@@ -3,36 +3,37 @@
 import { byId, element, iconButton } from "./dom.js";
 
 export class Sidebar {
-  /** @param actions `{open(id), rename(id, title), remove(id), download(id)}` */
+  /** @param actions `{open(id), menu(id, button), importFiles(files)}` */
   constructor(actions) {
     this.actions = actions;
-    this.list = byId("conversations");
+    this.search = byId("search");
+    this.shown = [[], null, new Map()];
+    this.search.addEventListener("input", () => this.#draw());
+    const chosen = byId("import-files");
+    byId("import").addEventListener("click", () => chosen.click());
+    chosen.addEventListener("change", () => { actions.importFiles([...chosen.files]); chosen.value = ""; });
   }
 
+  /** @param conversations as `Store.all` has them @param running those that are being answered, by id */
   show(conversations, current, running) {
-    this.list.replaceChildren(...conversations.map((conversation) => this.#item(conversation, current, running)));
+    this.shown = [conversations, current, running];
+    this.#draw();
   }
 
-  #item({ id, title }, current, running) {
-    const open = element("button", { type: "button", class: "quiet name", onclick: () => this.actions.open(id) }, title || "New chat");
-    if (id === current) open.setAttribute("aria-current", "page");
-    const item = element("li", { class: running.has(id) ? "going" : null }, open, element("span", { class: "tools" },
-      iconButton("edit", "Rename", () => this.#rename(item, id, title)),
-      iconButton("save", "Download", () => this.actions.download(id)),
-      iconButton("bin", "Delete", () => this.actions.remove(id))));
-    return item;
+  #draw() {
+    const [conversations, current, running] = this.shown;
+    const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const found = conversations.filter(({ title, text }) => words.every((word) => `${title}\n${text}`.toLowerCase().includes(word)));
+    byId("conversations").replaceChildren(...found.map((each) => this.#item(each, each.id === current, running.has(each.id))));
+    byId("none-found").hidden = found.length > 0 || !words.length;
+    this.search.hidden = conversations.length < 2 && !words.length;
   }
 
-  #rename(item, id, title) {
-    const field = element("input", { "aria-label": "Name of the conversation", value: title });
-    const done = () => this.actions.rename(id, field.value.trim() || title);
-    field.addEventListener("blur", done);
-    field.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") field.value = title;
-      if (event.key === "Escape" || event.key === "Enter") field.blur();
-      event.stopPropagation();
-    });
-    item.replaceChildren(field);
-    field.select();
+  #item({ id, title, broken }, current, running) {
+    const open = element("button", { type: "button", class: broken ? "quiet name faint" : "quiet name", onclick: () => this.actions.open(id) }, title || "New chat");
+    if (current) open.setAttribute("aria-current", "page");
+    const more = iconButton("more", `Actions for ${title || "New chat"}`, () => this.actions.menu(id, more));
+    more.setAttribute("aria-haspopup", "menu");
+    return element("li", { class: running ? "going" : null }, open, more);
   }
 }

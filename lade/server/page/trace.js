@@ -2,6 +2,15 @@
 
 import { letterOf, sourceOf } from "./sources.js";
 
+/** Whether something has the form of the steps that `Trace` takes. */
+export function isTrace(steps) {
+  return Array.isArray(steps) && steps.every((step) => {
+    const [fed, letters, lengths] = Array.isArray(step) ? step : [];
+    return typeof fed === "number" && typeof letters === "string" && letters.length > 0 && Array.isArray(lengths)
+      && lengths.length === letters.length && lengths.every((length) => Number.isInteger(length) && length >= 0);
+  });
+}
+
 /**
  * The steps of one answer, in a form small enough to be kept: `[fed, letters of the sources, lengths of the tokens' texts]`.
  * The texts joined are the answer: its reasoning, then its content.

@@ -3,36 +3,77 @@
 import { byId, counted, element } from "./dom.js";
 import { Answer, Question } from "./message.js";
 import { colour, SOURCES } from "./sources.js";
-import { Trace } from "./trace.js";
 
 const NEAR_END_PX = 80;
+const ROUNDING_PX = 2; // between where it was scrolled to and where it says that it is
 const FRAME_SHARE = 3; // of the time at most a third goes into drawing
 const CHAT = ["Write a Python function that merges two sorted lists.", "Why is the sky blue? Three sentences.", "List the planets in a table, with their moons."];
 const TEXT = ["def binary_search(values, target):\n", "class Stack:\n", "import json\n\n\ndef load(path):\n"];
 
 export class Transcript {
-  /** @param actions `{edit(message, text), again(message), suggest(text)}` */
-  constructor(actions) {
-    this.actions = actions;
+  /** @param app what messages ask to be done, and `{suggest(text), sendAll(), download(id), remove(id)}` */
+  constructor(app) {
+    this.app = app;
     this.scroller = byId("transcript");
     this.list = byId("messages");
     this.views = new Map();
     this.due = new Set();
     this.follows = true;
+    this.top = 0; // where it was scrolled to
     this.scroller.addEventListener("scroll", () => this.#scrolled());
+    const sized = new ResizeObserver(() => this.follows && this.follow()); // pictures and formulas come late
+    for (const node of [this.list, this.scroller]) sized.observe(node);
     byId("latest").addEventListener("click", () => this.follow());
     for (const kind of ["mouseover", "mouseout"]) this.list.addEventListener(kind, (event) => this.#point(event));
   }
 
-  /** Show a conversation. */
-  show(conversation, plain) {
-    this.plain = plain;
+  /** Show a conversation from its end. @param server what its model is */
+  show(conversation, server) {
     this.views.clear();
-    const nodes = conversation.messages.map((message) => this.#view(message).node);
-    this.list.replaceChildren(...(nodes.length ? nodes : [this.#welcome()]));
-    document.body.classList.toggle("empty", !nodes.length);
+    const { path, sent } = conversation;
+    const actions = this.#actions(conversation);
+    const nodes = path.map((message) => this.#view(message, actions, server).node);
+    if (sent.length < path.length) nodes.splice(path.length - sent.length, 0, this.#dropped());
+    this.#put(nodes.length ? nodes : [this.#welcome(server.plain)], !nodes.length);
+  }
+
+  /** Show it with another version of a message, which stays where it is seen. */
+  showVersion(conversation, server, message) {
+    const { scrollTop } = this.scroller;
+    this.show(conversation, server);
+    this.follows = false;
+    this.scroller.scrollTop = scrollTop;
+    this.views.get(message).node.querySelector(".versions button:enabled").focus({ preventScroll: true });
+  }
+
+  /** Show what can be done with a conversation that cannot be shown. */
+  showBroken(id) {
+    this.views.clear();
+    this.#put([element("section", { class: "welcome", role: "alert" },
+      element("h2", {}, "This conversation cannot be shown"),
+      element("p", { class: "faint" }, "What the browser kept of it is damaged, or this page has a fault. It can be saved as a file, as it is."),
+      element("div", { class: "suggestions" },
+        element("button", { type: "button", onclick: () => this.app.download(id) }, "Export"),
+        element("button", { type: "button", onclick: () => this.app.remove(id) }, "Delete")))], true);
+  }
+
+  #put(nodes, empty) {
+    this.list.replaceChildren(...nodes);
+    document.body.classList.toggle("empty", empty);
     this.#legend();
     this.follow();
+  }
+
+  #actions(conversation) {
+    const { app } = this;
+    return {
+      edit: (message, text) => app.edit(message, text),
+      again: (message) => app.again(message),
+      dropOldest: (message) => app.dropOldest(message),
+      version: (message) => app.version(message),
+      versions: (message) => conversation.versions(message),
+      picture: (id) => app.pictures.get(id),
+    };
   }
 
   /** A message has changed: drawn with the next frame, and less often the longer drawing takes. */
@@ -46,13 +87,20 @@ export class Transcript {
   follow() {
     this.follows = true;
     this.scroller.scrollTop = this.scroller.scrollHeight;
+    this.top = this.scroller.scrollTop;
     byId("latest").hidden = true;
   }
 
-  #view(message) {
-    const view = message.role === "user" ? new Question(message, this.actions, this) : new Answer(message, this.actions, this);
+  #view(message, actions, server) {
+    const view = message.role === "user" ? new Question(message, actions) : new Answer(message, actions, server);
     this.views.set(message, view);
     return view;
+  }
+
+  /** The line above which nothing is sent any more. */
+  #dropped() {
+    return element("p", { class: "dropped faint" }, element("span", {}, "What is above is no longer sent to the model."),
+      element("button", { type: "button", class: "quiet", onclick: () => this.app.sendAll() }, "Send all"));
   }
 
   #draw() {
@@ -61,34 +109,34 @@ export class Transcript {
     if (this.pointed && !this.pointed.isConnected) this.#unpoint();
     this.due.clear();
     this.#legend();
-    if (this.follows) this.scroller.scrollTop = this.scroller.scrollHeight;
     this.pause = (performance.now() - begun) * FRAME_SHARE;
   }
 
   #scrolled() {
     const { scrollTop, scrollHeight, clientHeight } = this.scroller;
-    this.follows = scrollHeight - scrollTop - clientHeight < NEAR_END_PX;
+    this.follows = scrollHeight - scrollTop - clientHeight < NEAR_END_PX || (this.follows && scrollTop > this.top - ROUNDING_PX);
+    this.top = scrollTop;
     byId("latest").hidden = this.follows;
   }
 
   /** The sources in this conversation. */
   #legend() {
-    const traces = [...this.views.keys()].map(({ trace }) => trace).filter((trace) => trace instanceof Trace);
+    const traces = [...this.views.keys()].flatMap(({ trace }) => trace ?? []);
     const met = new Set(traces.flatMap((trace) => trace.counts().map(([source]) => source)));
     const items = SOURCES.filter((source) => met.has(source) && source.name !== "prefill");
     const legend = byId("legend");
-    legend.hidden = !items.length;
+    legend.hidden = !items.some(({ guessed }) => guessed);
     if (legend.childElementCount === items.length) return;
-    legend.replaceChildren(...items.map((source) => element("li", { title: source.meaning }, element("i", { class: `swatch ${colour(source)}` }), source.label)));
+    legend.replaceChildren(...items.map((source) => element("li", { title: source.meaning, class: source.guessed ? null : "own-source" }, element("i", { class: `swatch ${colour(source)}` }), source.label)));
   }
 
-  #welcome() {
-    const words = this.plain
+  #welcome(plain) {
+    const words = plain
       ? "This model has no chat template: it continues the text that you begin."
       : "The tokens that came together in one pass are coloured as they arrive.";
-    const suggestions = (this.plain ? TEXT : CHAT).map((text) =>
-      element("button", { type: "button", onclick: () => this.actions.suggest(text) }, text.trim()));
-    return element("section", { class: "welcome" }, element("h2", {}, this.plain ? "Begin a text" : "What would you like to read?"),
+    const suggestions = (plain ? TEXT : CHAT).map((text) =>
+      element("button", { type: "button", onclick: () => this.app.suggest(text) }, text.trim()));
+    return element("section", { class: "welcome" }, element("h2", {}, plain ? "Begin a text" : "What would you like to read?"),
       element("p", { class: "faint" }, words), element("div", { class: "suggestions" }, ...suggestions));
   }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,6 +51,19 @@ class Seen:
 
     def button(self, name: str) -> Any:
         return self.page.get_by_role("button", name=name, exact=True)
+
+    def keep(self, **conversation: Any) -> None:
+        """Let the browser have kept a conversation, and open the page again with it."""
+        kept = {"id": "kept", "title": "kept", "changed": 1, "system": "", "messages": [], **conversation}
+        self.store("lade.chat.kept", json.dumps(kept))
+
+    def store(self, key: str, text: str) -> None:
+        """Put something into the browser's storage, and open the page again with that conversation."""
+        self.page.evaluate("([key, text]) => localStorage.setItem(key, text)", [key, text])
+        self.page.evaluate(
+            "key => localStorage.setItem('lade.open', JSON.stringify(key))", key.removeprefix("lade.chat.")
+        )
+        self.page.reload()
 
     def until(self, holds: Callable[[], bool]) -> None:
         for _ in range(100):

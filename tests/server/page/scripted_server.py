@@ -67,6 +67,10 @@ class Script:
         refuse: answers every chat with this status and error, until it is None.
         templated: whether the model has a chat template.
         told: whether `/v1/models` says so.
+        images: whether the model takes images.
+        defaults: what the server does where a request does not say.
+        prompt_tokens: that each prompt is said to have.
+        guessed: sources of tokens that are guessed; none: each pass yields one token.
         pause_s: between two steps.
         asked: bodies of the requests so far.
         running: answers that are streaming.
@@ -79,6 +83,10 @@ class Script:
     refuse: tuple[int, dict[str, Any]] | None = None
     templated: bool = True
     told: bool = True
+    images: bool = False
+    defaults: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.7, "max_tokens": 512})
+    prompt_tokens: int = 21
+    guessed: tuple[str, ...] = SOURCES
     thinks: str = ""
     breaks: bool = False
     pause_s: float = 0.002
@@ -88,14 +96,21 @@ class Script:
     left: int = 0
 
 
-def steps_of(text: str, seed: int = 3) -> list[tuple[list[str], list[str]]]:
-    """A text as texts and sources of tokens, step by step."""
-    tokens = re.findall(r"\s?\w+|[^\w]", text)
+def turn(role: str, content: str, **others: Any) -> dict[str, Any]:
+    """A message as the page keeps it; each word of an answer is a token that the model chose itself."""
+    words = re.findall(r"\s*\S+", content)
+    trace = {"trace": [[1, "b", [len(word)]] for word in words], "finish": "stop"} if role == "assistant" else {}
+    return {"role": role, "content": content, **trace, **others}
+
+
+def steps_of(text: str, guessed: tuple[str, ...], seed: int = 3) -> list[tuple[list[str], list[str]]]:
+    """A text as texts and sources of tokens, step by step: one token each where nothing is guessed."""
+    tokens = re.findall(r"\s?\w+|[^\w]", text) or [""]  # an answer that ends at once
     chance, steps = random.Random(seed), [([tokens[0]], ["prefill"])]
     rest = tokens[1:]
     while rest:
-        size = chance.choice([1, 1, 2, 3, 4, 6])
-        source = chance.choice(SOURCES)
+        size = chance.choice([1, 1, 2, 3, 4, 6]) if guessed else 1
+        source = chance.choice(guessed or ("bonus",))
         taken, rest = rest[:size], rest[size:]
         steps.append((taken, [source] * (len(taken) - 1) + ["bonus"]))
     return steps
@@ -129,8 +144,9 @@ class ScriptedServer:
         return JSONResponse(body, status_code=200 if self.script.state == "ok" else 503)
 
     async def models(self, request: Request) -> Response:
-        own = {"chat": self.script.templated, "context": 1024} if self.script.told else {}
-        model = {"id": "tiny-story-model", "object": "model", "lade": own}
+        script = self.script
+        own = {"chat": script.templated, "context": 1024, "images": script.images, "defaults": script.defaults}
+        model = {"id": "tiny-story-model", "object": "model", "lade": own if script.told else {}}
         return self.refusal(request) or JSONResponse({"object": "list", "data": [model]})
 
     async def status(self, request: Request) -> Response:
@@ -144,7 +160,9 @@ class ScriptedServer:
         body = await request.json()
         if not self.script.templated:
             return error(400, "no_chat_template", "the model has no chat template")
-        return self.answer(request, body, body["messages"][-1]["content"], "content")
+        said = body["messages"][-1]["content"]
+        text = said if isinstance(said, str) else "".join(part.get("text", "") for part in said)
+        return self.answer(request, body, text, "content")
 
     async def text(self, request: Request) -> Response:
         body = await request.json()
@@ -179,9 +197,9 @@ class ScriptedServer:
         while answer is None:
             yield frame(choice({member: " on"}, member), trace([" on"], ["bonus"]))
         if self.script.thinks and member != "text":
-            for texts, sources in steps_of(self.script.thinks):
+            for texts, sources in steps_of(self.script.thinks, self.script.guessed):
                 yield frame(choice({"reasoning_content": "".join(texts)}, member), trace(texts, sources))
-        steps = steps_of(answer)
+        steps = steps_of(answer, self.script.guessed)
         for texts, sources in steps[: len(steps) // 2] if self.script.breaks else steps:
             yield frame(choice({member: "".join(texts)}, member), trace(texts, sources))
         if self.script.breaks:
@@ -189,7 +207,7 @@ class ScriptedServer:
             return
         told = {"seed": 7, "steps": len(steps) - 1, "queue_ms": 1.0, "prefill_ms": 12.0, "decode_ms": 340.0}
         yield frame(choice({}, member, finish="stop"), told)
-        yield frame({"choices": [], "usage": {"prompt_tokens": 21, "completion_tokens": 99}})
+        yield frame({"choices": [], "usage": {"prompt_tokens": self.script.prompt_tokens, "completion_tokens": 99}})
         yield "data: [DONE]\n\n"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,17 @@ def test_every_vendored_file_is_listed_with_its_checksum():
     files = [path for path in VENDOR.iterdir() if path.name != "VENDORED.txt"]
     checksums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     assert {line[0]: line[-1] for line in lines} == checksums
-    assert {package for _, package, *_ in lines} == {"marked", "dompurify", "@highlightjs/cdn-assets"}
+    assert {package for _, package, *_ in lines} == {"marked", "dompurify", "@highlightjs/cdn-assets", "temml"}
     assert all((VENDOR / f"{name.partition('.')[0]}.LICENSE").is_file() for name, *_ in lines)
+    licences = {licence for *_, licence, _ in lines}
+    stated = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["license"]
+    assert licences <= set(stated.split(" AND "))
+
+
+def test_the_page_stays_small():
+    """What a browser loads before the first formula, without compression."""
+    later = {"/page/vendor/temml.min.js"}
+    assert sum(len(file.content) for path, file in FILES.items() if path not in later) < 450_000
 
 
 @pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)
@@ -47,7 +57,7 @@ def test_every_file_that_the_page_asks_for_is_there():
     html = (PAGE / "index.html").read_text()
     asked = {f"/{path}" for path in re.findall(r"(?:src|href)=\"([^\"#]+)\"", html)}
     for script in SCRIPTS:
-        asked |= {f"/page/{name}" for name in re.findall(r"from \"\./([^\"]+)\"", script.read_text())}
+        asked |= {f"/page/{name}" for name in re.findall(r"(?:from \"\./|new URL\(\")([^\"]+)\"", script.read_text())}
     assert asked <= set(FILES)
     assert {f"/page/{script.name}" for script in SCRIPTS} <= asked, "a script that nothing uses"
 
@@ -62,8 +72,8 @@ def test_every_icon_that_is_used_is_drawn():
     drawn = set(re.findall(r"symbol id=\"i-([a-z]+)\"", html))
     used = set(re.findall(r"href=\"#i-([a-z]+)\"", html))
     for script in SCRIPTS:
-        used |= set(re.findall(r"\b(?:icon|iconButton)\(\"([a-z]+)\"", script.read_text()))
-    assert used | {"copy"} == drawn
+        used |= set(re.findall(r"\b(?:(?:icon|iconButton|step)\(|drawing: )\"([a-z]+)\"", script.read_text()))
+    assert used == drawn
 
 
 def test_every_element_that_the_scripts_look_up_is_in_the_page():

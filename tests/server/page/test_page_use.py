@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scripted_server import POEM
+from scripted_server import POEM, turn
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-page").expect
 
@@ -46,6 +46,49 @@ def test_settings_go_into_the_request_and_stay(seen):
     assert set(seen.script.asked[-1]) == {"messages", "stream", "stream_options", "lade"}
 
 
+def test_the_defaults_of_the_server_are_shown_where_nothing_is_set(seen):
+    seen.button("Settings").click()
+    expect(seen.page.get_by_label("Temperature")).to_have_attribute("placeholder", "0.7")
+    expect(seen.page.get_by_label("Longest answer")).to_have_attribute("placeholder", "512")
+    expect(seen.page.get_by_label("Seed")).to_have_attribute("placeholder", "random")
+
+
+def test_the_form_of_the_answer_goes_into_the_request(seen):
+    seen.button("Settings").click()
+    form, schema = seen.page.get_by_label("Form of the answer"), seen.page.get_by_label("JSON schema")
+    expect(schema).to_be_hidden()
+    form.select_option("schema")
+    wrong = seen.page.locator("#field-schema .wrong")
+    for text in ("", "{", "5", "[]"):
+        schema.fill(text)
+        schema.blur()
+        expect(wrong).to_contain_text("no JSON object")
+    schema.fill('{"type": "object"}')
+    schema.blur()
+    expect(wrong).to_have_text("")
+    seen.say("merge them")
+    seen.answered()
+    form.select_option("json")
+    seen.say("merge them")
+    seen.until(lambda: len(seen.script.asked) == 2)
+    json_schema = {"name": "answer", "schema": {"type": "object"}}
+    formats = [body["response_format"] for body in seen.script.asked]
+    assert formats == [{"type": "json_schema", "json_schema": json_schema}, {"type": "json_object"}]
+
+
+def test_the_form_of_a_continued_text_goes_into_the_request(seen):
+    seen.script.templated = False
+    seen.page.reload()
+    seen.page.get_by_text("Begin a text").wait_for()
+    seen.button("Settings").click()
+    seen.page.get_by_label("Form of the answer").select_option("schema")
+    seen.page.get_by_label("JSON schema").fill('{"type": "object"}')
+    seen.say("x")
+    seen.until(lambda: len(seen.script.asked) == 1)
+    (body,) = seen.script.asked
+    assert body["structured_outputs"] == {"json": {"type": "object"}} and "response_format" not in body
+
+
 def test_live_rows_are_shown(seen):
     seen.button("Live rows").click()
     rows = seen.page.locator("#rows")
@@ -64,7 +107,7 @@ def test_code_and_answers_are_copied(seen):
     assert seen.page.evaluate("() => navigator.clipboard.readText()").startswith(
         "def merge(left, right):\n    merged = []\n"
     )
-    answer.get_by_role("button", name="Copy", exact=True).click()
+    answer.get_by_role("button", name="Copy as Markdown", exact=True).click()
     assert seen.page.evaluate("() => navigator.clipboard.readText()") == POEM
 
 
@@ -101,9 +144,12 @@ def test_everything_that_is_pressed_or_filled_has_a_name(seen):
     assert nameless == []
 
 
-@pytest.mark.parametrize(
+PHONE = pytest.mark.parametrize(
     "seen", [{"viewport": {"width": 360, "height": 640}, "has_touch": True, "is_mobile": True}], indirect=True
 )
+
+
+@PHONE
 def test_on_a_phone_nothing_is_wider_than_the_screen(seen):
     seen.say("merge them")
     seen.answered()
@@ -117,6 +163,53 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(seen):
     seen.button("Settings").click()
     assert seen.page.evaluate(wide) == 360
     seen.page.get_by_label("Close the settings").click()
+
+
+@PHONE
+def test_on_a_phone_the_name_of_the_model_is_seen(seen):
+    expect(seen.page.locator("#model")).to_be_visible()
+    expect(seen.page.locator("#model")).to_have_text("tiny-story-model")
+    box = seen.page.locator("#model").bounding_box()
+    assert box["width"] > 80 and box["x"] + box["width"] <= 360
+
+
+@PHONE
+def test_fingers_have_44_pixels_for_all_that_is_pressed(seen):
+    def small() -> list[str]:
+        return seen.page.evaluate(
+            """() => [...document.querySelectorAll("button, input:not(.prose *), select, textarea, summary")]
+                .filter((part) => part.checkVisibility({ visibilityProperty: true }))
+                .map((part) => [part.getBoundingClientRect(), part.outerHTML.slice(0, 120)])
+                .filter(([{ width, height }]) => width < 44 || height < 44)
+                .map(([{ width, height }, name]) => `${width} x ${height}: ${name}`)"""
+        )
+
+    assert small() == []
+    seen.script.thinks = "So."
+    for _ in range(2):
+        seen.say("merge them")
+        seen.answered()
+    seen.button("Answer again").last.click()
+    seen.answered()
+    seen.answer.locator(".steps summary").click()
+    assert small() == []
+    for opened in ("Settings", "Live rows", "Conversations"):
+        seen.button(opened).click()
+        assert small() == []
+        seen.page.keyboard.press("Escape")
+    seen.button("Actions").click()
+    assert small() == []
+
+
+@pytest.mark.parametrize("seen", [{"viewport": {"width": 360, "height": 640}}], indirect=True)
+def test_tables_split_no_words(seen):
+    words = ["internationally", "counterrevolutionary", "noteworthy", "characteristics"]
+    table = f"| {' | '.join(words)} |\n|{'-|' * 4}\n| {' | '.join(words)} |\n"
+    seen.keep(messages=[turn("user", "go"), turn("assistant", table)])
+    cells = seen.answer.locator(".prose td")
+    expect(cells).to_have_count(4)
+    assert max(box["height"] for box in (cell.bounding_box() for cell in cells.all())) < 45  # one line
+    assert seen.page.evaluate("() => document.documentElement.scrollWidth") == 360
 
 
 @pytest.mark.parametrize("seen", [{"color_scheme": "dark"}], indirect=True)

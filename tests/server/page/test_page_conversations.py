@@ -1,0 +1,298 @@
+"""Conversations on the page: their versions, names, files, and what the browser keeps of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from scripted_server import POEM, POEM_WORDS, turn
+
+expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-page").expect
+
+
+def choose(seen, action: str, conversation: str = "Actions") -> None:
+    """Something of a conversation's menu."""
+    if conversation != "Actions":
+        seen.page.locator("#conversations li").first.hover()
+    seen.button(conversation).click()
+    seen.page.get_by_role("menuitem", name=action).click()
+
+
+def test_answering_again_asks_the_same_again_and_keeps_both_answers(seen):
+    seen.script.answers["name one"] = "The first."
+    seen.say("name one")
+    seen.answered("The first.")
+    seen.script.answers["name one"] = "The second."
+    seen.button("Answer again").click()
+    seen.answered("The second.")
+    first, second = seen.script.asked
+    assert first == second and seen.page.locator("article").count() == 2
+    expect(seen.answer.locator(".versions")).to_have_text("2 / 2")
+    expect(seen.button("Next version")).to_be_disabled()
+    seen.button("Previous version").click()
+    expect(seen.answer).to_contain_text("The first.")
+    expect(seen.button("Next version")).to_be_focused()  # for whoever uses keys
+    seen.page.reload()
+    expect(seen.answer).to_contain_text("The first.")
+    expect(seen.answer.locator(".versions")).to_have_text("1 / 2")
+    seen.say("go on")
+    seen.answered()
+    assert [message["content"] for message in seen.script.asked[-1]["messages"]] == ["name one", "The first.", "go on"]
+
+
+def test_an_edited_message_has_versions_with_all_that_followed(seen):
+    for text in ("one", "two"):
+        seen.say(text)
+        seen.answered()
+    question = seen.page.locator(".question").first
+    question.hover()
+    question.get_by_role("button", name="Edit").click()
+    seen.page.get_by_label("Edit your message").fill("another")
+    seen.page.keyboard.press("Enter")
+    expect(seen.page.locator("article")).to_have_count(2)
+    seen.answered()
+    assert [message["content"] for message in seen.script.asked[-1]["messages"]] == ["another"]
+    seen.say("more")
+    seen.answered()
+    question.get_by_role("button", name="Previous version").click()
+    expect(seen.page.locator(".said")).to_have_text(["one", "two"])
+    question.get_by_role("button", name="Next version").click()
+    expect(seen.page.locator(".said")).to_have_text(["another", "more"])
+
+
+def test_a_version_is_shown_where_the_other_one_was(seen):
+    """An earlier message stays in sight, though all that follows is another text."""
+    seen.keep(messages=[turn("user", "one"), turn("user", "two", parent=-1), turn("assistant", "line\n\n" * 100)])
+    seen.page.locator("#transcript").evaluate("node => { node.scrollTop = 0; }")
+    seen.button("Previous version").click()
+    expect(seen.page.locator(".said")).to_have_text("one")
+    seen.button("Next version").click()
+    expect(seen.page.locator(".said")).to_be_in_viewport()
+
+
+def test_an_answer_that_failed_is_no_version(seen):
+    seen.allowed.append("500")
+    seen.script.refuse = (500, {"code": "internal_error", "message": "see the log"})
+    seen.say("merge them")
+    expect(seen.answer.get_by_role("alert")).to_be_visible()
+    seen.script.refuse = None
+    seen.button("Try again").click()
+    seen.answered()
+    expect(seen.page.locator(".versions")).to_have_count(0)
+
+
+def test_a_version_is_chosen_while_another_is_written(seen):
+    seen.say("endless")
+    expect(seen.answer).to_contain_text("on on on")
+    seen.page.keyboard.press("Escape")
+    expect(seen.button("Send")).to_be_visible()
+    seen.button("Answer again").click()
+    expect(seen.answer).to_contain_text("on on on")
+    seen.button("Previous version").click()
+    expect(seen.button("Send")).to_be_visible()
+    seen.until(lambda: seen.script.running == 0)
+    expect(seen.answer.locator(".versions")).to_have_text("1 / 2")
+    expect(seen.answer.locator(".steps summary")).to_contain_text("stopped")
+
+
+def test_conversations_are_renamed_deleted_and_brought_back(seen):
+    seen.say("merge them")
+    seen.answered()
+    choose(seen, "Rename", "Actions for merge them")
+    seen.page.get_by_label("Name", exact=True).fill("lists")
+    seen.page.keyboard.press("Enter")
+    expect(seen.page.locator("#title")).to_have_text("lists")
+    item = seen.page.locator("#conversations li")
+    choose(seen, "Delete")
+    expect(item).to_have_count(0)
+    seen.button("Undo").click()
+    expect(item).to_have_text("lists")
+    assert seen.answered().locator(".prose .token.memory").count()
+
+
+def test_a_menu_is_used_by_keys(seen):
+    seen.say("merge them")
+    seen.answered()
+    seen.button("Actions").focus()
+    press = seen.page.keyboard.press
+    press("Enter")
+    expect(seen.page.get_by_role("menuitem").first).to_be_focused()
+    press("ArrowUp")
+    expect(seen.page.get_by_role("menuitem", name="Delete")).to_be_focused()
+    press("Escape")
+    expect(seen.page.get_by_role("menu")).to_be_hidden()
+    expect(seen.button("Actions")).to_be_focused()
+
+
+def test_conversations_are_searched_by_names_and_contents(seen):
+    for text in ("alpha question", "beta question"):
+        seen.say(text)
+        seen.answered()
+        seen.button("New chat").click()
+    names = seen.page.locator("#conversations .name")
+    search = seen.page.get_by_label("Search the conversations")
+    search.fill("ALPHA")
+    expect(names).to_have_text(["alpha question"])
+    search.fill("sorted lists")  # which the answers say
+    expect(names).to_have_count(2)
+    search.fill("alpha beta")
+    expect(names).to_have_count(0)
+    expect(seen.page.locator("#none-found")).to_be_visible()
+    search.fill("")
+    expect(names).to_have_count(2)
+
+
+def test_a_conversation_is_exported_and_imported_with_all_versions(seen, tmp_path: Path):
+    seen.page.get_by_label("System prompt").evaluate("field => { field.value = 'Be brief.'; }")
+    seen.page.get_by_label("System prompt").dispatch_event("change")
+    seen.say("merge them")
+    seen.answered()
+    seen.button("Answer again").click()
+    seen.until(lambda: len(seen.script.asked) == 2)
+    seen.answered()
+    with seen.page.expect_download() as download:
+        choose(seen, "Export")
+    assert download.value.suggested_filename == "merge-them.json"
+    download.value.save_as(tmp_path / "chat.json")
+    kept = json.loads((tmp_path / "chat.json").read_text())
+    assert kept["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "merge them"},
+        {"role": "assistant", "content": POEM},
+    ]
+    choose(seen, "Delete")
+    seen.page.locator("#import-files").set_input_files(tmp_path / "chat.json")
+    assert seen.answered().locator(".prose .token.memory").count()
+    expect(seen.answer.locator(".versions")).to_have_text("2 / 2")
+    assert seen.page.get_by_label("System prompt").input_value() == "Be brief."
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_messages_of_elsewhere_are_imported(seen, wrapped):
+    said = [{"type": "text", "text": "hello"}, {"type": "image_url", "image_url": {"url": "https://example.com/x.png"}}]
+    messages = [{"role": "user", "content": said}, {"role": "assistant", "content": "*hi*"}]
+    content = json.dumps({"title": "elsewhere", "messages": messages} if wrapped else messages)
+    file = {"name": "chat.json", "mimeType": "application/json", "buffer": content.encode()}
+    seen.page.locator("#import-files").set_input_files([file])
+    expect(seen.page.locator(".question .said")).to_have_text("hello")
+    expect(seen.answer.locator("em")).to_have_text("hi")
+    expect(seen.page.locator("#title")).to_have_text("elsewhere" if wrapped else "hello")
+
+
+def test_files_without_a_conversation_are_refused(seen):
+    for content in ("", "{", "5", "null", "[]", "{}", "[5]", '[{"role": "bot"}]', '{"lade": {}}'):
+        file = {"name": f"{content}.json", "mimeType": "application/json", "buffer": content.encode()}
+        seen.page.locator("#import-files").set_input_files([file])
+        expect(seen.page.locator("#toast")).to_contain_text(f"{content}.json cannot be imported")
+    expect(seen.page.locator("#conversations li")).to_have_count(0)
+
+
+def test_a_conversation_is_copied_as_markdown(seen):
+    seen.say("merge them")
+    seen.answered()
+    choose(seen, "Copy as Markdown")
+    expect(seen.page.locator("#toast")).to_have_text("Copied.")
+    copied = seen.page.evaluate("() => navigator.clipboard.readText()")
+    assert copied == f"# merge them\n\n## Question\n\nmerge them\n\n## Answer\n\n{POEM}\n"
+
+
+def test_what_earlier_versions_of_the_page_kept_is_shown(seen):
+    """They had no parents: each message follows the one before it."""
+    answer = {"role": "assistant", "content": POEM, "finish": "stop", "seconds": 1.5, "usage": {"prompt_tokens": 9}}
+    trace = [[1, "0", [4]], [17, "mmb", [3, 4, 4]], [17, "b", [len(POEM) - 15]]]
+    messages = [
+        {"role": "user", "content": "one"},
+        {**answer, "trace": trace},
+        {"role": "user", "content": "two"},
+        answer,
+    ]
+    seen.keep(messages=messages, system="Be brief.")
+    expect(seen.page.locator(".said")).to_have_text(["one", "two"])
+    expect(seen.page.locator(".answer").first.locator(".token.memory")).to_have_count(2)
+    seen.say("three")
+    seen.answered()
+    assert [message["role"] for message in seen.script.asked[-1]["messages"]][:2] == ["system", "user"]
+    assert len(seen.script.asked[-1]["messages"]) == 6
+
+
+DAMAGED = {
+    "no text": "{",
+    "another form": "5",
+    "no messages": '{"id": "kept"}',
+    "messages that are none": '{"messages": 5}',
+    "a message that is none": '{"messages": [null]}',
+    "a message without content": '{"messages": [{"role": "user"}]}',
+    "a parent that comes later": '{"messages": [{"role": "user", "content": "", "parent": 1}]}',
+    "a last message that is missing": '{"messages": [], "leaf": 7}',
+}
+
+
+def test_every_kind_of_damage_is_told(seen):
+    for kept in DAMAGED.values():
+        seen.store("lade.chat.kept", kept)
+        expect(seen.page.get_by_role("alert")).to_contain_text("cannot be shown")
+        expect(seen.page.locator("#conversations li")).to_have_count(1)
+
+
+def test_a_damaged_conversation_is_exported_or_deleted(seen):
+    kept = DAMAGED["a message that is none"]
+    seen.store("lade.chat.kept", kept)
+    with seen.page.expect_download() as download:
+        seen.button("Export").click()
+    assert Path(download.value.path()).read_text() == kept
+    seen.button("Delete").click()
+    expect(seen.page.get_by_text("What would you like to read?")).to_be_visible()
+    expect(seen.page.locator("#conversations li")).to_have_count(0)
+    seen.button("Undo").click()
+    expect(seen.page.get_by_role("alert")).to_contain_text("cannot be shown")
+    seen.say("merge them")  # which begins another one
+    seen.answered()
+    expect(seen.page.locator("#conversations li")).to_have_count(2)
+
+
+def test_a_conversation_that_a_fault_of_the_page_keeps_from_being_drawn_is_exported_or_deleted(seen):
+    seen.page.add_init_script(
+        """const set = Element.prototype.setAttribute;
+        Element.prototype.setAttribute = function (name, value) {
+            if (name === "aria-busy") throw new Error("a fault");
+            return set.call(this, name, value);
+        };"""
+    )
+    seen.keep(messages=[turn("user", "hello"), turn("assistant", "one two")])
+    expect(seen.page.get_by_role("alert")).to_contain_text("cannot be shown")
+    with seen.page.expect_download() as download:
+        seen.button("Export").click()
+    assert json.loads(Path(download.value.path()).read_text())["messages"][1]["content"] == "one two"
+    seen.button("Delete").click()
+    expect(seen.page.locator("#conversations li")).to_have_count(0)
+
+
+def test_a_trace_that_is_none_is_left_out(seen):
+    answer = turn("assistant", POEM) | {"trace": [[1, "mb", [3]], "x", None]}
+    seen.keep(messages=[turn("user", "hello"), answer])
+    expect(seen.answer).to_contain_text(POEM_WORDS)
+    expect(seen.answer.locator(".steps")).to_be_hidden()
+
+
+def test_where_the_browser_has_no_room_older_conversations_lose_their_passes(seen):
+    passes = [[1, "b", [5]]] * 100_000
+    old = [turn("user", "old"), turn("assistant", "one two", trace=passes)]
+    kept = "([key, text]) => localStorage.setItem(key, text)"
+    seen.page.evaluate(kept, ["lade.chat.old", json.dumps({"messages": old}, separators=(",", ":"))])
+    seen.page.evaluate(
+        """() => {
+            let filler = "x".repeat(2 ** 20);
+            for (let n = 0; filler.length > 100; ) {
+                try { localStorage.setItem(`filler.${n}`, filler); n += 1; } catch { filler = filler.slice(filler.length / 2); }
+            }
+        }"""  # noqa: E501
+    )
+    seen.say("merge them")
+    seen.answered()
+    expect(seen.page.locator("#toast")).to_be_hidden()
+    seen.page.reload()
+    seen.answered()
+    left = json.loads(seen.page.evaluate("() => localStorage.getItem('lade.chat.old')"))
+    assert [message.get("trace") for message in left["messages"]] == [None, None]
+    assert left["messages"][1]["content"] == "one two"
