@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import PreTrainedModel
@@ -227,6 +227,9 @@ class Engine:
         """
         self._finalizer.detach()
         self._scheduler.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an Engine decodes in the process that made it, and cannot be copied or pickled")
 
     def __repr__(self) -> str:
         return f"Engine({type(unwrap(self._model)).__name__}, {self._scheduler.state})"

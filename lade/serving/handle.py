@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Literal
+from typing import Literal, NoReturn
 
 from lade.errors import EngineClosedError
 from lade.hf.answer_text import AnswerText
@@ -77,6 +77,9 @@ class Handle:
         self._reading = 0  # threads that wait for a step, not for the end alone
         self._process = os.getpid()
         self._watchers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Handle belongs to the process of its Engine, and cannot be copied or pickled")
 
     def __repr__(self) -> str:
         tokens = len(self.tokens)

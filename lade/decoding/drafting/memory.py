@@ -81,6 +81,15 @@ class ContextMemory(BaseMemory):
         with self._writing:
             return self._taken + int(tables.count_missing(self._old, self._young))
 
+    def __getstate__(self) -> dict[str, object]:
+        """For pickle and copies: its contents at this moment, under a lock of their own there."""
+        with self._writing:
+            copies = {name: vars(self)[name].copy() for name in ("_young", "_old", "weights")}
+            return {**{name: each for name, each in vars(self).items() if name != "_writing"}, **copies}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state, _writing=ForkSafeLock())
+
     def __repr__(self) -> str:
         used = self._young.nbytes + self._old.nbytes
         return f"{type(self).__name__}({len(self):,} contexts, {used / 2**20:.1f} of {self.max_bytes / 2**20:.1f} MiB)"

@@ -25,7 +25,7 @@ from lade.model.packing.linear import PackedLinear
 from lade.model.packing.panel_codes import first_sums, multiplied_in_panels
 from lade.model.packing.panels import in_panels, out_of_panels
 from lade.model.packing.shared_inputs import SharedInputs
-from lade.model.packing.weight import PackedWeight
+from lade.model.packing.weight import ByValue, PackedWeight, like
 
 MOST_INPUTS = 2**31 // (255 * 127)
 """Inputs of a layer whose sum of products fits into 32 bits whatever they are."""
@@ -132,9 +132,12 @@ class Int8Linear(PackedLinear):
         """With the codes, as the packed layout cannot be copied."""
         state = self.__dict__.copy()
         del state["_packed"]
-        state["_given"] = self.codes()
+        state["_sent"] = ByValue(self.codes().values)
         if not self.keeps_original:
-            placeholder = nn.Parameter(torch.empty(0), requires_grad=False)
-            placeholder.__dict__.update(self._parameters["weight"].__dict__)
-            state["_parameters"] = {**self._parameters, "weight": placeholder}
+            weight: Any = self._parameters["weight"]
+            state["_parameters"] = {**self._parameters, "weight": like(weight, torch.empty(0))}
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        codes = Codes(state["_sent"], state["_scale"])
+        super().__setstate__({**{name: each for name, each in state.items() if name != "_sent"}, "_given": codes})

@@ -16,6 +16,7 @@ from lade.model.packing.panels import in_panels, out_of_panels
 from lade.model.packing.products import panel_for, panel_product
 from lade.model.packing.weight import (
     UNPACK_REMEDY,
+    ByValue,
     PackedWeight,
     check_move,
     like,
@@ -247,12 +248,18 @@ class PackedLinear(nn.Module):
         """Dense, for `copy.deepcopy` and pickle: the packed layout is of this processor, and cannot be copied."""
         state = self.__dict__.copy()
         del state["_packed"]
-        state["_parameters"] = {**self._parameters, "weight": self._dense_parameter()}
+        if not self.keeps_original:  # else it may be another module's, too
+            weight: Any = self._parameters["weight"]
+            state["_parameters"] = {**self._parameters, "weight": like(weight, torch.empty(0))}
+            state["_sent"] = ByValue(self.dense_weight())
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.__dict__["panel"] = self.panel and panel_for(self.dtype)
+        sent, weight = self.__dict__.pop("_sent", None), self._parameters["weight"]
+        if sent is not None and weight is not None:
+            self._parameters["weight"] = like(weight, sent)
         self._pack_weight()
 
 

@@ -51,6 +51,27 @@ def like(weight: nn.Parameter, data: torch.Tensor, kind: type[nn.Parameter] = nn
     return parameter
 
 
+class ByValue:
+    """A tensor on its way to another process, or into a copy; what is unpickled is an ordinary tensor.
+
+    Torch hands the numbers of a tensor to a process that is being started in shared memory, which has to live until
+    then. What is made for the purpose is gone before: its numbers are sent themselves.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (self._tensor.contiguous().view(torch.uint8).numpy(), self._tensor.dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self._tensor
+
+
+def _arrived(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(numbers).view(dtype)
+
+
 def state_of(weight: Any) -> tuple[int, int]:
     """Where a dense weight lies, and how often it was written to: another state says that it may have changed."""
     return weight.data_ptr(), 0 if weight.is_inference() else weight._version
