@@ -22,7 +22,9 @@ from lade.hf.media import holds_media
 from lade.hf.original import check_generate
 from lade.hf.prompt_texts import REMEDY
 from lade.hf.refusals import check_shape, refuse
+from lade.model.attachments import GIVE_INSIDE, wraps_model
 from lade.model.support.supports import supports, unwrap
+from lade.model.tensor_parallel import in_step
 from lade.stats import Stats
 
 KEPT = {
@@ -49,6 +51,8 @@ def arguments_for_callable(model: Any, arguments: dict[str, Any]) -> dict[str, A
     inner = unwrap(model)
     if getattr(type(inner), "generate", None) is not GenerationMixin.generate:
         supports(model).require()  # a `generate` of its own may do anything with our callable, or not be there at all
+    if in_step(inner):  # of which a callable hears nothing, and has to see to itself
+        supports(model).require()
     check_generate(model)
     for name, what in KEPT.items():
         value = arguments.get(name)
@@ -155,7 +159,8 @@ def refuse_streamed_segments(model: Any) -> None:
 def refuse_without_generate(model: Any) -> None:
     """Raise `UnsupportedModelError` for what decodes in no way at all."""
     if not callable(getattr(model, "generate", None)):
-        raise UnsupportedModelError(f"{type(model).__name__} has no generate", "give a transformers language model")
+        remedy = GIVE_INSIDE if wraps_model(model) else "give a transformers language model"
+        raise UnsupportedModelError(f"{type(model).__name__} has no generate", remedy)
 
 
 def check_stats(stats: object) -> None:

@@ -19,6 +19,7 @@ from lade.hf.pass_meter import EVERY_PASS, metered
 from lade.hf.prepared import Prepared
 from lade.model.packing.linear import refuse_autocast
 from lade.model.support.supports import unwrap
+from lade.model.tensor_parallel import in_step
 from lade.model.user_cache import begin_plainly
 from lade.stats import Stats
 
@@ -72,7 +73,8 @@ def decode_prepared(
     if streamer is not None:
         streamer.put(prepared.input_ids.cpu())
     with metered(prepared.model, stats) as rows:
-        output: Generated = method(prepared.model, *prepared.positional, **prepared.model_kwargs, **streamed)
+        more = {**streamed, "synced_gpus": True} if in_step(prepared.model) else streamed
+        output: Generated = method(prepared.model, *prepared.positional, **prepared.model_kwargs, **more)
         if stats is not None:
             prompts, width = len(prepared.prompts), prepared.input_ids.shape[1]
             rows.extend(_lengths(prepared.generation_config, prompts, width, output))

@@ -1,6 +1,11 @@
-"""What hangs on a model's modules beside their own code, and sees the tensors of a pass, or changes them."""
+"""What hangs on a model's modules beside their own code, and sees the tensors of a pass, or changes them; wrappers."""
 
 from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
 
 from lade.model import thread_hooks
 from lade.model.facts import ModelFacts
@@ -8,6 +13,13 @@ from lade.model.facts import ModelFacts
 _IDLE_HOOKS = frozenset({"transformers.utils.output_capturing", thread_hooks.__name__})
 """Modules whose hooks do nothing here: transformers' stay on a model once it has returned hidden states, and ours are
 those of other threads."""
+GIVE_INSIDE = "give the model inside, its .module"
+
+
+def wraps_model(model: Any) -> bool:
+    """Whether it is a wrapper that shares a model's training over processes, such as DistributedDataParallel."""
+    inside = getattr(model, "_modules", {}).get("module", None) if isinstance(model, nn.Module) else None
+    return isinstance(inside, PreTrainedModel) or type(model).__module__.startswith("torch.distributed.fsdp.fully")
 
 
 def attached(facts: ModelFacts) -> str:

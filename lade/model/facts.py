@@ -55,6 +55,7 @@ class ModelFacts:
         kinds: the same by their class.
         hooked: those with hooks before or after their `forward`.
         replaced: those with a `forward` of their own beside that of their class, also under accelerate's hooks.
+        compiled: those that `torch.compile` compiles in place.
         training: whether any of them is in training mode.
     """
 
@@ -63,6 +64,7 @@ class ModelFacts:
     kinds: dict[type[nn.Module], list[nn.Module]]
     hooked: list[nn.Module]
     replaced: list[nn.Module]
+    compiled: list[nn.Module]
     training: bool
 
     @classmethod
@@ -70,7 +72,7 @@ class ModelFacts:
         """Look at a model, some 0.3 us for each module."""
         modules, met, training = [model], {id(model)}, False
         kinds: dict[type[nn.Module], list[nn.Module]] = {}
-        hooked, replaced = list[nn.Module](), list[nn.Module]()
+        hooked, replaced, compiled = list[nn.Module](), list[nn.Module](), list[nn.Module]()
         for module in modules:  # which gets longer meanwhile
             state, kind = module.__dict__, type(module)
             if kind in kinds:
@@ -81,13 +83,15 @@ class ModelFacts:
                 hooked.append(module)
             if "forward" in state or "_old_forward" in state:
                 replaced.append(module)
+            if ("forward" in state or "_compiled_call_impl" in state) and compiled_call(module) is not None:
+                compiled.append(module)
             if module.training:
                 training = True
             for child in module._modules.values() if module._modules else ():
                 if child is not None and id(child) not in met:
                     met.add(id(child))
                     modules.append(child)
-        return cls(model, modules, kinds, hooked, replaced, training)
+        return cls(model, modules, kinds, hooked, replaced, compiled, training)
 
     def having(self, name: str) -> list[Any]:
         """Modules with an attribute that is no module, parameter or buffer: `hasattr` is slow where there is none."""
@@ -169,6 +173,18 @@ class ModelFacts:
         configs = (vars(module).get("config") for module in self.modules)
         strays = [own for own in configs if isinstance(own, PretrainedConfig) and own is not config]
         return strays + [thing for thing in found if thing is not None and not _is_trusted(thing)]
+
+
+def compiled_call(module: nn.Module) -> Any:
+    """What `torch.compile` has made of a module, by `module.compile()` or as its `forward`; None for nothing."""
+    forward = vars(module).get("forward")
+    return module._compiled_call_impl or (forward if hasattr(forward, "_torchdynamo_orig_callable") else None)
+
+
+def is_one_graph(module: nn.Module) -> bool:
+    """Whether a module was compiled with `fullgraph=True`, as far as what compiles it can be asked."""
+    cells = getattr(compiled_call(module), "__closure__", None) or ()
+    return any(getattr(cell.cell_contents, "fullgraph", False) is True for cell in cells)
 
 
 def has_states(config: PretrainedConfig) -> bool:

@@ -70,7 +70,7 @@ def why_recorded(facts: ModelFacts) -> str:
         return "code from elsewhere takes part, and may keep what it is fed"
     if any(issubclass(kind, Int8Linear) for kind in facts.kinds):
         return "its layers go by versions to share what they round"
-    if any(vars(module).get("_compiled_call_impl") is not None for module in facts.modules):
+    if facts.compiled:
         return "its modules are compiled"
     if any(hasattr(kind, "make_weights") for kind in facts.kinds):  # as in M2M100 and XGLM
         return "a pass may replace its table of positions"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 
 from lade.errors import UnsupportedModelError
+from lade.model.facts import ModelFacts
 
 _NOTE = "batch_invariance"
 _AGAIN = "call lade.invariant(model) again"
@@ -33,6 +34,15 @@ class Invariance:
     attention: str | None
     experts: str | None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A process that has unpickled an invariant model has to know its attention by name, too."""
+        return _revived, tuple(getattr(self, each.name) for each in fields(self))
+
+
+def _revived(*values: Any) -> Invariance:
+    import_module("lade.model.invariant.make_invariant")  # which registers attention and experts with transformers
+    return Invariance(*values)
+
 
 def invariance_of(model: nn.Module) -> Invariance | None:
     """The note on a model; None if it was not made invariant."""
@@ -48,14 +58,14 @@ def note_invariance(model: nn.Module, invariance: Invariance | None) -> None:
         vars(model)[_NOTE] = invariance
 
 
-def why_tried_in_vain(model: Any, modules: Sequence[nn.Module], attention: bool) -> str:
+def why_tried_in_vain(facts: ModelFacts, attention: bool) -> str:
     """What has changed since a model was made invariant, so that it may round otherwise now; "" if nothing.
 
     Args:
-        model: invariant or not.
-        modules: all of it.
+        facts: of the model, invariant or not.
         attention: whether its attention is still the invariant one.
     """
+    model = facts.model
     note = invariance_of(model)
     if note is None:
         return ""
@@ -65,11 +75,15 @@ def why_tried_in_vain(model: Any, modules: Sequence[nn.Module], attention: bool)
         return f"it was made invariant for {many}, and torch has {threads} now: {_AGAIN}"
     if note.dtype != model.dtype:
         return f"it was made invariant in {was}, and is in {str(model.dtype).removeprefix('torch.')} now: {_AGAIN}"
+    if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != note.dtype:
+        return f"it was made invariant in {was}, and autocast has it compute in another dtype: leave torch.autocast"
     if not attention:
         return f"it was made invariant, and was given another attention implementation since: {_AGAIN}"
-    if note.modules != len(modules):
-        return f"it was made invariant with {note.modules} modules, and has {len(modules)} now: {_AGAIN}"
-    if any(module._compiled_call_impl is not None for module in modules):
+    if note.modules != len(facts.modules):
+        return f"it was made invariant with {note.modules} modules, and has {len(facts.modules)} now: {_AGAIN}"
+    if any(kind.__module__.startswith("torch.distributed") for kind in facts.kinds):
+        return "it was made invariant and sharded since: leave it whole"
+    if facts.compiled:
         return "it was made invariant and compiled since, and compilers choose kernels anew: leave it uncompiled"
     return ""
 

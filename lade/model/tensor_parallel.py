@@ -1,14 +1,20 @@
-"""Models whose layers are split over processes by transformers' tensor parallelism (`tp_plan`).
+"""Models that are split over processes: by transformers' tensor parallelism (`tp_plan`), or as FSDP and ZeRO-3 shard.
 
-Each process has a part of every matrix and of the heads, so that a forward pass is one of all processes together: they
-exchange partial results within it. The logits are whole, and the same, in each of them.
+By tensor parallelism each process has a part of every matrix and of the heads, so that a forward pass is one of all
+processes together: they exchange partial results within it. The logits are whole, and the same, in each of them.
+
+Where weights are sharded each process decodes texts of its own, and gathers each layer's weights from all. So all have
+to make as many passes, for which transformers' loops see to it (`synced_gpus`). How many passes a text takes by trees
+no other process knows.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import distributed as dist
 from transformers import PretrainedConfig
+from transformers.generation import utils as generation
 
 from lade.model.config_fields import field
 from lade.model.facts import ModelFacts
@@ -55,6 +61,21 @@ def why_not_split(facts: ModelFacts, config: PretrainedConfig) -> str:
         if met:
             return f"{split}, and {what}, which is not served there: load it with device_map"
     return ""
+
+
+def in_step(model: Any) -> bool:
+    """Whether all processes have to make as many passes, as `model.generate` finds it out."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    asked: Any = generation
+    return several and bool(asked.is_deepspeed_zero3_enabled() or asked.is_fsdp_managed_module(model))
+
+
+def why_not_in_step(model: Any) -> str:
+    """Why a model whose weights are sharded cannot be served; empty if they are not."""
+    if not in_step(model):
+        return ""
+    many = f"its weights are sharded over {dist.get_world_size()} processes (FSDP, ZeRO-3)"
+    return f"{many}, which have to make as many passes: load it with tp_plan, or whole in each of them"
 
 
 def _splits_keys(model: Any) -> bool:

@@ -457,6 +457,17 @@ def test_an_adapter_does_not_take_a_packed_layer_for_a_linear_one(kind):
         peft.get_peft_model(packed(build("llama")), kind(target_modules=["q_proj"], **more))
 
 
+def test_a_model_inside_a_wrapper_is_guarded_as_well():
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    wrapper = packed(peft.get_peft_model(build("llama"), config).eval())
+    before = {name: weight.dtype for name, weight in wrapper.base_model.named_parameters()}
+    refused(wrapper.half, "float16", "lade.unpack(model)")
+    assert {name: weight.dtype for name, weight in wrapper.base_model.named_parameters()} == before
+    refused(lambda: wrapper.base_model.resize_token_embeddings(VOCABULARY + 2), "be resized")
+    lade.unpack(wrapper)
+    assert not any("guard" in name for name, _ in wrapper.named_modules())
+
+
 def offload(model, folder):
     """To a folder, or on this machine if there is none."""
     if folder is None:

@@ -1,8 +1,9 @@
-"""Models in wrappers: PEFT's, accelerate's hooks, `torch.compile`."""
+"""Models in wrappers: PEFT's, accelerate's hooks, `torch.compile`, wrappers for several processes."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -185,3 +186,83 @@ def test_a_model_compiled_in_place() -> None:
     expected = plain(model, prompt(10), max_new_tokens=30)
     model.compile(backend="eager", dynamic=True)
     assert torch.equal(lookahead(model, prompt(10), PAPER, max_new_tokens=30), expected)
+
+
+@pytest.fixture
+def uncompiled() -> Iterator[None]:
+    """What is compiled runs as it is: here it counts that it is compiled."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _with_compiled_forward(model: Any, **options: Any) -> None:
+    model.forward = torch.compile(model.forward, backend="eager", **options)
+
+
+def _compiled_in_place(model: Any, **options: Any) -> None:
+    model.compile(backend="eager", **options)
+
+
+COMPILED = pytest.mark.parametrize("compiled", [_with_compiled_forward, _compiled_in_place])
+
+
+@pytest.mark.usefixtures("uncompiled")
+@COMPILED
+def test_a_model_that_has_to_be_one_graph_is_decoded_plainly(compiled: Any) -> None:
+    model = family("llama").build()
+    compiled(model, fullgraph=True)
+    expected = plain(model, prompt(10), max_new_tokens=20)
+    with pytest.warns(lade.FallbackWarning, match="fullgraph=True"):
+        assert torch.equal(lookahead(model, prompt(10), "auto", max_new_tokens=20), expected)
+    with pytest.raises(lade.UnsupportedModelError, match=r"fullgraph=True.*compile it without"):
+        lookahead(model, prompt(10), PAPER, max_new_tokens=20)
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.by_processor
+@COMPILED
+def test_an_invariant_model_that_is_compiled_is_decoded_plainly(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lade.model.invariant.make_invariant.TEXTS", (5,))
+    model = lade.invariant(family("llama").build(dtype=torch.float32))
+    compiled(model)
+    expected = plain(model, prompt(10), max_new_tokens=20)
+    with pytest.warns(lade.FallbackWarning, match="made invariant and compiled since"):
+        assert torch.equal(lookahead(model, prompt(10), "auto", max_new_tokens=20), expected)
+    with pytest.raises(lade.UnsupportedModelError, match="it is compiled"):
+        lade.invariant(model)
+
+
+@pytest.mark.by_processor
+def test_an_invariant_model_under_autocast_is_decoded_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its products were tried in the dtype that they have."""
+    monkeypatch.setattr("lade.model.invariant.make_invariant.TEXTS", (5,))
+    model = lade.invariant(family("llama").build(dtype=torch.float32))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(model, prompt(10), max_new_tokens=20)
+        with pytest.warns(lade.FallbackWarning, match="leave torch.autocast"):
+            assert torch.equal(lookahead(model, prompt(10), "auto", max_new_tokens=20), expected)
+    assert lade.supports(model)
+
+
+@pytest.mark.parametrize(
+    "door",
+    [
+        lambda model: lade.generate(model, input_ids=prompt(10), max_new_tokens=5),
+        lambda model: lade.generate(model, input_ids=prompt(10), max_new_tokens=5, lookahead=None),
+        lambda model: lade.stream(model, input_ids=prompt(10), max_new_tokens=5),
+        lade.enable,
+        lade.Engine,
+        lade.pack,
+        lade.invariant,
+        lambda model: lade.supports(model).require(),
+    ],
+    ids=["generate", "plainly", "stream", "enable", "Engine", "pack", "invariant", "supports"],
+)
+def test_a_wrapper_without_generate_names_the_model_inside(door: Any) -> None:
+    model = family("llama").build()
+    before = list(model.modules())
+    with pytest.raises(lade.UnsupportedModelError, match=r"DataParallel.*give the model inside, its \.module"):
+        door(torch.nn.DataParallel(model).eval())
+    assert list(model.modules()) == before
+    with pytest.raises(lade.UnsupportedModelError, match="LlamaModel has no generate; give a transformers"):
+        lade.generate(model.model, input_ids=prompt(10), max_new_tokens=5)

@@ -25,6 +25,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lade.errors import UnsupportedModelError
+from lade.model.attachments import GIVE_INSIDE, wraps_model
 from lade.model.class_change import restore
 from lade.model.config_fields import field
 from lade.model.facts import ModelFacts
@@ -177,15 +178,18 @@ def _try(model: PreTrainedModel) -> None:
 def _check_model(model: Any, *, compiled: bool) -> None:
     """Raise `UnsupportedModelError` for a model that is not to be touched at all; `compiled`: by a wrapper."""
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
-        raise UnsupportedModelError(_says(model, "it is no transformers model that generates"), "give one that does")
+        remedy = GIVE_INSIDE if wraps_model(model) else "give one that does"
+        raise UnsupportedModelError(_says(model, "it is no transformers model that generates"), remedy)
     if model.training:
         raise UnsupportedModelError(_says(model, "it is in training mode"), "call model.eval()")
-    if compiled or any(module._compiled_call_impl is not None for module in model.modules()):
+    if compiled or ModelFacts.of(model).compiled:
         raise UnsupportedModelError(_says(model, "it is compiled, and compilers choose kernels anew"), REMEDY)
     elsewhere = sorted({str(tensor.device) for tensor in model.parameters() if tensor.device.type != "cpu"})
     if elsewhere:
         reason = f"it lies on {', '.join(elsewhere)}, and only on the CPU are its kernels known to keep an order"
         raise UnsupportedModelError(_says(model, reason), 'load it with device_map="cpu", or use it as it is')
+    if any(type(weight.data).__module__.startswith("torch.distributed") for weight in model.parameters()):
+        raise UnsupportedModelError(_says(model, "its weights are sharded over processes"), "load it whole")
     if model.dtype not in DTYPES:
         reason = f"it is in {short(model.dtype)}, and this is for bfloat16, float16 and float32"
         raise UnsupportedModelError(_says(model, reason), "load it in one of these, or use it as it is")

@@ -9,7 +9,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lade.errors import UnsupportedModelError
+from lade.model.attachments import GIVE_INSIDE, wraps_model
 from lade.model.class_change import HOOKS_REMEDY, has_own_forward
+from lade.model.facts import ModelFacts
 from lade.model.invariance import refuse_invariant
 from lade.model.packing.codes import scale_of
 from lade.model.packing.int8 import MOST_INPUTS
@@ -33,7 +35,9 @@ def check_model(model: nn.Module) -> None:
     refuse_invariant(model)
     if isinstance(model, (*UNDERSTOOD, PackedLinear)):
         raise UnsupportedModelError(f"{name} is a layer", "give the model it belongs to")
-    if hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in model.modules()):
+    if wraps_model(model):
+        raise UnsupportedModelError(f"{name} wraps a model", GIVE_INSIDE)
+    if hasattr(model, "_orig_mod") or ModelFacts.of(model).compiled:
         raise UnsupportedModelError(
             f"{name} is compiled",
             "leave it unpacked: inductor can pack by itself, with torch._inductor.config.freezing = True",
@@ -60,7 +64,7 @@ def check_layer(name: str, layer: nn.Module) -> None:
     if type(weight) is not nn.Parameter or type(weight.data) is not torch.Tensor:
         raise UnsupportedModelError(
             f"the weight of layer {name!r} is a {type(weight.data).__name__}",
-            "leave it unpacked, or load it without quantisation",
+            "leave it unpacked, or load it whole and without quantisation",
         )
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
     if any(hooks) or has_own_forward(layer):

@@ -103,9 +103,13 @@ def pack(
 
 
 def guard(model: nn.Module) -> None:
-    """Protect a model that has packed layers; a container, such as `nn.Sequential`, would call a guard."""
-    if isinstance(model, PreTrainedModel) and packed_layers(model):
-        Guard.put_into(model)
+    """Protect transformers models with packed layers, also those in a wrapper; a container would call a guard."""
+    inside = set[nn.Module]()
+    for module in list(model.modules()):  # from the outside in
+        if isinstance(module, PreTrainedModel) and module not in inside:
+            inside.update(module.modules())
+            if packed_layers(module):
+                Guard.put_into(module)
 
 
 def pack_layers(

@@ -10,8 +10,9 @@ from weakref import WeakKeyDictionary, ref
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 
 from lade.errors import UnsupportedModelError
+from lade.model.attachments import GIVE_INSIDE, wraps_model
 from lade.model.config_fields import field
-from lade.model.facts import ModelFacts
+from lade.model.facts import ModelFacts, is_one_graph
 from lade.model.indexed_attention import INDEXED
 from lade.model.invariance import why_tried_in_vain
 from lade.model.invariant_attention.attention import NAME as INVARIANT_ATTENTION
@@ -24,7 +25,7 @@ from lade.model.support.lengths import named_lengths
 from lade.model.support.linear_check import why_inexact
 from lade.model.support.training_mode import why_not_in_training
 from lade.model.support.tree_check import tolerance, worst_error
-from lade.model.tensor_parallel import why_not_split
+from lade.model.tensor_parallel import why_not_in_step, why_not_split
 from lade.model.token_embeddings import config_of_text
 from lade.model.tree_attention.backend import NAME as TREE_ATTENTION
 
@@ -122,7 +123,8 @@ def supports(model: Any) -> Support:
     """
     inner = unwrap(model)
     if not isinstance(inner, PreTrainedModel) or not inner.can_generate():
-        return Support(type(inner).__name__, "it is not a transformers model with a language modeling head")
+        hint = f" itself: {GIVE_INSIDE}" if wraps_model(inner) else ""
+        return Support(type(inner).__name__, f"it is not a transformers model with a language modeling head{hint}")
     return support_by(ModelFacts.of(inner), model)
 
 
@@ -219,7 +221,7 @@ def _refusal_as_it_is_set_up(facts: ModelFacts, config: PretrainedConfig) -> str
         return (
             "it is split into pipeline stages (pp_size), and each process has but one of them: load it with device_map"
         )
-    if reason := why_not_split(facts, config):
+    if reason := why_not_split(facts, config) or why_not_in_step(model):
         return reason
     backend = config._attn_implementation or "eager"
     ours = backend in (TREE_ATTENTION, INVARIANT_ATTENTION)
@@ -228,8 +230,10 @@ def _refusal_as_it_is_set_up(facts: ModelFacts, config: PretrainedConfig) -> str
     if ours and not model._can_set_attn_implementation():
         remedy = 'load it with attn_implementation="eager"'
         return f"its attention does not go through transformers' interface, so it does not know {backend!r}: {remedy}"
-    if reason := why_tried_in_vain(model, facts.modules, backend == INVARIANT_ATTENTION):
+    if reason := why_tried_in_vain(facts, backend == INVARIANT_ATTENTION):
         return reason
+    if any(map(is_one_graph, facts.compiled)):
+        return "it is compiled with fullgraph=True, and the cache of a tree breaks graphs: compile it without"
     if field(config, "use_bidirectional_attention") not in (None, False, "vision"):  # of images, which are no text
         return "its attention is bidirectional"
     if window := window_too_short(config):
