@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lade.errors import UnsupportedModelError
+from lade.model.class_change import Changed
 from lade.model.facts import ModelFacts
 
 _NOTE = "batch_invariance"
@@ -26,6 +27,7 @@ class Invariance:
         modules: how many modules it had in the trial.
         attention: the attention implementation of its decoder before.
         experts: the same of its experts; None of a model without any that can be set.
+        changed: how many of its modules were changed in place. A new one in place of such a module is not.
     """
 
     threads: int
@@ -33,6 +35,7 @@ class Invariance:
     modules: int
     attention: str | None
     experts: str | None
+    changed: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A process that has unpickled an invariant model has to know its attention by name, too."""
@@ -81,11 +84,19 @@ def why_tried_in_vain(facts: ModelFacts, attention: bool) -> str:
         return f"it was made invariant, and was given another attention implementation since: {_AGAIN}"
     if note.modules != len(facts.modules):
         return f"it was made invariant with {note.modules} modules, and has {len(facts.modules)} now: {_AGAIN}"
+    changed = changed_modules(facts)
+    if note.changed != changed:
+        return f"it was made invariant with {note.changed} modules changed, of which {changed} are left: {_AGAIN}"
     if any(kind.__module__.startswith("torch.distributed") for kind in facts.kinds):
         return "it was made invariant and sharded since: leave it whole"
     if facts.compiled:
         return "it was made invariant and compiled since, and compilers choose kernels anew: leave it uncompiled"
     return ""
+
+
+def changed_modules(facts: ModelFacts) -> int:
+    """How many modules of a model are changed in place."""
+    return sum(len(modules) for kind, modules in facts.kinds.items() if issubclass(kind, Changed))
 
 
 def refuse_invariant(model: nn.Module) -> None:

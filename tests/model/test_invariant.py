@@ -394,8 +394,13 @@ def test_another_number_of_threads_is_decoded_plainly():
         (lambda model: model.set_attn_implementation("sdpa"), "given another attention implementation since"),
         (lambda model: setattr(model, "more", nn.Linear(2, 2)), r"with \d+ modules, and has \d+ now: call lade"),
         (lambda model: model.compile(backend="eager"), "compilers choose kernels anew: leave it uncompiled"),
+        (
+            lambda model: model.resize_token_embeddings(64, mean_resizing=False),
+            r"\d+ modules changed, of which \d+ are",
+        ),
+        (lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.SiLU()), r"modules changed, .*: call lade"),
     ],
-    ids=["dtype", "attention", "modules", "compiled"],
+    ids=["dtype", "attention", "modules", "compiled", "embeddings", "activation"],
 )
 def test_what_has_changed_since_the_trial_is_found(change, reason):
     model = lade.invariant(toy_model(dtype=HALF))
@@ -407,6 +412,34 @@ def test_what_has_changed_since_the_trial_is_found(change, reason):
         lade.generate(model, input_ids=ids, max_new_tokens=5, lookahead=lade.LookaheadConfig())
     if "call" in reason:
         assert lade.supports(lade.invariant(model))
+
+
+def with_other_weights(model):
+    model.load_state_dict(toy_model(dtype=torch.float32, seed=1).state_dict())
+
+
+def with_others_own_weights(model):
+    model.load_state_dict(toy_model(dtype=torch.float32, seed=1).state_dict(), assign=True)
+
+
+def in_shared_memory(model):
+    model.share_memory().requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [with_other_weights, with_others_own_weights, in_shared_memory])
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_changes_weights_alone_leaves_a_model_invariant(change, packed):
+    model = toy_model(dtype=torch.float32)
+    lade.invariant(lade.pack(model, min_weights=1) if packed else model)
+    if packed and change is not in_shared_memory:
+        with pytest.raises(lade.UnsupportedModelError, match=r"cannot be replaced; call lade.unpack"):
+            change(model)
+        return
+    change(model)
+    ids = torch.arange(1, 20)[None]
+    plain = model.generate(ids, max_new_tokens=30, do_sample=False)
+    paper = lade.LookaheadConfig(4, 3, 4)
+    assert torch.equal(lade.generate(model, input_ids=ids, max_new_tokens=30, do_sample=False, lookahead=paper), plain)
 
 
 def dispatch(model):

@@ -157,6 +157,26 @@ def test_a_wholly_offloaded_model(offload: Any, tmp_path: Path) -> None:
     assert torch.equal(lookahead(model, prompt(10), PAPER), expected)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:You are calling .generate.. with the `input_ids` being on a device type:UserWarning"
+)
+@pytest.mark.by_processor
+@pytest.mark.parametrize("offload", [cpu_offload, disk_offload])
+def test_an_invariant_model_that_is_offloaded(offload: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lade.model.invariant.make_invariant.TEXTS", (5,))
+    model = lade.invariant(family("llama").build(dtype=torch.float32))
+    expected = plain(model, prompt(10))
+    folder = {"offload_dir": str(tmp_path)} if offload is disk_offload else {}
+    offload(model, execution_device=torch.device("cpu"), **folder)
+    assert torch.equal(plain(model, prompt(10)), expected)
+    assert torch.equal(lookahead(model, prompt(10), PAPER), expected)
+    with pytest.raises(lade.UnsupportedModelError, match="has hooks, of accelerate"):
+        lade.variant(model)
+    with pytest.raises(lade.UnsupportedModelError, match="it lies on meta"):
+        lade.invariant(model)
+    assert torch.equal(plain(model, prompt(10)), expected)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_a_compiled_model(name: str) -> None:
     model = family(name).build()
@@ -180,14 +200,6 @@ def test_an_enabled_compiled_model(wrapped: bool) -> None:
     assert "generate" not in vars(model)
 
 
-@pytest.mark.slow
-def test_a_model_compiled_in_place() -> None:
-    model = family("llama").build()
-    expected = plain(model, prompt(10), max_new_tokens=30)
-    model.compile(backend="eager", dynamic=True)
-    assert torch.equal(lookahead(model, prompt(10), PAPER, max_new_tokens=30), expected)
-
-
 @pytest.fixture
 def uncompiled() -> Iterator[None]:
     """What is compiled runs as it is: here it counts that it is compiled."""
@@ -196,14 +208,25 @@ def uncompiled() -> Iterator[None]:
 
 
 def _with_compiled_forward(model: Any, **options: Any) -> None:
-    model.forward = torch.compile(model.forward, backend="eager", **options)
+    model.forward = torch.compile(model.forward, **{"backend": "eager", **options})
 
 
 def _compiled_in_place(model: Any, **options: Any) -> None:
-    model.compile(backend="eager", **options)
+    model.compile(**{"backend": "eager", **options})
 
 
 COMPILED = pytest.mark.parametrize("compiled", [_with_compiled_forward, _compiled_in_place])
+
+
+@pytest.mark.slow
+@COMPILED
+@pytest.mark.parametrize("options", [{"backend": "eager", "dynamic": True}, {"backend": "aot_eager"}], ids=str)
+def test_a_model_compiled_in_place(compiled: Any, options: dict[str, Any]) -> None:
+    model = family("llama").build()
+    expected = plain(model, prompt(10), max_new_tokens=30)
+    compiled(model, **options)
+    assert torch.equal(plain(model, prompt(10), max_new_tokens=30), expected)
+    assert torch.equal(lookahead(model, prompt(10), PAPER, max_new_tokens=30), expected)
 
 
 @pytest.mark.usefixtures("uncompiled")

@@ -17,6 +17,7 @@ in LLM inference" (2025), which calls it batch invariance.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -29,7 +30,7 @@ from lade.model.attachments import GIVE_INSIDE, wraps_model
 from lade.model.class_change import restore
 from lade.model.config_fields import field
 from lade.model.facts import ModelFacts
-from lade.model.invariance import Invariance, invariance_of, note_invariance
+from lade.model.invariance import Invariance, changed_modules, invariance_of, note_invariance
 from lade.model.invariant.activations import compose_activations
 from lade.model.invariant.attention_trial import Heads, attention_keeps_order
 from lade.model.invariant.experts import NAME as EXPERTS
@@ -96,6 +97,7 @@ def invariant(model: _Model) -> _Model:
     try:
         note_invariance(inner, note)
         _change(inner, decoder, mixtures=note.experts is not None)
+        note_invariance(inner, replace(note, changed=changed_modules(ModelFacts.of(inner))))
         _try(inner)
     except BaseException:
         variant(inner)

@@ -75,9 +75,10 @@ def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: to
     if not (is_plain(query) and is_plain(key) and is_plain(value) and query.dim() == key.dim() == value.dim() == 4):
         return False
     rows, heads, _, size = query.shape
-    kv_rows, kv_heads, keys, key_size = key.shape
-    alike = kv_rows == rows and key_size == size and value.shape[:3] == key.shape[:3]
-    if not alike or not (size and keys and kv_heads) or heads % kv_heads:
+    key_rows, kv_heads, keys, key_size = key.shape
+    value_rows, value_heads, values, _ = value.shape
+    alike = rows == key_rows == value_rows and kv_heads == value_heads and keys == values and size == key_size
+    if not (alike and size and keys and kv_heads) or heads % kv_heads:
         return False
     return sinks is None or (is_plain(sinks) and sinks.shape == (heads,))
 
