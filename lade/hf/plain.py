@@ -20,7 +20,7 @@ from lade.hf.prepared import Prepared
 from lade.model.packing.linear import refuse_autocast
 from lade.model.support.supports import unwrap
 from lade.model.tensor_parallel import in_step
-from lade.model.user_cache import begin_plainly
+from lade.model.user_cache import begin_plainly, cache_in
 from lade.stats import Stats
 
 Generated = torch.Tensor | GenerateOutput
@@ -94,7 +94,7 @@ def generate_plainly(
     """
     inner = unwrap(model)
     refuse_autocast(inner)
-    begin_plainly(arguments.get("past_key_values"), inner)
+    begin_plainly(cache_in(arguments), inner)
     if streamer is not None:
         arguments = {**arguments, "streamer": streamer}
     with metered(model, stats) as rows, original_generate(model) as generate:

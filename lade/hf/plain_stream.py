@@ -19,7 +19,7 @@ from lade.hf.one_call import clean_up
 from lade.hf.original import original_generate
 from lade.hf.pass_meter import metered
 from lade.model.support.supports import unwrap
-from lade.model.user_cache import begin_plainly
+from lade.model.user_cache import begin_plainly, cache_in
 from lade.stats import Stats, Step
 
 
@@ -67,7 +67,7 @@ def plain_steps(model: Any, stats: Stats | None, arguments: dict[str, Any]) -> I
         LadeError: it is read in a process that was forked meanwhile, which has no thread that generates.
     """
     channel, casting = _Channel(), _autocasts(unwrap(model))
-    begin_plainly(arguments.get("past_key_values"), unwrap(model))
+    begin_plainly(cache_in(arguments), unwrap(model))
 
     def work() -> None:
         try:

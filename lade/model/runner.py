@@ -157,7 +157,7 @@ class EagerRunner:
     @property
     def pads(self) -> bool:
         """Whether prompts of several lengths are fed in one pass where that costs less than passes of their own."""
-        return self._prompt_passes.pad and self.pieces.any
+        return self._prompt_passes.pad and self.pieces.anywhere
 
     @property
     def pass_tokens(self) -> int:

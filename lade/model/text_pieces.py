@@ -1,12 +1,12 @@
-"""Into which passes a text may be cut without anything becoming another text's.
+"""Into which passes a text may be cut, so that it becomes the text that plain decoding makes of it.
 
-For most models any: attention computes the same for a token, whatever is fed with it. Two kinds of models tell how they
-were fed:
+For most models any will do: attention computes the same for a token, whatever is fed with it. Two kinds of models give
+other results when the same text is fed in other pieces:
 
-- recurrent layers feed a single token with another function than several, which may not limit what that for several
-  limits; and the latter may begin with an empty state;
-- indexers pick among the keys of all that is fed at once: which of equal ones depends on how many there are. A token
-  that sees no more keys than are picked sees all of them, however it is fed.
+- recurrent layers feed a single token with another function than several, and what the latter limits, the former may
+  not; some begin with an empty state whenever several tokens are fed;
+- indexers pick among the keys of all that is fed at once, and which of equal ones they pick depends on how many there
+  are. A token that sees no more keys than they pick sees all of these, however it is fed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class TextPieces:
         slots: its indexers are among them.
 
     Attributes:
-        any: whether any pieces will do, of a prompt and of an answer; else answers are fed as decoding feeds them.
+        anywhere: whether a text may be cut anywhere; if not, an answer in it has to be fed as decoding fed it.
         shareable: first tokens of a text whose keys and values are those of any text that begins like it. Where there
             are states, these are not of first tokens, so none.
     """
 
     def __init__(self, cores: CorePatches, slots: SlotPatches) -> None:
         self._has_states, self._forgets, self._picked = bool(cores), cores.forgets, slots.picked_keys
-        self.any = not cores and self._picked is None
+        self.anywhere = not cores and self._picked is None
         self.shareable = 0 if cores else sys.maxsize if self._picked is None else self._picked
 
     def end(self, fed: int, most: int, length: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ from lade.model.facts import ModelFacts
 from lade.model.kv_cache import TreeCache
 from lade.model.recurrent.cores import CorePatches
 from lade.model.recurrent.layer import layers_for
+from lade.model.signature import CACHE_NAMES
 from lade.model.tree_layer import TreeLayer
 
 _INDEXED_LAYER: Any = getattr(cache_utils, "DynamicIndexedLayer", None)  # not in every version
@@ -43,6 +44,11 @@ def lacks_indexer(cache: Any, facts: ModelFacts) -> bool:
     if isinstance(cache, TreeCache) or not facts.indexers:
         return False
     return not any(hasattr(layer, "update_indexer") for layer in cache.layers)
+
+
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """The cache among arguments of `model.generate`; None for none."""
+    return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
 def begin_plainly(cache: Any, model: nn.Module) -> None:

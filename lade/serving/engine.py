@@ -57,11 +57,13 @@ class Engine:
         max_waiting: requests that may wait, beside those that there are free rows for.
         prefill_tokens: of new prompts, fed between two steps at most, so that a long one does not hold up the others.
             Prompts that are read in one pass are padded to the longest, which counts.
-            Models with recurrent layers are fed two at least, and those of Mamba 1 whole prompts.
+            Models with recurrent layers are fed two at least, and those of Mamba 1 whole prompts; so are those whose
+            indexers pick keys, beyond as many tokens as they pick.
             A prompt with images is fed at once.
         prefix_cache: bytes of texts, prompts and answers, that are kept beside the cache: a prompt that begins like one
             of them, such as the next turn of a conversation, is fed from there on, with the same tokens. 0 for none.
-            Only requests of the same `scope` share texts; prompts with images do not.
+            Only requests of the same `scope` share texts; prompts with images do not. Where indexers pick keys, as many
+            first tokens are shared as they pick (`index_topk`): what comes later depends on the whole prompt.
 
     Attributes:
         max_tokens: as given or found.

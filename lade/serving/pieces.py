@@ -32,7 +32,7 @@ def feed_piece(active: ActiveRequest, row: Row, runner: EagerRunner, most: int) 
         Logits of the last token fed, `[1, V]`.
     """
     text, images, pieces = active.text, active.request.images, runner.pieces
-    prompt = len(text) if pieces.any else active.request.prompt_tokens
+    prompt = len(text) if pieces.anywhere else active.request.prompt_tokens
     if active.fed >= prompt:
         return _feed_chain(active, text[active.fed : active.fed + min(most, _CHAIN)], runner)
     hook = None if row.written else prompt_hook([row])

@@ -89,9 +89,12 @@ class Request:
         self.need = Need(generation_config.max_length - texts.hidden[0], largest_tree(self.config))
         self.prompt_tokens = len(self.ids)
         _check_positions(prepared.model, self.need.tokens)
-        if generation_config.prefill_chunk_size is not None and prepared.facts.recurrent:
+        if generation_config.prefill_chunk_size is not None and (prepared.facts.recurrent or prepared.facts.indexers):
             chunks = f"prefill_chunk_size={generation_config.prefill_chunk_size}"
-            refuse(chunks, "it feeds prompts in pieces of its own, and recurrent layers tell where a piece begins")
+            refuse(
+                chunks,
+                "it feeds prompts in pieces of its own, and what this model writes depends on where a piece begins",
+            )
         self.text, self.scope, self.seed = text, extras.scope, None
         self.client = extras.scope if extras.client is None else extras.client
         if generation_config.do_sample:

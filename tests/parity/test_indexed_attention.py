@@ -59,6 +59,11 @@ def test_what_it_cannot_be_served_with() -> None:
         lookahead(model, **batch(9, 5), pad_token_id=0)
     with pytest.raises(lade.UnsupportedArgumentError, match=r"no keys of theirs; give DynamicCache\(config="):
         lookahead(model, prompt(5), past_key_values=DynamicCache())
+    with (
+        lade.Engine(model) as engine,
+        pytest.raises(lade.UnsupportedArgumentError, match=r"prefill_chunk_size=7 .* depends on where a piece begins"),
+    ):
+        engine.add(prompt(20), prefill_chunk_size=7, max_new_tokens=5)
     assert "its indexers pick" in why_eager(model)
     model.config._attn_implementation = "lade_tree"
     assert "takes no tree mask" in lade.supports(model).reason

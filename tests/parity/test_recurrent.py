@@ -172,6 +172,16 @@ def test_caches_that_do_not_tell_what_they_hold_are_refused() -> None:
             lookahead(model, prompt(20), cache_params=cache)
 
 
+def test_plain_decoding_begins_a_cache_under_its_other_name() -> None:
+    model = recurrent("mamba2").build()
+    expected, cache = plain(model, prompt(20), max_new_tokens=9), lade.TreeCache()
+    assert torch.equal(lookahead(model, prompt(20), None, max_new_tokens=9, cache_params=cache), expected)
+    assert cache.recurrent
+    arguments = {"lookahead": None, "max_new_tokens": 9, "cache_params": lade.TreeCache(), "past_key_values": None}
+    steps = list(lade.stream(model, prompt(20), **arguments))
+    assert [token for step in steps for token in step.tokens] == expected[0, 20:].tolist()
+
+
 def test_a_cache_under_a_name_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = recurrent("mamba2").build()
     monkeypatch.setattr(signature, "CACHE_NAMES", ("past_key_values",))
