@@ -41,5 +41,6 @@ class Penalties(LogitsProcessor):
         same = self._counts.shape == scores.shape and self._counts.device == scores.device
         if same and length >= self._prompt_length and torch.equal(self._counted, input_ids[:, :length]):
             return length
-        self._counts = torch.zeros_like(scores)
+        with torch.inference_mode(False):  # a stream may go on outside of it
+            self._counts = torch.zeros_like(scores)
         return self._prompt_length

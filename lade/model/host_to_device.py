@@ -41,7 +41,8 @@ class Layout:
     def memory(self, device: torch.device, *, staged: bool = False) -> torch.Tensor:
         """Zeros, `[size_bytes]` uint8: on the device, or on the host where they are `staged` on their way to it."""
         if not staged:
-            return torch.zeros(self.size_bytes, dtype=torch.uint8, device=device)
+            with torch.inference_mode(False):  # it is written to again, outside of it, too
+                return torch.zeros(self.size_bytes, dtype=torch.uint8, device=device)
         return torch.zeros(self.size_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
     def arrays(self, memory: torch.Tensor) -> list[Array]:

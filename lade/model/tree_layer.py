@@ -136,6 +136,9 @@ class TreeLayer(CacheLayerMixin):
         used = {name: copied(buffer[:rows, :, :tokens]) for name, buffer in self.buffers.items()}
         return {**vars(self), **used}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(writable(state))
+
     def join(self, parts: Sequence[TreeLayer], places: Sequence[tuple[int, int]]) -> None:
         """Take over rows of other layers; see `TreeCache.join`."""
         first = parts[0]
@@ -262,6 +265,13 @@ def _resized(buffer: torch.Tensor, used: tuple[int, int], rows: int, tokens: int
 def copied(states: torch.Tensor) -> torch.Tensor:
     """A buffer with these states and no room for more."""
     return empty(states, states.shape).copy_(states)
+
+
+def writable(thing: Any) -> Any:
+    """The same, with copies of the tensors in it, and in its dictionaries, that only inference mode may write to."""
+    if isinstance(thing, dict):
+        return {name: writable(value) for name, value in thing.items()}
+    return copied(thing) if isinstance(thing, torch.Tensor) and thing.is_inference() else thing
 
 
 def selected(states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

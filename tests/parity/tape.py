@@ -91,6 +91,7 @@ class _Written:
     def __init__(self, steps: list[tuple[Any, Any, Any, Any]], result: torch.Tensor) -> None:
         self._steps, self._result = steps, result
 
+    @torch.inference_mode()  # a graph asks for no mode either
     def replay(self, call: Call) -> torch.Tensor:
         for func, args, kwargs, before in self._steps:
             after = func(*args, **kwargs)

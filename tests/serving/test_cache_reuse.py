@@ -80,6 +80,56 @@ def test_another_turn(case, kind, way):
         assert torch.equal(plain(model, third, max_new_tokens=9, past_key_values=copied), expected)
 
 
+class Stops:
+    """Raises when a layer, a criterion or a reader has called it so many times."""
+
+    def __init__(self, at):
+        self.left = at
+
+    def __call__(self, *args, **kwargs):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+        return torch.zeros(1, dtype=torch.bool) if kwargs else None
+
+
+def interrupt(model, where, at, **arguments):
+    stops = Stops(at)
+    arguments |= {"lookahead": lade.LookaheadConfig(budget=12), "max_new_tokens": 60, "do_sample": False}
+    if where == "criterion":
+        arguments["stopping_criteria"] = [lambda ids, scores, **kwargs: stops(ids, scores=scores)]
+    layers = next(part for part in model.modules() if isinstance(part, torch.nn.ModuleList) and len(part) >= 4)
+    hook = layers[2].register_forward_pre_hook(stops) if where == "pass" else None
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            for _ in lade.stream(model, prompt(20), **arguments):
+                if where == "reader":
+                    stops()
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+RECURRENT = named(each for each in RECURRENT_FAMILIES if "mamba" not in each.model_type)
+
+
+@pytest.mark.one_in(25)
+@pytest.mark.parametrize("at", [2, 4, 6])
+@pytest.mark.parametrize("where", ["pass", "criterion", "reader"])
+@pytest.mark.parametrize("case", RECURRENT)
+def test_a_turn_after_one_that_was_interrupted(case, where, at):
+    """A pass over a tree that was broken off leaves the states, and nothing that a plain pass would stumble over."""
+    model, cache = case.build(), lade.TreeCache()
+    text = plain(model, prompt(20), max_new_tokens=60)
+    interrupt(model, where, at, past_key_values=cache)
+    held = cache.get_seq_length()  # none where states cannot go back: to before a lone token, or to what is known
+    text = torch.cat([text[:, : max(held + 1, 21)], prompt(4, seed=1)], dim=1)
+    expected = plain(model, text, max_new_tokens=12)
+    if held and not CorePatches(ModelFacts.of(model)).forgets:
+        assert torch.equal(plain(model, text, max_new_tokens=12, past_key_values=copy.deepcopy(cache)), expected)
+    assert torch.equal(lookahead(model, text, max_new_tokens=12, past_key_values=cache), expected)
+
+
 def served(driven, asked):
     driven.finish()
     for handle, ids, arguments in asked:

@@ -71,7 +71,8 @@ class Buffers:
         for kind in dict.fromkeys(kinds):
             equal = [number for number, other in enumerate(kinds) if other == kind]
             shape = len(equal), rows, kind.heads, slots, kind.dim
-            self.groups.append(torch.zeros(shape, dtype=kind.dtype, device=kind.device))
+            with torch.inference_mode(False):  # generations outside of it write to them, too
+                self.groups.append(torch.zeros(shape, dtype=kind.dtype, device=kind.device))
             found.update(zip(equal, self.groups[-1].unbind(), strict=True))
         self.keys = [found[number] for number in range(0, len(kinds), 2)]
         self.values = [found[number] for number in range(1, len(kinds), 2)]

@@ -65,7 +65,8 @@ class ResultMemory:
     def like(self, result: torch.Tensor) -> torch.Tensor:
         """A tensor of the same shape and dtype at an address that does not change, on memory that recordings share."""
         if self._memory is None or self._memory.nbytes < result.nbytes or self._memory.device != result.device:
-            self._memory = torch.empty(result.nbytes, dtype=torch.uint8, device=result.device)
+            with torch.inference_mode(False):  # as in `Buffers`
+                self._memory = torch.empty(result.nbytes, dtype=torch.uint8, device=result.device)
         return self._memory[: result.nbytes].view(result.dtype).view(result.shape)
 
 

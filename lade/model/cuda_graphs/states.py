@@ -60,7 +60,8 @@ class StateBuffers:
         found: dict[int, torch.Tensor] = {}
         for kind in dict.fromkeys(kinds):
             equal = [number for number, other in enumerate(kinds) if other == kind]
-            group = torch.zeros(rows, len(equal), *kind.shape, dtype=kind.dtype, device=kind.device)
+            with torch.inference_mode(False):  # as in `Buffers`
+                group = torch.zeros(rows, len(equal), *kind.shape, dtype=kind.dtype, device=kind.device)
             self.groups[kind] = group
             found.update(zip(equal, group.unbind(1), strict=True))
         self.states = [found[number] for number in range(len(kinds))]

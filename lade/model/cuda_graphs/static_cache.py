@@ -217,6 +217,7 @@ def _layers_of(cache: TreeCache) -> Layers:
     layers: list[tuple[States, States] | RowState] = []
     for layer in cache.attending:
         assert layer.keys is not None and layer.values is not None
+        assert layer.indexer_keys is None, "models with indexers run eagerly: there is no place for their keys"
         layers.append((States.of(layer.keys), States.of(layer.values)))
     return [*layers, *(kind for layer in cache.recurrent for kind in kinds_of(layer))]
 

@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 from lade.model.recurrent.convolution import columns_of
 from lade.model.recurrent.folding import Folding, is_folding
 from lade.model.recurrent.tree_pass import Ancestry
-from lade.model.tree_layer import TreeLayer, empty, selected
+from lade.model.tree_layer import TreeLayer, empty, selected, writable
 
 States = dict[int, torch.Tensor | None]
 _KINDS = ("conv_states", "recurrent_states")
@@ -42,6 +42,9 @@ class RecurrentLayer(LinearAttentionLayer):
         self.tree_pass: Ancestry | None = None
         self.inputs: dict[int, torch.Tensor] = {}
         self.foldings: dict[int, Folding] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(writable(state))
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Allocate states; ordinary tensors in inference mode, too, since later passes write to them."""
