@@ -20,17 +20,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
 
-from lade.cluster.leader import Leader, LeadingCache, LeadingRunner
+from lade.cluster.leader import LeadingCache, LeadingRunner
 from lade.cluster.parted_cache import PartedCache
 from lade.cluster.trees import digest, flat
 from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.readout import Readout, packed, unpacked
 from lade.decoding.tree import TokenTree
-from lade.model.facts import ModelFacts
 from lade.model.kv_cache import TreeCache
-from lade.model.masks import MaskPlan
 from lade.model.runner import EagerRunner
 
 
@@ -91,16 +88,10 @@ class LeadingPartRunner(LeadingRunner, PartRunner):
 
     shares_head = False
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        plan: MaskPlan,
-        generation_config: GenerationConfig,
-        leader: Leader,
-        facts: ModelFacts | None = None,
-    ) -> None:
-        super().__init__(model, plan, generation_config, leader, facts)
-        self.parts = leader.size
+    @property
+    def parts(self) -> int:
+        """See `EagerRunner`."""
+        return self.processes
 
     def tree_cache(self) -> TreeCache:
         """See `EagerRunner`."""

@@ -55,8 +55,6 @@ class EagerRunner:
     """Whether `extend` feeds nodes again that an earlier pass has fed."""
     processes = 1
     """How many make its passes together."""
-    parts = 1
-    """Into how many parts it cuts each tree, each of which a process of its own feeds."""
     step_sizes: Sequence[int] = ()
     """Tokens a row that passes are padded to, ascending: what lies between costs as much. None where they are not."""
 
@@ -90,6 +88,11 @@ class EagerRunner:
     @pass_time.setter
     def pass_time(self, taken: Duration) -> None:
         self._stopwatch.taken = taken
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts it cuts each tree, each of which a process of its own feeds."""
+        return 1
 
     def look_again(self) -> None:
         """Look at the model's modules again, which may have changed between two requests of an engine."""

@@ -14,6 +14,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from lade.hf.grammar.grammar import Grammar
+from lade.hf.grammar.matcher import Budget
 from lade.server import refusals, sse
 from lade.server.answer_form import asked_form, refuse_other_ends
 from lade.server.choice import Choice, Piece, figures_of, predictions_of, usage_of
@@ -27,6 +28,7 @@ from lade.server.prompt import Prompt
 from lade.server.replies import Json
 from lade.server.schemas import ChatRequest, Decoding
 from lade.server.service import Service
+from lade.server.settings import MASK_SECONDS, MASK_TOKEN_SECONDS
 from lade.server.text_encoder import TextTooLongError
 from lade.serving.place import Place
 
@@ -62,6 +64,7 @@ class Answer(ABC):
         self.seed = first_seed(body)
         self.choices: list[Choice] = []
         self._predicted: list[int] | None = None
+        self._masks = Budget(MASK_SECONDS, MASK_TOKEN_SECONDS)
 
     @property
     @abstractmethod
@@ -210,7 +213,7 @@ class Answer(ABC):
         if (asked := self.grammar(prompt)) is not None:
             refuse_other_ends(body, asked[1])
             with self.service.metrics.compiling():
-                arguments.setdefault("logits_processor", []).append(self.service.forms.processor(*asked))
+                arguments.setdefault("logits_processor", []).append(self.service.forms.processor(*asked, self._masks))
         return {
             **arguments,
             "stop_texts": body.stop,

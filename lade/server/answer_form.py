@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 from lade.errors import InputError, MissingExtraError
 from lade.hf.grammar.compiled import Vocabulary, vocabulary_of_tokenizer
 from lade.hf.grammar.grammar import Grammar, processor_of
+from lade.hf.grammar.matcher import Budget
 from lade.hf.grammar.processor import GrammarProcessor
-from lade.server.errors import invalid, unsupported
+from lade.hf.grammar.trial import GrammarTrial
+from lade.server.errors import INVALID_SCHEMA, invalid, unsupported
 from lade.server.schemas import ChatRequest, Decoding, StructuredOutputs
 from lade.server.served_model import ServedModel
 from lade.server.settings import LONGEST_SCHEMA
 
-INVALID = "invalid_schema"
 _ANY_TEXT = ("text", None)
 _NOTES = frozenset(["description", "title", "$comment", "$schema"])
 _VALUES = frozenset(["const", "enum", "default", "examples"])
@@ -44,8 +45,11 @@ class Forms:
         self._missing: MissingExtraError | None = None
         self._unfit: InputError | None = None
         self._vocabulary: Vocabulary | None = None
+        self._trial: GrammarTrial | None = None
         try:
-            self._vocabulary = vocabulary_of_tokenizer(model.tokenizer, model.ends)
+            vocabulary = vocabulary_of_tokenizer(model.tokenizer, model.ends)
+            self._trial = GrammarTrial(vocabulary.specials)
+            self._vocabulary = vocabulary.tried_by(self._trial)
         except MissingExtraError as problem:
             self._missing = problem
         except InputError as problem:
@@ -70,12 +74,17 @@ class Forms:
         """Raise `ApiError` for a grammar that cannot be used."""
         self.processor(grammar, param)
 
-    def processor(self, grammar: Grammar, param: str) -> GrammarProcessor:
-        """The processor of one answer; raises like `require`."""
+    def processor(self, grammar: Grammar, param: str, budget: Budget | None = None) -> GrammarProcessor:
+        """The processor of one answer, with the budget of all answers to its request; raises like `require`."""
         try:
-            return processor_of([grammar], self.vocabulary(param))
+            return processor_of([grammar], self.vocabulary(param), budget)
         except InputError as problem:
-            raise invalid(param, f"{param}: {problem}", INVALID) from problem
+            raise invalid(param, f"{param}: {problem}", INVALID_SCHEMA) from problem
+
+    def close(self) -> None:
+        """End what they are tried by."""
+        if self._trial is not None:
+            self._trial.close()
 
 
 def asked_form(body: Decoding, names: FormatNames = CHAT_NAMES) -> tuple[Grammar, str] | None:
@@ -100,7 +109,7 @@ def asked_form(body: Decoding, names: FormatNames = CHAT_NAMES) -> tuple[Grammar
     try:
         return make(given), param
     except InputError as problem:
-        raise invalid(param, f"{param}: {problem}", INVALID) from problem
+        raise invalid(param, f"{param}: {problem}", INVALID_SCHEMA) from problem
     except MissingExtraError as problem:
         raise unsupported(param, f"{param}: {problem}") from problem
 
@@ -167,7 +176,9 @@ def schema_of(schema: Any, whitespace: bool = False) -> Grammar:
 
 def _check_length(given: Any, param: str) -> None:
     if length_of(given) > LONGEST_SCHEMA:
-        raise invalid(param, f"{param}: it has more than {LONGEST_SCHEMA} characters: give a shorter one", INVALID)
+        raise invalid(
+            param, f"{param}: it has more than {LONGEST_SCHEMA} characters: give a shorter one", INVALID_SCHEMA
+        )
 
 
 def length_of(given: Any) -> int:

@@ -6,15 +6,16 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import thread_time
 from typing import Any
 
 from lade.errors import InputError
-from lade.hf.grammar.compiled import Vocabulary
+from lade.hf.grammar.compiled import SlowGrammarError, Vocabulary
 from lade.hf.grammar.grammar import Grammar
-from lade.server.answer_form import INVALID, length_of, schema_of
-from lade.server.errors import invalid, unsupported
+from lade.server.answer_form import length_of, schema_of
+from lade.server.errors import INVALID_SCHEMA, invalid, unsupported
 from lade.server.schemas import ChatRequest
-from lade.server.settings import LONGEST_SCHEMA, LONGEST_TOOLS
+from lade.server.settings import LONGEST_SCHEMA, LONGEST_TOOLS, SLOWEST_TOOLS
 
 _ANYTHING = "/(?s:.*)/"
 _NAME = re.compile(r"[\w.-]{1,128}")
@@ -55,7 +56,8 @@ def asked_calls(body: ChatRequest, vocabulary: Vocabulary) -> Calls | None:
     A tool whose arguments cannot be described may be called with any object, unless it is to be strict.
 
     Raises:
-        ApiError: a call is forced of a tool that there is not, or a strict tool cannot be described.
+        ApiError: a call is forced of a tool that there is not; a strict tool cannot be described; or a schema takes too
+            long to compile.
     """
     tools, choice = body.tools or [], body.tool_choice
     forced = choice not in (None, "auto", "none")
@@ -72,11 +74,15 @@ def asked_calls(body: ChatRequest, vocabulary: Vocabulary) -> Calls | None:
     if choice not in (None, "auto", "required") and named not in names:
         raise invalid("tool_choice", 'tool_choice: give "auto", "none", "required", or the name of one of tools')
     numbers = range(len(tools)) if named is None else [names.index(named)]
-    made, left = list[Call](), LONGEST_TOOLS
+    made, left, begun = list[Call](), LONGEST_TOOLS, thread_time()
     for number in numbers:
         length = length_of(_schema(tools[number]))
         made.append(_call(tools[number], f"tools[{number}].function", vocabulary, length, left))
         left -= length if length <= min(left, LONGEST_SCHEMA) else 0
+        if thread_time() - begun > SLOWEST_TOOLS:
+            raise invalid(
+                "tools", f"tools: their schemas take more than {SLOWEST_TOOLS:g} s to compile", INVALID_SCHEMA
+            )
     return Calls(made, forced, body.parallel_tool_calls is not False and named is None)
 
 
@@ -104,10 +110,10 @@ def _call(tool: dict[str, Any], place: str, vocabulary: Vocabulary, length: int,
         if length > left:
             raise InputError(f"with the schemas of the tools before it, it has more than {LONGEST_TOOLS} characters")
         made = schema_of(_schema(tool))
-        vocabulary.matcher(made.source)
+        vocabulary.compiled(made.source)
     except InputError as problem:
-        if function.get("strict"):
-            raise invalid(f"{place}.parameters", f"{place}.parameters: {problem}", INVALID) from problem
+        if function.get("strict") or isinstance(problem, SlowGrammarError):
+            raise invalid(f"{place}.parameters", f"{place}.parameters: {problem}", INVALID_SCHEMA) from problem
         made = Grammar.json_object()
     return Call(str(function["name"]), made)
 

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from lade.errors import ClusterError, ConfigError, EngineClosedError, EngineFullError, InputError, UnsupportedError
+from lade.hf.grammar.compiled import GrammarError
 from lade.server.replies import Json
 
 logger = logging.getLogger(__name__)
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 INVALID, AUTHENTICATION, PERMISSION = "invalid_request_error", "authentication_error", "permission_error"
 NOT_FOUND, OVERLOADED, SERVER = "not_found_error", "overloaded_error", "server_error"
 TOO_LONG = "context_length_exceeded"
+INVALID_SCHEMA = "invalid_schema"
 _LONGEST_VALUE = 60
 
 
@@ -91,6 +93,8 @@ def error_for(problem: BaseException, request_id: str) -> ApiError:
             return invalid(problem.field, str(problem))
         case UnsupportedError():
             return invalid(None, problem.reason, "unsupported_parameter")
+        case GrammarError():
+            return invalid(None, str(problem), INVALID_SCHEMA)
         case InputError():
             return invalid(None, str(problem), "too_large_for_server")
         case ClusterError():

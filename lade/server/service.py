@@ -285,6 +285,7 @@ class Service:
         if self._engine is not None:
             self._engine.close()
         if self._model is not None:
+            self.forms.close()
             self._save()
             self._model.close()
 

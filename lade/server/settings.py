@@ -20,9 +20,13 @@ MOST_ECHOED = 2**18
 """Log-probabilities of prompts that a request may have told with `echo`."""
 PROBES = frozenset(["/live", "/ready", "/health", "/v1/health", "/metrics"])
 """Paths that are asked every few seconds, by machines."""
-LONGEST_SCHEMA = 32 * 2**10  # characters, of JSON, notes apart; one that is written to be slow takes half a second
+LONGEST_SCHEMA = 32 * 2**10  # characters, of JSON, notes apart
 LONGEST_TOOLS = 2 * LONGEST_SCHEMA
 """Of one request."""
+SLOWEST_TOOLS = 1.0
+"""Seconds of CPU time that compiling them may take, each by itself."""
+MASK_SECONDS, MASK_TOKEN_SECONDS = 0.5, 1e-3
+"""CPU time that following a grammar may take in all answers to a request, and for each token more: others wait."""
 
 
 @dataclass(frozen=True)

@@ -280,4 +280,4 @@ def test_that_names_of_members_are_texts_need_not_be_said():
     assert Grammar.json_schema(noted) == Grammar.json_schema(bare)
     vocabulary = vocabulary_of_tokenizer(TOKENIZER)
     with pytest.raises(InputError, match="propertyNames"):
-        vocabulary.matcher(Grammar.json_schema({**record, "propertyNames": {"pattern": "^a"}}).source)
+        vocabulary.compiled(Grammar.json_schema({**record, "propertyNames": {"pattern": "^a"}}).source)

@@ -11,6 +11,7 @@ from served import MODEL, TOKENIZER, byte_model, byte_tokenizer, plain, running,
 
 from lade import Grammar
 from lade.hf.grammar.compiled import vocabulary_of_tokenizer
+from lade.server import answer as answers
 from lade.server.answer_form import asked_form
 from lade.server.call_grammar import asked_calls, message_grammar
 from lade.server.errors import ApiError
@@ -120,6 +121,7 @@ HOSTILE = {
     "one of several": {"oneOf": [{"type": "string"}, {"maxLength": 4}]},
     "unevaluated": {"unevaluatedProperties": False},
     "less than nothing": {"type": "string", "minLength": 5, "maxLength": 2},
+    "multiples of a large number": {"type": "integer", "multipleOf": 999_983},
     "a list": [1, 2],
     "a text that is no JSON": "{",
 }
@@ -159,6 +161,23 @@ def test_hostile_schemas_are_refused_at_once_while_another_stream_goes_on():
             stop.set()
             reader.join()
         assert gaps and max(gaps) < 1
+
+
+def test_a_grammar_that_takes_too_long_to_follow_ends_its_request_alone(monkeypatch):
+    monkeypatch.setattr(answers, "MASK_SECONDS", 0.0)
+    monkeypatch.setattr(answers, "MASK_TOKEN_SECONDS", 0.0)
+    with running() as server:
+        answer = server.chat(structured_outputs={"choice": ["yes", "no"]}, max_tokens=4)
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["code"] == "invalid_schema", answer.text
+        assert "takes too long to follow" in error["message"]
+        assert server.chat(max_tokens=4).status_code == 200
+
+
+def test_a_choice_of_two_thousand_texts_is_followed(server):
+    texts = [f"word {number}" for number in range(2_000)]
+    answer = server.chat(structured_outputs={"choice": texts}, max_tokens=40, temperature=0)
+    assert answer.json()["choices"][0]["message"]["content"] in texts
 
 
 @pytest.mark.parametrize(
@@ -276,7 +295,7 @@ def test_what_a_message_may_be(marks, fields, thinks, right, wrong):
     prompt = "<assistant><think>\n" if thinks else "<assistant>"
     made = message_grammar(tokenizer.chat_template, prompt, form and form[0], calls, vocabulary)
     for text in (*right, *wrong):
-        ids, matcher = tokenizer(text)["input_ids"], vocabulary.matcher(made.source)
+        ids, matcher = tokenizer(text)["input_ids"], vocabulary.compiled(made.source).deep_copy()
         allowed = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
         assert allowed is (text in right), text
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -15,8 +16,29 @@ if TYPE_CHECKING:
 
 KEPT = 64
 """Compiled grammars that are kept for a tokenizer: those that were used last."""
-_LARGEST_GRAMMAR, _FUEL = 100_000, 500_000  # less than llguidance allows, against grammars that are made to be slow
+LIMITS: dict[str, Any] = {
+    "max_grammar_size": 100_000,  # symbols
+    "initial_lexer_fuel": 500_000,
+    "max_lexer_states": 50_000,  # some ten MB
+    "step_lexer_fuel": 100_000,  # some 10 ms
+    "step_max_items": 25_000,  # some 50 ms
+    "max_items_in_row": 2_000,
+    "verbose_errors": False,
+}
+"""Less than llguidance allows, against grammars that are made to be slow; the schemas of JSONSchemaBench take half."""
 _LONGEST_REASON = 300
+
+Trial = Callable[[str], None]
+"""Is given a grammar before it is compiled; raises `SlowGrammarError` for one that is not to be."""
+
+
+class GrammarError(InputError):
+    """An answer cannot follow its grammar any further."""
+
+
+class SlowGrammarError(InputError):
+    """A grammar takes longer to compile than it may."""
+
 
 _vocabularies: WeakKeyDictionary[Any, dict[tuple[int, ...], Vocabulary]] = WeakKeyDictionary()
 _making = threading.Lock()
@@ -59,6 +81,7 @@ class Vocabulary:
     Attributes:
         ends: as given.
         size: ids below it are the tokenizer's.
+        specials: texts of its added tokens.
     """
 
     def __init__(self, tokenizer: Any, ends: tuple[int, ...]) -> None:
@@ -72,29 +95,47 @@ class Vocabulary:
             kind = type(tokenizer).__name__
             raise InputError(f"grammars cannot be used with a tokenizer of type {kind}: {problem}") from problem
         self.ends, self.size = ends, int(self._tokens.vocab_size)
+        self.specials = tuple(map(str, getattr(tokenizer, "added_tokens_decoder", {}).values()))
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._trial: Trial | None = None
         self._lock = threading.Lock()
 
-    def matcher(self, grammar: str) -> LLMatcher:
-        """A new matcher, at the beginning of a grammar.
+    def tried_by(self, trial: Trial) -> Vocabulary:
+        """The same, with compiled grammars of its own, each of which has passed a trial."""
+        other = copy.copy(self)
+        other._trial, other._compiled = trial, OrderedDict()
+        return other
+
+    def compiled(self, grammar: str) -> LLMatcher:
+        """A grammar at its beginning, which others share: to be copied.
 
         Args:
             grammar: as llguidance writes it.
 
         Raises:
             InputError: it is none, or takes too much to compile.
+            SlowGrammarError: it has failed its trial.
         """
         with self._lock:
             kept = self._compiled.get(grammar)
             if kept is not None:
                 self._compiled.move_to_end(grammar)
-                return kept.deep_copy()
+                return kept
+        if self._trial is not None:
+            self._trial(grammar)
         made = self._compile(grammar)  # outside the lock: others need not wait for a large one
         with self._lock:
             self._compiled[grammar] = made
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
-            return made.deep_copy()
+        return made
+
+    def compiled_anew(self, grammar: str, failed: LLMatcher) -> LLMatcher:
+        """The same for one answer alone; the one that has failed is not given to others any more."""
+        with self._lock:
+            if self._compiled.get(grammar) is failed:
+                del self._compiled[grammar]
+        return self._compile(grammar)
 
     def special_id(self, text: str) -> int | None:
         """The id of a special token, which no text of a grammar has; None where a text is none."""
@@ -104,9 +145,8 @@ class Vocabulary:
     def _compile(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(initial_lexer_fuel=_FUEL, max_grammar_size=_LARGEST_GRAMMAR, verbose_errors=False)
         try:
-            made = LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
+            made = LLMatcher(self._tokens, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
         except UnicodeEncodeError as problem:
             raise InputError("the grammar has half a character in it, which is no text") from problem
         made.compute_bitmask()  # some errors are found there only, such as a schema that no text satisfies

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
+from lade.hf.grammar.compiled import GrammarError
+from lade.hf.grammar.matcher import Matcher
 
 
 class GrammarConstraint:
     """The `Constraint` of one row.
 
     It has a matcher of its own, which goes on as the text does, and back where the text turns out to be another one:
-    rows in lock-step show what they expect to write.
+    rows in lock-step show what they expect to write. What takes too much is an error of the processor, which is asked
+    next: here nothing is guessed any more.
 
     Args:
         matcher: at the beginning of the grammar.
@@ -22,21 +23,25 @@ class GrammarConstraint:
         vocabulary: ids below it can be fed, and are the tokenizer's: others put a matcher out of action.
     """
 
-    def __init__(self, matcher: LLMatcher, start: int, vocabulary: int) -> None:
+    def __init__(self, matcher: Matcher, start: int, vocabulary: int) -> None:
         self._matcher, self._start, self._vocabulary = matcher, start, vocabulary
         self._taken: list[int] = []  # by the matcher
         self._allowed = True  # whether that is all of the answer
 
     def lead(self, context: Sequence[int]) -> list[int]:
         """See `Constraint`."""
-        self._allowed = self._move_to(list(context[self._start :]))
-        if not self._allowed:
-            return []
-        return self._known(self._matcher.compute_ff_tokens())
+        self._allowed = False
+        with suppress(GrammarError):
+            self._allowed = self._move_to(list(context[self._start :]))
+            if self._allowed:
+                return self._known(self._matcher.certain())
+        return []
 
     def fits(self, tokens: Sequence[int]) -> int:
         """See `Constraint`."""
-        return self._matcher.validate_tokens(self._known(tokens)) if self._allowed else 0
+        with suppress(GrammarError):
+            return self._matcher.fitting(self._known(tokens)) if self._allowed else 0
+        return 0
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
         """The tokens before the first one that is not of the vocabulary."""
@@ -48,9 +53,9 @@ class GrammarConstraint:
         if answer[:same] != self._taken:
             pairs = zip(answer, self._taken, strict=False)
             same = next((place for place, (one, other) in enumerate(pairs) if one != other), len(answer))
-            self._matcher.rollback(len(self._taken) - same)
+            self._matcher.go_back(len(self._taken) - same)
             del self._taken[same:]
         new = self._known(answer[same:])
-        taken = self._matcher.try_consume_tokens(new)
+        taken = self._matcher.take(new)
         self._taken += new[:taken]
         return len(self._taken) == len(answer)

@@ -9,6 +9,7 @@ from typing import Any
 
 from lade.errors import InputError, MissingExtraError
 from lade.hf.grammar.compiled import Vocabulary, shortened, vocabulary_of_tokenizer
+from lade.hf.grammar.matcher import Budget, Matcher
 from lade.hf.grammar.processor import GrammarProcessor
 
 _VALUES = frozenset(["const", "enum", "default", "examples"])
@@ -58,7 +59,12 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Text all of which a regular expression matches, in the syntax of Rust's regex crate."""
+        """Text all of which a regular expression matches, in the syntax of Rust's regex crate.
+
+        Raises:
+            InputError: it is no text. What of a pattern is not supported is found when it is used with a tokenizer.
+            MissingExtraError: llguidance is not installed.
+        """
         return cls(_llguidance().grammar_from_regex(_text(pattern, "pattern")))
 
     @classmethod
@@ -71,7 +77,8 @@ class Grammar:
         several = [] if isinstance(texts, str) else list(texts)
         if not several or not all(isinstance(text, str) and text for text in several):
             raise InputError(f"choice={texts!r:.60} is not valid: give a list of texts, none of them empty")
-        return cls.lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in several))
+        alternatives = " | ".join(json.dumps(text, ensure_ascii=False) for text in several)
+        return cls.lark(f"start: TEXT\nTEXT: {alternatives}")  # a terminal: as rules, two thousand were too many
 
     @classmethod
     def lark(cls, grammar: str) -> Grammar:
@@ -112,9 +119,9 @@ class Grammar:
         return processor_of([self], vocabulary_of_tokenizer(tokenizer, ends))
 
 
-def processor_of(grammars: Sequence[Grammar], vocabulary: Vocabulary) -> GrammarProcessor:
+def processor_of(grammars: Sequence[Grammar], vocabulary: Vocabulary, budget: Budget | None = None) -> GrammarProcessor:
     """One that has for each prompt of a batch its grammar, or for all of them the same; raises like `processor`."""
-    return GrammarProcessor([vocabulary.matcher(grammar.source) for grammar in grammars], vocabulary)
+    return GrammarProcessor([Matcher(vocabulary, grammar.source, budget) for grammar in grammars], vocabulary)
 
 
 def _said(schema: Any) -> Any:
@@ -133,6 +140,10 @@ def _said(schema: Any) -> Any:
 def _text(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise InputError(f"{name}={value!r:.60} is not valid: give a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as problem:
+        raise InputError(f"{name}={value!r:.60} has half a character in it, which is no text") from problem
     return value
 
 

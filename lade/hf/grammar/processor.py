@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import LogitsProcessor
 
-from lade.errors import InputError
-from lade.hf.grammar.compiled import Vocabulary
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
+from lade.hf.grammar.compiled import GrammarError, Vocabulary
+from lade.hf.grammar.matcher import Matcher
 
 _KNOWN_BY = 16
 """Tokens at the end of a prompt by which it is told whether a text still is the one of the last call."""
@@ -28,13 +25,15 @@ class GrammarProcessor(LogitsProcessor):
     Args:
         matchers: at the beginning of each prompt's grammar, or one for all prompts.
         vocabulary: of the tokenizer.
+        alone: whether there is one row: then each token must be one that was allowed. A row of a batch may have ended
+            otherwise, and be padded, or be a beam without any probability; a token that is not allowed ends its answer.
 
     Attributes:
         vocabulary: as given.
     """
 
-    def __init__(self, matchers: Sequence[LLMatcher], vocabulary: Vocabulary) -> None:
-        self._matchers, self.vocabulary = matchers, vocabulary
+    def __init__(self, matchers: Sequence[Matcher], vocabulary: Vocabulary, *, alone: bool | None = None) -> None:
+        self._matchers, self.vocabulary, self._alone = matchers, vocabulary, alone
         self._ends = vocabulary.ends
         self._start = 0  # columns of the prompt
         self._rows: list[_Row] = []
@@ -46,11 +45,11 @@ class GrammarProcessor(LogitsProcessor):
             row: its number.
             rows: B, of the batch; a multiple of the prompts'.
         """
-        return GrammarProcessor([self._matchers[self._prompt_of(row, rows)]], self.vocabulary)
+        return GrammarProcessor([self._matchers[self._prompt_of(row, rows)]], self.vocabulary, alone=rows == 1)
 
-    def matcher(self) -> LLMatcher:
+    def matcher(self) -> Matcher:
         """A new matcher, at the beginning of the first prompt's grammar."""
-        return self._matchers[0].deep_copy()
+        return self._matchers[0].copy()
 
     def _prompt_of(self, row: int, rows: int) -> int:
         return row * len(self._matchers) // rows
@@ -59,24 +58,35 @@ class GrammarProcessor(LogitsProcessor):
         """Scores `[B, V]`, given the text so far, `[B, L]`.
 
         Raises:
-            InputError: the grammar leaves nothing that other processors allow; the last token of an answer is none
-                that it allows; or it takes too much to say what it allows.
+            GrammarError: other processors forbid all that the grammar allows, in a row or in all beams of a prompt; the
+                last token of a lone answer is none that it allows; or it takes too much to say what it allows.
         """
         self._advance(input_ids)
         masks = np.stack([row.mask(scores.shape[1], self._ends) for row in self._rows])  # [B, V]
         left: torch.Tensor = scores.masked_fill(~torch.from_numpy(masks).to(scores.device), float("-inf"))
-        if len(self._rows) == 1 and bool(left.isneginf().all()):
-            raise InputError("the grammar allows only tokens that another processor forbids: leave one of them out")
+        self._check_left(left.isneginf().all(dim=-1).tolist())
         return left
+
+    def _check_left(self, dead: Sequence[bool]) -> None:
+        """Raise `GrammarError` where nothing is left for any row of a prompt, `[B]` says for which; beams may die."""
+        if not any(dead):
+            return
+        stuck = {row.prompt for row, nothing in zip(self._rows, dead, strict=True) if nothing and not row.over}
+        alive = {row.prompt for row, nothing in zip(self._rows, dead, strict=True) if not nothing and not row.over}
+        if stuck - alive:
+            raise GrammarError("the grammar allows only tokens that another processor forbids: leave one of them out")
 
     def _advance(self, input_ids: torch.Tensor) -> None:
         """Take in the last token of each row, or begin."""
         texts = input_ids[:, max(0, self._start - _KNOWN_BY) :].tolist()
         if not self._goes_on(texts):
             self._start = input_ids.shape[1]
-            known = input_ids[:, -_KNOWN_BY:].tolist()
-            numbers = [self._prompt_of(row, len(known)) for row in range(len(known))]
-            self._rows = [_Row(text, self._matchers[at].deep_copy()) for text, at in zip(known, numbers, strict=True)]
+            prompts = list(map(tuple, input_ids.tolist()))
+            matchers = [self._matchers[self._prompt_of(row, len(prompts))] for row in range(len(prompts))]
+            self._rows = [
+                _Row(list(prompt[-_KNOWN_BY:]), matcher.copy(), prompts.index(prompt))
+                for prompt, matcher in zip(prompts, matchers, strict=True)
+            ]
 
     def _goes_on(self, texts: list[list[int]]) -> bool:
         """Whether each text is one of the last call's and a token more, which then is taken in."""
@@ -88,7 +98,7 @@ class GrammarProcessor(LogitsProcessor):
             return False
         in_place = all(origin is row for origin, row in zip(found, self._rows, strict=True))
         rows = found if in_place else [origin.copy() for origin in found]
-        alone = len(rows) == 1
+        alone = len(rows) == 1 if self._alone is None else self._alone
         for row, text in zip(rows, texts, strict=True):
             row.take(text[-1], self._ends, strictly=alone)
         self._rows = rows
@@ -107,13 +117,15 @@ class _Row:
     Args:
         text: the end of the prompt, and the answer so far.
         matcher: at its end.
+        prompt: the first row that has the same one.
+        over: whether the answer has ended.
     """
 
-    def __init__(self, text: list[int], matcher: LLMatcher, *, over: bool = False) -> None:
-        self.text, self._matcher, self._over = text, matcher, over
+    def __init__(self, text: list[int], matcher: Matcher, prompt: int, *, over: bool = False) -> None:
+        self.text, self._matcher, self.prompt, self.over = text, matcher, prompt, over
 
     def copy(self) -> _Row:
-        return _Row(list(self.text), self._matcher.deep_copy(), over=self._over)
+        return _Row(list(self.text), self._matcher.copy(), self.prompt, over=self.over)
 
     def take(self, token: int, ends: Sequence[int], *, strictly: bool) -> None:
         """Take in the next token.
@@ -121,27 +133,22 @@ class _Row:
         Args:
             token: its id.
             ends: ids after which there is only padding.
-            strictly: whether it must be one that was allowed; rows of batches that have ended are padded.
+            strictly: whether it must be one that was allowed.
         """
         self.text.append(token)
-        if self._over:
+        if self.over:
             return
-        self._over = token in ends or not self._matcher.try_consume_tokens([token])
-        if self._over and strictly and token not in ends:
-            self._check()
-            raise InputError(f"the token {token} is none that the grammar allows: another processor made it possible")
+        self._matcher.count_token()
+        self.over = token in ends or not self._matcher.take([token])
+        if self.over and strictly and token not in ends:
+            raise GrammarError(f"the token {token} is none that the grammar allows: another processor made it possible")
 
     def mask(self, size: int, ends: Sequence[int]) -> Any:
         """`[V]` bool, true for tokens that are allowed."""
-        if not self._over:
-            packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-            self._check()
+        if not self.over:
+            packed = np.frombuffer(self._matcher.mask(), np.uint8)
             allowed = np.unpackbits(packed, bitorder="little")[:size].view(np.bool_)
             return allowed if len(allowed) == size else np.pad(allowed, (0, size - len(allowed)))
         only = np.zeros(size, np.bool_)
         only[list(ends)] = True
         return only
-
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise InputError(f"the grammar takes too much to follow: {self._matcher.get_error():.200}")

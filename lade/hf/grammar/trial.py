@@ -1,0 +1,164 @@
+"""Grammars of strangers, compiled in a process of its own first, which can be ended where they take too long.
+
+Nothing else can: a thread that compiles is llguidance's, whose limits leave some of the work out, such as numbers that
+are multiples of another, and proofs that a pattern matches anything at all. The process knows bytes for tokens, so it
+is small, and tells about time and memory alone; what else is wrong with a grammar is found out with the tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from time import process_time, sleep
+from typing import NoReturn
+from weakref import finalize
+
+from lade.hf.grammar.compiled import LIMITS, SlowGrammarError
+
+logger = logging.getLogger(__name__)
+
+SECONDS = 0.5
+"""Of CPU time, to compile one."""
+_BYTES = 2 * 2**30
+_LOOK_EVERY_S = 0.02
+_TOKEN_IDS = re.compile(r"<\[[\d,*^-]*\]>")
+_ANY_TOKEN = "<[*]>"
+
+
+class GrammarTrial:
+    """Is called with grammars before they are compiled. Any thread may do so; they are tried in turn.
+
+    Args:
+        specials: texts of special tokens, which grammars may name.
+        seconds: of CPU time, that each may take.
+    """
+
+    def __init__(self, specials: Iterable[str] = (), seconds: float = SECONDS) -> None:
+        self._specials = sorted((json.dumps(text)[1:-1] for text in specials if text), key=len, reverse=True)
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+
+    def __call__(self, grammar: str) -> None:
+        """Return once it is known to be compiled in time.
+
+        Raises:
+            SlowGrammarError: it takes too long, or too much memory.
+        """
+        with self._lock:
+            try:
+                process = self._running()
+            except OSError as problem:
+                logger.warning("grammars are compiled without a trial, however long they take: %s", problem)
+                return
+            if not self._passes(process, self._neutral(json.dumps(grammar))):
+                self._end()
+                raise SlowGrammarError(
+                    f"it takes more than {self._seconds:g} s, or {_BYTES >> 30} GiB, to compile: give a simpler one"
+                )
+
+    def close(self) -> None:
+        """End the process; another call begins one again."""
+        with self._lock:
+            self._end()
+
+    def _neutral(self, grammar: str) -> str:
+        """The same with any token for special ones, of which the process knows none."""
+        for text in self._specials:
+            grammar = grammar.replace(text, _ANY_TOKEN)
+        return _TOKEN_IDS.sub(_ANY_TOKEN, grammar)
+
+    def _passes(self, process: subprocess.Popen[str], line: str) -> bool:
+        """Whether the process has compiled it, and not come to its end."""
+        assert process.stdin is not None
+        try:
+            process.stdin.write(f"{line}\n")
+            process.stdin.flush()
+        except OSError:
+            return False
+        return self._answers(process)
+
+    @staticmethod
+    def _answers(process: subprocess.Popen[str]) -> bool:
+        """Whether it says that it is done, and does not end."""
+        assert process.stdout is not None
+        return bool(process.stdout.readline())
+
+    def _running(self) -> subprocess.Popen[str]:
+        """The process; a new one where the last one has ended. Raises `OSError` where there can be none."""
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            code = f"import sys; sys.path[:] = {sys.path}; from {__name__} import main; main({self._seconds})"
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                encoding="ascii",
+            )
+            self._ending = finalize(self, _end, self._process)
+            if not self._answers(self._process):
+                self._end()
+                raise OSError(f"{sys.executable} ends at once")
+        return self._process
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._ending()
+            self._process = None
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()  # closes its pipes
+
+
+class _Watch(threading.Thread):
+    """Ends this process where a grammar takes too long."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(daemon=True)
+        self._seconds = seconds
+        self.begun: float | None = None  # CPU time when a grammar was begun; none now
+
+    def run(self) -> NoReturn:
+        while True:
+            begun = self.begun
+            if begun is not None and process_time() - begun > self._seconds:
+                os._exit(1)
+            sleep(_LOOK_EVERY_S)
+
+
+def _limit_memory() -> None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (_BYTES if most == resource.RLIM_INFINITY else min(_BYTES, most), most))
+
+
+def main(seconds: float) -> None:
+    """Compile a grammar a line, and say of each when it is done."""
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    _limit_memory()
+    tokens, limits, watch = LLTokenizer("byte"), LLParserLimits(**LIMITS), _Watch(seconds)
+    watch.start()
+    _say("ready")
+    for line in sys.stdin:
+        grammar, watch.begun = json.loads(line), process_time()
+        LLMatcher(tokens, grammar, log_level=0, limits=limits).compute_bitmask()
+        watch.begun = None
+        _say("done")
+
+
+def _say(word: str) -> None:
+    sys.stdout.write(f"{word}\n")
+    sys.stdout.flush()

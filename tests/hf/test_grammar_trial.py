@@ -1,0 +1,85 @@
+"""Grammars of strangers are compiled in a process of its own first, which is ended where one takes too long."""
+
+import threading
+
+import pytest
+from test_grammar import END, TOKENIZER
+
+from lade import Grammar
+from lade.hf.grammar.compiled import SlowGrammarError, Vocabulary
+from lade.hf.grammar.trial import GrammarTrial
+
+SLOW = {
+    "a large multiple": Grammar.json_schema({"type": "integer", "multipleOf": 999_983}),
+    "patterns at once": Grammar.json_schema(
+        {"allOf": [{"type": "string", "pattern": f"a.{{{number}}}b{number}"} for number in range(20)]}
+    ),
+}
+QUICK = {
+    "a schema": Grammar.json_schema({"type": "object", "properties": {"name": {"type": "string"}}}),
+    "a pattern": Grammar.regex("[a-z]+é"),
+    "many texts": Grammar.choice([f"word {number}" for number in range(2_000)]),
+    "a special token": Grammar.lark('start: <|end|> "a"'),
+    "a token by number": Grammar.lark('start: <[7]> "a"'),
+    "no grammar at all": Grammar("start: nothing"),  # which is found out with the tokenizer
+}
+
+
+@pytest.fixture(scope="module")
+def trial():
+    made = GrammarTrial(["<|end|>"])
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_tried_all_the_same(trial, name):
+    with pytest.raises(SlowGrammarError, match=r"takes more than 0\.5 s"):
+        trial(SLOW[name].source)
+    trial(QUICK["a schema"].source)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_others_pass_in_the_process_that_is_there(trial, name):
+    trial(QUICK[name].source)
+    process = trial._process
+    trial(QUICK[name].source)
+    assert trial._process is process and process.poll() is None
+
+
+def test_several_threads_take_turns(trial):
+    failed = []
+
+    def run(grammar):
+        try:
+            trial(grammar.source)
+        except SlowGrammarError:
+            failed.append(grammar)
+
+    grammars = [*QUICK.values(), SLOW["a large multiple"], *QUICK.values()]
+    threads = [threading.Thread(target=run, args=(grammar,)) for grammar in grammars]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == [SLOW["a large multiple"]]
+
+
+def test_its_process_ends_with_it():
+    made = GrammarTrial()
+    made(QUICK["a pattern"].source)
+    process = made._process
+    made.close()
+    assert process.poll() is not None
+    made(QUICK["a pattern"].source)  # begins another
+    process = made._process
+    del made
+    assert process.wait(10) is not None
+
+
+def test_a_vocabulary_tries_what_it_has_not_compiled_yet():
+    tried = []
+    vocabulary = Vocabulary(TOKENIZER, (END,)).tried_by(tried.append)
+    for _ in range(2):
+        vocabulary.compiled(QUICK["a pattern"].source)
+    assert tried == [QUICK["a pattern"].source]
