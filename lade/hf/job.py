@@ -28,9 +28,11 @@ from lade.decoding.drafting.factory import drafter_for, reads_logits
 from lade.decoding.drafting.followed import OwnText, Prediction
 from lade.decoding.drafting.habits import Habits
 from lade.decoding.drafting.memory import ContextMemory
+from lade.decoding.mtp import MtpPasses
 from lade.hf.encoder_decoder import has_encoder, runner_on_encoded, source_of
 from lade.hf.grammar_argument import constraints_for
 from lade.hf.ids import placeholder_ids, special_ids, vocabulary_of
+from lade.hf.mtp import mtp_passes
 from lade.hf.predictions import text_of_rows
 from lade.hf.prepared import Prepared
 from lade.model.masks import MaskPlan
@@ -103,10 +105,12 @@ class DecodeJob:
         rows: B at first.
         batched: whether the rows share the size of their trees, however many they are.
         most: tokens that a row feeds in a step at most; None for what the runner's processes can take.
+        drafts_by_mtp: whether its loop makes the passes of MTP layers.
 
     Attributes:
         runner: as given.
         budget: one size for the trees of all rows, from the first drafter on that needs one; None without.
+        mtp: makes the passes of the checkpoint's MTP layer, from the first drafter on that has one; None without.
     """
 
     def __init__(
@@ -118,9 +122,12 @@ class DecodeJob:
         rows: int = 1,
         batched: bool = False,
         most: int | None = None,
+        drafts_by_mtp: bool = True,
     ) -> None:
         self.runner = runner
         self.budget: BatchBudget | None = None
+        self.mtp: MtpPasses | None = None
+        self._drafts_by_mtp = drafts_by_mtp
         self._model, self._kind, self._rows, self._batched = model, kind, rows, batched
         self._most = most_fed(runner.parts) if most is None else most
         self._cost: StepCost | BatchCost | None = None
@@ -146,6 +153,8 @@ class DecodeJob:
             self._begin_sizing()
         if self._habits is not None:
             self._habits.copies.begin_text()
+        if self.mtp is None and self._drafts_by_mtp and any(spec.config.adaptive for spec in specs):
+            self.mtp = mtp_passes(self.runner, [spec.config for spec in specs], self._kind)
         return [self._drafter(spec, alone=alone) for spec in specs]
 
     def _begin_sizing(self) -> None:
@@ -163,6 +172,8 @@ class DecodeJob:
         sizing: dict[str, Any] = {}
         if spec.sizes_trees:
             sizing = {"cost": self._cost, "budget": self.budget, "habits": self._habits, "most": self._most}
+        if self.mtp is not None and spec.config.mtp is not False:
+            sizing["mtp"] = self.mtp.weights
         return drafter_for(
             config,
             spec.excluded,

@@ -58,7 +58,7 @@ class LockStepSession:
         check_lengths(self._runner.positions, texts, prepared.generation_config.max_length)
         warn_of_precision(prepared.wrapper)
         kind = kind_of_text(prepared, config)
-        self._job = DecodeJob(prepared.model, runner, kind, rows=len(texts), batched=True)
+        self._job = DecodeJob(prepared.model, runner, kind, rows=len(texts), batched=True, drafts_by_mtp=False)
         drafters = self._job.drafters(DraftSpec.of_rows(prepared, config, texts.ids))
         rows = [self._row(number, text, drafters[number]) for number, text in enumerate(texts.ids)]
         self._answers: LockStepLogits[Any]

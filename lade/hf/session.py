@@ -68,12 +68,20 @@ class Session:
         sampled = bool(prepared.generation_config.do_sample)
         self._draws = Draws(len(self._texts)) if self._is_batch and sampled else None
         kind = kind_of_text(prepared, config)
-        self._job = DecodeJob(prepared.model, runner, kind, rows=len(self._texts), batched=self._is_batch)
+        self._job = DecodeJob(
+            prepared.model, runner, kind, rows=len(self._texts), batched=self._is_batch, drafts_by_mtp=images is None
+        )
         self._rows = self._make_rows(self._drafters(config, drafter))
         self._known = sys.maxsize  # tokens of the text that the caller knows
         cache: Any = self._cache  # of the runner's own kind
         self._loop = DecodeLoop(
-            list(self._rows), runner.for_prompts(images), cache, stats, self._job.budget, reader=self._job.reader
+            list(self._rows),
+            runner.for_prompts(images),
+            cache,
+            stats,
+            self._job.budget,
+            reader=self._job.reader,
+            mtp=self._job.mtp,
         )
 
     @property

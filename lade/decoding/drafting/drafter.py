@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from lade.decoding.drafting.mtp_tree import MtpTree
 from lade.decoding.kernels.layout import Ints
 from lade.decoding.readout import Readout
 from lade.decoding.tree import TokenTree
@@ -76,10 +77,12 @@ class Drafter(ABC):
     Attributes:
         wants_prompt_entries: whether `learn_prompt` is to be called, for which logits of prompts are computed.
         learns_prompts: whether it is worth calling where they are known anyway.
+        mtp: its tree, as an MTP layer looks at it before `candidates` is called; None where it takes no predictions.
     """
 
     wants_prompt_entries: bool = False
     learns_prompts: bool = False
+    mtp: MtpTree | None = None
 
     def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:  # noqa: B027 - a no-op is meant
         """Learn from prefill.

@@ -1,0 +1,125 @@
+"""The tree of one row while an MTP layer looks at it.
+
+A prediction belongs to a path of tokens from the root, not to a node: after each pass of the layer the tree is grown
+again, and other nodes may become likely. So a node asks for its prediction by its parent's and its own token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from lade.decoding.drafting.best_first import TreeGrower
+from lade.decoding.drafting.memory import ContextMemory
+from lade.decoding.kernels import growth
+from lade.decoding.kernels.layout import MTP_SLOTS, PREDICTED, Doubles, Ints
+from lade.decoding.kernels.mtp_weights import prior_trust, prior_weights
+
+
+@dataclass(frozen=True)
+class MtpWeights:
+    """How far the predictions of one model's layer are trusted; texts share them, on several threads, too.
+
+    Attributes:
+        lines: float64 `[MTP_DEPTHS * (len(ORDERS) + 1), MTP_INPUTS]`, see `kernels.mtp_weights`.
+        trust: float64 `[1]`, log-odds of the share that the last mixing has.
+    """
+
+    lines: Doubles = field(default_factory=lambda: np.array(prior_weights()))
+    trust: Doubles = field(default_factory=lambda: np.array(prior_trust()))
+
+
+class Unseen(NamedTuple):
+    """A node that a layer can look at, since it has looked at its parent.
+
+    Attributes:
+        node: its number in the tree that was grown last.
+        parent: number of its parent's prediction; 0 is the root's.
+        token: of the node.
+        depth: of the node, 1 below the root.
+        score: probability that it is accepted.
+    """
+
+    node: int
+    parent: int
+    token: int
+    depth: int
+    score: float
+
+
+class MtpTree:
+    """Grows a row's tree between passes of an MTP layer, and hands its predictions to the grower.
+
+    Args:
+        grower: grows the row's trees.
+        memory: what they grow from.
+        weights: how far predictions are trusted; they learn from every step.
+        begin: begins a step, given the text and the greatest depth; returns whether guesses are looked for in it.
+        grow: grows the tree of the step that has begun; returns the scores of its nodes.
+    """
+
+    def __init__(
+        self,
+        grower: TreeGrower,
+        memory: ContextMemory,
+        weights: MtpWeights,
+        begin: Callable[[Sequence[int], int | None], bool],
+        grow: Callable[[], Sequence[float]],
+    ) -> None:
+        self._grower, self._memory, self._begin, self._grow = grower, memory, begin, grow
+        grower.use_mtp(weights.lines, weights.trust)
+        self._scores: Sequence[float] = (1.0,)
+
+    def begin(self, context: Sequence[int], max_depth: int | None) -> bool:
+        """Begin a step; returns whether guesses are looked for in it."""
+        return self._begin(context, max_depth)
+
+    def grow(self) -> float:
+        """Grow the tree by what is known now; returns the sum of its scores: tokens that it is expected to yield."""
+        self._scores = self._grow()
+        return sum(self._scores)
+
+    def unseen(self, most: int) -> list[Unseen]:
+        """The likeliest nodes of the tree that was grown last that have no prediction, and whose parents have one.
+
+        Args:
+            most: nodes to return; there may be fewer.
+        """
+        work, count = self._grower.work, len(self._scores)
+        most = min(most, MTP_SLOTS - int(work.used[PREDICTED]))
+        predicted, parents = work.predicted[:count], work.parents[:count]
+        nodes = np.flatnonzero((predicted < 0) & (predicted[parents] >= 0) & (parents >= 0))
+        best = sorted(nodes.tolist(), key=lambda node: -self._scores[node])[: max(0, most)]
+        return [
+            Unseen(node, int(predicted[parents[node]]), int(work.ids[node]), int(work.depths[node]), self._scores[node])
+            for node in best
+        ]
+
+    def candidates(self, node: int) -> list[int]:
+        """The tokens that the memory suggests to follow a node of the tree that was grown last."""
+        offers = growth.look_up(self._grower.held, *self._memory.tables, self._memory.weights, node)
+        found: list[int] = self._grower.work.tokens[node, :offers].tolist()
+        return found
+
+    def hear(self, nodes: Sequence[Unseen], tokens: Ints, odds: Doubles) -> None:
+        """Take in predictions.
+
+        Args:
+            nodes: what they follow; none for the root, whose prediction comes first.
+            tokens: `[E, MTP_WIDTH]`, -1 where there are fewer.
+            odds: `[E, MTP_WIDTH]`, their log-odds.
+        """
+        work = self._grower.work
+        first = int(work.used[PREDICTED])
+        span = slice(first, first + len(tokens))
+        work.mtp_tokens[span], work.mtp_odds[span] = tokens, odds
+        if nodes:
+            work.mtp_parents[span] = [node.parent for node in nodes]
+            work.mtp_ids[span] = [node.token for node in nodes]
+            work.mtp_depths[span] = [node.depth + 1 for node in nodes]
+        else:
+            work.mtp_parents[span], work.mtp_ids[span], work.mtp_depths[span] = -1, -1, 1
+        work.used[PREDICTED] = first + len(tokens)
