@@ -25,10 +25,10 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lade
+from lade.backends.cpu.packing.linear import PackedLinear
 from lade.bench.inflation.inflate import inflate
 from lade.decoding.readout import read
 from lade.decoding.tree import TokenTree
-from lade.model.packing.linear import PackedLinear
 from lade.model.runner import EagerRunner
 from lade.model.support.supports import supports
 

@@ -19,8 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from lade.bench.report.theme import LIGHT, RC, as_svg
-from lade.decoding.drafting.ngram_pool import NGramPool
-from lade.decoding.drafting.window import Window
+from lade.decoding.drafting.lookahead import NGramPool, Window
 from lade.decoding.tree import ROOT, TokenTree
 
 WORDS = "the cat sat on the mat and the cat ran to a dog in the sun with one red hat".split()  # noqa: SIM905

@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lade
 from lade.bench.peers.prompt_lookup import PromptLookupDrafter
 from lade.bench.peers.suffix import SuffixDrafter
+from lade.decoding.drafting.copy_drafting import OwnText
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.drafting.factory import drafter_for
-from lade.decoding.drafting.followed import OwnText
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.decoding.verify import Greedy

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import lade
-from lade.decoding import compilation
+from lade import compilation
 from lade.model.support import tree_check as probe
 from lade.model.support.supports import supports
 from lade.testing import toy_model

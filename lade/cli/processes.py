@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from lade.backends.processes.channel import connect
+from lade.backends.processes.team import dismiss, team_of
 from lade.cli.batch.crew import Crew
 from lade.cli.terminal import Terminal
-from lade.cluster.channel import connect
-from lade.cluster.team import dismiss, team_of
 from lade.errors import ConfigError
 from lade.hf.shared import follow_to_the_end
 from lade.model.support.supports import supports

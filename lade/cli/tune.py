@@ -148,14 +148,14 @@ def tune(
 
 
 def _run(loaded: LoadedModel, lengths: list[int], measuring: TuneOptions, term: Terminal, *, json: bool) -> None:
+    from lade.backends.runners import local_runner_for
     from lade.bench.report.prose import count
     from lade.cli.interrupt import Interrupt
-    from lade.model.select_runner import runner_for
     from lade.model.support.supports import supports, unwrap
 
     plan = supports(loaded.model).require()
     model = unwrap(loaded.model)
-    runner = runner_for(model, plan, model.generation_config)
+    runner = local_runner_for(model, plan, model.generation_config)
     with Interrupt() as interrupt:
         sweeps = _measure(runner, lengths, measuring.seconds, interrupt, term)
     saved = _save(model, runner, sweeps, interrupted=interrupt.requested)

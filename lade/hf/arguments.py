@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
+from lade.backends.processes.tensor_parallel import in_step
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError, UnsupportedModelError
 from lade.hf.media import holds_media
 from lade.hf.original import check_generate
 from lade.hf.prompt_texts import REMEDY
 from lade.hf.refusals import check_shape, refuse
-from lade.model.attachments import GIVE_INSIDE, wraps_model
+from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
 from lade.model.support.supports import supports, unwrap
-from lade.model.tensor_parallel import in_step
 from lade.stats import Stats
 
 KEPT = {

@@ -20,7 +20,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from lade.errors import UnsupportedArgumentError
 from lade.hf.grammar.processor import GrammarProcessor
 from lade.hf.prompt_texts import PromptTexts
-from lade.model.position_limits import Positions
+from lade.model.config import Positions
 
 ROW_WISE_PROCESSORS = frozenset(
     f"{name}LogitsProcessor"

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
 
+from lade.backends.encoder_decoder.runner import DecoderCache
 from lade.config import LookaheadConfig
 from lade.decoding.beams.logits import BeamLogits
 from lade.hf.batch_rules import check_lengths
@@ -26,9 +27,8 @@ from lade.hf.prepared import Prepared
 from lade.hf.prompt_texts import PromptTexts
 from lade.hf.refusals import check, refuse
 from lade.hf.stand_in import StandIn
-from lade.model.encoder_decoder.cache import DecoderCache
+from lade.model.config import Positions
 from lade.model.kv_cache import TreeCache
-from lade.model.position_limits import Positions
 from lade.stats import Stats
 
 BEAM_MODES = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
+from lade.backends.encoder_decoder.runner import Encoded, EncoderDecoderRunner
 from lade.hf.prepared import Prepared
-from lade.model.encoder_decoder.encoded import Encoded
-from lade.model.encoder_decoder.runner import EncoderDecoderRunner
+from lade.model.config import token_embeddings
 from lade.model.masks import MaskPlan
-from lade.model.token_embeddings import token_embeddings
 
 ENCODER_KWARGS = frozenset({"encoder_outputs", "attention_mask", "inputs_embeds"})
 """What of the prepared arguments concerns the encoder alone."""

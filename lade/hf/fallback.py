@@ -13,10 +13,10 @@ from weakref import WeakSet
 import torch
 from transformers import PreTrainedModel
 
+from lade.backends.cpu.invariant_marker import invariance_of
+from lade.backends.cpu.packing.weight import short
 from lade.errors import FallbackWarning, PrecisionWarning, UnsupportedError
 from lade.locks import ForkSafeLock
-from lade.model.invariance import invariance_of
-from lade.model.packing.weight import short
 from lade.model.runner import input_device
 from lade.model.support.supports import unwrap
 from lade.stats import Stats
@@ -87,7 +87,9 @@ def precision_note(model: Any) -> str:
 
 
 def _remedy(model: Any, *, cast: bool) -> str:
-    from lade.model.invariant.make_invariant import can_be_tried  # compilers come with it: only where it is needed
+    from lade.backends.cpu.invariant.make_invariant import (
+        can_be_tried,  # compilers come with it: only where it is needed
+    )
 
     inner = unwrap(model)
     if cast and (inner.dtype not in HALF or invariance_of(inner) is not None):

@@ -12,7 +12,8 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateOutput
 
-from lade.cluster.team import leader_of
+from lade.backends.cpu.packing.linear import refuse_autocast
+from lade.backends.processes.team import leader_of
 from lade.config import Lookahead, LookaheadConfig
 from lade.hf.arguments import (
     arguments_for_callable,
@@ -44,7 +45,6 @@ from lade.hf.shared import (
     shared_steps,
     sharing_plainly,
 )
-from lade.model.packing.linear import refuse_autocast
 from lade.model.support.supports import unwrap
 from lade.stats import Stats, Step
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from lade.model.token_embeddings import token_embeddings
+from lade.model.config import token_embeddings
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:

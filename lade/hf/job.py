@@ -17,15 +17,14 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from lade.cluster.parts import LeadingPartRunner
-from lade.cluster.runners import eager_runner_for, reader_of, runner_for
+from lade.backends.processes.lookahead_parallel import LeadingPartRunner
+from lade.backends.runners import eager_runner_for, reader_of, runner_for
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.batch_budget import BatchBudget
-from lade.decoding.drafting.constraint import Constraint
 from lade.decoding.drafting.controller import most_fed
-from lade.decoding.drafting.drafter import Drafter, Source
+from lade.decoding.drafting.copy_drafting import OwnText, Prediction
+from lade.decoding.drafting.drafter import Constraint, Drafter, Source
 from lade.decoding.drafting.factory import drafter_for, reads_logits
-from lade.decoding.drafting.followed import OwnText, Prediction
 from lade.decoding.drafting.habits import Habits
 from lade.decoding.drafting.memory import ContextMemory
 from lade.hf.encoder_decoder import has_encoder, runner_on_encoded, source_of

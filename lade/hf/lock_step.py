@@ -15,10 +15,10 @@ from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
+from lade.backends.recurrent.refeeding import RefedCache, RefeedingRunner
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.drafter import Drafter
-from lade.decoding.lock_step.logits import LockStepLogits
-from lade.decoding.lock_step.row import LockStepRow
+from lade.decoding.lock_step import LockStepLogits, LockStepRow
 from lade.hf.batch_rules import check_lengths
 from lade.hf.encoder_decoder import source_of
 from lade.hf.fallback import warn_of_precision
@@ -30,7 +30,6 @@ from lade.hf.prepared import Prepared
 from lade.hf.refusals import check
 from lade.hf.stand_in import StandIn
 from lade.hf.text_kind import kind_of_text
-from lade.model.refeeding import RefedCache, RefeedingRunner
 from lade.stats import Stats
 
 

@@ -15,10 +15,9 @@ from lade.errors import UnsupportedArgumentError
 from lade.hf.media import KINDS_OF_TOKENS, is_empty
 from lade.hf.prepared import Prepared
 from lade.hf.prompt_texts import PromptTexts
-from lade.model.kv_cache import TreeCache
-from lade.model.position_limits import Positions
-from lade.model.position_offsets import PositionOffsets
-from lade.model.prepared_prompts import PreparedPrompts
+from lade.model.config import Positions
+from lade.model.kv_cache import PositionOffsets, TreeCache
+from lade.model.prefill import PreparedPrompts
 
 _WHAT = "a prompt with more than text in it"
 REMEDY = 'use plain model.generate, or lookahead="auto", which falls back to it'

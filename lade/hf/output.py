@@ -9,10 +9,10 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
+from lade.backends.encoder_decoder.runner import DecoderCache
 from lade.hf.encoder_decoder import has_encoder
 from lade.hf.prepared import Prepared
 from lade.hf.processors import Record
-from lade.model.encoder_decoder.cache import DecoderCache
 
 Output = torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput
 

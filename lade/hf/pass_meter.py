@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from lade.model.support.supports import unwrap
-from lade.model.thread_hooks import hooked
+from lade.model.thread_patches import hooked
 from lade.stats import Stats, Step
 
 EVERY_PASS = sys.maxsize

@@ -11,15 +11,15 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateOutput
 
+from lade.backends.cpu.packing.linear import refuse_autocast
+from lade.backends.processes.tensor_parallel import in_step
 from lade.errors import UnsupportedArgumentError
 from lade.hf.arguments import argument_of
 from lade.hf.ids import ids_of
 from lade.hf.original import original_generate
 from lade.hf.pass_meter import EVERY_PASS, metered
 from lade.hf.prepared import Prepared
-from lade.model.packing.linear import refuse_autocast
 from lade.model.support.supports import unwrap
-from lade.model.tensor_parallel import in_step
 from lade.model.user_cache import begin_plainly, cache_in
 from lade.stats import Stats
 

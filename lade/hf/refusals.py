@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
+from lade.backends.processes.tensor_parallel import tensor_parallel_size
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
 from lade.hf.encoder_decoder import ENCODER_KWARGS, has_encoder
@@ -17,17 +18,16 @@ from lade.hf.media import has_more_than_text, is_empty, says_text
 from lade.hf.media_prompts import media_prompts
 from lade.hf.prepared import Prepared
 from lade.hf.prompt_texts import REMEDY, PromptTexts
-from lade.model.attention_span import FULL
+from lade.model.config import LEARNED_POSITIONS
 from lade.model.facts import ModelFacts
+from lade.model.inputs import FULL
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
-from lade.model.position_limits import LEARNED_POSITIONS
-from lade.model.prepared_prompts import PreparedPrompts
+from lade.model.prefill import PreparedPrompts
 from lade.model.runner import EagerRunner
 from lade.model.slot_patches import padding_counts_from
-from lade.model.support.padding_check import counts_padding
+from lade.model.support.causality_check import counts_padding
 from lade.model.support.supports import is_listed, support_by
-from lade.model.tensor_parallel import tensor_parallel_size
 from lade.model.user_cache import can_borrow, lacks_indexer, why_unfit
 
 KNOWN_MODEL_KWARGS = frozenset(

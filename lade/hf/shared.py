@@ -13,15 +13,14 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from lade.cluster.channel import is_connected
-from lade.cluster.follower import DismissedError
-from lade.cluster.parcel import generator_states, packed
-from lade.cluster.team import follow_call, has_parts, leader_of, steps_together, team_of, together
+from lade.backends.processes.channel import generator_states, is_connected, packed
+from lade.backends.processes.follower import DismissedError
+from lade.backends.processes.team import follow_call, has_parts, leader_of, steps_together, team_of, together
+from lade.backends.processes.tensor_parallel import tensor_parallel_size
 from lade.errors import ClusterError, UnsupportedArgumentError, UnsupportedModelError
 from lade.hf.arguments import argument_of
 from lade.hf.plain import generate_plainly
 from lade.model.support.supports import unwrap
-from lade.model.tensor_parallel import tensor_parallel_size
 from lade.stats import Step
 
 T = TypeVar("T")

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import Literal, TypeVar
 
+from lade.backends.recurrent.cores import is_recurrent
 from lade.config import Lookahead
 from lade.errors import InputError, LadeError
 from lade.hf.fallback import precision_note
-from lade.model.recurrent.cores import is_recurrent
 from lade.model.support.supports import unwrap
 from lade.server.access_log import AccessLog
 from lade.server.answer_form import Forms

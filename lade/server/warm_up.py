@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 
+from lade.compilation import compile_all
 from lade.decoding import kernels
-from lade.decoding.compilation import compile_all
 from lade.server.served_model import ServedModel
 from lade.server.settings import Settings
 from lade.serving.engine import Engine

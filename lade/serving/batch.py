@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from lade.backends.runners import release
 from lade.decoding.drafting.controller import LARGEST
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.loop import DecodeLoop, prompt_hook
@@ -19,7 +20,6 @@ from lade.decoding.row import Row
 from lade.hf.job import DecodeJob, engine_runner
 from lade.hf.output import Output
 from lade.model.masks import MaskPlan
-from lade.model.select_runner import release
 from lade.serving.active import ActiveRequest
 from lade.serving.capacity import Capacity, default_max_tokens, row_bytes
 from lade.serving.pieces import feed_piece

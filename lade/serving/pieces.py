@@ -1,7 +1,7 @@
 """The next piece of a request's text, fed as decoding it alone would have fed it.
 
 A request that made room for others has its text fed again, prompt and answer. Decoding has fed the prompt at once and
-the answer token by token, and some models tell; see `lade.model.text_pieces`. There the answer goes in as trees
+the answer token by token, and some models tell; see `lade.model.prefill`. There the answer goes in as trees
 without branches: what they give is what single tokens give, many to a pass.
 """
 

@@ -28,8 +28,8 @@ from lade.hf.processors import StopReason
 from lade.hf.refusals import check
 from lade.hf.row import row_for
 from lade.hf.sampling import LoneSampler
+from lade.model.config import LEARNED_POSITIONS, Positions
 from lade.model.masks import MaskPlan
-from lade.model.position_limits import LEARNED_POSITIONS, Positions
 from lade.model.prompt_logits import PromptLogprobs
 from lade.model.runner import input_device
 from lade.model.support.supports import unwrap

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lade.decoding.drafting.drafter import Drafter
-from lade.decoding.drafting.said import NotingDrafter, Said
+from lade.decoding.drafting.logits_cache import NotingDrafter, Said
 from lade.decoding.row import Row
 from lade.model.kv_cache import TreeCache
 from lade.serving.active import ActiveRequest

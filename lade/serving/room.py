@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lade.model.row_cache import RowCache
+from lade.model.kv_cache import RowCache
 from lade.serving.seats import Seats
 
 

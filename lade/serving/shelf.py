@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lade.decoding.drafting.said import Said
+from lade.decoding.drafting.logits_cache import Said
 from lade.model.kv_cache import TreeCache
 
 LEAST = 32

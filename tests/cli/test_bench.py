@@ -196,7 +196,7 @@ def test_complete_results_are_reported_again_without_a_model(bench, lade, out, p
 
 @pytest.mark.slow
 def test_packed_weights(bench, folder, out, monkeypatch):
-    from lade.model.packing import pack as packing
+    from lade.backends.cpu.packing import pack as packing
 
     assert bench("--pack").exit_code == 0, "no layer of it is large enough, and nothing is copied"
     assert not any(method.packed for method in Results.load(out / "results.json").methods)

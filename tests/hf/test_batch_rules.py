@@ -21,7 +21,7 @@ from lade.hf.batch_rules import (
     processors_of_row,
 )
 from lade.hf.prompt_texts import PromptTexts
-from lade.model.position_limits import Positions
+from lade.model.config import Positions
 
 ROWS, LENGTH, VOCABULARY = 4, 7, 40
 PROMPTS = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))

@@ -32,8 +32,8 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from transformers.generation import utils
 
 import lade
+from lade.backends.recurrent.cores import is_recurrent
 from lade.hf import job
-from lade.model.recurrent.cores import is_recurrent
 from lade.serving import shelf
 
 LONG = {"max_new_tokens": 50, "do_sample": False}

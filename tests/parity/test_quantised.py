@@ -32,9 +32,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
+from lade.backends.cuda_graphs.pool import setup_of
 from lade.bench import inflate
 from lade.embedded.files import model_path
-from lade.model.cuda_graphs.model_pools import setup_of
 from lade.model.runner import EagerRunner
 from lade.model.support import linear_check as layer_trial
 from lade.model.support import supports as support

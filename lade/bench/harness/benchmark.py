@@ -21,7 +21,7 @@ from lade.bench.harness.experiment import Experiment
 from lade.bench.results import Method, Results, Settings
 from lade.bench.workloads.workload import Workload
 from lade.errors import InputError
-from lade.jsonl import require_same
+from lade.files import require_same
 
 RESULTS = "results.json"
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from lade.backends.runners import local_runner_for
 from lade.bench.results import StepCurve
-from lade.model.select_runner import runner_for
 from lade.model.support.supports import supports
 from lade.tuning.measure import SIZES, StepTimer, samples_of
 
@@ -31,7 +31,7 @@ def step_curve(
     plan = supports(model).plan
     if plan is None:
         return None
-    runner = runner_for(model, plan, model.generation_config)
+    runner = local_runner_for(model, plan, model.generation_config)
     embeddings: Any = model.get_input_embeddings()
     timer = StepTimer(runner, vocabulary=embeddings.weight.shape[0], largest=max(sizes), cached=cached)
     samples: dict[int, list[float]] = {}

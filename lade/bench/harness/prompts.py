@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from lade.bench.workloads.workload import Item
 from lade.errors import InputError
-from lade.model.position_limits import LEARNED_POSITIONS
+from lade.model.config import LEARNED_POSITIONS
 
 BETWEEN_TURNS = "\n\n"
 

@@ -33,7 +33,7 @@ from transformers import (
 from lade.bench.inflation.llama_weights import part_of
 from lade.bench.inflation.search import Sizes, Wanted, choose
 from lade.errors import ConfigError, UnsupportedModelError
-from lade.model.weights import parts_of
+from lade.model.facts import parts_of
 
 SUPPORTED = LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 NOISE = 0.035

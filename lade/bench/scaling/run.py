@@ -25,7 +25,7 @@ from lade.bench.results import Method, Mismatch, Model, Settings
 from lade.bench.scaling.records import NAME, Point, Reference, Scaling
 from lade.bench.workloads.workload import Item, Workload
 from lade.errors import ConfigError, InputError
-from lade.jsonl import differences
+from lade.files import differences
 
 WINDOWS = (1, 2, 3, 5, 7, 10, 15, 20, 30, 40, 60)
 NGRAMS = (3, 4, 5, 6, 7)

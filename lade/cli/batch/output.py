@@ -15,8 +15,7 @@ from typing import Any
 
 from lade.cli.prompts import Prompt
 from lade.errors import ConfigError, InputError
-from lade.files import write_whole
-from lade.jsonl import require_same, whole_lines
+from lade.files import require_same, whole_lines, write_whole
 
 Entry = dict[str, Any]
 REMEDY = "give another --out"

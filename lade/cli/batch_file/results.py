@@ -10,8 +10,7 @@ from typing import Any
 from lade.cli.batch.output import check_place
 from lade.cli.batch_file.requests import Request
 from lade.errors import InputError
-from lade.files import write_whole
-from lade.jsonl import whole_lines
+from lade.files import whole_lines, write_whole
 from lade.server.in_process import Reply
 
 _REMEDY = "give another --out"

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lade.backends.cpu.invariant.make_invariant import invariant
+from lade.backends.cpu.packing import pack as packing
 from lade.bench.harness.arms import Models
 from lade.bench.harness.methods import TRANSFORMERS
 from lade.bench.inflation.inflate import inflate
@@ -16,9 +18,7 @@ from lade.cli.bench.job import Plan
 from lade.cli.loading import load as loading
 from lade.cli.terminal import Terminal
 from lade.errors import ConfigError, InputError
-from lade.memory_file import fingerprint_of
-from lade.model.invariant.make_invariant import invariant
-from lade.model.packing import pack as packing
+from lade.memory import fingerprint_of
 from lade.tuning.packing_choice import pack_if_it_pays
 
 

@@ -12,7 +12,7 @@ from lade.bench.results import Mismatch, Results
 from lade.cli.bench.job import Plan
 from lade.cli.terminal import Terminal
 from lade.errors import InputError
-from lade.jsonl import differences
+from lade.files import differences
 
 EXIT_MISMATCH = 1
 REPORT = "report.html"

@@ -14,8 +14,8 @@ from lade.cli.run import Generation
 from lade.cli.terminal import one_line
 from lade.errors import ConfigError, InputError
 from lade.hf.ids import placeholder_ids
+from lade.model.facts import cache_name
 from lade.model.kv_cache import TreeCache
-from lade.model.signature import cache_name
 from lade.model.support.supports import supports, unwrap
 
 Message = dict[str, str]

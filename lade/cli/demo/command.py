@@ -167,8 +167,8 @@ class Demo:
         Raises:
             typer.Exit: a text differs, or Ctrl-C was pressed.
         """
+        from lade.compilation import compile_all
         from lade.decoding import kernels
-        from lade.decoding.compilation import compile_all
 
         encoded = [self._loaded.encode(each.text) for each in self._rounds]
         try:

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from lade.backends.cpu.invariant import make_invariant
+from lade.backends.cpu.packing import folder as packed_folder
+from lade.backends.cpu.packing import pack as packing
 from lade.cli.loading import checkpoint
 from lade.cli.loading.adapter import put_adapter
 from lade.cli.loading.from_pretrained import load_model, load_tokenizer
@@ -23,9 +26,6 @@ from lade.cli.terminal import Terminal, one_line
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError
 from lade.memory import Memory
-from lade.model.invariant import make_invariant
-from lade.model.packing import folder as packed_folder
-from lade.model.packing import pack as packing
 from lade.tuning.packing_choice import pack_if_it_pays
 
 

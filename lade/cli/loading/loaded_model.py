@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lade.backends.cpu.invariant_marker import invariance_of
+from lade.backends.cpu.packing import pack as packing
 from lade.errors import InputError
 from lade.hf.ids import placeholder_ids
-from lade.model.invariance import invariance_of
-from lade.model.packing import pack as packing
-from lade.model.position_limits import LEARNED_POSITIONS
+from lade.model.config import LEARNED_POSITIONS
 from lade.model.support.supports import unwrap
 
 

@@ -43,7 +43,7 @@ def check_all(
         group.check()
     speed.lookahead(new_memory=new_memory)  # raises for what is wrong with it
     if new_memory and speed.memory is not None:
-        from lade.memory_file import check
+        from lade.memory import check
 
         check(speed.memory)
     loading.check_layout(speed.pack, invariant=speed.invariant)
