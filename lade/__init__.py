@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lade.version import __version__, warn_of_the_old_library
 
 if TYPE_CHECKING:
-    from lade import bench
+    import lade_lab as bench
     from lade.backends.cpu.invariant.make_invariant import invariant, variant
     from lade.backends.cpu.packing.folder import load_packed, save_packed
     from lade.backends.cpu.packing.pack import pack, unpack
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
         UnsupportedError,
         UnsupportedModelError,
     )
+    from lade.hf.distributed import follow
     from lade.hf.enable import disable, enable
     from lade.hf.generate import decode, decoder, generate, stream
     from lade.hf.grammar.grammar import Grammar
     from lade.hf.legacy_api import augment_all, config_lade, log_history, restore_all, save_log
-    from lade.hf.shared import follow
     from lade.memory import Memory
     from lade.model.kv_cache import TreeCache
     from lade.model.support.supports import Support, supports
@@ -115,7 +115,7 @@ _HOMES = {
     ),
     "lade.hf.legacy_api": ("augment_all", "config_lade", "log_history", "restore_all", "save_log"),
     "lade.hf.enable": ("disable", "enable"),
-    "lade.hf.shared": ("follow",),
+    "lade.hf.distributed": ("follow",),
     "lade.hf.generate": ("decode", "decoder", "generate", "stream"),
     "lade.hf.grammar.grammar": ("Grammar",),
     "lade.backends.cpu.invariant.make_invariant": ("invariant", "variant"),
@@ -128,15 +128,16 @@ _HOMES = {
     "lade.serving.handle": ("Handle",),
     "lade.stats": ("Stats", "Step"),
 }
-_PACKAGES = ("bench",)
+_LAB = "lade_lab"
+"""The package behind `lade.bench`."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 if not TYPE_CHECKING:  # else type checkers would believe in any name
 
     def __getattr__(name: str) -> Any:
         """Import a name when it is first asked for: the shell shows its help without waiting for torch."""
-        if name in _PACKAGES:
-            return importlib.import_module(f"lade.{name}")
+        if name == "bench":
+            return importlib.import_module(_LAB)
         if name not in _HOME_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = globals()[name] = getattr(importlib.import_module(_HOME_OF[name]), name)

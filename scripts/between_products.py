@@ -26,11 +26,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lade
 from lade.backends.cpu.packing.linear import PackedLinear
-from lade.bench.inflation.inflate import inflate
 from lade.decoding.readout import read
 from lade.decoding.tree import TokenTree
 from lade.model.runner import EagerRunner
 from lade.model.support.supports import supports
+from lade_lab.inflation import inflate
 
 SIZES = (1, 8, 16)
 PRODUCTS = "products"

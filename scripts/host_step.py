@@ -30,7 +30,7 @@ from lade.decoding.drafting.tree_size import FixedBudget
 from lade.decoding.readout import Readout
 from lade.decoding.row import Row
 from lade.decoding.verify import Greedy, walk
-from lade.hf.ids import special_ids, vocabulary_of
+from lade.model.prepared import special_ids, vocabulary_of
 
 PARTS = ("growing", "inputs", "walk", "learning")
 NO_LOGITS = torch.empty(0)

@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lade
 from lade.backends.cpu.packing.linear import PackedLinear
-from lade.bench.inflation.inflate import inflate
+from lade_lab.inflation import inflate
 
 SIZES = (1, 8, 16)
 

@@ -57,7 +57,7 @@ def test_a_fallback_says_why(log, way):
         warnings.simplefilter("ignore", lade.FallbackWarning)
         calls[way]()
     (line,) = of_level(log(), "INFO")
-    assert line.startswith("decoding plainly: use_cache=False") and log()[-1][1] == "lade.hf.fallback"
+    assert line.startswith("decoding plainly: use_cache=False") and log()[-1][1] == "lade.hf.refusals"
 
 
 def test_what_is_served_writes_nothing_at_info(log):

@@ -41,10 +41,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import lade
 from lade.backends.tree_attention.attention import kernel_for
 from lade.backends.tree_attention.tree_mask import TreeInputs
-from lade.bench.harness.environment import commit_of
 from lade.decoding.tree import TokenTree
 from lade.model.inputs import FULL
 from lade.model.masks import StepInputs
+from lade_lab.harness.benchmark import commit_of
 
 POOL_BYTES = 256 << 20  # of all copies of a cache: several times the second-level cache of any GPU
 MOST_COPIES = 64

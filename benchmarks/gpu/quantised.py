@@ -33,11 +33,11 @@ import lade
 from lade.backends.cuda_graphs.pool import pool_of
 from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.backends.runners import local_runner_for
-from lade.bench import inflate
-from lade.bench.harness.environment import command_line, environment_of
-from lade.bench.inflation.search import Wanted, choose
 from lade.embedded.files import model_path
 from lade.model.facts import bytes_by_kind
+from lade_lab import inflate
+from lade_lab.harness.benchmark import command_line, environment_of
+from lade_lab.inflation import Wanted, choose
 
 DTYPE = torch.bfloat16
 GROUP, WIDTHS = 32, 128

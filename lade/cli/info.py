@@ -12,7 +12,7 @@ from lade.cli.options import decoding as options
 from lade.cli.terminal import terminal
 
 if TYPE_CHECKING:
-    from lade.cli.loading.loaded_model import LoadedModel
+    from lade.cli.loading.load import LoadedModel
 
 MOST_TRIED = 10**9
 """Parameters of a model that is tried."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from lade.backends.cpu.packing.linear import PackedLinear
     from lade.backends.cpu.packing.quality import LayerError
-    from lade.cli.loading.loaded_model import LoadedModel
+    from lade.cli.loading.load import LoadedModel
 
 EXAMPLE = "Example:  [bold]lade pack gpt2 --check text.txt --keep lm_head --save ./gpt2-int8[/bold]"
 LONGEST_WINDOW = 1024
@@ -155,7 +155,7 @@ def _refuse_useless(kinds: Mapping[Any, type[PackedLinear]], wanted: PackOptions
 
 
 def _encoded(loaded: LoadedModel, text: str, wanted: PackOptions) -> list[int]:
-    from lade.bench.report.prose import count
+    from lade.cli.terminal import count
 
     ids: list[int] = loaded.tokenizer(text, add_special_tokens=False, truncation=False)["input_ids"][: wanted.tokens]
     if len(ids) < 2:

@@ -20,10 +20,8 @@ from lade.hf.predictions import Prediction
 from lade.hf.refusals import resolve
 from lade.model.support.supports import supports, unwrap
 from lade.serving.batch import Batch
-from lade.serving.extras import Extras
-from lade.serving.handle import Handle
-from lade.serving.place import Place
-from lade.serving.request import prepare
+from lade.serving.handle import Handle, Place
+from lade.serving.request import Extras, prepare
 from lade.serving.scheduler import Scheduler
 from lade.serving.snapshot import Snapshot
 from lade.stats import Stats, Step

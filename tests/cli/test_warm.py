@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from lade import InputError, LookaheadConfig, Memory, generate
 from lade.cli import warm as module
-from lade.cli.loading.loaded_model import LoadedModel
+from lade.cli.loading.load import LoadedModel
 from lade.cli.main import app
 from lade.cli.warm import WarmResult
 from lade.decoding.kernels.layout import ORDERS, TEXT_ORDERS

@@ -34,7 +34,7 @@ from lade.backends.tree_attention import attention as tree_attention
 from lade.decoding import loop, readout
 from lade.errors import CaptureWarning
 from lade.hf import job
-from lade.hf import row as hf_row
+from lade.hf import processors as hf_row
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 

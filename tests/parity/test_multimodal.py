@@ -11,7 +11,7 @@ from multimodal import GEMMA3, OTHERS, QWEN2_5_VL, REFUSED, USUAL, Multimodal, t
 
 import lade
 from lade.backends.recurrent.cores import is_recurrent
-from lade.hf.media import is_empty
+from lade.model.prepared import is_empty
 
 CLASSES = [pytest.param(case, id=str(case)) for case in USUAL] + [
     pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in OTHERS

@@ -24,7 +24,7 @@ import lade
 from lade.backends.cuda_graphs import pool as model_pools
 from lade.backends.runners import why_eager
 from lade.hf import job
-from lade.hf.pass_meter import metered
+from lade.hf.plain import metered
 from lade.model.thread_patches import hooked
 
 FAMILIES = ("llama", "bloom", "llama4_text", "gemma2")

@@ -43,7 +43,7 @@ from lade.model.inputs import batch_bucket, key_bucket, step_bucket
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.serving.capacity import Capacity, Need, default_max_tokens, largest_tree
-from lade.serving.extras import PLAIN
+from lade.serving.request import PLAIN
 from lade.testing import toy_model
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)

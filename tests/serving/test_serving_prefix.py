@@ -24,7 +24,7 @@ from lade.decoding.verify import Verdict
 from lade.errors import CaptureWarning
 from lade.hf import job
 from lade.model.kv_cache import TreeCache
-from lade.serving.shelf import LEAST, Shelf, ShelvedText
+from lade.serving.prefix_cache import LEAST, Shelf, ShelvedText
 from lade.testing import toy_model
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)

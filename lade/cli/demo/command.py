@@ -18,7 +18,7 @@ from lade.errors import ConfigError
 
 if TYPE_CHECKING:
     from lade.cli.demo.side_by_side import Race
-    from lade.cli.loading.loaded_model import LoadedModel
+    from lade.cli.loading.load import LoadedModel
     from lade.memory import Memory
 
 EXAMPLE = 'Example:  [bold]lade demo --prompt "class Stack:" --max-new-tokens 200[/bold]'
