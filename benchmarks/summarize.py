@@ -27,13 +27,13 @@ from pathlib import Path
 
 from catalogue import BENCHMARKS, FOLDER, Benchmark
 
-from lade.bench.analysis.summary import Row, Summary, summarise
-from lade.bench.report.figures import MEANINGS, save_figures
-from lade.bench.report.prose import LOSS, MISSING, count, is_loss, number, rate
-from lade.bench.report.table import as_markdown
-from lade.bench.results import Results
-from lade.bench.scaling.figure import save_figures as save_scaling
-from lade.bench.scaling.records import Scaling
+from lade_lab.report.figures import MEANINGS, save_figures
+from lade_lab.report.prose import LOSS, MISSING, count, is_loss, number, rate
+from lade_lab.report.table import as_markdown
+from lade_lab.results import Results
+from lade_lab.scaling_law import Scaling
+from lade_lab.scaling_law import save_figures as save_scaling
+from lade_lab.summary import Row, Summary, summarise
 
 NOT_YET = "Not run yet."
 FIGURES = MEANINGS | {"scaling": "Tokens per step against tokens fed and against guesses, with the fitted laws"}

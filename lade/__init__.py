@@ -9,12 +9,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lade.name_clash import warn_of_the_old_library
-from lade.version import __version__
+from lade.version import __version__, warn_of_the_old_library
 
 if TYPE_CHECKING:
-    from lade import bench
-    from lade.cluster.parallel import parallel
+    import lade_lab as bench
+    from lade.backends.cpu.invariant.make_invariant import invariant, variant
+    from lade.backends.cpu.packing.folder import load_packed, save_packed
+    from lade.backends.cpu.packing.pack import pack, unpack
+    from lade.backends.processes.team import parallel
+    from lade.backends.runners import release
     from lade.config import LookaheadConfig
     from lade.errors import (
         CaptureWarning,
@@ -31,17 +34,13 @@ if TYPE_CHECKING:
         UnsupportedError,
         UnsupportedModelError,
     )
+    from lade.hf.distributed import follow
     from lade.hf.enable import disable, enable
     from lade.hf.generate import decode, decoder, generate, stream
     from lade.hf.grammar.grammar import Grammar
     from lade.hf.legacy_api import augment_all, config_lade, log_history, restore_all, save_log
-    from lade.hf.shared import follow
     from lade.memory import Memory
-    from lade.model.invariant.make_invariant import invariant, variant
     from lade.model.kv_cache import TreeCache
-    from lade.model.packing.folder import load_packed, save_packed
-    from lade.model.packing.pack import pack, unpack
-    from lade.model.select_runner import release
     from lade.model.support.supports import Support, supports
     from lade.serving.engine import Engine
     from lade.serving.handle import Handle
@@ -96,7 +95,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "lade.cluster.parallel": ("parallel",),
+    "lade.backends.processes.team": ("parallel",),
     "lade.config": ("LookaheadConfig",),
     "lade.memory": ("Memory",),
     "lade.errors": (
@@ -116,28 +115,29 @@ _HOMES = {
     ),
     "lade.hf.legacy_api": ("augment_all", "config_lade", "log_history", "restore_all", "save_log"),
     "lade.hf.enable": ("disable", "enable"),
-    "lade.hf.shared": ("follow",),
+    "lade.hf.distributed": ("follow",),
     "lade.hf.generate": ("decode", "decoder", "generate", "stream"),
     "lade.hf.grammar.grammar": ("Grammar",),
-    "lade.model.invariant.make_invariant": ("invariant", "variant"),
+    "lade.backends.cpu.invariant.make_invariant": ("invariant", "variant"),
     "lade.model.kv_cache": ("TreeCache",),
-    "lade.model.packing.folder": ("load_packed", "save_packed"),
-    "lade.model.packing.pack": ("pack", "unpack"),
+    "lade.backends.cpu.packing.folder": ("load_packed", "save_packed"),
+    "lade.backends.cpu.packing.pack": ("pack", "unpack"),
     "lade.model.support.supports": ("Support", "supports"),
-    "lade.model.select_runner": ("release",),
+    "lade.backends.runners": ("release",),
     "lade.serving.engine": ("Engine",),
     "lade.serving.handle": ("Handle",),
     "lade.stats": ("Stats", "Step"),
 }
-_PACKAGES = ("bench",)
+_LAB = "lade_lab"
+"""The package behind `lade.bench`."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 if not TYPE_CHECKING:  # else type checkers would believe in any name
 
     def __getattr__(name: str) -> Any:
         """Import a name when it is first asked for: the shell shows its help without waiting for torch."""
-        if name in _PACKAGES:
-            return importlib.import_module(f"lade.{name}")
+        if name == "bench":
+            return importlib.import_module(_LAB)
         if name not in _HOME_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = globals()[name] = getattr(importlib.import_module(_HOME_OF[name]), name)

@@ -1,4 +1,4 @@
-"""How long a piece of work took: by the clock on the wall, and but for what other programs took of it.
+"""Clocks: wall time, time less what other programs took, and device time by events.
 
 On a busy machine a thread that could go on often has to wait until a processor is free. A pass of 3 ms then takes 3 or
 20, as it happens, and nobody sees which size of a tree pays. In the long run such waiting stretches all work alike, so
@@ -11,6 +11,10 @@ A thread that sleeps waits for something else, a disk, a process on another mach
 part of the work, whoever is to blame. So time is left out only where the thread did not sleep at all.
 
 What people are told is the time on the wall. What a method decides by is the undisturbed one.
+
+A CUDA device works asynchronously: a clock on the host sees how long launching took. So two events are put into the
+device's own queue, and read when `seconds` is. In a step that is after its logits were read, when the device has long
+passed them: a step does not wait twice.
 """
 
 from __future__ import annotations
@@ -18,7 +22,9 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from time import perf_counter, thread_time
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 
 @dataclass(slots=True)
@@ -104,3 +110,63 @@ if sys.platform == "linux":  # elsewhere it is not known whether a thread slept
 
 else:
     ThreadClock = WallClock
+
+
+_NOTHING = Duration(0.0, 0.0)
+
+
+class Stopwatch:
+    """How long work took between `start` and `stop`, where it was done.
+
+    Args:
+        clock: for work that is not a CUDA device's. Nobody disturbs such a device, as far as can be seen.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._started = clock, clock.start()
+        self._before, self._taken = _NOTHING, _NOTHING
+        self._device = torch.device("cpu")
+        self._begin: Any = None
+        self._end: Any = None  # set as long as the events have not been read
+
+    def start(self, device: torch.device) -> None:
+        """Work begins on this device."""
+        self._before, self._device, self._end = _NOTHING, device, None
+        if device.type == "cuda":
+            self._begin = _event(device)
+        self._started = self._clock.start()
+
+    def resume(self, device: torch.device) -> None:
+        """Work goes on after a pause; what was measured counts, too. Waits for the device like `taken`."""
+        before = self.taken
+        self.start(device)
+        self._before = before
+
+    def stop(self, device: torch.device) -> None:
+        """All work is queued; it ends on this device."""
+        if device.type == "cuda" and device == self._device:
+            self._end = _event(device)
+            return
+        if device.type == "cuda":  # the clocks of two devices cannot be compared
+            torch.cuda.synchronize(device)
+        self._taken = self._before + self._clock.since(self._started)
+
+    @property
+    def taken(self) -> Duration:
+        """Of the last measurement; waits for the device if it has not come so far."""
+        if self._end is not None:
+            self._end.synchronize()
+            seconds, self._end = self._begin.elapsed_time(self._end) / 1e3, None
+            self._taken = self._before + Duration(seconds, seconds)
+        return self._taken
+
+    @taken.setter
+    def taken(self, taken: Duration) -> None:
+        self._taken, self._end = taken, None
+
+
+def _event(device: torch.device) -> Any:
+    """An event that was queued after all that the device has to do."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event

@@ -34,8 +34,8 @@ class LookaheadConfig:
         budget: tokens fed per step, the root included, by the adaptive method, instead of what it would choose; at
             most, since a text may offer no more. From 1 to 1024.
         memory: a `lade.Memory` for the adaptive method to use and to fill, instead of one that ends with the request.
-        mtp: whether the adaptive method drafts with the multi-token prediction (MTP) layers of the checkpoint, too. None:
-            where they are found, can be used, and pay. False: never. True: always, and it is an error if they cannot be.
+        mtp: whether the adaptive method drafts with the multi-token prediction (MTP) layers of the checkpoint, too:
+            None where they are found, can be used and pay; False nowhere; with True it is an error if they cannot be.
         seed: feeds a private generator for the window's first tokens. It changes which guesses are made, hence the
             speed, never the output; torch's global generator is not touched.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lade.cli.serve.replicas import application_of
+from lade.cli.serve.command import application_of
 
 
 def app(args: dict[str, str]) -> Any:

@@ -26,9 +26,9 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.bench.harness.arms import OwnArm, TransformersArm
-from lade.bench.harness.methods import parse
-from lade.bench.inflation.inflate import inflate
+from lade_lab.harness.arms import OwnArm, TransformersArm
+from lade_lab.harness.methods import parse
+from lade_lab.inflation import inflate
 
 OWN = {"plain": "plain", "adaptive": "adaptive", "kept": "adaptive-warm"}
 ARGUMENTS = {"do_sample": False, "num_beams": 1, "eos_token_id": None}

@@ -25,12 +25,12 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lade
-from lade.bench.inflation.inflate import inflate
+from lade.backends.cpu.packing.linear import PackedLinear
 from lade.decoding.readout import read
 from lade.decoding.tree import TokenTree
-from lade.model.packing.linear import PackedLinear
 from lade.model.runner import EagerRunner
 from lade.model.support.supports import supports
+from lade_lab.inflation import inflate
 
 SIZES = (1, 8, 16)
 PRODUCTS = "products"

@@ -21,7 +21,7 @@ import typer
 from transformers import AutoModelForCausalLM
 
 import lade
-from lade.bench.harness.arms import PLAIN
+from lade_lab.harness.arms import PLAIN
 
 ARMS: dict[str, lade.LookaheadConfig | str | None] = {"generate": None, "plain": PLAIN, "adaptive": "auto"}
 Call = Callable[[], object]

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import lade
 from lade.clock import Duration
 from lade.decoding.loop import DecodeLoop
-from lade.serving.extras import PLAIN
+from lade.serving.request import PLAIN
 from lade.stats import Step
 
 Prompts = Sequence[list[int]]

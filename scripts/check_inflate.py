@@ -24,7 +24,7 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from lade.bench import inflate
+from lade_lab import inflate
 
 NEAR_TIE_ULPS = 2
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -22,7 +22,7 @@ from pathlib import Path
 from measure_serving import Answers, summary, through_http
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lade.bench import inflate
+from lade_lab import inflate
 
 THEIRS, OURS, PLAIN = "transformers serve --continuous-batching", "lade serve", "lade serve --method plain"
 START_S = 300.0

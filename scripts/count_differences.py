@@ -28,7 +28,7 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.model.invariance import invariance_of
+from lade.backends.cpu.invariant_marker import invariance_of
 
 BATCH, ROWS, BEAMS, BEAM_TOKENS = 4, 8, 3, 40
 TEMPERATURE = 0.8

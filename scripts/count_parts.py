@@ -16,7 +16,7 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.decoding.cut import cut
+from lade.backends.processes.lookahead_parallel import cut
 from lade.decoding.tree import TokenTree
 from lade.model.runner import EagerRunner
 

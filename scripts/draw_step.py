@@ -18,10 +18,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from lade.bench.report.theme import LIGHT, RC, as_svg
-from lade.decoding.drafting.ngram_pool import NGramPool
-from lade.decoding.drafting.window import Window
+from lade.decoding.drafting.lookahead import NGramPool, Window
 from lade.decoding.tree import ROOT, TokenTree
+from lade_lab.report.theme import LIGHT, RC, as_svg
 
 WORDS = "the cat sat on the mat and the cat ran to a dog in the sun with one red hat".split()  # noqa: SIM905
 COLOURS = {"root": "#8c8c8c", "window": "#4c8bf5", "pool": "#f29d38"}

@@ -20,8 +20,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from lade.bench.report.theme import LIGHT, RC, as_svg
-from lade.decoding.drafting.window import Window
+from lade.decoding.drafting.lookahead import Window
+from lade_lab.report.theme import LIGHT, RC, as_svg
 
 COLUMNS, NGRAM = 4, 4
 LOOKED_AT = (2, 2)  # row and column of the cell whose sight is shown

@@ -23,14 +23,14 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
+from lade.backends.cuda_graphs.pass_inputs import StaticInputs
 from lade.decoding import loop
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
 from lade.decoding.drafting.tree_size import FixedBudget
 from lade.decoding.readout import Readout
 from lade.decoding.row import Row
 from lade.decoding.verify import Greedy, walk
-from lade.hf.ids import special_ids, vocabulary_of
-from lade.model.cuda_graphs.inputs import StaticInputs
+from lade.model.prepared import special_ids, vocabulary_of
 
 PARTS = ("growing", "inputs", "walk", "learning")
 NO_LOGITS = torch.empty(0)

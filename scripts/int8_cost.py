@@ -17,8 +17,8 @@ import typer
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import lade
-from lade.bench.inflation.inflate import inflate
-from lade.model.packing import linear
+from lade.backends.cpu.packing import linear
+from lade_lab.inflation import inflate
 
 SIZES = (1, 8, 16)
 ARMS = ("float32 packed", "float32 packed, alone", "float32 int8", "bfloat16 packed", "bfloat16 int8")

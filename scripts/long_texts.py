@@ -15,8 +15,8 @@ import numpy as np
 import torch
 import typer
 
+from lade.compilation import compile_all
 from lade.decoding import kernels
-from lade.decoding.compilation import compile_all
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.tree_size import FixedBudget

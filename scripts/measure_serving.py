@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 
 from lade import Engine
-from lade.bench import inflate
 from lade.cli.loading.load import load
 from lade.cli.options.model import Loading
 from lade.cli.terminal import terminal
@@ -29,8 +28,8 @@ from lade.embedded.files import prompts
 from lade.server.listen import run
 from lade.server.served_model import ServedModel
 from lade.server.service import Service
-from lade.server.settings import Settings
-from lade.server.sockets import bound, url_of
+from lade.server.settings import Settings, bound, url_of
+from lade_lab import inflate
 
 CLIENT = """
 import json, sys, threading, time, urllib.request

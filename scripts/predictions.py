@@ -23,15 +23,14 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.bench.peers.prompt_lookup import PromptLookupDrafter
-from lade.bench.peers.suffix import SuffixDrafter
+from lade.decoding.drafting.copy_drafting import OwnText
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.drafting.factory import drafter_for
-from lade.decoding.drafting.followed import OwnText
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.decoding.verify import Greedy
 from lade.testing import FunctionRunner, ListCache, nearly_flat_cost
+from lade_lab.peers import PromptLookupDrafter, SuffixDrafter
 
 ARMS = ("the answer", "three changed", "another order", "drawn", "none")
 COPIED = Path(lade.__file__).parent / "decoding" / "loop.py"

@@ -20,15 +20,12 @@ from typing import Annotated
 import torch
 import typer
 
+from lade.backends.cpu.packing.int8 import coded, first_sums, multiplied_in_panels
+from lade.backends.cpu.packing.integer_products import in_form, input_dtype, multiplied, prepacked
+from lade.backends.cpu.packing.panel_products import panel_for, panel_product
+from lade.backends.cpu.packing.tile_products import in_panels
+from lade.backends.cpu.packing.weight import HugePages, packed_weight
 from lade.errors import UnsupportedModelError
-from lade.model.packing.codes import in_form
-from lade.model.packing.huge_pages import HugePages
-from lade.model.packing.integer_product import multiplied, prepacked
-from lade.model.packing.integer_trial import input_dtype
-from lade.model.packing.layout import packed_weight
-from lade.model.packing.panel_codes import coded, first_sums, multiplied_in_panels
-from lade.model.packing.panels import in_panels
-from lade.model.packing.products import panel_for, panel_product
 
 BYTES = 200e6
 """Of all weights of a shape, in 16 bits."""

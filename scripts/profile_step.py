@@ -20,12 +20,12 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.bench.harness.arms import PLAIN
 from lade.decoding import loop
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import RowStep
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan, StepInputs
+from lade_lab.harness.arms import PLAIN
 
 PARTS: list[tuple[Any, str, str]] = [
     (DecodeLoop, "_learn", "learning"),

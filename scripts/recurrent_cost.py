@@ -23,11 +23,9 @@ import typer
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
+from lade.backends.recurrent.cores import delta_rule, mamba2
+from lade.backends.recurrent.tree_pass import TreePass, columns_of, convolution
 from lade.decoding.tree import TokenTree
-from lade.model.recurrent.convolution import columns_of, convolution
-from lade.model.recurrent.delta_rule import delta_rule
-from lade.model.recurrent.state_space import mamba2
-from lade.model.recurrent.tree_pass import TreePass
 
 WIDTH = 4
 """Inputs that a convolution sees."""

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lade
-from lade.bench.inflation.inflate import inflate
-from lade.model.packing.linear import PackedLinear
+from lade.backends.cpu.packing.linear import PackedLinear
+from lade_lab.inflation import inflate
 
 SIZES = (1, 8, 16)
 

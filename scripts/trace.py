@@ -18,14 +18,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from lade import LookaheadConfig, Stats, Step
-from lade.bench.workloads import load
 from lade.decoding.drafting.drafter import Candidates, Draft, Drafter
 from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.tree import ROOT, TokenTree
 from lade.embedded.files import model_path
-from lade.hf.ids import special_ids
-from lade.hf.prepared import preparing
 from lade.hf.session import Session
+from lade.model.prepared import preparing, special_ids
+from lade_lab.workloads import load
 
 
 class Recorder:

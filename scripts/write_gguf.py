@@ -19,7 +19,7 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM
 
-from lade.bench.inflation.inflate import inflate
+from lade_lab.inflation import inflate
 
 NAMES = {
     "model.embed_tokens": "token_embd",

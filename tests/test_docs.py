@@ -293,12 +293,12 @@ def is_public(name: str) -> bool:
 
 def test_names_in_examples_are_there_after_import_lade():
     named = set(re.findall(r"(?<![\w./`\"'-])lade(?:\.[A-Za-z_]\w*)+", examples()))
-    assert {"lade.bench.workloads.load", "lade.generate", "lade.Memory.load"} <= named
+    assert {"lade_lab.workloads.load", "lade.generate", "lade.Memory.load"} <= named
     assert sorted(name for name in named if not is_public(name)) == []
 
 
 def test_a_name_that_is_not_there_would_be_noticed():
-    assert not any(map(is_public, ["lade.bench.harness.arms", "lade.bench.none", "lade.Memory.none", "lade.decoding"]))
+    assert not any(map(is_public, ["lade_lab.harness.arms", "lade.bench.none", "lade.Memory.none", "lade.decoding"]))
 
 
 def test_the_example_of_the_benchmark_runs_in_a_fresh_interpreter():

@@ -20,11 +20,7 @@ from lade.model.runner import EagerRunner
 from lade.model.support.supports import supports
 
 ROOT = Path(__file__).parent.parent
-NEEDS_TRITON = {
-    f"lade.model.{package}.{module}"
-    for package in ("tree_attention", "invariant_kernels")
-    for module in ("kernel", "launch")
-}
+NEEDS_TRITON = {f"lade.backends.tree_attention.{module}" for module in ("kernel", "launch")}
 SMALLER = {
     "500e6": "5e6",
     "limit=5": "limit=1",

@@ -14,11 +14,11 @@ import lade
 PACKAGE = Path(lade.__file__).parent
 # From the ground up: a layer imports from itself and from those below it.
 LAYERS = [
-    "version name_clash config errors locks clock stats jsonl files kernel_cache",
+    "version config errors locks clock stats files compilation",
     "decoding",
-    "memory memory_file",
+    "memory",
     "model",
-    "cluster",
+    "backends",
     "tuning",
     "hf testing",
     "serving recipe",
@@ -163,11 +163,11 @@ COMPILED = [path for path in MODULES if path.parent.name == "kernels"]
 def test_only_the_kernels_know_of_a_compiler():
     """Who compiles elsewhere could not be sure that kept machine code is up to date.
 
-    Apart from what is compiled, one file says when it is, and one when it is so again.
+    Apart from what is compiled, one file says when it is.
     """
     users = {path for path in MODULES if re.search(r"^\s*(import|from) numba\b|\bnumba\.", path.read_text(), re.M)}
     names = {str(path.relative_to(PACKAGE)) for path in users - set(COMPILED)}
-    assert names == {"decoding/compilation.py", "kernel_cache.py"}
+    assert names == {"compilation.py"}
 
 
 @pytest.mark.parametrize("path", COMPILED, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -175,7 +175,7 @@ def test_what_is_compiled_depends_on_files_of_its_own_folder(path):
     """The others are not looked at for whether kept machine code is up to date."""
     own = dotted(path.parent / "__init__.py")
     elsewhere = {name for name in dependencies(path) if not name.startswith(f"{own}.")}
-    assert elsewhere <= {"lade.decoding.compilation"}
+    assert elsewhere <= {"lade.compilation"}
 
 
 def test_only_the_compatibility_module_reads_the_environment():

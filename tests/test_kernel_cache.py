@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lade.kernel_cache import sources_of
+from lade.compilation import sources_of
 
 CALLED = """
 from lade.decoding.compilation import inlined

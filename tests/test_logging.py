@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import lade
-from lade.decoding import compilation
+from lade import compilation
 from lade.model.support import tree_check as probe
 from lade.model.support.supports import supports
 from lade.testing import toy_model
@@ -57,7 +57,7 @@ def test_a_fallback_says_why(log, way):
         warnings.simplefilter("ignore", lade.FallbackWarning)
         calls[way]()
     (line,) = of_level(log(), "INFO")
-    assert line.startswith("decoding plainly: use_cache=False") and log()[-1][1] == "lade.hf.fallback"
+    assert line.startswith("decoding plainly: use_cache=False") and log()[-1][1] == "lade.hf.refusals"
 
 
 def test_what_is_served_writes_nothing_at_info(log):

@@ -39,12 +39,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import lade
-from lade.bench.harness.environment import commit_of
+from lade.backends.tree_attention.attention import kernel_for
+from lade.backends.tree_attention.tree_mask import TreeInputs
 from lade.decoding.tree import TokenTree
-from lade.model.attention_span import FULL
+from lade.model.inputs import FULL
 from lade.model.masks import StepInputs
-from lade.model.tree_attention.backend import kernel_for
-from lade.model.tree_attention.inputs import TreeInputs
+from lade_lab.harness.benchmark import commit_of
 
 POOL_BYTES = 256 << 20  # of all copies of a cache: several times the second-level cache of any GPU
 MOST_COPIES = 64

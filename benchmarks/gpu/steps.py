@@ -27,16 +27,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import lade
-from lade.bench import inflate
-from lade.bench.harness.environment import command_line, environment_of
+from lade.backends.cuda_graphs.capture import EagerReplay
+from lade.backends.cuda_graphs.pool import new_pool, pool_of
+from lade.backends.cuda_graphs.runner import GraphRunner
+from lade.backends.runners import why_eager
 from lade.embedded.files import model_path
-from lade.model.cuda_graphs.capture import EagerReplay
-from lade.model.cuda_graphs.model_pools import new_pool, pool_of
-from lade.model.cuda_graphs.runner import GraphRunner
+from lade.model.inputs import step_bucket
 from lade.model.runner import EagerRunner
-from lade.model.select_runner import why_eager
-from lade.model.shapes import step_bucket
 from lade.tuning.measure import StepTimer
+from lade_lab import inflate
+from lade_lab.harness.benchmark import command_line, environment_of
 
 LARGE = {"cuda": (2**30, 8192), "cpu": (2**26, 512)}  # bytes copied, and rows of the square matrices
 ROUNDS_OF_FLOORS = 10

@@ -1,1 +1,1 @@
-"""Drafting from other models and layers than the memory's tables, loaded only where they are used."""
+"""Backends: what serves a kind of model, layer or device beyond the core; each folder is found through one table."""

@@ -10,20 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from lade.cli.batch.request import Batch, BatchOptions
+from lade.cli.batch.command import Batch, BatchOptions
 from lade.cli.options import decoding as options
-from lade.cli.options.grammar import AnswerForm
-from lade.cli.options.template import Template
+from lade.cli.options.decoding import AnswerForm
+from lade.cli.options.model import Template
 from lade.cli.prompts import Source, read_text
 from lade.cli.terminal import ASIDE, EXIT_INTERRUPTED, Terminal, terminal
 from lade.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lade.cli.batch.crew import Crew
-    from lade.cli.generation_plan import GenerationPlan
     from lade.cli.options.decoding import Choices
+    from lade.cli.processes import Crew
     from lade.cli.prompts import Prompt
-    from lade.cli.run import Generation
+    from lade.cli.run import Generation, GenerationPlan
     from lade.config import Lookahead
     from lade.stats import Step
 
@@ -67,9 +66,9 @@ def generate(
         grammar = form.read()
         predicted = _predicted(prediction_file, prompts, lookahead, choices)
         from lade.cli.encoder import Encoder
-        from lade.cli.generation_plan import GenerationPlan
         from lade.cli.loading.load import load, remembering
         from lade.cli.processes import connected, leading
+        from lade.cli.run import GenerationPlan
 
         split, pack, invariant = connected(term) if crew is None else 1, speed.pack, speed.invariant
         loaded = load(loading, term=term, pack=pack, images=bool(image), invariant=invariant, processes=split)
@@ -78,7 +77,7 @@ def generate(
         plan = GenerationPlan(loaded, Encoder(loaded, template), lookahead, choices, max_new_tokens, grammar)
         with leading(loaded.model, split) as leads:
             if leads and batch:
-                from lade.cli.batch.run import carry_out
+                from lade.cli.batch.engine_run import carry_out
 
                 carry_out(batch, plan, term, quiet=json, crew=crew)
             elif leads:
@@ -175,7 +174,7 @@ def _as_text(
     plan: GenerationPlan, prompt: Prompt, ids: list[int], decode: Callable[..., Generation], term: Terminal
 ) -> Generation:
     """Decode one prompt and write the text as it comes; `decode` wants its `on_step` only."""
-    from lade.cli.step_colours import Painter, legend
+    from lade.cli.run import Painter, legend
 
     painter = Painter(plan.loaded, term, context=ids)
     echo = [_echo(prompt, plan)] if term.interactive else []  # with the first token: until then the status has the line

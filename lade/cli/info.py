@@ -12,7 +12,7 @@ from lade.cli.options import decoding as options
 from lade.cli.terminal import terminal
 
 if TYPE_CHECKING:
-    from lade.cli.loading.loaded_model import LoadedModel
+    from lade.cli.loading.load import LoadedModel
 
 MOST_TRIED = 10**9
 """Parameters of a model that is tried."""
@@ -79,8 +79,8 @@ def _facts(loaded: LoadedModel) -> dict[str, Any]:
 
 def _packing(model: Any) -> dict[str, Any]:
     """How many layers `lade generate --pack` packs, which takes seconds of a large model, so it is not done here."""
+    from lade.backends.cpu.packing.pack import int8_layers, packable
     from lade.errors import UnsupportedModelError
-    from lade.model.packing.pack import int8_layers, packable
 
     try:
         return {"int8_layers": int8_layers(model), "packable_layers": len(packable(model)), "not_packable": None}
@@ -93,8 +93,8 @@ def _invariance(model: Any) -> dict[str, Any]:
 
     That takes a few dozen passes, so a large model is not tried.
     """
+    from lade.backends.cpu.invariant.make_invariant import invariant, variant
     from lade.errors import UnsupportedModelError
-    from lade.model.invariant.make_invariant import invariant, variant
 
     if model.num_parameters() > MOST_TRIED:
         return {"can_be_invariant": None, "not_invariant": "not tried here: lade generate --invariant tries it"}

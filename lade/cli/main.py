@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import entry_points
 from typing import Annotated
 
 import typer
 
-from lade.cli import export_recipe, generate, info, pack, tune, warm
-from lade.cli.batch_file import command as batch_file
-from lade.cli.bench import command as bench
-from lade.cli.bench import plan
-from lade.cli.chat import command as chat
+from lade.cli import chat, export_recipe, generate, info, pack, tune, warm
+from lade.cli.batch import command as batch_file
 from lade.cli.demo import command as demo
 from lade.cli.serve import command as serve
 from lade.version import __version__
@@ -48,10 +46,10 @@ app.command("info", epilog=info.EXAMPLE)(info.info)
 app.command("tune", epilog=tune.EXAMPLE)(tune.tune)
 app.command("warm", epilog=warm.EXAMPLE)(warm.warm)
 app.command("pack", epilog=pack.EXAMPLE)(pack.pack)
-app.add_typer(bench.app, name="bench")
 app.command("export-recipe", epilog=export_recipe.EXAMPLE)(export_recipe.export_recipe)
-app.command("plan", epilog=plan.EXAMPLE)(plan.plan)
 app.command("demo", epilog=demo.EXAMPLE)(demo.demo)
+for _commands in entry_points(group="lade.commands"):  # `lade bench` and `lade plan`, from the package that measures
+    _commands.load()(app)
 
 
 def main() -> None:

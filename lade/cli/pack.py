@@ -18,9 +18,9 @@ from lade.errors import ConfigError, InputError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lade.cli.loading.loaded_model import LoadedModel
-    from lade.model.packing.linear import PackedLinear
-    from lade.model.packing.quality import LayerError
+    from lade.backends.cpu.packing.linear import PackedLinear
+    from lade.backends.cpu.packing.quality import LayerError
+    from lade.cli.loading.load import LoadedModel
 
 EXAMPLE = "Example:  [bold]lade pack gpt2 --check text.txt --keep lm_head --save ./gpt2-int8[/bold]"
 LONGEST_WINDOW = 1024
@@ -106,9 +106,9 @@ def _pack(
     loaded: LoadedModel, wanted: PackOptions, text: str, weights: str, term: Terminal
 ) -> tuple[dict[str, Any], list[LayerError]]:
     """What there is to say, and the errors by layer where there is a text."""
-    from lade.model.packing import pack as packing
-    from lade.model.packing.folder import save_packed
-    from lade.model.packing.quality import perplexity, watched
+    from lade.backends.cpu.packing import pack as packing
+    from lade.backends.cpu.packing.folder import save_packed
+    from lade.backends.cpu.packing.quality import perplexity, watched
 
     model = loaded.model
     errors: list[LayerError] = []
@@ -141,9 +141,9 @@ def _refuse_useless(kinds: Mapping[Any, type[PackedLinear]], wanted: PackOptions
         ConfigError: all layers that are large enough keep their dtype.
         InputError: no layer is large enough; or the folder to write cannot be written.
     """
-    from lade.model.packing.folder import check_target
-    from lade.model.packing.int8 import Int8Linear
-    from lade.model.packing.pack import MIN_WEIGHTS
+    from lade.backends.cpu.packing.folder import check_target
+    from lade.backends.cpu.packing.int8 import Int8Linear
+    from lade.backends.cpu.packing.pack import MIN_WEIGHTS
 
     small = f"linear layers below {MIN_WEIGHTS:,} weights stay as they are"
     if not kinds:
@@ -155,7 +155,7 @@ def _refuse_useless(kinds: Mapping[Any, type[PackedLinear]], wanted: PackOptions
 
 
 def _encoded(loaded: LoadedModel, text: str, wanted: PackOptions) -> list[int]:
-    from lade.bench.report.prose import count
+    from lade.cli.terminal import count
 
     ids: list[int] = loaded.tokenizer(text, add_special_tokens=False, truncation=False)["input_ids"][: wanted.tokens]
     if len(ids) < 2:
@@ -165,8 +165,8 @@ def _encoded(loaded: LoadedModel, text: str, wanted: PackOptions) -> list[int]:
 
 def _bytes(model: Any) -> int:
     """Bytes of the weights; of a layer in int8 those of its integers, also where its original is kept for a while."""
-    from lade.model.packing.int8 import Int8Linear
-    from lade.model.packing.pack import shared_weights
+    from lade.backends.cpu.packing.int8 import Int8Linear
+    from lade.backends.cpu.packing.pack import shared_weights
 
     in_int8 = [module for module in model.modules() if isinstance(module, Int8Linear)]
     own = {id(module.weight) for module in in_int8} - shared_weights(model)

@@ -1,27 +1,65 @@
-"""One generation as the shell runs it: step by step, stoppable with Ctrl-C, and what it came to."""
+"""One generation of the shell: its plan, its steps, Ctrl-C, its coloured output."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+import signal
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
-from transformers import StoppingCriteriaList, StopStringCriteria
+from rich.text import Text
+from transformers import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 
-from lade.cli.interrupt import Interrupt
+from lade.cli.encoder import Encoder
 from lade.cli.loading import checkpoint
-from lade.cli.loading.generation_defaults import BEAM_FIELDS, SAMPLING_FIELDS
-from lade.cli.loading.loaded_model import LoadedModel
+from lade.cli.loading.checkpoint import BEAM_FIELDS, SAMPLING_FIELDS
+from lade.cli.loading.load import LoadedModel
 from lade.cli.options.decoding import GREEDY, Choices
 from lade.cli.terminal import Terminal
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError
 from lade.hf.detokenizer import Detokenizer
 from lade.hf.generate import generate, stream
+from lade.hf.grammar.grammar import Grammar
 from lade.hf.refusals import resolve
 from lade.model.support.supports import supports
 from lade.stats import Stats, Step
+
+
+class Interrupt(StoppingCriteria):
+    """While it is entered, the first Ctrl-C sets `requested`; the second raises `KeyboardInterrupt` at once.
+
+    As a stopping criterion it ends what does not come step by step.
+    Outside of the main thread, and where Ctrl-C is ignored, it changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: Any = None
+
+    def __enter__(self) -> Interrupt:
+        previous = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and callable(previous):
+            self._previous = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """`[rows]` of whether Ctrl-C was pressed."""
+        return torch.full((input_ids.shape[0],), self.requested, device=input_ids.device, dtype=torch.bool)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
 
 
 @dataclass
@@ -259,3 +297,117 @@ def _beams(loaded: LoadedModel, arguments: dict[str, Any], run: Generation, on_s
     run.stats.new_tokens = len(run.token_ids)  # of the best beam; it may have ended before the search did
     for index, token in enumerate(run.token_ids):
         on_step(Step(index, [token], ["bonus"], 1, 0.0))
+
+
+@dataclass(frozen=True)
+class GenerationPlan:
+    """How all prompts of a command are decoded.
+
+    Attributes:
+        loaded: what generates.
+        encode: makes ids of a prompt.
+        lookahead: as in `lade.generate`.
+        choices: settled ones.
+        max_new_tokens: of each.
+        grammar: that answers have to follow, if any.
+    """
+
+    loaded: LoadedModel
+    encode: Encoder
+    lookahead: Lookahead
+    choices: Choices
+    max_new_tokens: int
+    grammar: Grammar | None = None
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """Arguments of `lade.generate` about the grammar."""
+        return {} if self.grammar is None else {"grammar": self.grammar, "tokenizer": self.loaded.tokenizer}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options, as far as the object that `--json` prints does not have them."""
+        shown = self.choices.as_dict()
+        others = {name: value for name, value in asdict(self.choices).items() if name not in shown}
+        given = {"method": _method(self.config), "max_new_tokens": self.max_new_tokens, **others}
+        form = {} if self.grammar is None else {"grammar": self.grammar.source}
+        rounding = {"invariant": True} if self.loaded.invariant else {}
+        return {**given, **form, **self.loaded.variant, **rounding, **self.encode.settings}
+
+    @property
+    def config(self) -> LookaheadConfig | None:
+        """The method and its sizes; None decodes plainly."""
+        return resolve(self.lookahead)[0]
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """What all lines of a file have alike."""
+        return {
+            "model": self.loaded.name,
+            "dtype": self.loaded.dtype,
+            "packed": self.loaded.packed,
+            "settings": self.settings,
+            "config": config_dict(self.config),
+            **self.choices.as_dict(),
+        }
+
+
+def _method(config: LookaheadConfig | None) -> str:
+    """What it is called on the command line."""
+    if config is None:
+        return "plain"
+    return "adaptive" if config.adaptive else "lookahead"
+
+
+RUNS = ("bold green", "bold cyan")
+
+
+class Palette:
+    """Styles for steps: plain for a single token, and alternating colours for those that yielded several."""
+
+    def __init__(self) -> None:
+        self._runs = 0
+
+    def style(self, tokens: int) -> str:
+        """The style of the next step, which yielded this many tokens."""
+        if tokens < 2:
+            return ""
+        self._runs += 1
+        return RUNS[self._runs % len(RUNS)]
+
+
+class Painter:
+    """Writes steps as text, coloured on a terminal.
+
+    Args:
+        loaded: has the tokenizer.
+        term: is written to.
+        context: ids of the prompt that the text continues.
+    """
+
+    def __init__(self, loaded: LoadedModel, term: Terminal, context: Iterable[int] = ()) -> None:
+        self._term, self._palette = term, Palette()
+        self._detokenizer = Detokenizer(loaded.tokenizer, context)
+
+    def __call__(self, step: Step) -> None:
+        """Write what a step completes."""
+        style = self._palette.style(len(step.tokens))
+        self._write(self._detokenizer.push(step.tokens), style)
+
+    def finish(self, mark: str = "") -> None:
+        """Write what was held back, and end the line, with a mark that is not of the text."""
+        self._write(self._detokenizer.flush(), "")
+        self._write(mark, "dim")
+        self._write("\n", "")
+
+    def _write(self, text: str, style: str) -> None:
+        if text:
+            self._term.write(text, style)
+
+
+def legend() -> Text:
+    """What the colours mean."""
+    return Text.assemble(
+        ("colours: ", "dim"), "one token in a step", (" · ", "dim"), ("several", RUNS[0]), (" or ", "dim"),
+        ("several tokens", RUNS[1]), (" in one step", "dim"),
+    )  # fmt: skip

@@ -13,15 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from lade.cli.options import decoding as options
-from lade.cli.options.grouping import in_panel
-from lade.cli.options.output import check_picture
-from lade.cli.progress import Progress
-from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
+from lade.cli.options.grouping import check_picture, in_panel
+from lade.cli.terminal import EXIT_INTERRUPTED, Progress, Terminal, terminal
 from lade.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lade.cli.interrupt import Interrupt
-    from lade.cli.loading.loaded_model import LoadedModel
+    from lade.cli.loading.load import LoadedModel
+    from lade.cli.run import Interrupt
     from lade.model.runner import EagerRunner
     from lade.tuning.step_cost import StepCost
 
@@ -148,14 +146,14 @@ def tune(
 
 
 def _run(loaded: LoadedModel, lengths: list[int], measuring: TuneOptions, term: Terminal, *, json: bool) -> None:
-    from lade.bench.report.prose import count
-    from lade.cli.interrupt import Interrupt
-    from lade.model.select_runner import runner_for
+    from lade.backends.runners import local_runner_for
+    from lade.cli.run import Interrupt
+    from lade.cli.terminal import count
     from lade.model.support.supports import supports, unwrap
 
     plan = supports(loaded.model).require()
     model = unwrap(loaded.model)
-    runner = runner_for(model, plan, model.generation_config)
+    runner = local_runner_for(model, plan, model.generation_config)
     with Interrupt() as interrupt:
         sweeps = _measure(runner, lengths, measuring.seconds, interrupt, term)
     saved = _save(model, runner, sweeps, interrupted=interrupt.requested)

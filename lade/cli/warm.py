@@ -15,14 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from lade.cli.options import decoding as options
-from lade.cli.progress import Progress
 from lade.cli.prompts import Prompt, read_file
-from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
+from lade.cli.terminal import EXIT_INTERRUPTED, Progress, Terminal, terminal
 from lade.errors import ConfigError, InputError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from lade.cli.encoder import Encoder
-    from lade.cli.loading.loaded_model import LoadedModel
+    from lade.cli.loading.load import LoadedModel
     from lade.memory import Memory
     from lade.stats import Stats
 
@@ -220,7 +219,7 @@ class _Filling:
 
     def run(self, prompts: list[tuple[str, Prompt]]) -> WarmResult:
         """Answer the prompts, and save: every minute, and at the end, Ctrl-C or not."""
-        from lade.cli.interrupt import Interrupt
+        from lade.cli.run import Interrupt
 
         result, saved_at = self.result, perf_counter()
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())

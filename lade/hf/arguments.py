@@ -1,4 +1,4 @@
-"""What `model.generate` is called with, before it prepares anything.
+"""Arguments of `model.generate`, checked before it prepares anything, and the unpatched `model.generate`.
 
 Nearly all checks are made on what `model.generate` has prepared, in `lade.hf.refusals`. Here are those that cannot wait
 so long: of arguments that transformers keeps to itself or stumbles over before it calls a callable.
@@ -7,25 +7,71 @@ so long: of arguments that transformers keeps to itself or stumbles over before 
 from __future__ import annotations
 
 import copy
+import functools
 import reprlib
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
+from lade.backends.processes.tensor_parallel import in_step
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError, UnsupportedModelError
-from lade.hf.media import holds_media
-from lade.hf.original import check_generate
-from lade.hf.prompt_texts import REMEDY
 from lade.hf.refusals import check_shape, refuse
-from lade.model.attachments import GIVE_INSIDE, wraps_model
-from lade.model.support.supports import supports, unwrap
-from lade.model.tensor_parallel import in_step
+from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
+from lade.model.prepared import REMEDY, holds_media
+from lade.model.support.supports import PLAIN_REMEDY, supports, unwrap
 from lade.stats import Stats
+
+REPLACED = "_generate_before_lade"
+"""Where an enabled model keeps a `generate` that was an attribute of its own before."""
+
+_decoded_plainly: ContextVar[Any] = ContextVar("_decoded_plainly", default=None)
+"""The innermost model whose `generate` is not to be accelerated in this context."""
+
+
+@contextmanager
+def original_generate(model: Any) -> Iterator[Callable[..., Any]]:
+    """While it is entered, the `generate` that it yields decodes plainly, whether or not the model is enabled.
+
+    That holds for the models inside PEFT's and other wrappers as well, and for this thread alone.
+
+    >>> with original_generate(model) as generate:
+    ...     output = generate(**inputs)
+    """
+    token = _decoded_plainly.set(unwrap(model))
+    try:
+        yield model.generate
+    finally:
+        _decoded_plainly.reset(token)
+
+
+def check_generate(model: Any) -> None:
+    """Raise `UnsupportedModelError` for a model whose checkpoint brings a way of decoding of its own.
+
+    Transformers puts that in place of `generate` when it loads the model. It need not take `custom_generate=`.
+    """
+    model = unwrap(model)
+    attributes = getattr(model, "__dict__", {})
+    own = attributes.get(REPLACED, attributes.get("generate"))
+    if isinstance(own, functools.partial) and own.keywords.get("model") is model and not _is_our_recipe(own.func):
+        reason = f"{type(model).__name__} decodes by the custom_generate of its checkpoint"
+        raise UnsupportedModelError(reason, PLAIN_REMEDY)
+
+
+def _is_our_recipe(function: Any) -> bool:
+    """Whether it is the `generate` that `lade export-recipe` writes, which hands a callable on."""
+    return getattr(function, "__globals__", {}).get("PACKAGE") == "lookahead-decoding"
+
+
+def is_decoded_plainly(model: Any) -> bool:
+    """Whether an `original_generate` of this model, or of a wrapper around it, is running."""
+    return _decoded_plainly.get() is unwrap(model)
+
 
 KEPT = {
     "assistant_model": "asks for another way of decoding beside lookahead",

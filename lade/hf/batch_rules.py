@@ -18,9 +18,9 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from lade.errors import UnsupportedArgumentError
-from lade.hf.grammar.processor import GrammarProcessor
-from lade.hf.prompt_texts import PromptTexts
-from lade.model.position_limits import Positions
+from lade.hf.grammar.grammar import GrammarProcessor
+from lade.model.config import Positions
+from lade.model.prepared import PromptTexts
 
 ROW_WISE_PROCESSORS = frozenset(
     f"{name}LogitsProcessor"

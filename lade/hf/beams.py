@@ -14,21 +14,18 @@ from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
 
+from lade.backends.encoder_decoder.arguments import source_of
+from lade.backends.encoder_decoder.runner import DecoderCache
 from lade.config import LookaheadConfig
 from lade.decoding.beams.logits import BeamLogits
 from lade.hf.batch_rules import check_lengths
-from lade.hf.encoder_decoder import source_of
-from lade.hf.fallback import warn_of_precision
-from lade.hf.ids import placeholder_ids, special_ids
 from lade.hf.job import runner_of
+from lade.hf.lock_step import StandIn
 from lade.hf.plain import decoding_method
-from lade.hf.prepared import Prepared
-from lade.hf.prompt_texts import PromptTexts
-from lade.hf.refusals import check, refuse
-from lade.hf.stand_in import StandIn
-from lade.model.encoder_decoder.cache import DecoderCache
+from lade.hf.refusals import check, refuse, warn_of_precision
+from lade.model.config import Positions
 from lade.model.kv_cache import TreeCache
-from lade.model.position_limits import Positions
+from lade.model.prepared import Prepared, PromptTexts, placeholder_ids, special_ids
 from lade.stats import Stats
 
 BEAM_MODES = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)

@@ -17,9 +17,15 @@ from transformers import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
 from lade.config import Lookahead
-from lade.hf.arguments import check_stats, check_streamer, refuse_without_generate
+from lade.hf.arguments import (
+    REPLACED,
+    check_generate,
+    check_stats,
+    check_streamer,
+    is_decoded_plainly,
+    refuse_without_generate,
+)
 from lade.hf.generate import generate
-from lade.hf.original import REPLACED, check_generate, is_decoded_plainly
 from lade.hf.refusals import resolve
 from lade.model.support.supports import supports
 from lade.stats import Stats

@@ -12,7 +12,8 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateOutput
 
-from lade.cluster.team import leader_of
+from lade.backends.cpu.packing.linear import refuse_autocast
+from lade.backends.processes.team import leader_of
 from lade.config import Lookahead, LookaheadConfig
 from lade.hf.arguments import (
     arguments_for_callable,
@@ -25,17 +26,7 @@ from lade.hf.arguments import (
 )
 from lade.hf.batch_rules import must_go_together
 from lade.hf.beams import BeamSession
-from lade.hf.fallback import falling_back
-from lade.hf.grammar_argument import GrammarArgument, with_grammar
-from lade.hf.lock_step import LockStepSession
-from lade.hf.one_call import cleaning_up, refuse_values_of_one_call
-from lade.hf.plain import Generated, NeedsGenerateError, decode_prepared, generate_plainly
-from lade.hf.plain_stream import plain_steps
-from lade.hf.predictions import Prediction, prediction_ids, refuse_without_guesses
-from lade.hf.prepared import Prepared, preparing
-from lade.hf.refusals import refuse_slow_beams, resolve
-from lade.hf.session import Session
-from lade.hf.shared import (
+from lade.hf.distributed import (
     is_shared,
     refuse_shared,
     refuse_shared_steps,
@@ -44,7 +35,14 @@ from lade.hf.shared import (
     shared_steps,
     sharing_plainly,
 )
-from lade.model.packing.linear import refuse_autocast
+from lade.hf.generation_config import cleaning_up, refuse_values_of_one_call
+from lade.hf.grammar.constraint import GrammarArgument, with_grammar
+from lade.hf.lock_step import LockStepSession
+from lade.hf.plain import Generated, NeedsGenerateError, decode_prepared, generate_plainly, plain_steps
+from lade.hf.predictions import Prediction, prediction_ids, refuse_without_guesses
+from lade.hf.refusals import falling_back, refuse_slow_beams, resolve
+from lade.hf.session import Session
+from lade.model.prepared import Prepared, preparing
 from lade.model.support.supports import unwrap
 from lade.stats import Stats, Step
 

@@ -1,4 +1,4 @@
-"""The one place where a generation is composed: the runner, the cost of its passes, the budget of its trees, drafters.
+"""The composition of one generation: runner, step cost, tree budget, drafters, output.
 
 A generation of one row or several (`Session`), a batch in lock-step and an engine all decode through a `DecodeJob`, so
 that whatever is learned of a model, its passes and its texts reaches all of them.
@@ -15,31 +15,82 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from lade.cluster.parts import LeadingPartRunner
-from lade.cluster.runners import eager_runner_for, reader_of, runner_for
+from lade.backends.encoder_decoder.arguments import has_encoder, runner_on_encoded, source_of
+from lade.backends.encoder_decoder.runner import DecoderCache
+from lade.backends.processes.lookahead_parallel import LeadingPartRunner
+from lade.backends.runners import eager_runner_for, reader_of, runner_for
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.batch_budget import BatchBudget
-from lade.decoding.drafting.constraint import Constraint
 from lade.decoding.drafting.controller import most_fed
-from lade.decoding.drafting.drafter import Drafter, Source
+from lade.decoding.drafting.copy_drafting import OwnText, Prediction
+from lade.decoding.drafting.drafter import Constraint, Drafter, Source
 from lade.decoding.drafting.factory import drafter_for, reads_logits
-from lade.decoding.drafting.followed import OwnText, Prediction
 from lade.decoding.drafting.habits import Habits
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.mtp import MtpPasses
-from lade.hf.encoder_decoder import has_encoder, runner_on_encoded, source_of
-from lade.hf.grammar_argument import constraints_for
-from lade.hf.ids import placeholder_ids, special_ids, vocabulary_of
+from lade.hf.grammar.constraint import constraints_for
+from lade.hf.grammar.grammar import GrammarProcessor
 from lade.hf.mtp import mtp_passes
 from lade.hf.predictions import text_of_rows
-from lade.hf.prepared import Prepared
+from lade.hf.processors import Record
 from lade.model.masks import MaskPlan
+from lade.model.prepared import Prepared, placeholder_ids, special_ids, vocabulary_of
 from lade.model.runner import EagerRunner
 from lade.tuning.batch_cost import BatchCost
 from lade.tuning.cost_cache import habits_of, save_refreshed, step_cost_for
 from lade.tuning.step_cost import StepCost
+
+
+def kind_of_text(prepared: Prepared, config: LookaheadConfig) -> str:
+    """A name of the kind of text that a call asks for, such as "sampled at 0.7, with a memory"."""
+    generation_config = prepared.generation_config
+    kind = f"sampled at {generation_config.temperature or 1.0:.1f}" if generation_config.do_sample else "greedy"
+    if any(isinstance(each, GrammarProcessor) for each in prepared.logits_processor):
+        kind += ", by a grammar"
+    return kind if config.memory is None else f"{kind}, with a memory"
+
+
+Output = torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput
+
+
+def output_of(prepared: Prepared, written: list[list[int]], record: Record, cache: Cache | None = None) -> Output:
+    """What `model.generate` returns, given the new tokens of each row.
+
+    Args:
+        prepared: has the prompts, and says whether an output object is wanted and what a row that ended early is
+            padded with.
+        written: the new tokens of each row.
+        record: scores and logits for the output object.
+        cache: the cache for the output object; None for none.
+    """
+    prompts, config = prepared.input_ids, prepared.generation_config
+    longest = max(map(len, written))
+    pad: Any = config._pad_token_tensor  # which is the end of sequence where there is no pad_token_id
+    pad = None if pad is None else int(pad)
+    new = [tokens + [pad] * (longest - len(tokens)) for tokens in written]
+    ids = torch.cat([prompts, prompts.new_tensor(new)], dim=1)
+    if not config.return_dict_in_generate:
+        return ids
+    fields: dict[str, Any] = {"sequences": ids, "scores": record.scores, "logits": record.logits}
+    if has_encoder(prepared):
+        pair = cache.dynamic_pair() if isinstance(cache, DecoderCache) else None
+        return GenerateEncoderDecoderOutput(**fields, past_key_values=pair)
+    return GenerateDecoderOnlyOutput(**fields, past_key_values=cache)
+
+
+def record_for(generation_config: GenerationConfig, top: int | None = None) -> Record:
+    """An empty record of what the output object is to have; see `Record` for `top`."""
+    wanted = generation_config.return_dict_in_generate
+    return Record(
+        scores=() if wanted and generation_config.output_scores else None,
+        logits=() if wanted and generation_config.output_logits else None,
+        top=top,
+    )
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from transformers import GenerationMixin
 
 from lade.config import LookaheadConfig
 from lade.errors import ConfigError
-from lade.hf.fallback import falling_back
-from lade.hf.prepared import Prepared
+from lade.hf.refusals import falling_back
 from lade.hf.session import Session
+from lade.model.prepared import Prepared
 from lade.stats import Stats
 
 LOGGED_GENERATIONS = 65_536

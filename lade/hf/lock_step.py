@@ -1,4 +1,4 @@
-"""Batches whose rows have to be shown together, decoded by transformers itself, whose calls of the model are answered.
+"""Batches in lock-step: transformers' own loop, with a proxy of the model that answers from token trees.
 
 `GenerationMixin._sample` runs as it is, so processors, criteria, streamers and scores are its own, called in its order
 with all rows `[B, L]`, rows that have ended included; only the model that it is given is a stand-in.
@@ -8,30 +8,69 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
-from transformers import StoppingCriteriaList
+from transformers import PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from lade.backends.encoder_decoder.arguments import source_of
+from lade.backends.recurrent.refeeding import RefedCache, RefeedingRunner
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.drafter import Drafter
-from lade.decoding.lock_step.logits import LockStepLogits
-from lade.decoding.lock_step.row import LockStepRow
+from lade.decoding.lock_step import LockStepLogits, LockStepRow
 from lade.hf.batch_rules import check_lengths
-from lade.hf.encoder_decoder import source_of
-from lade.hf.fallback import warn_of_precision
-from lade.hf.ids import ids_of
-from lade.hf.job import DecodeJob, DraftSpec, runner_of
-from lade.hf.output import Output
+from lade.hf.job import DecodeJob, DraftSpec, Output, kind_of_text, runner_of
 from lade.hf.plain import decoding_method
-from lade.hf.prepared import Prepared
-from lade.hf.refusals import check
-from lade.hf.stand_in import StandIn
-from lade.hf.text_kind import kind_of_text
-from lade.model.refeeding import RefedCache, RefeedingRunner
+from lade.hf.refusals import check, warn_of_precision
+from lade.model.prepared import Prepared, ids_of
 from lade.stats import Stats
+
+
+class Answers(Protocol):
+    """Gives the logits that the loop asks the model for."""
+
+    def prefill(self) -> torch.Tensor:
+        """Logits after the prompts, `[B, V]`."""
+        ...
+
+    def extend(self, tokens: list[int]) -> torch.Tensor:
+        """Logits after the texts `[B, V]`, whose last tokens are these."""
+        ...
+
+
+class StandIn:
+    """The model and its cache, as far as a loop asks them for logits; all else is the model's own."""
+
+    def __init__(self, model: PreTrainedModel, answers: Answers) -> None:
+        self._model, self._answers = model, answers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def _prefill(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
+        return _output(self._answers.prefill())
+
+    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
+        """The texts `[B, L]`, as they are passed to the call."""
+        return {"input_ids": input_ids}
+
+    def __call__(self, input_ids: torch.Tensor, **kwargs: Any) -> CausalLMOutputWithPast:
+        """Logits `[B, 1, V]` after the texts."""
+        return _output(self._answers.extend(input_ids[:, -1].tolist()))
+
+    def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: Any, **kwargs: Any) -> Any:
+        return model_kwargs
+
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        """No: a compiled call would be the model's."""
+        return False
+
+
+def _output(logits: torch.Tensor) -> CausalLMOutputWithPast:
+    return CausalLMOutputWithPast(logits=cast(torch.FloatTensor, logits[:, None]))
 
 
 class LockStepSession:

@@ -1,29 +1,40 @@
-"""The one place where MTP layers are looked for; what loads them is imported only where a model may have some."""
+"""The one place where MTP layers are looked for; their backend is imported only where a model may have some.
+
+They are run where one process makes eager passes of a decoder that lies on one device, for texts alone. Beams, batches
+in lock-step, prompts with images, encoder-decoders, split models and captured passes draft from the memory alone.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from lade.config import LookaheadConfig
 from lade.decoding.mtp import FIXED_PASSES, MtpHabits, MtpPasses
 from lade.errors import UnsupportedArgumentError
+from lade.model.facts import ModelFacts
 from lade.model.runner import EagerRunner
-from lade.model.tensor_parallel import tensor_parallel_size
 
-if TYPE_CHECKING:
-    from lade.backends.mtp.load import Loaded
+COUNTS = ("num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers")
+"""Fields of a configuration that tell how many MTP layers a checkpoint has."""
+_BACKEND = "lade.backends.mtp"
 
-REMEDY = "leave out mtp=True, and the memory drafts alone"
+
+def refuse_mtp(configs: Sequence[LookaheadConfig], reason: str) -> None:
+    """Raise `UnsupportedArgumentError` where a config insists on MTP layers."""
+    if any(config.mtp for config in configs):
+        raise UnsupportedArgumentError(f"mtp=True cannot be used: {reason}", "leave it out: the memory drafts alone")
 
 
 def mtp_passes(runner: EagerRunner, configs: Sequence[LookaheadConfig], kind: str) -> MtpPasses | None:
-    """What makes the passes of a model's MTP layer for the rows of one batch; None where none are made.
+    """Return what makes the passes of a model's MTP layer for the rows of one batch; None where there are none.
 
     Args:
         runner: makes the model's passes.
-        configs: of the rows.
-        kind: of text; what is learned of one kind is not used for another.
+        configs: those of the rows, one each.
+        kind: kind of text; what is learned of one kind is not used for another.
 
     Raises:
         UnsupportedArgumentError: a config insists on MTP layers, and there are none that can be used.
@@ -31,60 +42,72 @@ def mtp_passes(runner: EagerRunner, configs: Sequence[LookaheadConfig], kind: st
     wanting = [config for config in configs if config.mtp is not False and config.adaptive]
     if not wanting:
         return None
-    found = layer_of(runner)
-    if isinstance(found, str):
-        if any(config.mtp for config in wanting):
-            raise UnsupportedArgumentError(f"mtp=True cannot be used: {found}", REMEDY)
+    loaded: Any = why_not_run(runner) or why_not_looked_for(runner.model)
+    if not loaded:
+        loaded = importlib.import_module(f"{_BACKEND}.load").layer_of(runner.model)
+    if isinstance(loaded, str):
+        refuse_mtp(wanting, loaded)
         return None
-    from lade.backends.mtp.runner import MtpRunner
-
-    layer = MtpRunner(runner.model, found, runner.facts.cache_name or "past_key_values")
+    make = importlib.import_module(f"{_BACKEND}.runner").MtpRunner
+    layer = make(runner.model, loaded, runner.facts.cache_name or "past_key_values")
     fixed = FIXED_PASSES if all(config.budget is not None for config in wanting) else None
-    return MtpPasses(layer, found.habits.setdefault(kind, MtpHabits()), runner.clock, fixed)
+    return MtpPasses(layer, loaded.habits.setdefault(kind, MtpHabits()), runner.clock, fixed)
 
 
-def layer_of(runner: EagerRunner) -> Loaded | str:
-    """The MTP layer of a runner's model, or why there is none that can be used."""
+def why_not_run(runner: EagerRunner) -> str:
+    """Return why a runner's passes cannot feed MTP layers; empty if they can."""
     if type(runner) is not EagerRunner:
-        return f"passes of {type(runner).__name__} do not show the states that MTP layers are fed with"
-    return loaded_layer(runner.model)
+        return f"passes of a {type(runner).__name__} do not show the states that MTP layers are fed with"
+    return ""
 
 
-def loaded_layer(model: Any) -> Loaded | str:
-    """The MTP layer of a model, loaded now if it never was, or why there is none that can be used."""
-    if reason := why_none(model):
-        return reason
-    from lade.backends.mtp.find import NoLayersError
-    from lade.backends.mtp.load import loaded
-
-    try:
-        return loaded(model)
-    except NoLayersError as problem:
-        return f"{type(model).__name__} {problem}"
-
-
-def why_none(model: Any) -> str:
-    """Why a model's MTP layers are not even looked for; empty if they are."""
+def why_not_looked_for(model: Any) -> str:
+    """Return why a model's files are not searched for MTP layers; empty if they are. Nothing is imported or read."""
     if model.config.is_encoder_decoder:
-        return "MTP layers are run for decoders alone, and it has an encoder"
-    if tensor_parallel_size(model) > 1:
-        return "its head is split over processes (tensor parallelism)"
-    if len({weight.device for weight in model.parameters()}) > 1:
-        return "its weights lie on several devices"
-    if not speaks_of_layers(model):
+        return "MTP layers are run for decoders alone, and the model has an encoder"
+    if getattr(model, "_tp_size", None) or getattr(model, "_pp_stage", None) is not None:
+        return "the model is split over processes"
+    if len({weight.device for weight in ModelFacts.of(model).weights}) > 1:
+        return "the model's weights lie on several devices"
+    config = model.config.get_text_config(decoder=True)
+    counts = [count for name in COUNTS if isinstance(count := getattr(config, name, None), int)]
+    dropped = model._keys_to_ignore_on_load_unexpected or ()
+    if 0 in counts or not (counts or any("mtp" in pattern for pattern in dropped)):
         return f"{type(model).__name__} is configured without MTP layers"
     return ""
 
 
-def speaks_of_layers(model: Any) -> bool:
-    """Whether a configuration or a class speaks of MTP layers at all, before anything is imported or read."""
-    config = model.config.get_text_config(decoder=True)
-    counts = [getattr(config, name, None) for name in COUNTS]
-    if any(count == 0 for count in counts):
-        return False
-    ignored = model._keys_to_ignore_on_load_unexpected or ()
-    return any(isinstance(count, int) for count in counts) or any("mtp" in pattern for pattern in ignored)
+@dataclass(frozen=True)
+class MtpSupport:
+    """MTP layers of a model's checkpoint: truthy where they can be used.
+
+    Attributes:
+        reason: why they cannot be; empty where they can.
+        layers: how many the checkpoint has; the first one drafts.
+        nbytes: memory that it takes, or would take, in bytes.
+        loaded: whether it is in memory.
+    """
+
+    reason: str = ""
+    layers: int = 0
+    nbytes: int = 0
+    loaded: bool = False
+
+    def __bool__(self) -> bool:
+        return not self.reason
+
+    def __str__(self) -> str:
+        what = f"{self.layers} in its checkpoint, the first takes {self.nbytes / 2**20:,.1f} MiB"
+        return f"no MTP layers: {self.reason}" if self.reason else f"MTP layers: {what}"
 
 
-COUNTS = ("num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers")
-"""Fields of a configuration that tell how many MTP layers there are."""
+def mtp_support(model: Any) -> MtpSupport:
+    """Return whether a model's checkpoint has MTP layers that can be used, and what they take. Nothing is loaded.
+
+    Args:
+        model: a transformers model that `lade.supports`.
+    """
+    if reason := why_not_looked_for(model):
+        return MtpSupport(reason)
+    support: MtpSupport = importlib.import_module(f"{_BACKEND}.load").examine(model, MtpSupport)
+    return support

@@ -1,27 +1,102 @@
-"""Plain decoding by transformers itself: on request, or where lookahead decoding cannot serve."""
+"""Plain decoding by transformers, whole or streamed, with its forward passes counted and timed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateOutput
 
-from lade.errors import UnsupportedArgumentError
-from lade.hf.arguments import argument_of
-from lade.hf.ids import ids_of
-from lade.hf.original import original_generate
-from lade.hf.pass_meter import EVERY_PASS, metered
-from lade.hf.prepared import Prepared
-from lade.model.packing.linear import refuse_autocast
+from lade.backends.cpu.packing.linear import refuse_autocast
+from lade.backends.processes.tensor_parallel import in_step
+from lade.errors import LadeError, UnsupportedArgumentError
+from lade.hf.arguments import argument_of, original_generate
+from lade.hf.generation_config import clean_up
+from lade.model.prepared import Prepared, ids_of
 from lade.model.support.supports import unwrap
-from lade.model.tensor_parallel import in_step
+from lade.model.thread_patches import hooked
 from lade.model.user_cache import begin_plainly, cache_in
-from lade.stats import Stats
+from lade.stats import Stats, Step
+
+EVERY_PASS = sys.maxsize
+"""The length of a row that gets a token from every pass, as the beams of a prompt do."""
+
+
+@dataclass
+class _Pass:
+    """One forward pass, or one that has not come to its end."""
+
+    fed: int
+    start: float
+    end: float = 0.0
+
+
+@contextmanager
+def metered(model: Any, stats: Stats | None) -> Iterator[list[int]]:
+    """Count and time the forward passes that this thread makes meanwhile, as one generation of one token a pass.
+
+    Passes over more than one token at the beginning (a prefill in chunks) count as prefill. After an error the last
+    pass does not count: it has failed, or its token was never emitted.
+
+    Yields:
+        A list; put in how many tokens each row of a batch has got, and every row counts.
+    """
+    rows: list[int] = []
+    if stats is None:
+        yield rows
+        return
+    model = unwrap(model)
+    passes: list[_Pass] = []
+
+    def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        passes.append(_Pass(1 if ids is None else ids.shape[-1], perf_counter()))
+
+    def after(output: Any) -> None:
+        passes[-1].end = perf_counter()
+
+    begin = perf_counter()
+    with hooked(model, before=before, after=after):
+        try:
+            yield rows
+        except BaseException:
+            _add_passes(stats, _with_token(passes), begin, perf_counter(), rows)
+            raise
+        _add_passes(stats, passes, begin, perf_counter(), rows)
+
+
+def _with_token(passes: Sequence[_Pass]) -> Sequence[_Pass]:
+    """The passes of a failed generation whose tokens were emitted: those that another pass came after."""
+    prefilled = any(each.fed == 1 for each in passes[1:])
+    return passes[:-1] if prefilled else ()
+
+
+def _add_passes(stats: Stats, passes: Sequence[_Pass], begin: float, end: float, rows: Sequence[int]) -> None:
+    prefill = max(1, next((i for i, each in enumerate(passes) if each.fed == 1), len(passes)))
+    laps = [*(each.start for each in passes[prefill:]), end]  # a step ends where the next pass begins
+
+    def add(index: int, source: str, fed: int, seconds: float, forward_s: float) -> None:
+        going_on = sum(length > index for length in rows) if rows else 1
+        if going_on:
+            stats.add(*[Step(index, [-1], [source], fed, seconds)] * going_on, forward_s=forward_s)
+
+    if passes:
+        add(0, "prefill", sum(each.fed for each in passes[:prefill]), laps[0] - begin, 0.0)
+    for index, each in enumerate(passes[prefill:], start=1):
+        add(index, "bonus", each.fed, laps[index] - each.start, each.end - each.start)
+
 
 Generated = torch.Tensor | GenerateOutput
 """Ids `[B, L + new]`, or the output object of `return_dict_in_generate=True`."""
@@ -139,3 +214,97 @@ def _length(row: list[int], ends: Collection[int], padding: int | None) -> int:
         if token in ends:
             return length
     return len(row) - next((i for i, token in enumerate(reversed(row)) if token != padding), 0)
+
+
+class _Closed(BaseException):
+    """Ends a generation whose reader has stopped; not an `Exception`, so that no handler on the way catches it."""
+
+
+class _Channel(BaseStreamer):
+    """Carries tokens from the thread that generates to the one that reads, which requests each of them.
+
+    The generating thread waits between two tokens. Running ahead, it would leave text in a user's cache, and draws from
+    torch's generator, that the reader has never seen.
+    """
+
+    def __init__(self) -> None:
+        self.items: queue.SimpleQueue[list[int] | BaseException | None] = queue.SimpleQueue()
+        self._requested = threading.Semaphore(0)
+        self._closed = self._prompt_seen = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._prompt_seen:
+            self.items.put(value.flatten().tolist())
+            self._requested.acquire()
+            if self._closed:
+                raise _Closed
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        """No-op: the reader stops when the thread ends, so that an error after the last token is not lost."""
+
+    def request(self) -> None:
+        """For the reader: generate the next token."""
+        self._requested.release()
+
+    def close(self) -> None:
+        """For the reader: end the generation where it is."""
+        self._closed = True
+        self._requested.release()
+
+
+def plain_steps(model: Any, stats: Stats | None, arguments: dict[str, Any]) -> Iterator[Step]:
+    """`model.generate` as an iterator: one `Step` a token. Stopping early ends the generation.
+
+    Raises:
+        LadeError: it is read in a process that was forked meanwhile, which has no thread that generates.
+    """
+    channel, casting = _Channel(), _autocasts(unwrap(model))
+    begin_plainly(cache_in(arguments), unwrap(model))
+
+    def work() -> None:
+        try:
+            with ExitStack() as stack, metered(model, stats), suppress(_Closed):
+                for autocast in casting:
+                    stack.enter_context(autocast)
+                generate = stack.enter_context(original_generate(model))
+                generate(streamer=channel, **arguments)
+        except BaseException as problem:  # noqa: BLE001 - passed to the reader, which raises it
+            clean_up(model, problem, arguments.get("generation_config"))
+            channel.items.put(problem)
+        channel.items.put(None)
+
+    thread = threading.Thread(target=work, name="lade-plain", daemon=True)
+    lap = perf_counter()
+    thread.start()
+    index, home = 0, os.getpid()
+    try:
+        while (item := _next(channel, home)) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            source = "bonus" if index else "prefill"
+            yield Step(index, item, [source] * len(item), 1, perf_counter() - lap)
+            index, lap = index + 1, perf_counter()
+            channel.request()
+    finally:
+        if os.getpid() == home:
+            channel.close()
+            thread.join()
+
+
+def _next(channel: _Channel, home: int) -> list[int] | BaseException | None:
+    """The next item; `home` is the process whose thread generates."""
+    if os.getpid() != home:
+        raise LadeError(
+            f"this stream is generated in process {home}, and process {os.getpid()}, which was forked from it, has no "
+            "thread for that: begin it again in this process"
+        )
+    return channel.items.get()
+
+
+def _autocasts(model: PreTrainedModel) -> list[torch.autocast]:
+    """Contexts in which another thread casts as this one does: autocast is a setting of each thread."""
+    return [
+        torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
+        for kind in sorted({"cpu", model.device.type})
+    ]

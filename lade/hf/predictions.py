@@ -9,9 +9,8 @@ import torch
 
 from lade.config import LookaheadConfig
 from lade.errors import ConfigError, InputError
-from lade.hf.ids import vocabulary_of
-from lade.hf.prepared import Prepared
 from lade.hf.refusals import refuse
+from lade.model.prepared import Prepared, vocabulary_of
 
 Prediction: TypeAlias = (
     str | torch.Tensor | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | Sequence[torch.Tensor]

@@ -24,7 +24,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from lade.model.host_to_device import upload
+from lade.model.inputs import upload
 
 MOST_BYTES = 2**28
 """Of noise that is kept."""

@@ -15,15 +15,12 @@ from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.hf.batch_rules import check_lengths
-from lade.hf.fallback import warn_of_precision
-from lade.hf.job import DecodeJob, DraftSpec, runner_of
-from lade.hf.output import Output, output_of, record_for
-from lade.hf.prepared import Prepared
-from lade.hf.refusals import check, check_switch
-from lade.hf.row import row_for
+from lade.hf.job import DecodeJob, DraftSpec, Output, kind_of_text, output_of, record_for, runner_of
+from lade.hf.processors import row_for
+from lade.hf.refusals import check, check_switch, warn_of_precision
 from lade.hf.sampling import Draws, LoneSampler, RowSampler, Sampler
-from lade.hf.text_kind import kind_of_text
 from lade.model.masks import MaskPlan
+from lade.model.prepared import Prepared
 from lade.model.runner import EagerRunner
 from lade.stats import Stats, Step
 

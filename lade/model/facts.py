@@ -1,4 +1,4 @@
-"""What is known of a model while one call lasts: its modules, and what follows from them.
+"""Facts about a model for one call: modules, forward signature, weights, hooks and foreign code.
 
 Before a call can be served, a dozen things have to be known about its model: adapters, hooks, replaced forwards,
 quantised layers, indexers, recurrent layers, training mode. All of them may change from one call to the next without a
@@ -14,22 +14,104 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
-from transformers import DynamicCache, PretrainedConfig
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lade.model.position_limits import Positions
-from lade.model.signature import accepted, cache_name
+from lade.model.config import Positions
+
+CACHE_NAMES = ("past_key_values", "cache_params")
+"""What models call the argument that takes their cache; the latter those whose layers are all recurrent."""
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class _Arguments(NamedTuple):
+    """Names that a function gives its arguments, and whether it takes others, too."""
+
+    names: frozenset[str]
+    takes_any: bool
+
+
+_known: WeakKeyDictionary[Callable[..., Any], _Arguments] = WeakKeyDictionary()
+
+
+def accepted(model: PreTrainedModel) -> frozenset[str]:
+    """Arguments that can be passed to `forward` by name and mean something there.
+
+    Those that it names itself; and if it takes any (`**kwargs`), as tracers and profilers do, those that the class, one
+    of its bases, or the base model names. Whether they arrive is for the check of the model to find out.
+    """
+    own = _arguments(model.forward)
+    return own.names.union(*(_arguments(forward).names for forward in _forwards(model))) if own.takes_any else own.names
+
+
+def cache_name(model: PreTrainedModel) -> str | None:
+    """What the model calls the argument that takes its cache; None where it is none of the names that we know."""
+    names = accepted(model)
+    return next((name for name in CACHE_NAMES if name in names), None)
+
+
+def _forwards(model: PreTrainedModel) -> Iterator[Callable[..., Any]]:
+    """All that a wrapper may hand its arguments on to."""
+    for module in (model, model.base_model):
+        yield from (vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind))
+
+
+def _arguments(forward: Callable[..., Any]) -> _Arguments:
+    """Those of a function, or of the function behind a method, `self` included; read once, which takes a while."""
+    function = getattr(forward, "__func__", forward)
+    try:
+        found = _known.get(function)
+    except TypeError:  # what is no function may not be hashed, or not be held weakly
+        return _read(function)
+    if found is None:
+        found = _known[function] = _read(function)
+    return found
+
+
+def _read(function: Callable[..., Any]) -> _Arguments:
+    parameters = inspect.signature(function).parameters.values()
+    names = frozenset(parameter.name for parameter in parameters if parameter.kind in _BY_NAME)
+    return _Arguments(names, any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters))
+
+
+def parts_of(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that a weight wraps, such as codes and scales, however deep; the weight itself if it wraps none."""
+    flatten: Any = getattr(weight, "__tensor_flatten__", None)  # PyTorch's protocol for tensors that wrap others
+    if flatten is None:
+        yield weight
+        return
+    names, _ = flatten()
+    parts = [getattr(weight, name) for name in names]
+    for part in parts:
+        if isinstance(part, torch.Tensor):  # a split weight names its group of processes, too
+            yield from parts_of(part)
+
+
+def bytes_by_kind(weights: Iterable[torch.Tensor]) -> dict[str, int]:
+    """Bytes in memory by the class of the weight and the dtype it passes for, such as "Parameter float32"."""
+    found: dict[tuple[type, torch.dtype], int] = {}
+    for weight in weights:
+        kind, wraps = (type(weight), weight.dtype), type(weight) is not torch.nn.Parameter
+        nbytes = sum(part.nbytes for part in parts_of(weight)) if wraps else weight.nbytes
+        found[kind] = found.get(kind, 0) + nbytes
+    named: dict[str, int] = {}
+    for (kind_of, dtype), nbytes in found.items():  # classes of several libraries may have one name
+        name = f"{kind_of.__name__} {dtype}".replace("torch.", "")
+        named[name] = named.get(name, 0) + nbytes
+    return named
+
 
 TRUSTED = frozenset({"accelerate", "lade", "peft", "torch", "transformers"})
 """Packages whose wrappers and hooks hand on what they are given."""

@@ -1,4 +1,7 @@
-"""A KV cache whose rows have lengths of their own, and which can keep a path of a token tree.
+"""A KV cache with rows of different lengths that keeps an accepted path of a token tree.
+
+An image takes fewer positions than tokens in models that count time, height and width (Qwen's and their kin): after it
+the text goes on with positions that are a constant away from the slots, on each axis and in each row.
 
 To transformers it is an ordinary dynamic cache: what a forward pass feeds is appended, in the same slots of every row,
 after the longest one. After a pass over a tree, `keep` moves the accepted nodes to the end of what their row has and
@@ -20,17 +23,64 @@ cannot go back, so a cache with such layers whose last tokens are not wanted is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers.cache_utils import Cache
 
+from lade.backends.recurrent.layer import RecurrentLayer, TokenCounter, empty_like
+from lade.backends.recurrent.tree_pass import TreePass
+from lade.decoding.loop import KVCache
 from lade.errors import UnsupportedArgumentError
-from lade.model.cache_moves import Move, make_all
-from lade.model.position_offsets import PositionOffsets
-from lade.model.recurrent.layer import RecurrentLayer, TokenCounter, empty_like
-from lade.model.recurrent.tree_pass import TreePass
-from lade.model.tree_layer import SPARE_TOKENS, JoinedLayers, TreeLayer
+from lade.model.cache_layers import SPARE_TOKENS, JoinedLayers, Move, TreeLayer, make_all
+
+Axes = tuple[int, ...]
+"""What to add to a position, one number an axis; empty where a position is one number, the slot's."""
+
+
+@dataclass(frozen=True)
+class PositionOffsets:
+    """The offsets of the rows of a cache.
+
+    Attributes:
+        rows: `[B]`, of each row; empty where no row has any.
+    """
+
+    rows: tuple[Axes, ...] = ()
+    _uploaded: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    @classmethod
+    def collected(cls, places: Sequence[tuple[PositionOffsets, int]]) -> PositionOffsets:
+        """Those of rows that others have: of each the offsets it is among, and its number there."""
+        rows = tuple(offsets.rows[row] if offsets else () for offsets, row in places)
+        return cls(rows) if any(rows) else cls()
+
+    def selected(self, rows: Sequence[int]) -> PositionOffsets:
+        """Those of these rows, in this order."""
+        return self.collected([(self, row) for row in rows])
+
+    @property
+    def axes(self) -> int:
+        """Numbers that make a position; 0 where it is the slot's."""
+        return max(map(len, self.rows), default=0)
+
+    def array(self) -> npt.NDArray[np.int64]:
+        """`[axes, B, 1]`; zeros for rows of text alone."""
+        rows = [row or (0,) * self.axes for row in self.rows]
+        return np.array(rows, dtype=np.int64).T[..., None]
+
+    def on(self, device: torch.device) -> torch.Tensor | None:
+        """`[axes, B, 1]` int64, uploaded once; None where no row has any."""
+        if self.rows and device not in self._uploaded:
+            self._uploaded[device] = torch.from_numpy(self.array().copy()).to(device)
+        return self._uploaded.get(device)
+
 
 _JOINED_LAYERS = 8
 """Layers whose buffers are made one; more would take fewer operations, but more memory whenever the cache grows."""
@@ -54,17 +104,17 @@ class TreeCache(Cache):
 
     @staticmethod
     def buffer_rows(rows: int) -> int:
-        """See `lade.model.row_cache.BufferSizes`: as many as there are."""
+        """See `lade.model.kv_cache.BufferSizes`: as many as there are."""
         return rows
 
     @staticmethod
     def buffer_slots(tokens: int, tree: int = 0) -> int:
-        """See `lade.model.row_cache.BufferSizes`: as many as there are tokens."""
+        """See `lade.model.kv_cache.BufferSizes`: as many as there are tokens."""
         return tokens + tree
 
     @staticmethod
     def spare_tokens(tokens: int) -> int:
-        """See `lade.model.row_cache.BufferSizes`: half as many again."""
+        """See `lade.model.kv_cache.BufferSizes`: half as many again."""
         return max(SPARE_TOKENS, tokens // 2)
 
     @classmethod
@@ -301,7 +351,7 @@ class TreeCache(Cache):
         part.reset()
 
     def copy_row(self, row: int, tokens: int) -> TreeCache:
-        """See `lade.model.row_cache.RowCache`."""
+        """See `lade.model.kv_cache.RowCache`."""
         if self.recurrent:
             raise ValueError("states cannot go back to the first tokens of a text")
         copy = TreeCache()
@@ -347,3 +397,48 @@ class TreeCache(Cache):
             firsts = range(0, len(layers), _JOINED_LAYERS)
             self._groups = [JoinedLayers(layers[first : first + _JOINED_LAYERS]) for first in firsts]
         return self._groups
+
+
+class BufferSizes(Protocol):
+    """How large a kind of cache makes its buffers for what is to lie in them."""
+
+    def buffer_rows(self, rows: int) -> int:
+        """Rows of buffers that hold `rows`."""
+        ...
+
+    def buffer_slots(self, tokens: int, tree: int = 0) -> int:
+        """Slots of a row that has `tokens`, and after them those of a tree."""
+        ...
+
+    def spare_tokens(self, tokens: int) -> int:
+        """Tokens to reserve beyond `tokens` that there are, so that buffers are seldom replaced."""
+        ...
+
+
+class RowCache(KVCache, BufferSizes, Protocol):
+    """Keys and values of rows that join one by one, each prefilled by itself."""
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Rows, and slots of each, that there are buffers for; none while it is empty."""
+        ...
+
+    def reserve(self, rows: int, slots: int) -> None:
+        """Have buffers of this size, at least for what there is; see `BufferSizes` for sizes that suit."""
+        ...
+
+    def take(self, part: TreeCache) -> None:
+        """Append the only row of another cache of the same model; that one is empty then."""
+        ...
+
+    def copy_row(self, row: int, tokens: int) -> TreeCache:
+        """A cache of its own with the first tokens of a row of text; there may be no layers with states."""
+        ...
+
+    def give_back(self, tokens: int) -> None:
+        """End a generation: a user's cache holds the first `tokens` of the only row, other buffers are released."""
+        ...
+
+    def reset(self) -> None:
+        """Forget everything."""
+        ...

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lade.decoding.loop import PromptLogitsHook
 from lade.errors import InputError
-from lade.model.thread_hooks import hooked
+from lade.model.thread_patches import hooked
 from lade.stats import TokenLogprobs
 
 MOST_TOKENS = 1024

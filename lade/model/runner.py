@@ -1,4 +1,4 @@
-"""Runs an unmodified transformers model: prefill, and one forward pass over a token tree per step."""
+"""Run an unmodified transformers model: prefill, and one forward pass over a token tree per step."""
 
 from __future__ import annotations
 
@@ -12,27 +12,62 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lade.clock import Clock, Duration, ThreadClock, WallClock
+from lade.backends.recurrent.cores import CorePatches
+from lade.backends.recurrent.layer import layers_for
+from lade.backends.recurrent.tree_pass import TreePass
+from lade.clock import Clock, Duration, Stopwatch, ThreadClock, WallClock
 from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.tree import ROOT, TokenTree
+from lade.model.capture_blockers import PassMode, ordinary
 from lade.model.facts import ModelFacts
-from lade.model.frequency_switch import FrequencySwitch
-from lade.model.inference_mode import PassMode, ordinary
-from lade.model.kv_cache import TreeCache
+from lade.model.inputs import RootInputs
+from lade.model.kv_cache import BufferSizes, RowCache, TreeCache
 from lade.model.masks import Inputs, MaskPlan
-from lade.model.prepared_prompts import PreparedPrompts
-from lade.model.prompt_groups import PASS_TOKENS, grouped
+from lade.model.prefill import PASS_TOKENS, PreparedPrompts, PromptPasses, TextPieces, grouped
 from lade.model.prompt_logits import HiddenStates
-from lade.model.prompt_pass import PromptPasses
-from lade.model.recurrent.cores import CorePatches
-from lade.model.recurrent.layer import layers_for
-from lade.model.recurrent.tree_pass import TreePass
-from lade.model.root_inputs import RootInputs
-from lade.model.row_cache import BufferSizes, RowCache
 from lade.model.slot_patches import SlotPatches
-from lade.model.stopwatch import Stopwatch
-from lade.model.text_pieces import TextPieces
 from lade.model.user_cache import borrow
+
+
+class FrequencySwitch:
+    """What transformers does at the switch of one model.
+
+    Args:
+        model: its `prepare_inputs_for_generation` is asked.
+        length: tokens beyond which other frequencies are used; None where they never change.
+        device: where ids are fed in.
+    """
+
+    def __init__(self, model: Any, length: int | None, device: torch.device) -> None:
+        self._model, self._length, self._device = model, length, device
+
+    def recomputes(self, rows: Sequence[Sequence[int]], cache: TreeCache) -> bool:
+        """Whether plain decoding drops the cache here and computes the text with new frequencies."""
+        if self._length is None or not cache.get_seq_length():
+            return False
+        return self._prepared(torch.tensor(rows, device=self._device), cache).get("past_key_values") is None
+
+    def drops_cache_wrongly(self) -> bool:
+        """Whether plain decoding drops the cache at the switch and feeds the last token only, as if it were the text.
+
+        Transformers up to 5.19 does that with Phi3; later versions feed the whole text again.
+        """
+        if self._length is None:
+            return False
+        ids = torch.zeros(1, self._length + 1, dtype=torch.long, device=self._device)
+        prepared = self._prepared(ids, TreeCache.of_length(self._length))
+        return prepared.get("past_key_values") is None and prepared["input_ids"].shape != ids.shape
+
+    def _prepared(self, ids: torch.Tensor, cache: TreeCache) -> dict[str, Any]:
+        prepared: dict[str, Any] = self._model.prepare_inputs_for_generation(
+            ids,
+            next_sequence_length=1,
+            past_key_values=cache,
+            attention_mask=torch.ones_like(ids),
+            position_ids=torch.arange(ids.shape[1], device=ids.device).expand_as(ids),
+            use_cache=True,
+        )
+        return prepared
 
 
 class EagerRunner:

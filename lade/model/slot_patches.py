@@ -5,7 +5,7 @@ slots of their own, so whatever a model derives from slots is patched to use the
 
 - ALiBi biases (bloom) grow with the key's slot;
 - the attention temperature of layers without rotary embedding (llama4) grows with the query's slot;
-- indexers (DeepSeek V3.2) pick keys among slots, see `lade.model.indexed_attention`.
+- indexers (DeepSeek V3.2) pick keys among slots, see `lade.model.masks`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,10 @@ import torch
 from transformers import PretrainedConfig
 
 from lade.errors import UnsupportedModelError
-from lade.model.config_fields import field
+from lade.model.config import Positions, field
 from lade.model.facts import ModelFacts
-from lade.model.indexed_attention import INDEXED, KeyPicks
-from lade.model.masks import Inputs, StepInputs
-from lade.model.position_limits import Positions
-from lade.model.thread_hooks import hooked
-from lade.model.thread_override import Override, overridden
+from lade.model.masks import INDEXED, Inputs, KeyPicks, StepInputs
+from lade.model.thread_patches import Override, hooked, overridden
 
 
 class SlotPatches:

@@ -20,12 +20,11 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from lade.model.facts import ModelFacts
+from lade.backends.recurrent.cores import CorePatches
+from lade.backends.recurrent.layer import layers_for
+from lade.model.cache_layers import TreeLayer
+from lade.model.facts import CACHE_NAMES, ModelFacts
 from lade.model.kv_cache import TreeCache
-from lade.model.recurrent.cores import CorePatches
-from lade.model.recurrent.layer import layers_for
-from lade.model.signature import CACHE_NAMES
-from lade.model.tree_layer import TreeLayer
 
 _INDEXED_LAYER: Any = getattr(cache_utils, "DynamicIndexedLayer", None)  # not in every version
 _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, _INDEXED_LAYER, StaticLayer, StaticSlidingWindowLayer)

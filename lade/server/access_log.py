@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lade.server.settings import PROBES
 
 if TYPE_CHECKING:  # what these import takes seconds, and a log begins before that
-    from lade.server.exchange import Exchange
+    from lade.server.request_context import Exchange
     from lade.serving.snapshot import Snapshot
 
 EVERY_S = 10.0

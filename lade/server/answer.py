@@ -13,24 +13,21 @@ from typing import Any, ClassVar
 from fastapi import Request
 from starlette.responses import Response
 
+from lade.hf.grammar.compiled import Budget
 from lade.hf.grammar.grammar import Grammar
-from lade.hf.grammar.matcher import Budget
-from lade.server import refusals, sse
-from lade.server.answer_form import asked_form, refuse_other_ends
-from lade.server.choice import Choice, Piece, figures_of, predictions_of, usage_of
-from lade.server.choosing import first_seed, generate_arguments, lookahead_of, seed_of
+from lade.server import schemas, serialization
+from lade.server.choice_stream import Choice, Piece, Prompt, figures_of, predictions_of, usage_of
 from lade.server.errors import TOO_LONG, ApiError, error_for, invalid
-from lade.server.exchange import GONE, Exchange
-from lade.server.leaving import ClientLeftError, unless_gone
-from lade.server.message_parts import MarkupParser, PlainParser
-from lade.server.obfuscation import padded
-from lade.server.prompt import Prompt
-from lade.server.replies import Json
+from lade.server.output_parser import MarkupParser, PlainParser
+from lade.server.request_context import GONE, ClientLeftError, Exchange, unless_gone
+from lade.server.sampling_parameters import first_seed, generate_arguments, lookahead_of, seed_of
 from lade.server.schemas import ChatRequest, Decoding
+from lade.server.serialization import Json, padded
+from lade.server.served_model import TextTooLongError
 from lade.server.service import Service
 from lade.server.settings import MASK_SECONDS, MASK_TOKEN_SECONDS
-from lade.server.text_encoder import TextTooLongError
-from lade.serving.place import Place
+from lade.server.structured_output import asked_form, refuse_other_ends
+from lade.serving.handle import Place
 
 
 class Answer(ABC):
@@ -132,7 +129,7 @@ class Answer(ABC):
         try:
             await unless_gone(request, self._begin())
             if self.body.stream:
-                return sse.EventStream(self._events(), self._headers)
+                return serialization.EventStream(self._events(), self._headers)
             return Json(await unless_gone(request, self._whole()), headers=self._headers)
         except ClientLeftError:
             return Response(status_code=GONE)
@@ -154,16 +151,16 @@ class Answer(ABC):
 
     def _check(self) -> None:
         body, settings = self.body, self.service.settings
-        refusals.check_model(body.model, settings)
+        schemas.check_model(body.model, settings)
         most = settings.max_rows + settings.max_waiting
         if self.count > most:
             why = f"{self.count} answers are asked for, and {most} may be decoded or wait: ask for fewer at a time"
             raise invalid(None, why, "too_large_for_server")
-        ignored = refusals.check(body, settings) + refusals.without_effect(self.asked)
+        ignored = schemas.check(body, settings) + schemas.without_effect(self.asked)
         if isinstance(body, ChatRequest):
-            ignored += refusals.unused_by_template(body, self.model.chat_template)
+            ignored += schemas.unused_by_template(body, self.model.chat_template)
         if ignored:
-            self._headers["x-lade-ignored"] = refusals.header(self.field_names.get(name, name) for name in ignored)
+            self._headers["x-lade-ignored"] = schemas.header(self.field_names.get(name, name) for name in ignored)
 
     def _prepare(self) -> list[Choice]:
         """In a worker thread: templating, tokenising, and all that `model.generate` prepares."""
@@ -231,7 +228,7 @@ class Answer(ABC):
     async def _steps(self, silence_s: float | None) -> AsyncGenerator[tuple[Choice, Piece] | None]:
         """What comes of the choices, as it comes; None after so much silence."""
         answers = [aiter(choice.handle) for choice in self.choices]
-        async with aclosing(sse.interleaved(answers, silence_s)) as steps:
+        async with aclosing(serialization.interleaved(answers, silence_s)) as steps:
             async for found in steps:
                 if found is None:
                     yield None
@@ -274,7 +271,7 @@ class Answer(ABC):
 
     def ping(self) -> bytes:
         """What is sent when nothing has come for a while."""
-        return sse.PING
+        return serialization.PING
 
     def _first(self) -> Iterator[bytes]:
         """The events of a stream before its first token, when there is one."""
@@ -283,12 +280,12 @@ class Answer(ABC):
     def _last(self) -> Iterator[bytes]:
         """Those behind the last token."""
         if self.body.include_usage:
-            yield sse.event({**self._head(self.chunk_kind), "choices": [], "usage": self.usage()})
-        yield sse.DONE
+            yield serialization.event({**self._head(self.chunk_kind), "choices": [], "usage": self.usage()})
+        yield serialization.DONE
 
     def _broken(self, error: ApiError) -> Iterator[bytes]:
         """Those of a stream that cannot go on."""
-        yield sse.event(error.body)
+        yield serialization.event(error.body)
 
     def _chunks(self, choice: Choice, piece: Piece) -> Iterator[bytes]:
         """The events of a step, or of an end: text that was held back, then the reason."""
@@ -308,7 +305,7 @@ class Answer(ABC):
         if options is not None and options.include_usage:
             usage = {"usage": self.usage() if options.continuous_usage_stats else None}
         value = {**self._head(self.chunk_kind), "choices": [choice], **usage, **(others or {})}
-        return sse.event(padded(value) if options is not None and options.include_obfuscation else value)
+        return serialization.event(padded(value) if options is not None and options.include_obfuscation else value)
 
     def _trace(self, piece: Piece) -> dict[str, Any]:
         step = piece.step

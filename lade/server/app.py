@@ -1,25 +1,121 @@
-"""The ASGI app."""
+"""The ASGI app, and the static files of the chat page."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import hashlib
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Match
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from lade.server import errors
+from lade.server.auth import Guard
 from lade.server.body import Body
-from lade.server.exchange import Exchange, Exchanges
-from lade.server.guard import Guard
-from lade.server.messages.errors import MessagesForm
+from lade.server.messages import MessagesForm
+from lade.server.request_context import Exchange, Exchanges
 from lade.server.routes import router
 from lade.server.service import Service
-from lade.server.static import mount_page
 from lade.version import __version__
+
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+    ".LICENSE": "text/plain; charset=utf-8",
+}
+"""What is served, by the ends of names; the types are given here, since what the system knows of them differs."""
+
+POLICY = {
+    "default-src": "'none'",
+    "script-src": "'self'",
+    "style-src": "'self'",
+    "connect-src": "'self'",
+    "img-src": "'self' data:",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+}
+HEADERS = {
+    "content-security-policy": "; ".join(f"{name} {value}" for name, value in POLICY.items()),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",  # kept, but asked for again: after an update no old script meets a new page
+}
+
+
+@dataclass(frozen=True)
+class PageFile:
+    """A file of the page.
+
+    Attributes:
+        path: where it is served: `/` or `/page/...`.
+        content: its bytes.
+        kind: its content type.
+        tag: its entity tag, quotes included.
+    """
+
+    path: str
+    content: bytes
+    kind: str
+    tag: str
+
+    async def answer(self, request: Request) -> Response:
+        """The file, or 304 where the browser has it already."""
+        headers = {**HEADERS, "etag": self.tag}
+        if self.tag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(self.content, media_type=self.kind, headers=headers)
+
+
+def page_files() -> Iterator[PageFile]:
+    """All files of the page, as they were installed."""
+    for name, source in _walk(files("lade.server").joinpath("page"), ""):
+        kind = next((kind for end, kind in TYPES.items() if name.endswith(end)), None)
+        if kind is None:
+            continue  # nothing of the page: an editor's copy, say
+        content = source.read_bytes()
+        path = "/" if name == "index.html" else f"/page/{name}"
+        yield PageFile(path, content, kind, f'"{hashlib.sha256(content).hexdigest()[:16]}"')
+
+
+def mount_page(app: Starlette) -> frozenset[str]:
+    """Serve the chat page at `/` and its files below `/page/`, each by a route of its own.
+
+    The files are read once. Hosts, origins, keys and all other paths are left to the app; these routes need no key, for
+    they hold nothing of anybody's.
+
+    Args:
+        app: a Starlette or FastAPI application.
+
+    Returns:
+        the paths that are served.
+    """
+    page = list(page_files())
+    app.router.routes.extend(Route(file.path, file.answer, include_in_schema=False) for file in page)
+    return frozenset(file.path for file in page)
+
+
+def _walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _walk(entry, f"{prefix}{entry.name}/")
+        else:
+            yield prefix + entry.name, entry
 
 
 def build_app(service: Service) -> FastAPI:

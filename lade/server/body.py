@@ -15,9 +15,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lade.server.errors import INVALID, NOT_JSON, ApiError, invalid, overloaded, validation_error
-from lade.server.exchange import GONE, Exchange
-from lade.server.leaving import ClientLeftError, unless_gone
-from lade.server.replies import TooManyValuesError, decoded
+from lade.server.request_context import GONE, ClientLeftError, Exchange, unless_gone
+from lade.server.serialization import TooManyValuesError, decoded
 from lade.server.service import SMALL, Service
 
 T = TypeVar("T")

@@ -9,13 +9,10 @@ from functools import partial
 from typing import Any
 
 from lade.server.answer import Answer
-from lade.server.choice import Choice, Piece
+from lade.server.choice_stream import Choice, CompletionLogprobs, OldForm, Piece, Prompt, tokens_of
 from lade.server.errors import invalid
-from lade.server.exchange import Exchange
-from lade.server.leaving import ClientLeftError
-from lade.server.logprobs import CompletionLogprobs, OldForm, tokens_of
-from lade.server.message_parts import PlainParser
-from lade.server.prompt import Prompt
+from lade.server.output_parser import PlainParser
+from lade.server.request_context import ClientLeftError, Exchange
 from lade.server.schemas import CompletionRequest
 from lade.server.service import Service
 from lade.server.settings import MOST_ECHOED

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from lade.errors import ClusterError, ConfigError, EngineClosedError, EngineFullError, InputError, UnsupportedError
 from lade.hf.grammar.compiled import GrammarError
-from lade.server.replies import Json
+from lade.server.serialization import Json
 
 logger = logging.getLogger(__name__)
 

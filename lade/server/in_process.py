@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from lade.server.replies import encoded
+from lade.server.serialization import encoded
 
 _ASKED_BY = (b"host", b"localhost")
 

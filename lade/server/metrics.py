@@ -14,8 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, PlatformCol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
-from lade.server.exchange import Exchange
-from lade.server.flight import Flight
+from lade.server.request_context import Exchange, Flight
 from lade.serving.snapshot import Snapshot
 from lade.version import __version__
 

@@ -1,43 +1,135 @@
-"""The state of a server: a model that is being loaded, an engine that decodes, and whether requests are taken."""
+"""The state of a server: model, engine, per-tenant draft memories, readiness."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import logging
 import threading
 import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from time import perf_counter
 from typing import Literal, TypeVar
 
-from lade.config import Lookahead
+from lade.backends.recurrent.cores import is_recurrent
+from lade.compilation import compile_all
+from lade.config import Lookahead, LookaheadConfig
+from lade.decoding import kernels
 from lade.errors import InputError, LadeError
-from lade.hf.fallback import precision_note
-from lade.model.recurrent.cores import is_recurrent
+from lade.hf.refusals import precision_note
+from lade.memory import Memory
 from lade.model.support.supports import unwrap
 from lade.server.access_log import AccessLog
-from lade.server.answer_form import Forms
+from lade.server.chat_template import ChatTemplate
 from lade.server.errors import ApiError, overloaded
-from lade.server.exchange import Exchange
-from lade.server.flight import Flight
-from lade.server.memories import Memories
-from lade.server.message_parts import Markup
 from lade.server.metrics import Metrics, since
-from lade.server.served_model import ServedModel
+from lade.server.output_parser import Markup
+from lade.server.request_context import Exchange, Flight
+from lade.server.served_model import ServedModel, TextEncoder, TokenText
 from lade.server.settings import Settings
-from lade.server.templates import ChatTemplate
-from lade.server.text_encoder import TextEncoder
-from lade.server.token_text import TokenText
-from lade.server.warm_up import warm_up
+from lade.server.structured_output import Forms
 from lade.serving.capacity import default_max_tokens, weight_shares
 from lade.serving.engine import Engine
 from lade.serving.handle import Handle
 from lade.serving.snapshot import Snapshot
 from lade.version import __version__
 
+MOST_SCOPES, _BYTES = 16, 64 * 2**20
+"""Memories kept at a time, and what each may take."""
+
+
+class Memories:
+    """A `lade.Memory` for each scope: whoever shares one writes similar texts faster, and could tell so by a clock.
+
+    Args:
+        lookahead: how the server drafts; a memory of its own is for all.
+        share: "key": requests with one key, and one `cache_salt`, share; "all": all do; "none": nobody does.
+    """
+
+    def __init__(self, lookahead: Lookahead, share: str) -> None:
+        config = LookaheadConfig() if lookahead == "auto" else lookahead
+        self._default, self._share = config, share
+        self._kept: OrderedDict[str, Memory] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def scope(self, key: str, salt: str | None) -> str | None:
+        """What a request shares with others; None for nothing. A salt narrows, and never widens."""
+        if self._share == "none":
+            return None
+        return f"{'' if self._share == 'all' else key}\0{salt or ''}"
+
+    def lookahead(self, asked: LookaheadConfig | str | None, scope: str | None) -> LookaheadConfig | None:
+        """How a request is drafted: as it asks, or as the server does, with the memory of its scope.
+
+        Args:
+            asked: "auto" for what the server does; None for plain decoding.
+            scope: of the request.
+        """
+        config = self._default if isinstance(asked, str) else asked
+        if config is None or not config.adaptive or config.memory is not None:
+            return config
+        if self._default is not None and self._default.memory is not None:
+            return replace(config, memory=self._default.memory)
+        return config if scope is None else replace(config, memory=self._of(scope))
+
+    def _of(self, scope: str) -> Memory:
+        with self._lock:
+            memory = self._kept.setdefault(scope, Memory(_BYTES))
+            self._kept.move_to_end(scope)
+            if len(self._kept) > MOST_SCOPES:
+                del self._kept[self._least_missed()]
+        return memory
+
+    def _least_missed(self) -> str:
+        """Of the key that has most of them, the salted one that was used least lately.
+
+        Salts are whatever a client likes: with some of each memory's age alone, one client would have all others' go.
+        """
+        several = Counter(map(_key, self._kept))
+        most = max(several.values())
+        of_key = [scope for scope in self._kept if several[_key(scope)] == most]
+        return next((scope for scope in of_key if most > 1 and not scope.endswith("\0")), of_key[0])
+
+
+def _key(scope: str) -> str:
+    return scope.partition("\0")[0]
+
+
 logger = logging.getLogger(__name__)
+
+_TOKENS = 12
+
+
+def warm_up(engine: Engine, model: ServedModel, settings: Settings) -> None:
+    """Decode short texts: one alone, then as many together as there are rows.
+
+    Batches of 1, 2, 4, ... rows have step costs of their own, which are measured once on a machine; a batch that grows
+    while others wait would measure them amid their answers.
+
+    Raises:
+        Exception: the model cannot decode, for whatever reason: better now than with the first request.
+    """
+    compile_all(kernels)  # short texts may not come to all that is compiled
+    ids = model.tokenizer("The")["input_ids"] or [0]
+    rows = 1
+    while rows <= settings.max_rows:
+        logger.info("warming up with %d of %d rows", rows, settings.max_rows)
+        # one after the other, so that the batch has had every size before
+        handles = [
+            engine.add(ids, lookahead=model.lookahead, max_new_tokens=_TOKENS, min_new_tokens=_TOKENS)
+            for _ in range(min(rows, settings.max_rows))
+        ]
+        for handle in handles:
+            handle.result()
+        rows *= 2
+    # what is there now stays: Python's collector, which all threads wait for, would walk through it again and again
+    gc.collect()
+    gc.freeze()
+
 
 Phase = Literal["loading", "ready", "draining", "dead"]
 T = TypeVar("T")

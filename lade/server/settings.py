@@ -1,12 +1,105 @@
-"""What a server may take and give, all of it decided before it starts."""
+"""Settings of a server: limits, API keys, the listening socket."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hmac
+import logging
+import re
+import socket
+import stat
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from lade.server.keys import NO_KEYS, Keys
+from lade.errors import InputError
+
+logger = logging.getLogger(__name__)
+
+ENVIRONMENT = "LADE_API_KEYS"
+_NAMED = re.compile(r"([\w.-]{1,64}):(\S+)")
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key.
+
+    Attributes:
+        name: what logs call it; its number where the file has none.
+        secret: what a client sends.
+    """
+
+    name: str
+    secret: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Who may ask.
+
+    Attributes:
+        all: the keys; without any, everyone may.
+    """
+
+    all: tuple[Key, ...] = ()
+
+    @classmethod
+    def read(cls, path: Path | None, environment: str | None = None) -> Keys:
+        """Those of a file and those of the environment; of a file that all users of the machine can read, a warning.
+
+        Args:
+            path: has one key a line, with a name or without: `alice:sk-...`. Empty lines and those that begin with #
+                are none.
+            environment: some more, with spaces between them.
+
+        Raises:
+            InputError: the file cannot be read, or one of them has no key, or something that is none.
+        """
+        found: list[Key] = []
+        if path is not None:
+            _gather(found, _lines(path), f"key file {str(path)!r}", "line", "write one a line")
+        if environment is not None:
+            _gather(found, environment.split(), ENVIRONMENT, "key", "give some with spaces between them, or unset it")
+        return cls(tuple(found))
+
+    def find(self, secret: str) -> str | None:
+        """The name of the key with this secret. All are compared, in a time that does not tell how far they agree."""
+        found = None
+        for key in self.all:
+            if hmac.compare_digest(key.secret.encode(), secret.encode(errors="replace")):
+                found = key.name
+        return found
+
+
+NO_KEYS = Keys()
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        open_to_all = path.stat().st_mode & stat.S_IROTH
+    except (OSError, UnicodeDecodeError) as problem:
+        reason = getattr(problem, "strerror", None) or "it is not UTF-8"
+        raise InputError(f"key file {str(path)!r} cannot be read: {reason}; check path and permissions") from None
+    if open_to_all:
+        logger.warning("key file %r can be read by all users of this machine: run  chmod o-r FILE", str(path))
+    return lines
+
+
+def _gather(found: list[Key], lines: Sequence[str], source: str, unit: str, remedy: str) -> None:
+    """Add the keys of a source to those that were found."""
+    before = len(found)
+    for number, line in enumerate(map(str.strip, lines), start=1):
+        if not line or line.startswith("#"):
+            continue
+        named = _NAMED.fullmatch(line)
+        secret = named[2] if named else line
+        if re.search(r"\s", secret) or not secret.isascii():
+            raise InputError(f"{source}, {unit} {number}: a key has no spaces and only ASCII in it")
+        found.append(Key(named[1] if named else f"key-{len(found) + 1}", secret))
+    if len(found) == before:
+        raise InputError(f"{source} has no keys: {remedy}")
+
 
 MOST_CHOICES, MOST_PROMPTS, MOST_MESSAGES, MOST_TOOLS = 16, 64, 4096, 512
 MOST_STOPS, LONGEST_STOP, MOST_BIASES, MOST_TOP_LOGPROBS = 16, 256, 1024, 20
@@ -84,3 +177,27 @@ class Settings:
     def name(self) -> str:
         """What the model is called in answers."""
         return self.names[0]
+
+
+_BACKLOG = 2048
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that listens; port 0 is any free one.
+
+    Raises:
+        InputError: the address is taken, or none of this machine's.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as problem:
+        reason = problem.strerror or str(problem)
+        raise InputError(f"cannot listen on {host}:{port}: {reason}; give another --host or --port") from problem
+
+
+def url_of(host: str, listening: socket.socket) -> str:
+    """Where a browser on this machine finds it."""
+    port = listening.getsockname()[1]
+    name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{name}:{port}"

@@ -10,19 +10,17 @@ from pydantic import Field
 from starlette.responses import Response
 
 from lade.errors import EngineClosedError, EngineFullError
-from lade.server import refusals
+from lade.server import schemas
 from lade.server.errors import TOO_LONG, error_for, invalid
-from lade.server.exchange import Exchange
-from lade.server.leaving import unless_gone
-from lade.server.messages.conversation import as_chat
-from lade.server.messages.schemas import CountRequest
-from lade.server.replies import Json
-from lade.server.responses.conversation import as_chat as input_as_chat
-from lade.server.responses.schemas import ResponsesRequest
+from lade.server.messages import CountRequest, as_chat
+from lade.server.request_context import Exchange, unless_gone
+from lade.server.responses import ResponsesRequest
+from lade.server.responses import as_chat as input_as_chat
 from lade.server.schemas import ChatRequest, Flag, Model, Text, TokenId
+from lade.server.serialization import Json
+from lade.server.served_model import TextTooLongError
 from lade.server.service import Service
 from lade.server.settings import MOST_IDS
-from lade.server.text_encoder import TextTooLongError
 
 
 class TokenizeText(Model):
@@ -54,7 +52,7 @@ async def tokenize(service: Service, request: Request, asked: TokenizeText | Tok
         ApiError: the model is not served, or its template refuses the conversation; there is a text beside it; it is
             too long, or no place is free.
     """
-    refusals.check_model(asked.model, service.settings)
+    schemas.check_model(asked.model, service.settings)
     if (asked.model_extra or {}).keys() & {"prompt", "messages"}:
         raise invalid("prompt", "prompt: there are messages, too: leave out one of them")
     tokenizer = service.model.tokenizer
@@ -76,7 +74,7 @@ async def detokenize(service: Service, request: Request, asked: DetokenizeReques
     Raises:
         ApiError: the model is not served, or has no such id; or no place is free.
     """
-    refusals.check_model(asked.model, service.settings)
+    schemas.check_model(asked.model, service.settings)
     model = service.model
 
     def decode() -> dict[str, Any]:
@@ -91,7 +89,7 @@ async def detokenize(service: Service, request: Request, asked: DetokenizeReques
 
 async def count_tokens(service: Service, request: Request, asked: CountRequest) -> Response:
     """How many tokens a request to `/v1/messages` would have the model read; raises like `tokenize`."""
-    refusals.check_model(asked.model, service.settings)
+    schemas.check_model(asked.model, service.settings)
 
     def count() -> dict[str, Any]:
         return {"input_tokens": len(service.template.encode(as_chat(asked))[0])}
@@ -101,7 +99,7 @@ async def count_tokens(service: Service, request: Request, asked: CountRequest) 
 
 async def input_tokens(service: Service, request: Request, asked: ResponsesRequest) -> Response:
     """How many tokens a request to `/v1/responses` would have the model read; raises like `tokenize`."""
-    refusals.check_model(asked.model, service.settings)
+    schemas.check_model(asked.model, service.settings)
 
     def count() -> dict[str, Any]:
         ids = service.template.encode(input_as_chat(asked))[0]

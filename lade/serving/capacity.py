@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.controller import LARGEST
 from lade.errors import InputError
-from lade.model.kv_cache import TreeCache
-from lade.model.row_cache import BufferSizes
+from lade.model.kv_cache import BufferSizes, TreeCache
 from lade.model.runner import EagerRunner, input_device
 
 _SHARE_OF_HOST, _SHARE_OF_DEVICE = 0.25, 0.8

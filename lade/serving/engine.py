@@ -10,20 +10,18 @@ from typing import Any, NoReturn
 import torch
 from transformers import PreTrainedModel
 
-from lade.cluster.team import led_by_this_process
+from lade.backends.processes.team import led_by_this_process
+from lade.backends.recurrent.cores import is_recurrent
 from lade.config import Lookahead
 from lade.errors import ConfigError, UnsupportedArgumentError, UnsupportedModelError
 from lade.hf.arguments import check_stats
 from lade.hf.grammar.grammar import Grammar
 from lade.hf.predictions import Prediction
 from lade.hf.refusals import resolve
-from lade.model.recurrent.cores import is_recurrent
 from lade.model.support.supports import supports, unwrap
 from lade.serving.batch import Batch
-from lade.serving.extras import Extras
-from lade.serving.handle import Handle
-from lade.serving.place import Place
-from lade.serving.request import prepare
+from lade.serving.handle import Handle, Place
+from lade.serving.request import Extras, prepare
 from lade.serving.scheduler import Scheduler
 from lade.serving.snapshot import Snapshot
 from lade.stats import Stats, Step

@@ -1,4 +1,4 @@
-"""Client side of a request: its steps as they come, its result, cancellation."""
+"""Client side of a request: queue slot, steps as they come, result, cancellation."""
 
 from __future__ import annotations
 
@@ -6,19 +6,55 @@ import asyncio
 import math
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import perf_counter
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, Protocol
 
 from lade.errors import EngineClosedError
-from lade.hf.answer_text import AnswerText
-from lade.hf.output import Output
+from lade.hf.detokenizer import AnswerText
+from lade.hf.job import Output
 from lade.hf.processors import StopReason
 from lade.model.prompt_logits import PromptLogprobs
-from lade.serving.wakeups import Wakeups
 from lade.stats import Stats, Step, TokenLogprobs
+
+
+class Wakeups:
+    """Wakes the coroutines that wait for requests: those of one pass together, as each call wakes the whole loop."""
+
+    def __init__(self) -> None:
+        self._gathering: int | None = None  # the thread whose calls are gathered
+        self._gathered: dict[asyncio.AbstractEventLoop, set[asyncio.Event]] = {}
+
+    def __enter__(self) -> None:
+        """Wake whatever this thread wakes in the block at its end."""
+        self._gathering = threading.get_ident()
+
+    def __exit__(self, *problem: object) -> None:
+        self._gathering = None
+        if not self._gathered:
+            return
+        gathered, self._gathered = self._gathered, {}
+        for loop, events in gathered.items():
+            _set(loop, events)
+
+    def wake(self, loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+        """Set an event of a loop that runs in another thread."""
+        if threading.get_ident() == self._gathering:
+            self._gathered.setdefault(loop, set()).add(event)
+        else:
+            _set(loop, [event])
+
+
+def _set(loop: asyncio.AbstractEventLoop, events: Iterable[asyncio.Event]) -> None:
+    def set_all() -> None:
+        for event in events:
+            event.set()
+
+    with suppress(RuntimeError):  # the loop was closed while the reader waited
+        loop.call_soon_threadsafe(set_all)
+
 
 Reason = Literal[StopReason, "cancelled", "error"]
 """Why a request has ended, see `Handle.reason`."""
@@ -266,3 +302,53 @@ def check_process(home: int) -> None:
             f"this engine decodes in process {home}, and process {os.getpid()}, which was forked from it, has no "
             "thread for that: make a new lade.Engine in this process"
         )
+
+
+class Queue(Protocol):
+    """What places are in."""
+
+    def give_up(self, place: Place) -> Handle | None:
+        """Free a place that no request has taken; returns the handle of the request that has, if one has."""
+        ...
+
+
+class Place:
+    """One of the places that `Engine.reserve` gives out. All methods may be called from any thread.
+
+    It counts as a waiting request from then on, so that whoever has one need not prepare a request in vain. At the end
+    of the block a place that no request has taken is free again.
+
+    >>> with engine.reserve() as place:
+    ...     ids = tokenizer("Once upon a time").input_ids
+    ...     handle = engine.add(ids, place=place, max_new_tokens=200)
+
+    Attributes:
+        handle: of the request that has taken it; None as long as none has.
+        engine: the engine's queue, which it is in.
+        released: whether it was given up before that: no request can take it any more.
+    """
+
+    def __init__(self, engine: Queue) -> None:
+        self.engine = engine
+        self.handle: Handle | None = None
+        self.released = False
+
+    def __repr__(self) -> str:
+        state = "taken" if self.handle is not None else "released" if self.released else "free"
+        return f"Place({state})"
+
+    def release(self) -> None:
+        """Give it up, unless a request has taken it. One that is being prepared then never begins."""
+        self.engine.give_up(self)
+
+    def cancel(self) -> None:
+        """Give it up, or cancel the request that has taken it: whoever wanted it has left."""
+        handle = self.engine.give_up(self)
+        if handle is not None:
+            handle.cancel()
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.release()

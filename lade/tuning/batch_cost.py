@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lade.model.shapes import batch_bucket
+from lade.model.inputs import batch_bucket
 from lade.tuning.step_cost import StepCost
 
 

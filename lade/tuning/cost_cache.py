@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from lade.decoding.drafting.habits import Habits
 from lade.locks import ForkSafeLock
+from lade.model.config import token_embeddings
+from lade.model.inputs import batch_bucket
 from lade.model.runner import EagerRunner
-from lade.model.shapes import batch_bucket
-from lade.model.token_embeddings import token_embeddings
 from lade.tuning import cost_file as store
 from lade.tuning.cost_key import key_of
 from lade.tuning.measure import measure_step_cost

@@ -13,11 +13,10 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from lade.model.config_fields import field
-from lade.model.facts import ModelFacts
+from lade.model.config import field
+from lade.model.facts import ModelFacts, bytes_by_kind
+from lade.model.inputs import batch_bucket
 from lade.model.runner import EagerRunner
-from lade.model.shapes import batch_bucket
-from lade.model.weights import bytes_by_kind
 from lade.version import __version__
 
 _SHAPE = """

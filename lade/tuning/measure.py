@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from time import perf_counter
 
-from lade.cluster.runners import reader_of
+from lade.backends.runners import reader_of
 from lade.decoding.tree import ROOT, TokenTree
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner

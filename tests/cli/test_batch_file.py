@@ -103,7 +103,7 @@ def test_a_file_of_requests_is_answered_and_continued(run, asked, model, tokeniz
 def test_ctrl_c_keeps_what_is_answered_and_resume_answers_the_rest(run, asked, monkeypatch):
     lines = [chat(str(number), f"question {number}", max_tokens=30, ignore_eos=True) for number in range(12)]
     file = asked(lines)
-    from lade.cli.batch_file.results import ResultFile
+    from lade.cli.batch.server_run import ResultFile
 
     add, written = ResultFile.add, []
 

@@ -3,7 +3,7 @@ import signal
 import pytest
 import torch
 
-from lade.cli.chat.conversation import Conversation
+from lade.cli.conversation import Conversation
 from lade.cli.loading.load import load
 from lade.cli.options.model import Loading
 from lade.cli.run import Generation, decode

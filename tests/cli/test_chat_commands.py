@@ -249,7 +249,7 @@ def test_commands_take_what_they_take(chat):
 def test_ctrl_c_ends_an_answer_whenever_it_is_pressed(chat, plainly, monkeypatch, times):
     """Once: between two steps. Twice: amid a forward pass. Three times: also while the answer is taken up."""
     from lade.cli import run as decoding
-    from lade.cli.chat.conversation import Conversation
+    from lade.cli.conversation import Conversation
 
     original, answered, pressed = decoding.stream, Conversation.answered, []
 
@@ -276,7 +276,7 @@ def test_ctrl_c_ends_an_answer_whenever_it_is_pressed(chat, plainly, monkeypatch
 
 
 def test_ctrl_c_that_comes_after_the_last_step_changes_nothing(chat, plainly, monkeypatch):
-    from lade.cli.chat.conversation import Conversation
+    from lade.cli.conversation import Conversation
 
     answered = Conversation.answered
 

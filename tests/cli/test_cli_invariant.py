@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from lade.bench.results import Results
+from lade.backends.cpu.invariant_marker import invariance_of
 from lade.cli.options.decoding import Output, Speed
 from lade.cli.options.model import Loading
 from lade.cli.serve.model import load
 from lade.cli.terminal import Terminal
-from lade.model.invariance import invariance_of
+from lade_lab.results import Results
 
 pytestmark = pytest.mark.usefixtures("rounds_alike")
 

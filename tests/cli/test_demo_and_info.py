@@ -9,11 +9,10 @@ from rich.text import Text
 from lade.cli.demo import rounds
 from lade.cli.demo import screen as views
 from lade.cli.demo.screen import LiveView, Tail, summary, verdict
-from lade.cli.demo.side_by_side import Race
+from lade.cli.demo.side_by_side import Noise, Race
 from lade.cli.loading.load import load
 from lade.cli.options.decoding import Choices
 from lade.cli.options.model import Loading
-from lade.cli.rng_state import Noise
 from lade.cli.terminal import Terminal, terminal
 from lade.config import LookaheadConfig
 from lade.memory import Memory

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from lade.cli.step_colours import RUNS, Palette
+from lade.cli.run import RUNS, Palette
 from lade.hf.detokenizer import Detokenizer
 
 TEXTS = [

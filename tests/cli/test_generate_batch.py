@@ -15,9 +15,9 @@ from test_cli_generate import FIELDS
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
-from lade.cli.batch import run as batch_run
-from lade.cli.batch.output import AnswerFile
-from lade.cli.batch.run import Answers, in_order
+from lade.cli.batch import engine_run as batch_run
+from lade.cli.batch.engine_run import Answers, in_order
+from lade.cli.batch.files import AnswerFile
 from lade.cli.main import app
 from lade.hf import job
 from lade.serving import batch as serving_batch

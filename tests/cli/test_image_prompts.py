@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 from transformers import AutoProcessor, GenerationConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from lade.cli.chat.conversation import Conversation
+from lade.cli.conversation import Conversation
 from lade.cli.options.decoding import Speed
 from lade.cli.options.model import Loading
 from lade.cli.serve.model import load
@@ -178,7 +178,7 @@ def test_what_is_missing_is_named_with_the_line_that_installs_it(
     ask = ("generate", "hi", "--image", pictures[0], "--model")
     found = importlib.util.find_spec
     with monkeypatch.context() as patch:
-        for module in ("lade.cli.images", "lade.cli.loading.processor"):
+        for module in ("lade.cli.encoder", "lade.cli.loading.from_pretrained"):
             patch.setattr(f"{module}.find_spec", lambda name: None if name == "PIL" else found(name))
         fails(lade(*ask, seeing), "pip install pillow")
     bare = tmp_path / "bare"

@@ -8,8 +8,8 @@ import sys
 import pytest
 from test_processes import on_a_terminal
 
-from lade.cli.chat import line_input
-from lade.cli.chat.line_input import Entry, LineInput
+from lade.cli import line_input
+from lade.cli.line_input import Entry, LineInput
 
 READER = """
 import sys

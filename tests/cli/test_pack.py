@@ -5,10 +5,10 @@ from functools import partial
 
 import pytest
 
+from lade.backends.cpu.packing import pack as packing
 from lade.cli.loading.load import load
 from lade.cli.options.model import Loading
 from lade.cli.terminal import terminal
-from lade.model.packing import pack as packing
 from lade.tuning import packing_choice
 
 PROMPT = "say it again, say it"

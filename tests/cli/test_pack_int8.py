@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from lade.model.packing import input_forms, integer_trial
-from lade.model.packing import pack as packing
+from lade.backends.cpu.packing import int8, integer_products
+from lade.backends.cpu.packing import pack as packing
 
 pytestmark = pytest.mark.usefixtures("rounds_alike")
 
@@ -95,16 +95,16 @@ def test_what_is_wrong_is_said(lade, folder, arguments, words, tmp_path, monkeyp
 
 
 def test_a_processor_without_the_kernel_is_an_error(lade, folder, text, small_layers_count, monkeypatch):
-    integer_trial._is_exact.cache_clear()
-    monkeypatch.setattr(input_forms, "panel_for", lambda dtype: 0)
-    monkeypatch.setattr(integer_trial, "multiplied", lambda *arguments: 1 / 0)
-    monkeypatch.setattr(integer_trial, "prepacked", lambda values: (_ for _ in ()).throw(RuntimeError("no kernel")))
+    integer_products._is_exact.cache_clear()
+    monkeypatch.setattr(int8, "panel_for", lambda dtype: 0)
+    monkeypatch.setattr(integer_products, "multiplied", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(integer_products, "prepacked", lambda values: (_ for _ in ()).throw(RuntimeError("no kernel")))
     result = lade("pack", folder, "--check", text)
     assert result.exit_code == 2 and "no int8 kernel here (no kernel)" in result.stderr
 
 
 def test_what_would_be_wrong_at_the_end_is_said_before_the_text_is_read(lade, folder, text, tmp_path, monkeypatch):
-    from lade.model.packing import quality
+    from lade.backends.cpu.packing import quality
 
     monkeypatch.setattr(quality, "perplexity", None)
     (tmp_path / "other").mkdir()

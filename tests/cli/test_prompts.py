@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from conftest import only_printable
+from shell_fixtures import only_printable
 from test_cli_errors import fails
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

@@ -6,7 +6,7 @@ import pickle
 import pytest
 from test_cli_errors import fails
 
-from lade.cli.serve import scaling
+from lade.cli.serve import options
 from lade.errors import ConfigError, InputError
 from lade.replicas import app
 from lade.server import replicas
@@ -23,17 +23,17 @@ from lade.server import replicas
     ],
 )
 def test_numbers_that_are_none_are_refused(lade, folder, monkeypatch, arguments, words):
-    monkeypatch.setattr(scaling, "find_spec", lambda name: True)
+    monkeypatch.setattr(options, "find_spec", lambda name: True)
     fails(lade("serve", "--model", folder, "--port", 0, *arguments), *words)
 
 
 def test_without_ray_it_tells_what_to_install(lade, folder, monkeypatch):
-    monkeypatch.setattr(scaling, "find_spec", lambda name: None if name == "ray" else importlib.util.find_spec(name))
+    monkeypatch.setattr(options, "find_spec", lambda name: None if name == "ray" else importlib.util.find_spec(name))
     fails(lade("serve", "--model", folder, "--port", 0, "--replicas", 2), 'pip install "lookahead-decoding[scale]"')
 
 
 def test_arguments_of_an_application_are_options(monkeypatch, folder):
-    monkeypatch.setattr(scaling, "find_spec", lambda name: True)
+    monkeypatch.setattr(options, "find_spec", lambda name: True)
     monkeypatch.setattr(replicas, "application", lambda settings, load, scale: (settings, load, scale))
     given = {"model": str(folder), "name": "toy", "replicas": "2", "max_replicas": 4, "max_rows": "3", "page": "false"}
     settings, load, scale = app({**given, "dtype": "float64", "strict": "true"})

@@ -202,7 +202,7 @@ def test_a_model_that_cannot_be_served_is_one_line_with_what_can_be_typed(lade, 
 
 
 def test_a_missing_package_is_one_line(lade, monkeypatch):
-    from lade.cli.serve import checks
+    from lade.cli.serve import options as checks
 
     monkeypatch.setattr(checks, "find_spec", lambda name: None if name == "uvicorn" else name)
     result = lade("serve")

@@ -9,11 +9,10 @@ from rich.console import Console
 from rich.progress import Progress
 from typer.testing import CliRunner
 
-from lade.cli import status as module
+from lade.cli import terminal as module
 from lade.cli.main import app
-from lade.cli.options.output import Output
-from lade.cli.status import Status
-from lade.cli.terminal import Terminal, terminal
+from lade.cli.options.grouping import Output
+from lade.cli.terminal import Status, Terminal, terminal
 
 PROMPT = "say it again, say it"
 TERMINAL = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "120"}

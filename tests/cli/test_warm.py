@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from lade import InputError, LookaheadConfig, Memory, generate
 from lade.cli import warm as module
-from lade.cli.loading.loaded_model import LoadedModel
+from lade.cli.loading.load import LoadedModel
 from lade.cli.main import app
 from lade.cli.warm import WarmResult
 from lade.decoding.kernels.layout import ORDERS, TEXT_ORDERS
-from lade.memory_file import fingerprint_of
+from lade.memory import fingerprint_of
 from lade.stats import Stats
 
 CONTEXT = 512  # of the model in conftest.py

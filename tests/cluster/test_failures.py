@@ -12,7 +12,7 @@ from test_tensor_parallel import IDS, SMALL, raised
 from torch import distributed as dist
 
 import lade
-from lade.cluster import identity
+from lade.backends.processes import team
 
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
 
@@ -83,7 +83,7 @@ def test_the_others_hear_of_it(happens, rank, parts, llama, tmp_path):
 
 def refused(places, versions, rank):
     """What `lade.parallel` raises where this process has that model and that version."""
-    identity.__version__ = versions[rank]
+    team.__version__ = versions[rank]
     return raised(lambda: lade.parallel(whole(places[rank])))
 
 

@@ -15,8 +15,8 @@ from transformers import MambaConfig, MambaForCausalLM
 
 import lade
 from lade import LookaheadConfig, Memory, Stats
-from lade.cluster import leader as leading
-from lade.cluster import parts
+from lade.backends.processes import leader as leading
+from lade.backends.processes import lookahead_parallel
 from lade.decoding.drafting.controller import LARGEST, most_fed
 from lade.hf import job
 from lade.model.runner import EagerRunner
@@ -94,7 +94,7 @@ def in_large_trees(place, rank):
         fed.extend(map(len, trees))
         return forward(runner, trees, *rest)
 
-    parts.flat, leading.flat, EagerRunner.forward = sent, sent, noted
+    lookahead_parallel.flat, leading.flat, EagerRunner.forward = sent, sent, noted
     for seed in range(2):
         for ids, arguments in ((IDS, SAMPLED), (IDS, {"do_sample": False}), (TWO, SAMPLED)):
             torch.manual_seed(seed)

@@ -9,7 +9,7 @@ import pytest
 from processes import in_processes
 from torch import distributed as dist
 
-from lade.cli.batch.crew import Crew, shared
+from lade.cli.processes import Crew, shared
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 LINES = [3, 5, *range(10, 24)]

@@ -12,8 +12,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 import lade
 from lade import LookaheadConfig, Memory, Stats
-from lade.cluster import leader as leading
-from lade.model.select_runner import why_eager
+from lade.backends.processes import leader as leading
+from lade.backends.runners import why_eager
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 IDS = torch.arange(3, 15)[None]
@@ -233,9 +233,9 @@ def test_other_models_and_versions_are_refused(llama, folder):
     assert both[0] == both[1] and both[0][0] == "ClusterError" and "the model's files" in both[0][1]
 
     def with_version(rank):
-        from lade.cluster import identity
+        from lade.backends.processes import team
 
-        identity.__version__ = str(rank)
+        team.__version__ = str(rank)
         return raised(lambda: lade.generate(split(llama, 2), IDS))
 
     both = in_processes(2, with_version)

@@ -23,9 +23,8 @@ SECONDS = 240
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     from tests.cli.conftest import byte_tokenizer, only_printable
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)
     tokenizer = byte_tokenizer()

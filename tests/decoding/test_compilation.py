@@ -5,8 +5,9 @@ import importlib
 import numba
 import pytest
 
-from lade.decoding import compilation, kernels
-from lade.decoding.compilation import Kernel, TeamKernel, compile_all, compiled
+from lade import compilation
+from lade.compilation import Kernel, TeamKernel, compile_all, compiled
+from lade.decoding import kernels
 from lade.decoding.kernels import tables
 
 

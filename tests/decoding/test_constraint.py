@@ -7,8 +7,7 @@ from memories import filled_memory
 
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
-from lade.decoding.drafting.constraint import fitting
-from lade.decoding.drafting.drafter import Guess
+from lade.decoding.drafting.drafter import Guess, fitting
 from lade.decoding.drafting.lookahead import LookaheadDrafter
 from lade.decoding.drafting.tree_size import FixedBudget
 

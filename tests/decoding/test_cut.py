@@ -6,7 +6,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lade.decoding.cut import cut
+from lade.backends.processes.lookahead_parallel import cut
 
 
 @st.composite

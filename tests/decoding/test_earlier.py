@@ -14,9 +14,9 @@ import lade
 from lade import LookaheadConfig, Stats
 from lade.decoding.drafting import best_first
 from lade.decoding.drafting.best_first import TreeGrower
-from lade.decoding.drafting.earlier import EarlierText
+from lade.decoding.drafting.copy_drafting import OwnText
 from lade.decoding.drafting.factory import drafter_for
-from lade.decoding.drafting.followed import OwnText
+from lade.decoding.drafting.suffix_index import EarlierText
 from lade.decoding.kernels.layout import CEILING, EACH, FLOOR, LATEST, PROMPT, SCALE, SPOTS, TOKEN, TOLD, WIDTH
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row

@@ -11,11 +11,10 @@ from made_clock import MadeClock
 
 from lade import LookaheadConfig, Stats
 from lade.clock import Duration
-from lade.decoding.drafting.agreement import Agreement, DoubtedAgreement
+from lade.decoding.drafting.best_first import ranked
+from lade.decoding.drafting.copy_drafting import ANCHOR, LONGEST_CHAIN, Agreement, DoubtedAgreement, OwnText, Prediction
 from lade.decoding.drafting.drafter import Guess
 from lade.decoding.drafting.factory import drafter_for
-from lade.decoding.drafting.followed import ANCHOR, LONGEST_CHAIN, OwnText, Prediction
-from lade.decoding.drafting.ranking import ranked
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree

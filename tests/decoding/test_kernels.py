@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memories import Reference, rows_of, tails_of, unpacked
 
-from lade.decoding.drafting.memory import context_of
-from lade.decoding.drafting.mixer import prior_weights
+from lade.decoding.drafting.memory import context_of, prior_weights
 from lade.decoding.kernels import tables
 from lade.decoding.kernels.layout import END, LENGTHS, LINES, LONGEST, ORDERS, TEXT, TEXT_ORDERS, WIDTH, Ints
 from lade.decoding.kernels.work import Work

@@ -18,7 +18,7 @@ from memories import known, learn, random_rows, rows_of, tails_of, unpacked
 from safetensors import numpy as container
 
 import lade
-from lade import memory_file
+from lade import memory as memory_file
 from lade.decoding.drafting.memory import LEAST_BYTES, SLOT_BYTES
 from lade.decoding.kernels.layout import BITS, END, LENGTHS, LINES, ORDERS, TEXT_ORDERS, TOKEN, WIDTH
 from lade.errors import ConfigError, InputError, LadeError

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from memories import NEGLIGIBLE, Row, Said, downhill, line_of, log_odds_of, memory_saying, mixed, probability, rows_of
 
 from lade.decoding.drafting.best_first import TreeGrower
-from lade.decoding.drafting.mixer import RATE, prior_weights
+from lade.decoding.drafting.memory import RATE, prior_weights
 from lade.decoding.kernels.layout import CEILING, END, FLOOR, LINES, ORDERS, SCALE, TEXT, TEXT_ORDERS, WIDTH, Doubles
 from lade.decoding.tree import TokenTree
 from lade.memory import Memory

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lade.decoding.drafting.ngram_pool import NGramPool
+from lade.decoding.drafting.lookahead import NGramPool
 
 ngrams = st.lists(st.tuples(*[st.integers(0, 6)] * 3), max_size=60)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lade.decoding.drafting.window import Window
+from lade.decoding.drafting.lookahead import Window
 from lade.decoding.tree import ROOT, TokenTree
 
 sizes = st.tuples(st.integers(1, 9), st.integers(2, 7))

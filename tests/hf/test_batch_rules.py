@@ -20,8 +20,8 @@ from lade.hf.batch_rules import (
     must_go_together,
     processors_of_row,
 )
-from lade.hf.prompt_texts import PromptTexts
-from lade.model.position_limits import Positions
+from lade.model.config import Positions
+from lade.model.prepared import PromptTexts
 
 ROWS, LENGTH, VOCABULARY = 4, 7, 40
 PROMPTS = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))

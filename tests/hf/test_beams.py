@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import lade
 from lade import LookaheadConfig, Memory, Stats, UnsupportedArgumentError
-from lade.decoding.beams.row import BeamRow
+from lade.decoding.beams.logits import BeamRow
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.testing import toy_model

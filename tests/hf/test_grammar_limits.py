@@ -11,9 +11,8 @@ from transformers import LogitsProcessor
 
 import lade
 from lade import Grammar, InputError
-from lade.hf.grammar import matcher as matchers
-from lade.hf.grammar.compiled import LIMITS, GrammarError, Vocabulary, vocabulary_of_tokenizer
-from lade.hf.grammar.matcher import Budget, Matcher
+from lade.hf.grammar import compiled as matchers
+from lade.hf.grammar.compiled import LIMITS, Budget, GrammarError, Matcher, Vocabulary, vocabulary_of_tokenizer
 
 ENDLESS = Grammar.regex("(?s:.*)a(?s:.{200})")
 """Its lexer finds states as long as an answer goes on."""

@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import lade
-from lade.model.invariant import make_invariant
+from lade.backends.cpu.invariant import make_invariant
 from lade.testing import toy_model
 
 pytestmark = pytest.mark.by_processor

@@ -15,8 +15,8 @@ from transformers.generation.streamers import BaseStreamer
 import lade
 from lade import LookaheadConfig, Memory, Stats, UnsupportedArgumentError
 from lade.clock import Duration, ThreadClock
+from lade.decoding import lock_step as lock_step_row
 from lade.decoding.drafting.batch_budget import BatchBudget
-from lade.decoding.lock_step import row as lock_step_row
 from lade.model.runner import EagerRunner
 from lade.testing import toy_model
 

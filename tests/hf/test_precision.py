@@ -10,8 +10,8 @@ import torch
 from transformers import DynamicCache, MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
 
 import lade
-from lade.hf.fallback import precision_note
-from lade.model.invariance import Invariance, note_invariance
+from lade.backends.cpu.invariant_marker import Invariance, note_invariance
+from lade.hf.refusals import precision_note
 from lade.testing import toy_model
 
 # Relative spacing of numbers: 2**-8 for bfloat16 and 2**-11 for float16; sums over a few layers lose some of them.

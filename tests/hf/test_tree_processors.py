@@ -15,11 +15,19 @@ from transformers.generation import logits_process
 
 import lade
 from lade import LookaheadConfig
-from lade.hf import row as hf_row
+from lade.hf import processors as hf_row
 from lade.hf.batch_rules import ROW_WISE_PROCESSORS
-from lade.hf.processors import Processed, Record, Transcript, called_directly
+from lade.hf.processors import (
+    BLIND_PROCESSORS,
+    AtOnce,
+    Processed,
+    Record,
+    Transcript,
+    called_directly,
+    can_be_asked_at_once,
+    pays_at_once,
+)
 from lade.hf.sampling import LoneSampler
-from lade.hf.tree_processors import BLIND_PROCESSORS, AtOnce, can_be_asked_at_once, pays_at_once
 
 MADE = {
     "EpsilonLogitsWarper": (0.02,),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lade import TreeCache, supports
 from lade.decoding.tree import TokenTree
-from lade.model import cache_moves as module
+from lade.model import cache_layers as module
 from lade.model.runner import EagerRunner
 from lade.testing import toy_model
 

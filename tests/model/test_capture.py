@@ -8,13 +8,12 @@ import pytest
 import torch
 
 import lade
+from lade.backends import runners
+from lade.backends.cuda_graphs import pool as model_pools
+from lade.backends.cuda_graphs.capture import EagerReplay
+from lade.backends.cuda_graphs.pool import BufferPool, pool_of, setup_of
+from lade.backends.cuda_graphs.static_cache import StaticCache
 from lade.errors import CaptureWarning
-from lade.model import select_runner
-from lade.model.cuda_graphs import model_pools
-from lade.model.cuda_graphs.capture import EagerReplay
-from lade.model.cuda_graphs.model_pools import pool_of, setup_of
-from lade.model.cuda_graphs.pool import BufferPool
-from lade.model.cuda_graphs.static_cache import StaticCache
 from lade.model.kv_cache import TreeCache
 from lade.testing import toy_model
 
@@ -216,7 +215,7 @@ def test_on_a_device_the_memory_is_for_others_too(monkeypatch):
     monkeypatch.setitem(model_pools._pools, model, BufferPool(EagerReplay))
     lade.release(model)
     assert not emptied
-    monkeypatch.setattr(select_runner, "input_device", lambda model: torch.device("cuda"))
+    monkeypatch.setattr(runners, "input_device", lambda model: torch.device("cuda"))
     lade.release(model)
     assert emptied
 

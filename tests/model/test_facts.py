@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import lade
+from lade.backends.recurrent.cores import CORES
 from lade.model.facts import RECURRENT_FUNCTIONS, ModelFacts
-from lade.model.recurrent.cores import CORES
 from lade.model.support import linear_check
 from lade.model.support.linear_check import foreign_layers, why_inexact
 from lade.testing import toy_model

@@ -5,13 +5,13 @@ import weakref
 import pytest
 import torch
 
+from lade.backends.cuda_graphs.capture import EagerReplay
+from lade.backends.cuda_graphs.fallback_cache import FallbackCache
+from lade.backends.cuda_graphs.pool import BufferPool
+from lade.backends.cuda_graphs.static_cache import StaticCache
 from lade.errors import CaptureWarning
-from lade.model.cuda_graphs.capture import EagerReplay
-from lade.model.cuda_graphs.fallback_cache import FallbackCache
-from lade.model.cuda_graphs.pool import BufferPool
-from lade.model.cuda_graphs.static_cache import StaticCache
+from lade.model.cache_layers import TreeLayer
 from lade.model.kv_cache import TreeCache
-from lade.model.tree_layer import TreeLayer
 
 
 class BoundedPool(BufferPool):

@@ -5,10 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lade.backends.cuda_graphs.pass_inputs import StaticInputs
 from lade.decoding.tree import TokenTree
-from lade.model.attention_span import FULL, sliding
-from lade.model.cuda_graphs.inputs import StaticInputs
-from lade.model.host_to_device import Layout, upload
+from lade.model.inputs import FULL, Layout, sliding, upload
 from lade.model.masks import StepInputs
 
 CPU = torch.device("cpu")

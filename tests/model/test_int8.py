@@ -11,16 +11,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import lade
+from lade.backends.cpu.invariant.padded_rows import PaddedRows
+from lade.backends.cpu.kernels.dots import has_dots
+from lade.backends.cpu.kernels.tiles import has_tiles
+from lade.backends.cpu.packing import folder, int8, integer_products
+from lade.backends.cpu.packing.int8 import DOTS, TILES, Int8Linear
+from lade.backends.cpu.packing.integer_products import fewest_rows, multiplied, prepacked
+from lade.backends.cpu.packing.pack import int8_layers, kept_layers, packed_layers
+from lade.backends.cpu.packing.quality import perplexity, watched
 from lade.errors import ConfigError, InputError, UnsupportedModelError
-from lade.model.invariant.padded_rows import PaddedRows
-from lade.model.kernels.dots import has_dots
-from lade.model.kernels.tiles import has_tiles
-from lade.model.packing import codes, folder, input_forms, int8, integer_trial, shared_inputs
-from lade.model.packing.input_forms import DOTS, TILES
-from lade.model.packing.int8 import Int8Linear
-from lade.model.packing.integer_product import fewest_rows, multiplied, prepacked
-from lade.model.packing.pack import int8_layers, kept_layers, packed_layers
-from lade.model.packing.quality import perplexity, watched
 from lade.testing import toy_model
 
 pytestmark = pytest.mark.by_processor
@@ -52,10 +51,10 @@ def logits(model, ids=IDS):
 @pytest.fixture
 def untried(monkeypatch):
     """No trial is remembered, neither before nor after, nor does this processor have products of our own."""
-    monkeypatch.setattr(input_forms, "panel_for", lambda dtype: 0)
-    integer_trial._is_exact.cache_clear()
+    monkeypatch.setattr(int8, "panel_for", lambda dtype: 0)
+    integer_products._is_exact.cache_clear()
     yield
-    integer_trial._is_exact.cache_clear()
+    integer_products._is_exact.cache_clear()
 
 
 def take(monkeypatch, form):
@@ -88,8 +87,8 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows(shape, dtype):
 def test_it_is_the_product_of_the_rounded_factors(layer):
     x = torch.randn(5, 24)
     weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
-    rounded = codes.Codes.of(weight).dense(torch.float64)
-    values, scale = codes.quantised(x, torch.int8)
+    rounded = integer_products.Codes.of(weight).dense(torch.float64)
+    values, scale = integer_products.quantised(x, torch.int8)
     expected = values.double() * scale @ rounded.t()
     if layer.bias is not None:
         expected = expected + layer.bias
@@ -109,7 +108,7 @@ def test_either_form_of_inputs_stands_for_the_same_integers():
         torch.randn(3, 50).bfloat16(),
         torch.randn(9, 8).t(),
     ):
-        (unsigned, one), (signed, other) = (codes.quantised(given, form) for form in FORMS)
+        (unsigned, one), (signed, other) = (integer_products.quantised(given, form) for form in FORMS)
         assert torch.equal(unsigned.short() - 128, signed.short()) and torch.equal(one, other)
         assert (unsigned.dtype, signed.dtype) == tuple(FORMS) and signed.is_contiguous() and signed.min() >= -127
 
@@ -129,7 +128,7 @@ def test_either_form_gives_the_same_bits(monkeypatch):
 @torch.no_grad()
 def test_signed_inputs_are_multiplied_exactly_in_few_rows_and_many():
     for outputs, inputs in ((1, 700), (8, 5000), (100, 2000), (300, 600)):
-        integer_trial.input_dtype(inputs, outputs)  # or skip
+        integer_products.input_dtype(inputs, outputs)  # or skip
         values = torch.randint(100, 128, (outputs, inputs), dtype=torch.int8)
         x = torch.randint(100, 128, (40, inputs), dtype=torch.int8)
         packed, ones = prepacked(values), torch.ones(outputs)
@@ -161,9 +160,9 @@ def rounded(monkeypatch):
 
     def noted(x, form):
         shapes.append(tuple(x.shape))
-        return input_forms.rounded(x, form)
+        return int8.rounded(x, form)
 
-    monkeypatch.setattr(shared_inputs, "rounded", noted)
+    monkeypatch.setattr(int8, "rounded", noted)
     return shapes
 
 
@@ -415,36 +414,36 @@ def test_a_kernel_that_is_gone_or_not_exact_is_refused(monkeypatch, untried):
     def limited(*arguments):
         return multiplied(*arguments).clamp(max=2**15)
 
-    monkeypatch.setattr(integer_trial, "multiplied", limited)
+    monkeypatch.setattr(integer_products, "multiplied", limited)
     with pytest.raises(UnsupportedModelError, match="not exact on this processor"):
         packed(build())
-    integer_trial._is_exact.cache_clear()
+    integer_products._is_exact.cache_clear()
 
     def gone(*arguments):
         raise RuntimeError("no kernel\nmore")
 
-    monkeypatch.setattr(integer_trial, "multiplied", gone)
+    monkeypatch.setattr(integer_products, "multiplied", gone)
     with pytest.raises(UnsupportedModelError, match=r"no int8 kernel here \(no kernel\)"):
         packed(build())
 
 
 @pytest.mark.parametrize(("tiles", "inputs"), [(True, 520), (True, 6000), (False, 520)])
 def test_signed_inputs_are_taken_beside_tiles_where_unsigned_ones_are_not_exact(tiles, inputs, monkeypatch, untried):
-    def rounded(codes, packed, scale, zeros):
+    def rounded(integer_products, packed, scale, zeros):
         """As beside AMX: sums of unsigned inputs are rounded to float32 before the zero's part is taken off."""
         values = packed.to_dense().double()
-        sums = codes.double() @ values
-        zero = 128 * values.sum(0).float() if codes.dtype == torch.uint8 else torch.zeros(())
+        sums = integer_products.double() @ values
+        zero = 128 * values.sum(0).float() if integer_products.dtype == torch.uint8 else torch.zeros(())
         return (sums.float() - zero) * scale
 
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
-    monkeypatch.setattr(integer_trial, "multiplied", rounded)
-    assert integer_trial.input_dtype(500, 64) == torch.uint8, "no sum is large enough"
+    monkeypatch.setattr(integer_products, "multiplied", rounded)
+    assert integer_products.input_dtype(500, 64) == torch.uint8, "no sum is large enough"
     if tiles:
-        assert integer_trial.input_dtype(inputs, 64) == torch.int8
+        assert integer_products.input_dtype(inputs, 64) == torch.int8
     else:
         with pytest.raises(UnsupportedModelError, match="not exact on this processor"):
-            integer_trial.input_dtype(inputs, 64)
+            integer_products.input_dtype(inputs, 64)
 
 
 def test_interrupted_it_leaves_a_model_that_can_be_packed_again(monkeypatch):

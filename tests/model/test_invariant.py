@@ -22,27 +22,26 @@ from transformers import (
 )
 
 import lade
-from lade.model import worker_threads
-from lade.model.invariance import invariance_of
-from lade.model.invariant import activations, logistic, make_invariant
-from lade.model.invariant.logistic import times_logistic
-from lade.model.invariant.model_trial import Place, first_difference
-from lade.model.invariant.padded_rows import (
+from lade.backends.cpu import worker_threads
+from lade.backends.cpu.invariant import activations, attention, make_invariant
+from lade.backends.cpu.invariant.activations import times_logistic
+from lade.backends.cpu.invariant.attention import attention_of, invariant_attention
+from lade.backends.cpu.invariant.padded_rows import (
     NO_PADDING,
     PaddedRows,
     RowPadding,
     call_padded,
+    cancelling,
     pad_rows,
+    padding_for,
     padding_of,
 )
-from lade.model.invariant.row_trial import cancelling, padding_for
-from lade.model.invariant.weights import _joined
-from lade.model.invariant_attention import attention
-from lade.model.invariant_attention.attention import invariant_attention
-from lade.model.invariant_attention.work import attention_of
-from lade.model.packing.linear import PackedLinear
-from lade.model.packing.panels import in_panels
-from lade.model.packing.products import panel_for, panel_product
+from lade.backends.cpu.invariant.trials import Place, first_difference
+from lade.backends.cpu.invariant.weights import _joined
+from lade.backends.cpu.invariant_marker import invariance_of
+from lade.backends.cpu.packing.linear import PackedLinear
+from lade.backends.cpu.packing.panel_products import panel_for, panel_product
+from lade.backends.cpu.packing.tile_products import in_panels
 from lade.testing import toy_model
 
 pytestmark = pytest.mark.by_processor
@@ -54,7 +53,7 @@ HALF = torch.bfloat16
 def short_trials(monkeypatch):
     """One text, behind which the tree crosses the border of a tile."""
     monkeypatch.setattr(make_invariant, "TEXTS", (61,))
-    monkeypatch.setattr("lade.model.invariant.attention_trial.TEXTS", (60,))
+    monkeypatch.setattr("lade.backends.cpu.invariant.trials.TEXTS", (60,))
 
 
 def state_of(model: nn.Module) -> list[object]:
@@ -213,8 +212,8 @@ def test_rows_of_a_batch_that_are_multiplied_apart_are_caught_and_named(monkeypa
     model = PhiForCausalLM(PhiConfig(**sizes, vocab_size=48, dtype=HALF)).to(HALF).eval()
     nn.init.normal_(model.lm_head.bias)
     lade.invariant(model)
-    monkeypatch.setattr("lade.model.invariant.weights.pad_rows", lambda layer, padding: None)
-    monkeypatch.setattr("lade.model.invariant.model_trial.ModelTrial.differing", lambda self: None)
+    monkeypatch.setattr("lade.backends.cpu.invariant.weights.pad_rows", lambda layer, padding: None)
+    monkeypatch.setattr("lade.backends.cpu.invariant.trials.ModelTrial.differing", lambda self: None)
     with pytest.raises(lade.UnsupportedModelError, match="'lm_head' is the first part"):
         lade.invariant(model)
 
@@ -253,10 +252,10 @@ def test_what_is_times_a_logistic_function_is_so_at_the_ends_too(dtype):
 
 def test_threads_share_the_numbers_and_change_nothing(monkeypatch):
     x = 3 * torch.randn(200_001)
-    alone, team = times_logistic(x), logistic.in_team
+    alone, team = times_logistic(x), activations.in_team
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     shared = []
-    monkeypatch.setattr(logistic, "in_team", lambda *args, **kwargs: (shared.append(args[2]), team(*args, **kwargs)))
+    monkeypatch.setattr(activations, "in_team", lambda *args, **kwargs: (shared.append(args[2]), team(*args, **kwargs)))
     assert torch.equal(times_logistic(x), alone) and shared == [3]
 
 
@@ -286,7 +285,7 @@ def test_a_smaller_team_than_was_asked_for_does_all_the_work(monkeypatch):
 def test_a_layer_that_is_never_alike_is_refused_by_name(monkeypatch):
     model = toy_model(dtype=torch.float32)
     before = state_of(model)
-    monkeypatch.setattr("lade.model.invariant.weights.padding_for", lambda *args: None)
+    monkeypatch.setattr("lade.backends.cpu.invariant.weights.padding_for", lambda *args: None)
     with pytest.raises(
         lade.UnsupportedModelError, match=r"layer 'model.layers.0.self_attn.q_proj' \(Linear in float32\)"
     ):
@@ -297,7 +296,7 @@ def test_a_layer_that_is_never_alike_is_refused_by_name(monkeypatch):
 def test_lone_rows_without_padding_are_caught_and_the_layer_is_named(monkeypatch):
     model = toy_model(dtype=torch.float32)
     before = state_of(model)
-    monkeypatch.setattr("lade.model.invariant.weights.padding_for", lambda *args: NO_PADDING)
+    monkeypatch.setattr("lade.backends.cpu.invariant.weights.padding_for", lambda *args: NO_PADDING)
     with pytest.raises(lade.UnsupportedModelError, match=r"'model.layers.0.self_attn.\w_proj' is the first part"):
         lade.invariant(model)
     assert state_of(model) == before
@@ -556,7 +555,7 @@ def test_interrupted_while_weights_move_a_model_is_what_it_was(monkeypatch):
             raise KeyboardInterrupt
         return in_panels(weight, pages, panel)
 
-    monkeypatch.setattr("lade.model.packing.linear.in_panels", interrupted)
+    monkeypatch.setattr("lade.backends.cpu.packing.linear.in_panels", interrupted)
     with pytest.raises(KeyboardInterrupt):
         lade.invariant(model)
     assert not any(part.panel or part._packed.layout == torch.strided for part in packed_parts(model))
@@ -566,7 +565,7 @@ def test_interrupted_while_weights_move_a_model_is_what_it_was(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=needs_float16), HALF])
 def test_without_products_for_its_dtype_the_layout_of_a_packed_layer_stays(dtype, monkeypatch):
     if dtype == HALF:
-        monkeypatch.setattr("lade.model.packing.linear.panel_for", lambda dtype: 0)
+        monkeypatch.setattr("lade.backends.cpu.packing.linear.panel_for", lambda dtype: 0)
     model = lade.invariant(lade.pack(toy_model(dtype=dtype), min_weights=1))
     assert not any(part.panel for part in packed_parts(model))
 
@@ -575,7 +574,7 @@ def test_without_products_for_its_dtype_the_layout_of_a_packed_layer_stays(dtype
 def test_a_copy_that_is_revived_without_products_for_panels_has_the_other_layout(monkeypatch):
     model = lade.invariant(lade.pack(toy_model(dtype=HALF), min_weights=1))
     pickled = pickle.dumps(model)
-    monkeypatch.setattr("lade.model.packing.linear.panel_for", lambda dtype: 0)
+    monkeypatch.setattr("lade.backends.cpu.packing.linear.panel_for", lambda dtype: 0)
     revived = pickle.loads(pickled)
     assert not any(part.panel for part in packed_parts(revived))
     assert torch.equal(revived.lm_head.dense_weight(), model.lm_head.dense_weight())
@@ -587,7 +586,7 @@ def test_a_product_in_panels_that_depends_on_its_rows_is_caught(monkeypatch):
         found = panel_product(x, panels, bias, outputs)
         return found if x.numel() == x.shape[-1] else -panel_product(-x, panels, bias, outputs) + x.amax()
 
-    monkeypatch.setattr("lade.model.packing.linear.panel_product", product)
+    monkeypatch.setattr("lade.backends.cpu.packing.linear.panel_product", product)
     model = lade.pack(toy_model(dtype=HALF), min_weights=1)
     with pytest.raises(lade.UnsupportedModelError, match="rounds a token otherwise"):
         lade.invariant(model)

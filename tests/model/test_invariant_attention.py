@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import Case, attention, cases, tree_of
 
-from lade.model.attention_span import AttentionSpan
-from lade.model.invariant.attention_trial import Heads, attention_keeps_order
-from lade.model.invariant_attention import attention as module
-from lade.model.invariant_attention import work
-from lade.model.invariant_attention.attention import invariant_attention
-from lade.model.invariant_attention.placed_mask import PlacedMask, placed_mask
+from lade.backends.cpu.invariant import attention as module
+from lade.backends.cpu.invariant import attention as work
+from lade.backends.cpu.invariant.attention import PlacedMask, invariant_attention, placed_mask
+from lade.backends.cpu.invariant.trials import Heads, attention_keeps_order
+from lade.model.inputs import AttentionSpan
 
 LAYER = torch.nn.Identity()
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -131,7 +130,7 @@ HEADS = Heads(queries=6, keys=2, size=32, value_size=32)
 
 @pytest.fixture
 def few_texts(monkeypatch):
-    monkeypatch.setattr("lade.model.invariant.attention_trial.TEXTS", (60, 257))
+    monkeypatch.setattr("lade.backends.cpu.invariant.trials.TEXTS", (60, 257))
 
 
 def test_the_trial_passes(few_texts):

@@ -8,9 +8,9 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from lade.model.class_change import restore
-from lade.model.invariant import norms
-from lade.model.invariant.norms import GEMMA, LLAMA, WHOLE, Compiled, compile_norms, rms_norm
+from lade.backends.cpu.invariant import norms
+from lade.backends.cpu.invariant.norms import GEMMA, LLAMA, WHOLE, Compiled, compile_norms, rms_norm
+from lade.model.in_place_subclassing import restore
 
 DTYPES = [torch.bfloat16, torch.float32]
 

@@ -16,22 +16,19 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from trees import attention
 
 import lade
+from lade.backends.cpu.invariant.activations import Composed, compose_activations, times_logistic
+from lade.backends.cpu.invariant.attention import PlacedMask, invariant_attention
+from lade.backends.cpu.invariant.norms import LLAMA, Compiled, compile_norms, rms_norm
+from lade.backends.cpu.kernels.dots import DOT_PANEL, has_dots
+from lade.backends.cpu.packing.int8 import Int8Linear, coded, first_sums, multiplied_in_panels
+from lade.backends.cpu.packing.integer_products import Codes
+from lade.backends.cpu.packing.linear import PackedLinear
+from lade.backends.cpu.packing.panel_products import panel_for, panel_product
+from lade.backends.cpu.packing.tile_products import in_panels
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.kernels import growth, reading, tables
 from lade.decoding.kernels.layout import LONGEST, WIDTH
 from lade.decoding.readout import read
-from lade.model.invariant.activations import Composed, compose_activations
-from lade.model.invariant.logistic import times_logistic
-from lade.model.invariant.norms import LLAMA, Compiled, compile_norms, rms_norm
-from lade.model.invariant_attention.attention import invariant_attention
-from lade.model.invariant_attention.placed_mask import PlacedMask
-from lade.model.kernels.dots import DOT_PANEL, has_dots
-from lade.model.packing.codes import Codes
-from lade.model.packing.int8 import Int8Linear
-from lade.model.packing.linear import PackedLinear
-from lade.model.packing.panel_codes import coded, first_sums, multiplied_in_panels
-from lade.model.packing.panels import in_panels
-from lade.model.packing.products import panel_for, panel_product
 from lade.testing import toy_model
 
 HALF, FLOATS = torch.bfloat16, (torch.float32, torch.bfloat16, torch.float16)
@@ -172,7 +169,7 @@ def test_a_layer_of_an_invariant_model_takes_what_it_took_before(x, kind, before
 )
 @torch.no_grad()
 def test_a_model_that_is_cast_after_it_was_made_invariant_goes_on(before, after, monkeypatch):
-    monkeypatch.setattr("lade.model.invariant.make_invariant.TEXTS", (5,))
+    monkeypatch.setattr("lade.backends.cpu.invariant.make_invariant.TEXTS", (5,))
     ids = torch.arange(1, 20)[None]
     expected = toy_model(dtype=before).to(after)(ids).logits
     model = lade.invariant(toy_model(dtype=before)).to(after)
@@ -188,7 +185,7 @@ def test_a_model_that_is_cast_after_it_was_made_invariant_goes_on(before, after,
 @pytest.mark.by_processor
 @torch.no_grad()
 def test_an_invariant_model_says_what_it_cannot_become(monkeypatch):
-    monkeypatch.setattr("lade.model.invariant.make_invariant.TEXTS", (5,))
+    monkeypatch.setattr("lade.backends.cpu.invariant.make_invariant.TEXTS", (5,))
     model, ids = lade.invariant(toy_model(dtype=torch.float32)), torch.arange(1, 9)[None]
     with pytest.raises(ValueError, match=r"torch.float64, and is for 16 and 32 bits: use lade.variant\(model\)"):
         model.double()(ids)

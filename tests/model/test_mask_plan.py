@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PretrainedConfig
 
-from lade.model.attention_span import FULL, chunked, sliding
-from lade.model.config_fields import field, per_layer
-from lade.model.mask_plan import plan_for, window_too_short
+from lade.model.config import field, per_layer
+from lade.model.inputs import FULL, chunked, sliding
+from lade.model.masks import plan_for, window_too_short
 
 TYPES = ["sliding_attention", "full_attention"] * 2
 

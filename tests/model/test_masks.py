@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lade.decoding.tree import TokenTree
-from lade.model.attention_span import FULL, chunked, sliding
+from lade.model.inputs import FULL, RootInputs, chunked, sliding
 from lade.model.masks import MaskPlan, StepInputs
-from lade.model.root_inputs import RootInputs
 
 CPU = torch.device("cpu")
 

@@ -14,9 +14,9 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.pytorch_utils import Conv1D
 
 import lade
+from lade.backends.cpu.packing import pack as packing
+from lade.backends.cpu.packing.pack import PackedLinear, packable, packed_layers
 from lade.errors import UnsupportedModelError
-from lade.model.packing import pack as packing
-from lade.model.packing.pack import PackedLinear, packable, packed_layers
 from lade.testing import toy_model
 
 pytestmark = pytest.mark.filterwarnings(

@@ -5,11 +5,11 @@ import torch
 from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, GenerationConfig, LlamaForCausalLM
 
 import lade
-from lade.model import prompt_groups, prompt_logits, runner
-from lade.model.invariant import make_invariant
+from lade.backends.cpu.invariant import make_invariant
+from lade.model import prefill, prompt_logits, runner
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
-from lade.model.support import behind_check
+from lade.model.support import causality_check
 from lade.testing import toy_model
 
 LENGTHS = 9, 30, 17, 9, 30
@@ -57,7 +57,7 @@ class Fed:
 
 def alone(monkeypatch):
     """Have prompts of each length go in a pass of their own."""
-    monkeypatch.setattr(runner, "PASS_TOKENS", dict.fromkeys(prompt_groups.PASS_TOKENS, 0))
+    monkeypatch.setattr(runner, "PASS_TOKENS", dict.fromkeys(prefill.PASS_TOKENS, 0))
 
 
 def assert_same(one, other):
@@ -168,4 +168,4 @@ def test_a_model_that_fails_on_padded_prompts_is_fed_them_apart(monkeypatch):
 
     model = Own(MODELS["llama"].config).double().eval()
     monkeypatch.setattr(TreeCache, "trim", fail)
-    assert not behind_check.can_be_padded(model, lade.supports(MODELS["llama"]).require())
+    assert not causality_check.can_be_padded(model, lade.supports(MODELS["llama"]).require())

@@ -11,18 +11,16 @@ import pytest
 import torch
 from torch import nn
 
+from lade.backends.cpu.kernels.dots import DOT_PANEL, has_dots, rows_together
+from lade.backends.cpu.kernels.processor import has_features
+from lade.backends.cpu.kernels.tiles import PANEL, has_tiles
+from lade.backends.cpu.packing import weight
+from lade.backends.cpu.packing.int8 import DOTS, PANELS, TILES, Int8Linear, coded, first_sums, multiplied_in_panels
+from lade.backends.cpu.packing.integer_products import Codes, quantised
+from lade.backends.cpu.packing.panel_products import panel_for
+from lade.backends.cpu.packing.tile_products import in_panels, out_of_panels
+from lade.backends.cpu.packing.weight import HugePages
 from lade.errors import UnsupportedModelError
-from lade.model.kernels.dots import DOT_PANEL, has_dots, rows_together
-from lade.model.kernels.processor import has_features
-from lade.model.kernels.tiles import PANEL, has_tiles
-from lade.model.packing import huge_pages
-from lade.model.packing.codes import Codes, quantised
-from lade.model.packing.huge_pages import HugePages
-from lade.model.packing.input_forms import DOTS, PANELS, TILES
-from lade.model.packing.int8 import Int8Linear
-from lade.model.packing.panel_codes import coded, first_sums, multiplied_in_panels
-from lade.model.packing.panels import in_panels, out_of_panels
-from lade.model.packing.products import panel_for
 
 needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this processor has no tiles (AMX)")
 needs_dots = pytest.mark.skipif(not has_dots(torch.int8), reason="this processor has no AVX2")
@@ -161,7 +159,7 @@ def test_sums_begin_with_what_inputs_of_zero_add_and_fill_a_panel_up():
 
 def test_memory_is_handed_out_piece_by_piece():
     pages = HugePages()
-    pieces = [pages.take(size) for size in (64, 128, huge_pages.CHUNK - 256, 4096, huge_pages.CHUNK + 64, 64)]
+    pieces = [pages.take(size) for size in (64, 128, weight.CHUNK - 256, 4096, weight.CHUNK + 64, 64)]
     for number, piece in enumerate(pieces):
         assert piece.data_ptr() % 64 == 0 and not piece[:64].any() and not piece[-64:].any()
         piece[:64], piece[-64:] = number + 1, number + 1

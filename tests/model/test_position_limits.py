@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from lade.model.position_limits import CONTEXT_FIELDS, Positions
+from lade.model.config import CONTEXT_FIELDS, Positions
 
 
 def positions(**fields: Any) -> Positions:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lade.model.prompt_groups import grouped
+from lade.model.prefill import grouped
 
 
 def cost(groups, prompts, pass_tokens):

@@ -8,8 +8,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import Gemma2Config, Gemma2ForCausalLM, GenerationConfig, GraniteConfig, GraniteForCausalLM
 
 import lade
+from lade.model import prefill
 from lade.model import prompt_logits as hidden
-from lade.model import prompt_pass
 from lade.model.kv_cache import TreeCache
 from lade.model.prompt_logits import HiddenStates
 from lade.model.runner import EagerRunner
@@ -53,7 +53,7 @@ def kept_by(model, ids, **arguments):
             return super().prompt_logits(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompt_pass, "HiddenStates", Watched)
+        patch.setattr(prefill, "HiddenStates", Watched)
         pieces, _ = shown(model, ids, **arguments)
     return found, pieces
 

@@ -21,12 +21,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 from trees import tree_of
 
+from lade.backends.recurrent.cores import delta_rule, mamba2, selective_scan
+from lade.backends.recurrent.tree_pass import TreePass, columns_of, convolution
 from lade.decoding.tree import TokenTree
-from lade.model.recurrent.convolution import columns_of, convolution
-from lade.model.recurrent.delta_rule import delta_rule
-from lade.model.recurrent.selective_scan import selective_scan
-from lade.model.recurrent.state_space import mamba2
-from lade.model.recurrent.tree_pass import TreePass
 
 ROWS, HEADS, KEYS, VALUES, CHANNELS, WIDTH = 2, 4, 3, 5, 6, 4
 TOLERANCE = 1e-10

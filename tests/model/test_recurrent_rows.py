@@ -7,7 +7,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lade.model.recurrent.layer import RecurrentLayer
+from lade.backends.recurrent.layer import RecurrentLayer
 
 operations = st.lists(
     st.tuples(st.sampled_from(["take", "leave", "reserve", "select"]), st.integers(0, 9)), min_size=1, max_size=12

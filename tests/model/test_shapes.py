@@ -2,7 +2,7 @@
 
 import pytest
 
-from lade.model.shapes import STEP_SIZES, batch_bucket, key_bucket, step_bucket
+from lade.model.inputs import STEP_SIZES, batch_bucket, key_bucket, step_bucket
 
 
 def test_sizes_are_rounded_up_to_the_next_of_a_few():

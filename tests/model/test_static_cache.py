@@ -8,14 +8,14 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lade.model.cuda_graphs.buffers import Buffers
-from lade.model.cuda_graphs.cache_view import StaticCacheView
-from lade.model.cuda_graphs.capture import EagerReplay
-from lade.model.cuda_graphs.pool import BufferPool
-from lade.model.cuda_graphs.static_cache import StaticCache
+from lade.backends.cuda_graphs.buffers import Buffers
+from lade.backends.cuda_graphs.capture import EagerReplay
+from lade.backends.cuda_graphs.pass_inputs import StaticCacheView
+from lade.backends.cuda_graphs.pool import BufferPool
+from lade.backends.cuda_graphs.static_cache import StaticCache
+from lade.model.cache_layers import TreeLayer
+from lade.model.inputs import batch_bucket, key_bucket
 from lade.model.kv_cache import TreeCache
-from lade.model.shapes import batch_bucket, key_bucket
-from lade.model.tree_layer import TreeLayer
 
 HEADS, DIM, LAYERS = 2, 3, 3
 

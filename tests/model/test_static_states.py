@@ -7,14 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import tree_of
 
-from lade.model.cuda_graphs.ancestry import ClosureAncestry
-from lade.model.cuda_graphs.capture import EagerReplay
-from lade.model.cuda_graphs.inputs import StaticInputs
-from lade.model.cuda_graphs.pool import BufferPool
-from lade.model.cuda_graphs.static_cache import StaticCache
+from lade.backends.cuda_graphs.capture import EagerReplay
+from lade.backends.cuda_graphs.pass_inputs import ClosureAncestry, StaticInputs
+from lade.backends.cuda_graphs.pool import BufferPool
+from lade.backends.cuda_graphs.static_cache import StaticCache
+from lade.backends.recurrent.layer import RecurrentLayer, RecurrentTreeLayer, TokenCounter
+from lade.backends.recurrent.tree_pass import TreePass
 from lade.model.kv_cache import TreeCache
-from lade.model.recurrent.layer import RecurrentLayer, RecurrentTreeLayer, TokenCounter
-from lade.model.recurrent.tree_pass import TreePass
 
 CPU = torch.device("cpu")
 trees = st.lists(st.lists(st.integers(0, 20), max_size=7).map(tree_of), min_size=1, max_size=3)

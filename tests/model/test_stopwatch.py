@@ -4,8 +4,7 @@ import pytest
 import torch
 from made_clock import MadeClock
 
-from lade.clock import Duration, WallClock
-from lade.model.stopwatch import Stopwatch
+from lade.clock import Duration, Stopwatch, WallClock
 
 
 class Device:

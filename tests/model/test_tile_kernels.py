@@ -4,10 +4,10 @@ import numba
 import pytest
 import torch
 
-from lade.decoding.compilation import TeamKernel
-from lade.model.kernels import tiles
-from lade.model.kernels.instructions import field
-from lade.model.worker_threads import in_team
+from lade.backends.cpu.kernels import tiles
+from lade.backends.cpu.kernels.instructions import field
+from lade.backends.cpu.worker_threads import in_team
+from lade.compilation import TeamKernel
 
 pytestmark = pytest.mark.skipif(not tiles.has_tiles(), reason="this processor has no tiles (AMX)")
 

@@ -15,11 +15,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from trees import Case, attention, cases, sees, tree_of
 
-from lade.model.attention_span import AttentionSpan
-from lade.model.tree_attention.tree_mask import TreeMask
+from lade.backends.tree_attention.tree_mask import TreeMask
+from lade.model.inputs import AttentionSpan
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: make test-kernel")
-launch: ModuleType = pytest.importorskip("lade.model.tree_attention.launch")
+launch: ModuleType = pytest.importorskip("lade.backends.tree_attention.launch")
 Tiles = launch.Tiles
 
 INTERPRETED = launch.interprets()

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trees import CPU, Case, cases, tree_of
 
-from lade.model.attention_span import FULL, AttentionSpan, sliding
+from lade.backends.tree_attention.tree_mask import TreeMask
+from lade.model.inputs import FULL, AttentionSpan, sliding
 from lade.model.masks import MaskPlan, StepInputs
-from lade.model.tree_attention.tree_mask import TreeMask
 
 
 @given(cases())

@@ -6,10 +6,10 @@ import pytest
 import torch
 from forked import in_fork
 
-from lade.decoding.compilation import TeamKernel
-from lade.model import worker_threads
-from lade.model.kernels.instructions import field, next_part
-from lade.model.worker_threads import in_parts, in_team
+from lade.backends.cpu import worker_threads
+from lade.backends.cpu.kernels.instructions import field, next_part
+from lade.backends.cpu.worker_threads import in_parts, in_team
+from lade.compilation import TeamKernel
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from hypothesis import strategies as st
 
+from lade.backends.tree_attention.tree_mask import TreeInputs, TreeMask
 from lade.decoding.tree import TokenTree
-from lade.model.attention_span import AttentionSpan
+from lade.model.inputs import AttentionSpan
 from lade.model.masks import StepInputs
-from lade.model.tree_attention.inputs import TreeInputs
-from lade.model.tree_attention.tree_mask import TreeMask
 
 CPU = torch.device("cpu")
 

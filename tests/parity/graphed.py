@@ -10,13 +10,12 @@ from tape import Counted, Counts, Tape
 from transformers import GenerationConfig, PreTrainedModel
 
 import lade
-from lade.model.cuda_graphs.capture import CudaCapture
-from lade.model.cuda_graphs.model_pools import new_pool
-from lade.model.cuda_graphs.pool import BufferPool
-from lade.model.cuda_graphs.runner import GraphRunner
+from lade.backends.cuda_graphs.capture import CudaCapture
+from lade.backends.cuda_graphs.pool import BufferPool, new_pool
+from lade.backends.cuda_graphs.runner import GraphRunner
+from lade.backends.runners import why_eager
 from lade.model.facts import ModelFacts
 from lade.model.runner import EagerRunner
-from lade.model.select_runner import why_eager
 
 
 class Graphs:

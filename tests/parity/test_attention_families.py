@@ -10,9 +10,9 @@ from comparing import CONFIGS, PAPER, Watch, assert_same, lookahead, plain, prom
 from families import FAMILIES, WINDOW, Family, family
 
 import lade
+from lade.backends.tree_attention import attention as tree_attention
+from lade.backends.tree_attention.attention import NAME
 from lade.model.support.tree_check import worst_error
-from lade.model.tree_attention import backend as tree_attention
-from lade.model.tree_attention.backend import NAME
 
 OUTSIDE = {"bloom", "codegen", "falcon", "gptj", "deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"}
 """Their classes choose their attention, or its keys, themselves; transformers refuses some, lade the others."""
@@ -24,7 +24,7 @@ DIFFERENT = ["llama", "mistral-window", "gemma2", "gpt_oss", "llama4_text", "dee
 def interpreted() -> bool:
     if find_spec("triton") is None:
         return False
-    from lade.model.tree_attention.launch import interprets
+    from lade.backends.tree_attention.launch import interprets
 
     return interprets()
 

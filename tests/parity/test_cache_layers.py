@@ -22,13 +22,13 @@ from transformers import GenerationConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 import lade
+from lade.backends.recurrent.layer import RecurrentLayer, RecurrentTreeLayer, TokenCounter
 from lade.decoding.tree import TokenTree
 from lade.hf import job
-from lade.hf.penalties import Penalties
+from lade.model.cache_layers import TreeLayer
 from lade.model.kv_cache import TreeCache
-from lade.model.recurrent.layer import RecurrentLayer, RecurrentTreeLayer, TokenCounter
 from lade.model.runner import EagerRunner
-from lade.model.tree_layer import TreeLayer
+from lade.server.sampling_parameters import Penalties
 
 KINDS = {
     "llama": {TreeLayer},

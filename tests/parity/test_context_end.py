@@ -17,7 +17,7 @@ from transformers import DynamicCache, Phi3ForCausalLM, PreTrainedModel
 from transformers.utils.logging import warning_once
 
 import lade
-from lade.model.position_limits import Positions
+from lade.model.config import Positions
 
 CONTEXT = 64
 LEARNED = ["gpt2", "opt", "gpt_bigcode"]

@@ -15,8 +15,8 @@ from transformers import Florence2Config, Florence2ForConditionalGeneration, Sto
 from transformers.generation.streamers import BaseStreamer
 
 import lade
-from lade.hf.encoder_decoder import source_of
-from lade.hf.prepared import Prepared, preparing
+from lade.backends.encoder_decoder.arguments import source_of
+from lade.model.prepared import Prepared, preparing
 from lade.model.support.supports import ENCODER_DECODERS
 from lade.model.support.tree_check import worst_error
 

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import lade
-from lade.model.mask_plan import plan_for
+from lade.model.masks import plan_for
 from lade.model.support import supports as support
 from lade.model.support.lengths import named_lengths
 from lade.model.support.tree_check import worst_error

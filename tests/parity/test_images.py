@@ -32,9 +32,9 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from transformers.generation import utils
 
 import lade
+from lade.backends.recurrent.cores import is_recurrent
 from lade.hf import job
-from lade.model.recurrent.cores import is_recurrent
-from lade.serving import shelf
+from lade.serving import prefix_cache
 
 LONG = {"max_new_tokens": 50, "do_sample": False}
 SHORT = {"max_new_tokens": 25, "do_sample": False}
@@ -231,7 +231,7 @@ def _compare_requests(model: Any, case: Multimodal) -> None:
     expected = [model.generate(**each, **more) for each, more in zip(given, options, strict=True)]
     kept = 0 if is_recurrent(model) else 2**20
     with (
-        patch.object(shelf, "LEAST", 3),
+        patch.object(prefix_cache, "LEAST", 3),
         lade.Engine(model, max_rows=3, prefill_tokens=5, prefix_cache=kept) as engine,
     ):
         handles = [engine.add(**each, **more, lookahead=PAPER) for each, more in zip(given, options, strict=True)]

@@ -11,9 +11,9 @@ from families import family
 from transformers import DynamicCache
 
 import lade
-from lade.model import tree_layer
-from lade.model.indexed_attention import KeyPicks
-from lade.model.select_runner import why_eager
+from lade.backends.runners import why_eager
+from lade.model import cache_layers
+from lade.model.masks import KeyPicks
 from lade.model.support.tree_check import worst_error
 
 NAMES = ["deepseek_v32", "glm_moe_dsa"]
@@ -31,8 +31,8 @@ def test_a_node_that_picks_among_slots_is_found_out(monkeypatch: pytest.MonkeyPa
 def test_keys_that_do_not_follow_their_path_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model = family("deepseek_v32").build(seed=2)
     plan = lade.supports(model).require()
-    monkeypatch.setattr(tree_layer, "_NAMES", ("keys", "values"))
-    monkeypatch.setattr(tree_layer, "_buffers_of", lambda layer: (layer.keys, layer.values))
+    monkeypatch.setattr(cache_layers, "_NAMES", ("keys", "values"))
+    monkeypatch.setattr(cache_layers, "_buffers_of", lambda layer: (layer.keys, layer.values))
     assert worst_error(model, plan, beyond=12) > 0.1
 
 

@@ -17,11 +17,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lade
 from lade.decoding.tree import TokenTree
-from lade.model import inference_mode
+from lade.model import capture_blockers
+from lade.model.capture_blockers import ordinary, why_recorded
 from lade.model.facts import ModelFacts
-from lade.model.inference_mode import ordinary, why_recorded
 from lade.model.kv_cache import TreeCache
-from lade.model.mask_plan import INVARIANT_ATTENTION, TREE_ATTENTION
+from lade.model.masks import INVARIANT_ATTENTION, TREE_ATTENTION
 from lade.model.runner import EagerRunner
 from lade.serving.engine import Engine
 from lade.testing import toy_model
@@ -77,14 +77,14 @@ def test_the_numbers_are_those_of_other_passes(monkeypatch: pytest.MonkeyPatch) 
         return lade.generate(model, IDS, max_new_tokens=60, do_sample=False, **wanted)
 
     unrecorded = written()
-    monkeypatch.setattr(inference_mode, "why_recorded", lambda survey: "to compare them")
+    monkeypatch.setattr(capture_blockers, "why_recorded", lambda survey: "to compare them")
     recorded = written()
     assert torch.equal(unrecorded.sequences, recorded.sequences)
     assert torch.equal(torch.stack(unrecorded.logits), torch.stack(recorded.logits))
 
 
 def test_a_cache_that_grows_in_a_pass_can_be_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lade.model.tree_layer.SPARE_TOKENS", 4)
+    monkeypatch.setattr("lade.model.cache_layers.SPARE_TOKENS", 4)
     model, text = toy_model(), IDS[0].tolist()
     runner = EagerRunner(model, lade.supports(model).require(), model.generation_config)
     cache, modes = runner.tree_cache(), note_modes(monkeypatch)

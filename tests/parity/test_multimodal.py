@@ -10,8 +10,8 @@ from comparing import CONFIGS, PAPER, Watch, assert_same, lookahead, plain
 from multimodal import GEMMA3, OTHERS, QWEN2_5_VL, REFUSED, USUAL, Multimodal, text, with_image
 
 import lade
-from lade.hf.media import is_empty
-from lade.model.recurrent.cores import is_recurrent
+from lade.backends.recurrent.cores import is_recurrent
+from lade.model.prepared import is_empty
 
 CLASSES = [pytest.param(case, id=str(case)) for case in USUAL] + [
     pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in OTHERS

@@ -32,13 +32,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.bench import inflate
+from lade.backends.cuda_graphs.pool import setup_of
 from lade.embedded.files import model_path
-from lade.model.cuda_graphs.model_pools import setup_of
 from lade.model.runner import EagerRunner
 from lade.model.support import linear_check as layer_trial
 from lade.model.support import supports as support
 from lade.tuning.cost_key import key_of
+from lade_lab import inflate
 
 # PEFT asks transformers for a name that transformers is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -17,8 +17,8 @@ from families import VOCABULARY
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, TorchAoConfig
 
 import lade
-from lade.bench import inflate
-from lade.cli.loading.quantization import SCHEMES, quantization_config
+from lade.cli.loading.from_pretrained import SCHEMES, quantization_config
+from lade_lab import inflate
 
 # What these libraries warn of while they are imported and used is theirs.
 pytestmark = [

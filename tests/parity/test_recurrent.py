@@ -18,16 +18,11 @@ from transformers import DynamicCache, LogitsProcessor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import lade
-from lade.model import signature
-from lade.model.recurrent.convolution import convolution
-from lade.model.recurrent.cores import CORES, is_recurrent
-from lade.model.recurrent.delta_rule import delta_rule
-from lade.model.recurrent.folding import LinearFolding
-from lade.model.recurrent.layer import RecurrentLayer
-from lade.model.recurrent.selective_scan import NodeStates, selective_scan
-from lade.model.recurrent.state_space import mamba2
-from lade.model.recurrent.tree_pass import TreePass
-from lade.model.select_runner import runner_for
+from lade.backends.recurrent.cores import CORES, NodeStates, delta_rule, is_recurrent, mamba2, selective_scan
+from lade.backends.recurrent.layer import RecurrentLayer
+from lade.backends.recurrent.tree_pass import LinearFolding, TreePass, convolution
+from lade.backends.runners import local_runner_for
+from lade.model import facts
 from lade.model.support import supports
 from lade.model.support.supports import RECURRENT
 from lade.model.support.tree_check import worst_error
@@ -184,7 +179,7 @@ def test_plain_decoding_begins_a_cache_under_its_other_name() -> None:
 
 def test_a_cache_under_a_name_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = recurrent("mamba2").build()
-    monkeypatch.setattr(signature, "CACHE_NAMES", ("past_key_values",))
+    monkeypatch.setattr(facts, "CACHE_NAMES", ("past_key_values",))
     assert "its forward takes no cache under a name that is known" in lade.supports(model).reason
 
 
@@ -472,7 +467,7 @@ def test_plain_decoding_and_ours_take_turns_on_one_cache(name: str) -> None:
 )
 def test_the_cost_of_passes_is_measured(name: str) -> None:
     model = recurrent(name).build()
-    runner = runner_for(model, lade.supports(model).require(), model.generation_config)
+    runner = local_runner_for(model, lade.supports(model).require(), model.generation_config)
     cost = measure_step_cost(runner, vocabulary=64, sizes=(1, 8), cached=40, budget_s=0.1)
     assert cost.seconds(8) > 0
 

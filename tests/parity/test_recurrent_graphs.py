@@ -19,14 +19,13 @@ from test_serving_families import assert_served
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import lade
+from lade.backends.cuda_graphs import static_cache
+from lade.backends.cuda_graphs.buffers import Buffers, NodeBuffers
+from lade.backends.runners import why_eager
 from lade.decoding.tree import TokenTree
 from lade.errors import CaptureWarning
 from lade.hf import job
-from lade.model.cuda_graphs import static_cache
-from lade.model.cuda_graphs.buffers import Buffers
-from lade.model.cuda_graphs.states import NodeBuffers
 from lade.model.kv_cache import TreeCache
-from lade.model.select_runner import why_eager
 
 BUDGET = lade.LookaheadConfig(budget=24)
 DEPTH_BY_DEPTH = ["jamba", "mamba", "falcon_mamba"]

@@ -21,11 +21,11 @@ from graphed import Graphs
 from transformers import BloomForCausalLM
 
 import lade
+from lade.backends.cuda_graphs import pool as model_pools
+from lade.backends.runners import why_eager
 from lade.hf import job
-from lade.hf.pass_meter import metered
-from lade.model.cuda_graphs import model_pools
-from lade.model.select_runner import why_eager
-from lade.model.thread_hooks import hooked
+from lade.hf.plain import metered
+from lade.model.thread_patches import hooked
 
 FAMILIES = ("llama", "bloom", "llama4_text", "gemma2")
 

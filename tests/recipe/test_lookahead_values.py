@@ -5,7 +5,7 @@ import re
 import pytest
 
 from lade import ConfigError, LookaheadConfig, Memory
-from lade.recipe.lookahead import lookahead_from
+from lade.recipe.generate import lookahead_from
 
 PAPER = LookaheadConfig(7, 5, 9)
 

@@ -88,7 +88,7 @@ def test_without_trust_nothing_of_it_runs(repository: Path, plain: Any) -> None:
         plain.generate(PROMPT, custom_generate=str(repository), trust_remote_code=False)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("lade.hf.original") is None, reason="plain decoding calls model.generate")
+@pytest.mark.skipif(importlib.util.find_spec("lade.hf.arguments") is None, reason="plain decoding calls model.generate")
 def test_plain_decoding_by_the_package_is_plain(model: Any, plain: Any) -> None:
     expected, stats = plain.generate(PROMPT, **GREEDY), lade.Stats()
     assert torch.equal(lade.generate(model, PROMPT, **GREEDY, lookahead=None, stats=stats), expected)

@@ -3,8 +3,8 @@
 import pytest
 from served import MODEL, TOKENIZER, plain, templated, text_of
 
-from lade.server.replies import encoded
-from lade.server.token_text import TokenText
+from lade.server.serialization import encoded
+from lade.server.served_model import TokenText
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 

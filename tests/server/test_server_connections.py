@@ -8,7 +8,7 @@ import time
 import pytest
 from served import running, until
 
-from lade.server import connection
+from lade.server import listen
 
 HEAD = b"GET /version HTTP/1.1\r\nhost: localhost\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -18,7 +18,7 @@ HEADERS_S = 0.4
 @pytest.fixture(scope="module")
 def impatient():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connection, "HEADERS_S", HEADERS_S)
+        patch.setattr(listen, "HEADERS_S", HEADERS_S)
         with running() as server:
             yield server
 
@@ -113,10 +113,10 @@ def test_what_takes_long_for_other_reasons_is_waited_for(impatient):
 
 def test_headers_have_a_bound(impatient):
     with connected(impatient) as client:
-        client.sendall(HEAD + b"x: " + b"y" * (connection.MOST_HEADER_BYTES + 1 - len(HEAD) - 3))
+        client.sendall(HEAD + b"x: " + b"y" * (listen.MOST_HEADER_BYTES + 1 - len(HEAD) - 3))
         status, error = answer(rest_of(client))
     assert status == 431 and error["code"] == "headers_too_large"
-    large = {"x": "y" * (connection.MOST_HEADER_BYTES // 2)}
+    large = {"x": "y" * (listen.MOST_HEADER_BYTES // 2)}
     assert impatient.http.get("/version", headers=large).status_code == 200
 
 
@@ -129,8 +129,8 @@ def test_what_is_no_http_is_told_so_in_json(impatient):
 
 
 def test_too_many_connections_are_refused_in_json_and_far_too_many_closed(monkeypatch):
-    monkeypatch.setattr(connection, "CONNECTIONS", 3)
-    monkeypatch.setattr(connection, "HEADERS_S", 60.0)
+    monkeypatch.setattr(listen, "CONNECTIONS", 3)
+    monkeypatch.setattr(listen, "HEADERS_S", 60.0)
     with running() as server:
         others = [begun(server) for _ in range(3)]
         until(lambda: busy(server) == 3)
@@ -171,8 +171,8 @@ def answered(client, sent=HEAD + b"\r\n"):
 
 def test_connections_that_have_been_idle_longest_make_room(monkeypatch):
     """Whoever only holds connections open keeps nobody out."""
-    monkeypatch.setattr(connection, "CONNECTIONS", 4)
-    monkeypatch.setattr(connection, "IDLE_S", 0.0)
+    monkeypatch.setattr(listen, "CONNECTIONS", 4)
+    monkeypatch.setattr(listen, "IDLE_S", 0.0)
     with running() as server, contextlib.ExitStack() as stack:
         idle = []
         for number in range(3):

@@ -8,8 +8,8 @@ import torch
 from served import CONTEXT, MODEL, SERVED, TOKENIZER, byte_model, plain, running, text_of, until
 
 from lade.server import completions
-from lade.server.logprobs import CompletionLogprobs
-from lade.server.token_text import TokenText
+from lade.server.choice_stream import CompletionLogprobs
+from lade.server.served_model import TokenText
 from lade.stats import TokenLogprobs
 
 SHORT = {"temperature": 0, "max_tokens": 6}

@@ -12,11 +12,10 @@ from served import MODEL, TOKENIZER, byte_model, byte_tokenizer, plain, running,
 from lade import Grammar
 from lade.hf.grammar.compiled import vocabulary_of_tokenizer
 from lade.server import answer as answers
-from lade.server.answer_form import asked_form
-from lade.server.call_grammar import asked_calls, message_grammar
 from lade.server.errors import ApiError
 from lade.server.schemas import ChatRequest
 from lade.server.served_model import ServedModel
+from lade.server.structured_output import asked_calls, asked_form, message_grammar
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 SCHEMA = {

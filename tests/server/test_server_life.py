@@ -15,7 +15,7 @@ from served import MODEL, SERVED, SETTINGS, SOON, Passes, Running, running, slow
 import lade
 from lade.errors import InputError
 from lade.server.access_log import AccessLog
-from lade.server.warm_up import warm_up
+from lade.server.service import warm_up
 
 HI = [{"role": "user", "content": "hi"}]
 

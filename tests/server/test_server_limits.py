@@ -14,8 +14,8 @@ from served import running, until
 
 from lade.server import routes
 from lade.server.body import _MOST_HELD, BodyRoute
-from lade.server.replies import TooManyValuesError, decoded
 from lade.server.routes import router
+from lade.server.serialization import TooManyValuesError, decoded
 from lade.server.service import SMALL
 from lade.server.settings import MOST_OBJECTS, MOST_VALUES
 

@@ -9,11 +9,10 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from lade.config import LookaheadConfig
-from lade.server.memories import MOST_SCOPES, Memories
-from lade.server.message_parts import Markup
-from lade.server.runs import Parts
-from lade.server.served_model import ServedModel
-from lade.server.token_text import TextOffsets, TokenText
+from lade.server.output_items import Parts
+from lade.server.output_parser import Markup
+from lade.server.served_model import ServedModel, TextOffsets, TokenText
+from lade.server.service import MOST_SCOPES, Memories
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'

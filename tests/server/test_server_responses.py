@@ -9,9 +9,8 @@ from scripted import PLAIN, SAID, TALKS, frames, scripted
 from served import SERVED, plain, running, slow_served, templated, text_of
 
 from lade.server.errors import ApiError
-from lade.server.responses.conversation import as_chat
-from lade.server.responses.schemas import ResponsesRequest
-from lade.server.runs import Call, Parts, Runs
+from lade.server.output_items import Call, Parts, Runs
+from lade.server.responses import ResponsesRequest, as_chat
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}

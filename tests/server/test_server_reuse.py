@@ -5,7 +5,7 @@ import itertools
 import pytest
 from served import plain, running, templated, text_of
 
-from lade.server.keys import Key, Keys
+from lade.server.settings import Key, Keys
 
 KEYS = Keys((Key("a", "ka"), Key("b", "kb")))
 QUESTIONS = ["tell me a long story about a fox", "and then", "why", "what did the fox say", "the end"]

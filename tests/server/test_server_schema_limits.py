@@ -8,15 +8,14 @@ from served import byte_tokenizer
 
 from lade.hf.grammar.compiled import vocabulary_of_tokenizer
 from lade.hf.grammar.grammar import Grammar
-from lade.server.answer_form import asked_form, length_of
-from lade.server.call_grammar import asked_calls
 from lade.server.errors import ApiError
-from lade.server.messages.conversation import as_chat as from_blocks
-from lade.server.messages.schemas import MessagesRequest
-from lade.server.responses.conversation import as_chat as from_items
-from lade.server.responses.schemas import ResponsesRequest
+from lade.server.messages import MessagesRequest
+from lade.server.messages import as_chat as from_blocks
+from lade.server.responses import ResponsesRequest
+from lade.server.responses import as_chat as from_items
 from lade.server.schemas import ChatRequest
 from lade.server.settings import LONGEST_SCHEMA, LONGEST_TOOLS, MOST_TOOLS
+from lade.server.structured_output import asked_calls, asked_form, length_of
 
 BODIES = Path(__file__).parent / "bodies"
 VOCABULARY = vocabulary_of_tokenizer(byte_tokenizer())

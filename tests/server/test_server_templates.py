@@ -9,16 +9,14 @@ import pytest
 from PIL import EpsImagePlugin, Image, PngImagePlugin
 from served import MODEL, byte_tokenizer, running
 
-from lade.cli.images import open_image
+from lade.cli.encoder import open_image
 from lade.errors import InputError
-from lade.hf.media import IMAGE_FORMATS
+from lade.model.prepared import IMAGE_FORMATS
+from lade.server.chat_template import ChatTemplate, Images
 from lade.server.errors import ApiError
-from lade.server.images import Images
 from lade.server.schemas import ChatRequest
-from lade.server.served_model import ServedModel
+from lade.server.served_model import ServedModel, TextEncoder
 from lade.server.settings import MOST_IMAGES, MOST_PIXELS
-from lade.server.templates import ChatTemplate
-from lade.server.text_encoder import TextEncoder
 
 SIMPLE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 FIRST_ONLY = """\
@@ -182,7 +180,7 @@ def test_the_images_of_a_request_are_bounded_together(monkeypatch):
         images.read(url, "here")
     with pytest.raises(ApiError, match=f"more than {MOST_IMAGES} images"):
         images.read(url, "here")
-    monkeypatch.setattr("lade.server.images.MOST_PIXELS", 13)
+    monkeypatch.setattr("lade.server.chat_template.MOST_PIXELS", 13)
     part = {"type": "image_url", "image_url": {"url": url}}
     body = ChatRequest.model_validate({"messages": [said("user", [part, part]), said("user", [part])]})
     served = ServedModel(MODEL, byte_tokenizer(SIMPLE), encode_images=lambda *_: ([1], {}))
@@ -191,7 +189,7 @@ def test_the_images_of_a_request_are_bounded_together(monkeypatch):
     assert raised.value.param == "messages[1].content[0].image_url.url"
     wide = io.BytesIO()
     Image.new("1", (2**13, 2**13)).save(wide, "PNG")
-    monkeypatch.setattr("lade.server.images.MOST_PIXELS", MOST_PIXELS)
+    monkeypatch.setattr("lade.server.chat_template.MOST_PIXELS", MOST_PIXELS)
     monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", lambda self: pytest.fail("it was decoded"))
     with pytest.raises(ApiError, match="pixels together"):
         read(base64.b64encode(wide.getvalue()).decode())

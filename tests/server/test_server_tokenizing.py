@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from lade.server.access_log import AccessLog
+from lade.server.served_model import Span, TextEncoder, span_of
 from lade.server.service import PREPARING_LARGE, SMALL
-from lade.server.text_encoder import Span, TextEncoder, span_of
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]

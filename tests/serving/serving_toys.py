@@ -8,14 +8,13 @@ from dataclasses import replace
 import torch
 
 from lade import Stats, supports
+from lade.backends.cuda_graphs.fallback_cache import FallbackCache
+from lade.backends.cuda_graphs.static_cache import StaticCache
 from lade.config import LookaheadConfig
 from lade.hf.refusals import resolve
-from lade.model.cuda_graphs.fallback_cache import FallbackCache
-from lade.model.cuda_graphs.static_cache import StaticCache
 from lade.serving.batch import Batch
-from lade.serving.extras import Extras
 from lade.serving.handle import Handle
-from lade.serving.request import prepare
+from lade.serving.request import Extras, prepare
 from lade.testing import toy_model
 
 VOCABULARY, PAD = 48, 0

@@ -28,8 +28,8 @@ from lade.hf.refusals import resolve
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.serving.capacity import Capacity, Need, largest_tree
-from lade.serving.extras import PLAIN
-from lade.serving.seats import Seats
+from lade.serving.request import PLAIN
+from lade.serving.running import Seats
 from lade.testing import nearly_flat_cost, toy_model
 from lade.tuning.batch_cost import BatchCost
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from serving_toys import VOCABULARY, Driven, FailsAt, alone, at_rest, random_ids
 
 from lade import Engine, LookaheadConfig
-from lade.hf.penalties import Penalties
+from lade.server.sampling_parameters import Penalties
 from lade.serving.capacity import Capacity, Need
-from lade.serving.seats import Seats
+from lade.serving.running import Seats
 from lade.testing import toy_model
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)

@@ -28,23 +28,22 @@ from test_serving_machine import Requests, model_of
 
 import lade
 from lade import Engine, InputError, LookaheadConfig
+from lade.backends.cuda_graphs import pool as model_pools
+from lade.backends.cuda_graphs.buffers import Buffers
+from lade.backends.cuda_graphs.capture import CudaCapture, EagerReplay
+from lade.backends.cuda_graphs.fallback_cache import FallbackCache
+from lade.backends.cuda_graphs.pool import BufferPool, new_pool, pool_of, setup_of
+from lade.backends.cuda_graphs.runner import GraphRunner
+from lade.backends.cuda_graphs.static_cache import StaticCache
 from lade.errors import CaptureWarning
 from lade.hf import job
 from lade.hf.refusals import resolve
-from lade.model.cuda_graphs import model_pools
-from lade.model.cuda_graphs.buffers import Buffers
-from lade.model.cuda_graphs.capture import CudaCapture, EagerReplay
-from lade.model.cuda_graphs.fallback_cache import FallbackCache
-from lade.model.cuda_graphs.model_pools import new_pool, pool_of, setup_of
-from lade.model.cuda_graphs.pool import BufferPool
-from lade.model.cuda_graphs.runner import GraphRunner
-from lade.model.cuda_graphs.static_cache import StaticCache
+from lade.model.cache_layers import TreeLayer
+from lade.model.inputs import batch_bucket, key_bucket, step_bucket
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
-from lade.model.shapes import batch_bucket, key_bucket, step_bucket
-from lade.model.tree_layer import TreeLayer
 from lade.serving.capacity import Capacity, Need, default_max_tokens, largest_tree
-from lade.serving.extras import PLAIN
+from lade.serving.request import PLAIN
 from lade.testing import toy_model
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)

@@ -16,7 +16,7 @@ from serving_toys import PAD, VOCABULARY, Driven, alone, at_rest, random_ids
 
 from lade import ConfigError, Engine, LookaheadConfig, Memory, UnsupportedArgumentError
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
-from lade.decoding.drafting.said import NotingDrafter, Said
+from lade.decoding.drafting.logits_cache import NotingDrafter, Said
 from lade.decoding.drafting.tree_size import FixedBudget
 from lade.decoding.kernels.layout import WIDTH
 from lade.decoding.readout import Readout
@@ -24,7 +24,7 @@ from lade.decoding.verify import Verdict
 from lade.errors import CaptureWarning
 from lade.hf import job
 from lade.model.kv_cache import TreeCache
-from lade.serving.shelf import LEAST, Shelf, ShelvedText
+from lade.serving.prefix_cache import LEAST, Shelf, ShelvedText
 from lade.testing import toy_model
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lade import ConfigError, Engine
 from lade.embedded.files import model_path
-from lade.hf.answer_text import AnswerText
-from lade.hf.penalties import Penalties
+from lade.hf.detokenizer import AnswerText
+from lade.server.sampling_parameters import Penalties
 from lade.testing import toy_model
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from lade.model.packing import pack as packing
+from lade.backends.cpu.packing import pack as packing
 from lade.testing import toy_model
 from lade.tuning import packing_choice
 from lade.tuning.packing_choice import pack_if_it_pays, pays

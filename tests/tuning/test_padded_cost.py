@@ -6,13 +6,13 @@ import pytest
 import torch
 from hulls import lower_hull
 
+from lade.backends.cuda_graphs.buffers import Buffers
+from lade.backends.cuda_graphs.capture import EagerReplay
+from lade.backends.cuda_graphs.pool import BufferPool
+from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.decoding.drafting.controller import Controller
-from lade.model.cuda_graphs.buffers import Buffers
-from lade.model.cuda_graphs.capture import EagerReplay
-from lade.model.cuda_graphs.pool import BufferPool
-from lade.model.cuda_graphs.runner import GraphRunner
+from lade.model.inputs import STEP_SIZES, step_bucket
 from lade.model.runner import EagerRunner
-from lade.model.shapes import STEP_SIZES, step_bucket
 from lade.model.support.supports import supports
 from lade.testing import toy_model
 from lade.tuning import cost_cache as profile

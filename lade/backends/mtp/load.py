@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,11 +17,12 @@ from transformers.modeling_layers import MtpModel
 from lade.backends.mtp.find import Found, NoLayersError, find
 from lade.decoding.mtp import MtpHabits
 from lade.locks import ForkSafeLock
-from lade.model.config_fields import field as config_field
+from lade.model.config import field as config_field
 
 logger = logging.getLogger(__name__)
 
 _MEMORY_SHARE = 0.5  # of the memory that is free: texts need some, too
+Support = TypeVar("Support")
 _COUNTS = ("num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers")
 _FULL_ATTENTION = "full_attention"
 _RECURRENT = ("linear_attention", "conv", "moe", "mlp")
@@ -46,35 +48,52 @@ class Loaded:
         return sum(weight.nbytes for weight in self.mtp.layers.parameters())
 
 
-_known: WeakKeyDictionary[PreTrainedModel, tuple[str, Loaded | NoLayersError]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[PreTrainedModel, tuple[tuple[Any, ...], Loaded | str]] = WeakKeyDictionary()
 _loading = ForkSafeLock()
 
 
-def loaded(model: PreTrainedModel) -> Loaded:
-    """The MTP layer of a model, loaded now if it never was.
+def layer_of(model: PreTrainedModel) -> Loaded | str:
+    """Return the MTP layer of a model, loaded now if it never was, or the reason why there is none to be used.
 
-    Raises:
-        NoLayersError: it has none, or it does not fit, or it cannot be read; once this is known it is remembered.
+    Either is remembered as long as the model is of the same checkpoint, dtype and device.
     """
-    name: str = getattr(model.config, "_name_or_path", "") or ""
+    state = model.config._name_or_path, model.dtype, model.device
     with _loading:
         known = _known.get(model)
-        if known is None or known[0] != name:
-            known = name, _loaded(model)
+        if known is None or known[0] != state:
+            known = state, _loaded(model)
             _known[model] = known
-    if isinstance(known[1], NoLayersError):
-        raise NoLayersError(*known[1].args)
-    _keep_up(known[1].mtp, model)
+    if isinstance(known[1], Loaded):
+        _keep_up(known[1].mtp, model)
     return known[1]
 
 
-def _loaded(model: PreTrainedModel) -> Loaded | NoLayersError:
+def _loaded(model: PreTrainedModel) -> Loaded | str:
     try:
         found = find(model)
         check_room(model, found)
         return Loaded(load(model, found), found)
-    except NoLayersError as reason:
-        return reason
+    except NoLayersError as problem:
+        return f"{type(model).__name__} {problem}"
+
+
+def examine(model: PreTrainedModel, make: Callable[..., Support]) -> Support:
+    """Return what is known of a model's MTP layers without loading any.
+
+    Args:
+        model: the model.
+        make: called with `reason`, `layers`, `nbytes` and `loaded`, as far as there is anything to be said.
+    """
+    known = _known.get(model)
+    if known is not None and isinstance(known[1], Loaded):
+        return make(layers=known[1].found.layers, nbytes=known[1].nbytes, loaded=True)
+    try:
+        found = find(model)
+        nbytes = found.parameters * model.dtype.itemsize
+        check_room(model, found)
+    except NoLayersError as problem:
+        return make(reason=f"{type(model).__name__} {problem}")
+    return make(layers=found.layers, nbytes=nbytes)
 
 
 def check_room(model: PreTrainedModel, found: Found) -> None:

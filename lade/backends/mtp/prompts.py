@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lade.decoding.mtp import RowText
 from lade.model.prompt_logits import MOST_TOKENS
-from lade.model.thread_hooks import hooked
+from lade.model.thread_patches import hooked
 
 
 class PromptPass(NamedTuple):

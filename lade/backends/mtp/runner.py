@@ -22,7 +22,7 @@ from lade.decoding.drafting.mtp_tree import Unseen
 from lade.decoding.mtp import Predictions, RowText
 from lade.decoding.tree import ROOT, TokenTree
 from lade.model.kv_cache import TreeCache
-from lade.model.mask_plan import plan_for
+from lade.model.masks import plan_for
 
 
 @dataclass

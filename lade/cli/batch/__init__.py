@@ -1,1 +1,1 @@
-"""`lade generate --batch-size`."""
+"""`lade generate --batch-size` and `lade batch`."""

@@ -18,7 +18,7 @@ from lade.errors import ConfigError
 
 if TYPE_CHECKING:
     from lade.cli.demo.side_by_side import Race
-    from lade.cli.loading.loaded_model import LoadedModel
+    from lade.cli.loading.load import LoadedModel
     from lade.memory import Memory
 
 EXAMPLE = 'Example:  [bold]lade demo --prompt "class Stack:" --max-new-tokens 200[/bold]'
@@ -167,8 +167,8 @@ class Demo:
         Raises:
             typer.Exit: a text differs, or Ctrl-C was pressed.
         """
+        from lade.compilation import compile_all
         from lade.decoding import kernels
-        from lade.decoding.compilation import compile_all
 
         encoded = [self._loaded.encode(each.text) for each in self._rounds]
         try:

@@ -11,7 +11,7 @@ from lade.cli.options.decoding import Choices
 from lade.config import LookaheadConfig
 
 if TYPE_CHECKING:
-    from lade.cli.loading.loaded_model import LoadedModel
+    from lade.cli.loading.load import LoadedModel
     from lade.memory import Memory
 
 ADAPTIVE, KEPT = "adaptive", "memory kept"
@@ -65,12 +65,10 @@ def learn(loaded: LoadedModel, memory: Memory, shown: Sequence[str], max_new_tok
     """
     import torch
 
-    from lade.bench import workloads
     from lade.embedded import files as embedded
     from lade.hf.generate import stream
 
-    builtin = [turn for item in workloads.load(workloads.BUILTIN).items for turn in item.turns]
-    others = [text for text in (*embedded.prompts(), *builtin) if text not in shown]
+    others = [text for text in (*embedded.prompts(), *embedded.builtin_prompts()) if text not in shown]
     config, end, learned = LookaheadConfig(memory=memory), perf_counter() + _LEARNING_S, 0
     for text in others:
         ids: list[int] = loaded.tokenizer(text)["input_ids"]

@@ -15,7 +15,7 @@ from rich.text import Text
 from lade.cli.demo.rounds import KEPT
 from lade.cli.demo.side_by_side import Lane, Race
 from lade.cli.options.decoding import Choices
-from lade.cli.step_colours import legend
+from lade.cli.run import legend
 from lade.cli.terminal import Terminal
 
 _FRAME_S = 0.08

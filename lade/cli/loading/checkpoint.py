@@ -1,4 +1,4 @@
-"""Checkpoints whose json files hold nonsense: which field of which file, its value, and what to give instead."""
+"""Validation of a checkpoint's config files, and its generation defaults."""
 
 from __future__ import annotations
 
@@ -10,10 +10,55 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from transformers import GenerationConfig
 
 from lade.cli.options.decoding import Choices
 from lade.errors import InputError
-from lade.hf.generation_fields import ALWAYS, BEAMS, LOADING, SAMPLING, Nonsense, is_whole, nonsense_in
+from lade.hf.generation_config import ALWAYS, BEAMS, LOADING, SAMPLING, Nonsense, is_whole, nonsense_in
+
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+BEAM_FIELDS = ("early_stopping", "length_penalty")
+_DECIDED_BY_THE_SHELL = frozenset(
+    [
+        *SAMPLING_FIELDS,
+        *BEAM_FIELDS,
+        "do_sample",
+        "num_beams",
+        "num_beam_groups",
+        "num_return_sequences",
+        "diversity_penalty",
+        "penalty_alpha",
+        "dola_layers",
+        "max_length",
+        "max_new_tokens",
+        "max_time",
+        "stop_strings",
+        "prompt_lookup_num_tokens",
+        "use_mtp",
+        "use_cache",
+        "cache_implementation",
+        "cache_config",
+        "return_dict_in_generate",
+        "output_scores",
+        "output_logits",
+        "output_attentions",
+        "output_hidden_states",
+    ]
+)
+"""Fields of a checkpoint's generation_config that would make it anything else than greedy decoding of one text."""
+
+
+def sampling_defaults(config: GenerationConfig) -> dict[str, Any]:
+    """What a checkpoint has set of sampling and beams, for those who ask for either."""
+    values = {name: getattr(config, name, None) for name in ("do_sample", *SAMPLING_FIELDS, *BEAM_FIELDS)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def greedy(config: GenerationConfig) -> GenerationConfig:
+    """A checkpoint's generation_config, its stop tokens and penalties kept, made greedy without a word of warning."""
+    kept = {key: value for key, value in config.to_dict().items() if key not in _DECIDED_BY_THE_SHELL}
+    return GenerationConfig.from_dict({**kept, "do_sample": False, "num_beams": 1})
+
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _SIZES = """

@@ -1,22 +1,150 @@
-"""A model and its tokenizer as transformers load them; what goes wrong there, in one line."""
+"""Model, tokenizer, processor, adapter and quantization, loaded by transformers."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+import transformers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
 
 from lade.cli.loading import checkpoint
-from lade.cli.loading.hub import Source, gated
-from lade.cli.loading.quantization import quantization_config
+from lade.cli.loading.hub import Source, find_adapter, gated
 from lade.cli.options.model import Loading
 from lade.cli.terminal import one_line
 from lade.errors import ConfigError, InputError
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One way to quantise.
+
+    Attributes:
+        package: what pip calls the library that does it.
+        module: what Python calls it.
+        config: makes transformers' config for it; the library is imported only then.
+    """
+
+    package: str
+    module: str
+    config: Callable[[], Any]
+
+    @property
+    def installed(self) -> bool:
+        """Whether the library is there."""
+        try:
+            return find_spec(self.module) is not None
+        except ModuleNotFoundError:  # of a package that the module would be in
+            return False
+
+
+def _torchao(name: str, **fields: Any) -> Scheme:
+    def config() -> Any:
+        return transformers.TorchAoConfig(getattr(import_module("torchao.quantization"), name)(**fields))
+
+    return Scheme("torchao", "torchao", config)
+
+
+def _bitsandbytes(**fields: Any) -> Scheme:
+    return Scheme("bitsandbytes", "bitsandbytes", lambda: transformers.BitsAndBytesConfig(**fields))
+
+
+def _quanto(weights: str) -> Scheme:
+    return Scheme("optimum-quanto", "optimum.quanto", lambda: transformers.QuantoConfig(weights=weights))
+
+
+SCHEMES = {
+    "bnb-4bit": _bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16),
+    "bnb-8bit": _bitsandbytes(load_in_8bit=True),
+    "quanto-int4": _quanto("int4"),
+    "quanto-int8": _quanto("int8"),
+    "torchao-float8": _torchao("Float8WeightOnlyConfig"),
+    "torchao-int8": _torchao("Int8WeightOnlyConfig"),
+}
+
+
+def quantization_config(name: str) -> Any:
+    """What `from_pretrained` takes as `quantization_config` for a scheme.
+
+    Raises:
+        ConfigError: there is no such scheme, or its library is not installed or cannot be imported.
+    """
+    scheme = SCHEMES.get(name)
+    if scheme is None:
+        here = ", ".join(each for each, scheme in SCHEMES.items() if scheme.installed) or "none"
+        raise ConfigError("quantization", name, f"give one of {', '.join(SCHEMES)}; installed here: {here}")
+    remedy = f"it takes {scheme.package}: run  pip install accelerate {scheme.package}"
+    if not scheme.installed or find_spec("accelerate") is None:
+        raise ConfigError("quantization", name, remedy)
+    try:
+        return scheme.config()
+    except ImportError as problem:
+        raise ConfigError("quantization", name, f"{problem}; {remedy}") from problem
+
+
+def put_adapter(model: Any, loading: Loading, source: Source) -> None:
+    """Put the adapter that was asked for into a model; its weights stay apart, so that it computes what PEFT does.
+
+    Args:
+        model: is changed.
+        loading: which adapter.
+        source: of the model.
+
+    Raises:
+        ConfigError, InputError: there is no such adapter, it is none for this model, or PEFT is not installed.
+    """
+    adapter = loading.adapter
+    if find_spec("peft") is None:
+        raise ConfigError("adapter", adapter, "it takes PEFT: run  pip install peft")
+    where = find_adapter(loading)
+    hub = {name: value for name, value in loading.hub.items() if name != "revision"}  # which is the model's
+    remedy = "give an adapter's folder, and the --model that it was made for"
+    try:
+        found = model.load_adapter(where.name, adapter_kwargs={**hub, "local_files_only": where.local})
+    except Exception as problem:
+        reason = f"it cannot be put into {source.shown!r} ({one_line(problem, 240)})"
+        raise ConfigError("adapter", adapter, f"{reason}: {remedy}") from problem
+    wrong = sorted([*found.missing_keys, *found.unexpected_keys])
+    if wrong:
+        reason = f"its weights are not those of an adapter for {source.shown!r} (first {wrong[0]})"
+        raise ConfigError("adapter", adapter, f"{reason}: {remedy}")
+
+
+def load_processor(source: Source, loading: Loading) -> Any:
+    """Load it.
+
+    Raises:
+        InputError: Pillow is missing, or the checkpoint has none that can be loaded.
+    """
+    if find_spec("PIL") is None:
+        raise InputError("images cannot be read without Pillow: run  pip install pillow")
+    try:
+        processor = AutoProcessor.from_pretrained(
+            source.name, local_files_only=source.local, trust_remote_code=loading.trust_remote_code, **loading.hub
+        )
+    except Exception as problem:
+        missing = "torchvision" in str(problem) and find_spec("torchvision") is None
+        remedy = "run  pip install torchvision" if missing else "give a checkpoint with its preprocessor_config.json"
+        reason = one_line(str(problem).strip().split("\n", 1)[0], 200)
+        raise InputError(f"model {source.shown!r}: its processor cannot be loaded ({reason}): {remedy}") from problem
+    if isinstance(processor, PreTrainedTokenizerBase):
+        raise InputError(f"model {source.shown!r} has no processor, so it takes no images: leave them out")
+    if not getattr(processor, "chat_template", None):
+        raise InputError(f"the processor of {source.shown!r} has no chat template, so images have no place in a prompt")
+    return processor
+
 
 _UNKNOWN_CLASS = "Unrecognized configuration class"
 

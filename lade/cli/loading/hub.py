@@ -1,11 +1,14 @@
-"""Where the name of a model leads: to a folder, to the hub, or to the embedded one."""
+"""Model names resolved to a folder, the hub, or the embedded model."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import (
@@ -14,10 +17,42 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from transformers.utils import logging as _logging
 
 from lade.cli.options.model import EMBEDDED, Loading, folder_of
-from lade.cli.terminal import one_line
+from lade.cli.terminal import Terminal, one_line
 from lade.errors import ConfigError, InputError
+
+_SILENT = 50  # logging.CRITICAL
+
+
+@contextmanager
+def downloading(term: Terminal) -> Iterator[None]:
+    """The hub's bars show how far a download is, and transformers' how far loading; no line of ours among them."""
+    logging: Any = _logging  # untyped
+    term.pausing(True)
+    logging.enable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.disable_progress_bar()
+        term.pausing(False)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Transformers' progress bars and advice are switched off, and afterwards are as they were."""
+    logging: Any = _logging  # untyped
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(_SILENT)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
 
 _TIMEOUT_S = 5.0
 _HUB_ID = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")

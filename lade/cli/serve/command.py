@@ -1,22 +1,20 @@
-"""`lade serve`: a model behind OpenAI's API."""
+"""`lade serve`, and the Ray Serve application with the same options."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from lade.cli.options import decoding as options
-from lade.cli.serve.checks import check_all
-from lade.cli.serve.options import Access, Limits, Listening, ServedTemplate
-from lade.cli.serve.scaling import Scaling, loader
+from lade.cli.serve.options import Access, Limits, Listening, Scaling, ServedTemplate, check_all, loader
 from lade.cli.terminal import Terminal, terminal
-from lade.errors import ConfigError
+from lade.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     import socket
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
     from lade.server.access_log import AccessLog
     from lade.server.served_model import ServedModel
     from lade.server.settings import Settings
+
 
 EXAMPLE = "Example:  [bold]lade serve --model Qwen/Qwen3-0.6B[/bold]  and  [bold]curl localhost:8000/v1/models[/bold]"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -58,7 +57,7 @@ def serve(
         settings, own = settings_of(listening, access, limits, loading, template), template.text()
         if scaling.replicas is not None:
             _check_replicas(listening)
-        from lade.server.sockets import bound, url_of
+        from lade.server.settings import bound, url_of
 
         socket = bound(listening.host, listening.port)
         if settings.host not in _LOOPBACK and not settings.keys.all:
@@ -185,3 +184,58 @@ def _log(listening: Listening, term: Terminal) -> AccessLog | None:
     term.resting()
     term.heard = log.say
     return log
+
+
+_USAGE_ERROR: Any = typer.BadParameter.__base__
+"""Of an option that there is not, too; Typer has a Click of its own."""
+_RAYS = {
+    "host": "serve start --http-host",
+    "port": "serve start --http-port",
+    "log_format": "the logging_config of a deployment",
+}
+
+
+def application_of(arguments: Mapping[str, str]) -> Any:
+    """What Ray Serve runs.
+
+    Args:
+        arguments: options of `lade serve` without their dashes: `{"model": "gpt2", "max_rows": "8", "page": "false"}`.
+
+    Raises:
+        ConfigError, InputError, MissingExtraError: an option that there is not, or that is wrong.
+    """
+    for name in sorted(_RAYS.keys() & arguments.keys()):
+        raise InputError(f"{name} is Ray's to decide: use {_RAYS[name]}")
+    words = [_word(name, str(value)) for name, value in arguments.items()]
+    shell = typer.Typer()
+    shell.command()(_application)
+    try:
+        return typer.main.get_command(shell).main(words, prog_name="lade.replicas:app", standalone_mode=False)
+    except _USAGE_ERROR as problem:
+        raise InputError(problem.format_message()) from None
+
+
+def _word(name: str, value: str) -> str:
+    option = name.replace("_", "-")
+    if value.lower() in ("true", "false"):
+        return f"--{option}" if value.lower() == "true" else f"--no-{option}"
+    return f"--{option}={value}"
+
+
+@options.grouped
+def _application(
+    *,
+    listening: Listening,
+    access: Access,
+    limits: Limits,
+    scaling: Scaling,
+    template: ServedTemplate,
+    speed: options.Speed,
+    loading: options.Loading,
+) -> Any:
+    check_all(listening, access, limits, scaling, loading=loading, speed=speed, template=template)
+    settings = settings_of(listening, access, limits, loading, template)
+    load = loader(loading, speed, template.text())
+    from lade.server.replicas import application
+
+    return application(settings, load, scaling.scale(loading))

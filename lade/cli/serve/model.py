@@ -8,16 +8,15 @@ from functools import partial
 from typing import Any
 
 from lade import Memory, supports
-from lade.cli.images import encode
-from lade.cli.loading.generation_defaults import SAMPLING_FIELDS
+from lade.backends.processes.team import dismiss
+from lade.cli.encoder import encode
+from lade.cli.loading.checkpoint import SAMPLING_FIELDS
+from lade.cli.loading.load import LoadedModel, remembering
 from lade.cli.loading.load import load as load_model
-from lade.cli.loading.load import remembering
-from lade.cli.loading.loaded_model import LoadedModel
 from lade.cli.options.decoding import Speed
 from lade.cli.options.model import Loading
 from lade.cli.processes import begin_together
 from lade.cli.terminal import Terminal
-from lade.cluster.team import dismiss
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import UnsupportedModelError
 from lade.server.served_model import ServedModel

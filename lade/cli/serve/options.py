@@ -1,19 +1,27 @@
-"""Options of `lade serve`, checked as far as that can be done without a model."""
+"""Options of `lade serve`, checked before a model is loaded."""
 
 from __future__ import annotations
 
+import os
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
+from lade.cli.options.decoding import Speed
 from lade.cli.options.grouping import in_panel
-from lade.cli.options.model import Loading
-from lade.cli.options.template import Template
-from lade.errors import ConfigError, InputError
+from lade.cli.options.model import Loading, Template
+from lade.errors import ConfigError, InputError, MissingExtraError
 
 if TYPE_CHECKING:
-    from lade.server.keys import Keys
+    from lade.cli.options.decoding import Speed
+    from lade.server.replicas import Scale
+    from lade.server.served_model import ServedModel
+    from lade.server.settings import Keys
+
 
 SHARES = ("key", "all", "none")
 LOG_FORMATS = ("text", "json")
@@ -157,7 +165,7 @@ class Access:
 
     def keys(self) -> Keys:
         """The keys; raises `InputError` where the file has none."""
-        from lade.server.keys import Keys
+        from lade.server.settings import Keys
 
         return Keys.read(self.api_key_file, self.api_keys)
 
@@ -241,3 +249,105 @@ def size_in_bytes(name: str, text: str) -> int:
     if found is None:
         raise ConfigError(name, text[:40], "give bytes, or a size such as 4MiB or 2GiB")
     return int(float(found[1]) * 1024 ** _UNITS[found[2].lower()])
+
+
+_PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client")
+
+
+class Group(Protocol):
+    """Options that are checked together."""
+
+    def check(self) -> None:
+        """Raise `ConfigError` for what is wrong."""
+
+
+def check_all(
+    *groups: Group, loading: Loading, speed: Speed, template: ServedTemplate, new_memory: bool = False
+) -> None:
+    """Check what can be checked without a model.
+
+    Args:
+        groups: of options, in the order in which errors are told.
+        loading: which model, and how.
+        speed: how tokens are drafted; its memory has to be there.
+        template: for chats.
+        new_memory: whether the memory's file is written, and need not be there.
+
+    Raises:
+        MissingExtraError: what a server needs is not installed.
+        ConfigError, InputError: an option is wrong.
+    """
+    for name in _PACKAGES:
+        if find_spec(name) is None:
+            raise MissingExtraError(name.replace("_", "-"), "serve")
+    for group in (*groups, loading):
+        group.check()
+    speed.lookahead(new_memory=new_memory)  # raises for what is wrong with it
+    if new_memory and speed.memory is not None:
+        from lade.memory import check
+
+        check(speed.memory)
+    loading.check_layout(speed.pack, invariant=speed.invariant)
+    template.check()
+
+
+_option = in_panel("Replicas")
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How many servers of the model there are behind the port.
+
+    Attributes:
+        replicas: that there are, by Ray Serve; None: this process alone serves.
+        max_replicas: that there may be when many requests come.
+    """
+
+    replicas: Annotated[
+        int | None, _option(metavar="N", help="Servers of the model, each with an engine (Ray Serve).")
+    ] = None
+    max_replicas: Annotated[
+        int | None, _option(metavar="N", help="So many when many requests come. Default: as --replicas.")
+    ] = None
+
+    def check(self) -> None:
+        """Raise `ConfigError` for numbers that are none; `MissingExtraError` where Ray Serve is not installed."""
+        if self.replicas is None and self.max_replicas is not None:
+            raise ConfigError("max-replicas", self.max_replicas, "give --replicas, too: how many there are at least")
+        if self.replicas is None:
+            return
+        if self.replicas < 1:
+            raise ConfigError("replicas", self.replicas, "give a whole number >= 1")
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ConfigError("max-replicas", self.max_replicas, f"give a whole number >= {self.replicas}")
+        if find_spec("ray") is None:
+            raise MissingExtraError("ray", "scale")
+
+    def scale(self, loading: Loading) -> Scale:
+        """The same for `lade.server.replicas`: cores are shared out, a GPU is each replica's own."""
+        import torch
+
+        from lade.server.replicas import Scale
+
+        replicas = self.replicas or 1
+        most = self.max_replicas or replicas
+        on_gpu = loading.device in ("auto", "cuda") and torch.cuda.is_available()
+        return Scale(replicas, most, cpus=max(1, (os.cpu_count() or 1) // most), gpus=int(on_gpu))
+
+
+def loader(loading: Loading, speed: Speed, chat_template: str | None) -> Callable[[], ServedModel]:
+    """What a replica loads the model with; see `model.load`. All begin with one memory, and none writes it."""
+    return partial(_load, loading, speed, chat_template)
+
+
+def _load(loading: Loading, speed: Speed, chat_template: str | None) -> ServedModel:
+    from lade.cli.options.grouping import Output
+    from lade.cli.serve.model import load
+    from lade.cli.terminal import Terminal
+
+    served = load(loading, speed, chat_template, Terminal(Output(quiet=True)))
+    return replace(served, save=None, close=_nothing)
+
+
+def _nothing() -> None:
+    """What a replica leaves behind."""

@@ -13,14 +13,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lade.decoding.drafting.best_first import TreeGrower
-from lade.decoding.drafting.constraint import LEAD, LONGEST_LEAD, Constraint, cut, fitting
-from lade.decoding.drafting.drafter import Candidates, Draft, Drafter, Guess, Source
+from lade.decoding.drafting.best_first import Ranking, TreeGrower, ranked
+from lade.decoding.drafting.drafter import (
+    LEAD,
+    LONGEST_LEAD,
+    Candidates,
+    Constraint,
+    Draft,
+    Drafter,
+    Guess,
+    Source,
+    cut,
+    fitting,
+)
+from lade.decoding.drafting.lookahead import Window
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.mtp_tree import MtpTree, MtpWeights
-from lade.decoding.drafting.ranking import Ranking, ranked
 from lade.decoding.drafting.tree_size import Budget
-from lade.decoding.drafting.window import Window
 from lade.decoding.kernels.layout import Ints
 from lade.decoding.kernels.tables import tails_of
 from lade.decoding.readout import Readout

@@ -1,4 +1,4 @@
-"""Drafters: what guesses the tokens to come. Whatever they guess, the text is the same; only its speed differs.
+"""Drafters and sources: interfaces for proposing tokens, and constraints on what may be drafted.
 
 A method is a `Drafter`: the paper's, the adaptive one, plain Jacobi decoding. Guesses that any method can use, such as
 those of a text that is expected, or of a grammar that leaves no choice, come from a `Source`.
@@ -132,3 +132,49 @@ class Drafter(ABC):
 
     def end(self) -> None:  # noqa: B027
         """The row has ended: what others are to know of it is told now."""
+
+
+LONGEST_LEAD = 64
+"""Tokens that are known to follow which are fed at a time."""
+LEAD = "grammar"
+"""What `Step.sources` calls their source."""
+
+
+class Constraint(Protocol):
+    """Rules that a row's text follows, such as a grammar's.
+
+    They are no part of choosing tokens: whoever chooses knows them, too. Here they tell which tokens to guess.
+    """
+
+    def lead(self, context: Sequence[int]) -> Sequence[int]:
+        """The tokens that must follow `context`, the row's tokens so far: none where there is a choice."""
+        ...
+
+    def fits(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens, from the first one on, may follow the context that `lead` was last asked about."""
+        ...
+
+
+def fitting(constraint: Constraint, paths: Sequence[Sequence[int]]) -> list[int]:
+    """Which nodes of a tree may follow.
+
+    Args:
+        constraint: was asked about the tree's context.
+        paths: of each node the tokens from below the root, a node's after its parent's.
+
+    Returns:
+        Their numbers, ascending.
+    """
+    known: dict[tuple[int, ...], bool] = {(): True}
+    for path in reversed(paths):  # leaves tell about the nodes above them
+        if tuple(path) not in known:
+            fits = constraint.fits(path)
+            for end in range(1, len(path) + 1):
+                known[tuple(path[:end])] = end <= fits
+    return [number for number, path in enumerate(paths) if known[tuple(path)]]
+
+
+def cut(constraint: Constraint, guess: Guess) -> Guess:
+    """What of a guess may follow."""
+    fits = constraint.fits(guess.tokens)
+    return guess._replace(tokens=guess.tokens[:fits], scores=guess.scores[:fits])

@@ -7,9 +7,8 @@ from collections.abc import Collection, Sequence
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
 from lade.decoding.drafting.batch_budget import BatchBudget
-from lade.decoding.drafting.constraint import Constraint
 from lade.decoding.drafting.controller import LARGEST, Controller
-from lade.decoding.drafting.drafter import Drafter, Source
+from lade.decoding.drafting.drafter import Constraint, Drafter, Source
 from lade.decoding.drafting.habits import Habits
 from lade.decoding.drafting.lookahead import LookaheadDrafter
 from lade.decoding.drafting.memory import ContextMemory

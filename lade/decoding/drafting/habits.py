@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from lade.decoding.drafting.agreement import Agreement
+from lade.decoding.drafting.copy_drafting import Agreement
 from lade.decoding.drafting.returns import Returns
 
 _PASSES = 128  # that a mean is over

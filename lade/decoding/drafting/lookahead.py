@@ -1,19 +1,159 @@
-"""The paper's method: guesses from the lookahead window and from the pool, at fixed sizes W, N and G."""
+"""The paper's method: the lookahead window, the n-gram pool, and the drafter that uses both.
+
+`rows` holds N-1 rows of W columns. Cell (l, i) is a guess for position P + l + i, where P is the position of the
+current token, cell (0, 0). It sees row 0 up to column i and its own column up to row l:
+
+    row 0   c ── x ── x ── x      one iteration old for every row further down;
+            │    │    │    │      the choice of the model at the last row, `new`,
+    row 1   x    x    x    x      is the next row
+            │    │    │    │
+    new     .    .    .    .      each column then spells an n-gram of N tokens
+
+Source: Fu, Bailis, Stoica, Zhang, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding",
+ICML 2024, arXiv 2402.02057, section 3.
+
+Source: arXiv 2402.02057, section 3.2; n-grams of the prompt: the authors' library, POOL_FROM_PROMPT.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice
 
 from lade.config import LookaheadConfig
-from lade.decoding.drafting.constraint import LEAD, Constraint
-from lade.decoding.drafting.drafter import Draft, Drafter, Source
-from lade.decoding.drafting.ngram_pool import NGramPool
-from lade.decoding.drafting.window import Window
+from lade.decoding.drafting.drafter import LEAD, Constraint, Draft, Drafter, Source
 from lade.decoding.readout import Readout
-from lade.decoding.tree import TokenTree
+from lade.decoding.tree import ROOT, TokenTree
 from lade.decoding.verify import Verdict
+
+NGram = tuple[int, ...]
+
+
+class Window:
+    """N-1 rows by W columns; while the rows fill, the columns are N-2 more and shrink by one with each row.
+
+    Args:
+        columns: W, at least 1.
+        ngram: N, at least 2.
+        current: id of the current token.
+        vocabulary: ids from which row 0 is drawn at random, with replacement; usually the prompt.
+        rng: private source of randomness.
+    """
+
+    def __init__(self, columns: int, ngram: int, current: int, vocabulary: Sequence[int], rng: random.Random) -> None:
+        self.columns, self.ngram = columns, ngram
+        self.rows = [[current, *rng.choices(vocabulary, k=columns + ngram - 3)]]
+
+    @property
+    def full(self) -> bool:
+        """Whether all N-1 rows are there, so that each step sheds n-grams."""
+        return len(self.rows) == self.ngram - 1
+
+    def plant(self, tree: TokenTree, columns: int | None = None) -> list[int | None]:
+        """Hang the cells under the root of `tree`, those of the first `columns` columns or all.
+
+        Returns:
+            The nodes of the last row, one a column; None for those that were left out or lie beyond the tree's depth.
+        """
+        column: list[int | None] = [ROOT]
+        for i, token in enumerate(self.rows[0][1:], start=1):
+            column.append(None if columns is not None and i >= columns else tree.add(column[-1], token, "window"))
+        for row in self.rows[1:]:
+            column = [tree.add(above, token, "window") for above, token in zip(column, row, strict=True)]
+        return column
+
+    def new_row(self, last_row_nodes: Sequence[int | None], argmax_ids: Sequence[int]) -> list[int]:
+        """The model's choices at the last row.
+
+        Args:
+            last_row_nodes: as `plant` returned them. A cell that was left out keeps its token: only speed may differ.
+            argmax_ids: `[S]`, the argmax at each node.
+        """
+        last = self.rows[-1]
+        return [last[i] if node is None else argmax_ids[node] for i, node in enumerate(last_row_nodes)]
+
+    def advance(self, current: int, new: Sequence[int]) -> list[NGram]:
+        """One Jacobi iteration: take the model's choices at the last row and move by one position.
+
+        The window moves by one however many tokens were accepted: guesses near the front would be lost otherwise.
+
+        Args:
+            current: the new current token.
+            new: the choice at each node of the last row, as many as that row has columns.
+
+        Returns:
+            The n-grams (N tokens each) that the columns spelled; none while the rows fill.
+        """
+        if not self.full:
+            self.rows = [row[1:] for row in self.rows] + [list(new[1:])]
+            self.rows[0][0] = current
+            return []
+        shed = list(zip(*self.rows, new, strict=True))
+        self.rows = [*self.rows[1:], list(new)]
+        self.rows[0] = [current, *self.rows[0][1:]]
+        return shed
+
+
+Guess = tuple[tuple[int, ...], str]
+
+
+class NGramPool:
+    """Maps a token to its G most recently seen continuations of up to N-1 tokens each.
+
+    A continuation that begins another one is the same guess cut short, so only the longer one is held.
+
+    Args:
+        ngram: N.
+        guesses: G, continuations kept per token; 0 keeps nothing.
+        excluded: ids (end of sequence, padding) that no n-gram may contain: nothing follows them.
+        max_keys: tokens with continuations, the least recently extended goes first. It bounds the memory to
+            `max_keys * G * N` ids.
+    """
+
+    def __init__(self, ngram: int, guesses: int, excluded: Collection[int] = (), max_keys: int = 65_536) -> None:
+        self.ngram, self.guesses, self.max_keys = ngram, guesses, max_keys
+        self._excluded = frozenset(excluded)
+        self._table: dict[int, dict[tuple[int, ...], str]] = {}
+
+    def __len__(self) -> int:
+        """Number of continuations held."""
+        return sum(map(len, self._table.values()))
+
+    def learn(self, ngrams: Iterable[Sequence[int]], source: str) -> None:
+        """Enter n-grams (2 to N ids each), the last one as the most recent; `source` names where they were seen."""
+        if not self.guesses:
+            return
+        for key, *rest in ngrams:
+            continuation = tuple(rest[: self.ngram - 1])
+            if key in self._excluded or not self._excluded.isdisjoint(continuation):
+                continue
+            # Dictionaries keep insertion order: taken out and put in again, an entry is the most recent.
+            entry = self._table.pop(key, {})
+            self._table[key] = entry
+            _enter(entry, continuation, source)
+            if len(entry) > self.guesses:
+                del entry[next(iter(entry))]
+            if len(self._table) > self.max_keys:
+                del self._table[next(iter(self._table))]
+
+    def lookup(self, token: int) -> list[Guess]:
+        """The continuations of `token`, at most G, most recently seen first, each with its source."""
+        return list(reversed(self._table.get(token, {}).items()))
+
+
+def _enter(entry: dict[tuple[int, ...], str], continuation: tuple[int, ...], source: str) -> None:
+    first = continuation[0]
+    for other in entry:
+        if other[0] != first:
+            continue
+        shared = min(len(other), len(continuation))
+        if other[:shared] == continuation[:shared]:  # at most one can be: entries do not begin one another
+            known_as = entry.pop(other)
+            if len(other) > len(continuation):
+                continuation, source = other, known_as
+            break
+    entry[continuation] = source
 
 
 class LookaheadDrafter(Drafter):

@@ -1,4 +1,4 @@
-"""The adaptive method's inner loops, compiled: a *package of kernels*, see `lade.kernel_cache`.
+"""The adaptive method's inner loops, compiled: a *package of kernels*, see `lade.compilation`.
 
 Each is compiled when it is first called on a machine (`compilation`), some seconds all together; plain decoding and the
 paper's method call none. numba keeps the machine code in this folder, or in the user's cache folder where that cannot

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lade.decoding.compilation import compiled
+from lade.compilation import compiled
 from lade.decoding.kernels.array_types import DOUBLE, INT, LONGS, MATRIX, TABLE
 from lade.decoding.kernels.inlined import inlined
 from lade.decoding.kernels.layout import (

@@ -2,9 +2,9 @@
 
     odds = (1 - t) * memory + t * (a * memory + b * layer + c * max(memory, 0) + d)
 
-Weights a, b, c, d are those of the prediction's depth and of how many rows of logits the memory has found; t is the share
-that the layer has earned. A layer may be worth nothing, so the share begins low; it is one number that all nodes teach,
-so it is learned within some tens of steps, while the weights take hundreds.
+Weights a, b, c, d are those of the prediction's depth and of how many rows of logits the memory has found; t is the
+share that the layer has earned. A layer may be worth nothing, so the share begins low; it is one number that all nodes
+teach, so it is learned within some tens of steps, while the weights take hundreds.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lade.decoding.compilation import compiled
+from lade.compilation import compiled
 from lade.decoding.kernels.array_types import SCORES
 from lade.decoding.kernels.inlined import inlined
 from lade.decoding.kernels.layout import BITS, BLOCK, FLOOR, SCALE, TINY, TOKEN, WIDTH, Floats, Ints

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from numba.experimental import structref
 
-from lade.decoding.compilation import compiled
+from lade.compilation import compiled
 from lade.decoding.kernels.layout import (
     AFTER_COPY,
     END,

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from lade.model.position_limits import CONTEXT_FIELDS
+from lade.model.config import CONTEXT_FIELDS
 
 _LENGTH_WORDS = frozenset(
     """

@@ -23,14 +23,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lade.model.class_change import own_class
+from lade.backends.cpu.invariant_marker import invariance_of
+from lade.backends.cpu.packing.int8 import Int8Linear
+from lade.backends.cpu.packing.linear import PackedLinear
+from lade.backends.cpu.packing.weight import short
+from lade.backends.processes.tensor_parallel import is_tensor_parallel
 from lade.model.facts import ModelFacts
-from lade.model.invariance import invariance_of
-from lade.model.packing.int8 import Int8Linear
-from lade.model.packing.linear import PackedLinear
-from lade.model.packing.weight import short
+from lade.model.in_place_subclassing import own_class
 from lade.model.runner import input_device
-from lade.model.tensor_parallel import is_tensor_parallel
 
 logger = logging.getLogger(__name__)
 

@@ -9,25 +9,20 @@ from weakref import WeakKeyDictionary, ref
 
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 
+from lade.backends.cpu.invariant.attention import NAME as INVARIANT_ATTENTION
+from lade.backends.cpu.invariant_marker import why_tried_in_vain
+from lade.backends.processes.tensor_parallel import why_not_in_step, why_not_split
+from lade.backends.tree_attention.attention import NAME as TREE_ATTENTION
 from lade.errors import UnsupportedModelError
-from lade.model.attachments import GIVE_INSIDE, wraps_model
-from lade.model.config_fields import field
-from lade.model.facts import ModelFacts, is_one_graph
-from lade.model.indexed_attention import INDEXED
-from lade.model.invariance import why_tried_in_vain
-from lade.model.invariant_attention.attention import NAME as INVARIANT_ATTENTION
-from lade.model.mask_plan import LAYER_TYPES, RECURRENT_TYPES, plan_for, window_too_short
-from lade.model.masks import MaskPlan
-from lade.model.signature import CACHE_NAMES
+from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
+from lade.model.config import config_of_text, field
+from lade.model.facts import CACHE_NAMES, ModelFacts, is_one_graph
+from lade.model.masks import INDEXED, LAYER_TYPES, RECURRENT_TYPES, MaskPlan, plan_for, window_too_short
 from lade.model.support.adapters import why_adapted_otherwise
-from lade.model.support.behind_check import can_be_padded
+from lade.model.support.causality_check import can_be_padded
 from lade.model.support.lengths import named_lengths
 from lade.model.support.linear_check import why_inexact
-from lade.model.support.training_mode import why_not_in_training
-from lade.model.support.tree_check import tolerance, worst_error
-from lade.model.tensor_parallel import why_not_in_step, why_not_split
-from lade.model.token_embeddings import config_of_text
-from lade.model.tree_attention.backend import NAME as TREE_ATTENTION
+from lade.model.support.tree_check import tolerance, why_not_in_training, worst_error
 
 MASK_PER_LAYER_TYPE = frozenset(
     """

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from lade.server.static import mount_page
+from lade.server.app import mount_page
 
 ROW = {"age_s": 2.4, "prompt_tokens": 21, "answer_tokens": 93, "tokens_per_step": 2.537}
 SOURCES = ("memory", "pool", "window", "prompt", "text")

@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 import lade
-from lade.server.static import mount_page, page_files
+from lade.server.app import mount_page, page_files
 
 PAGE = Path(lade.__file__).parent / "server" / "page"
 VENDOR = PAGE / "vendor"

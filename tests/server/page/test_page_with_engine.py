@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from conftest import opened
 from scripted_server import Script
 from served import SERVED, TOKENIZER, byte_tokenizer, plain, running, slow_served, templated, text_of, until
 
-from lade.server.keys import Key, Keys
+from conftest import opened
+from lade.server.app import page_files
 from lade.server.served_model import ServedModel
-from lade.server.static import page_files
+from lade.server.settings import Key, Keys
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 

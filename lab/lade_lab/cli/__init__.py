@@ -1,0 +1,1 @@
+"""`lade bench` and `lade plan`."""

@@ -1,0 +1,210 @@
+"""Options of `lade bench`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from lade.cli.options import decoding as options
+from lade.cli.options.grouping import check_drawing, in_panel
+from lade.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lade_lab.results import Method, Settings
+    from lade_lab.workloads import Workload
+
+
+FOLDER = Path("bench-results")
+
+_what, _answers = in_panel("What to run"), in_panel("Answers")
+_results, _model = in_panel("Results"), in_panel("Model")
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Which methods run on which prompts.
+
+    Attributes:
+        workload, format, limit: files of prompts, and how many of each.
+        methods: as `methods.parse_all` takes them; None: the usual ones.
+        draft: the model that hf-assisted drafts with.
+    """
+
+    workload: Annotated[
+        list[str] | None,
+        _what(
+            "--workload",
+            "-w",
+            metavar="FILE",
+            help="Prompts: Spec-Bench, MT-Bench, HumanEval, MBPP, GSM8K, ClassEval, or JSON lines with the key prompt. "
+            "May be given again. Default: builtin, Python to continue.",
+        ),
+    ] = None
+    format: Annotated[str | None, _what(metavar="NAME", help="Format of the files. Default: seen by their keys.")] = (
+        None
+    )
+    limit: Annotated[int | None, _what(metavar="P", help="Only the first P prompts of each file.")] = None
+    methods: Annotated[
+        list[str] | None,
+        _what(
+            metavar="M,M,...",
+            help="Of hf, hf-prompt-lookup, hf-assisted, plain, jacobi[=K], prompt-lookup[=B], suffix[=B], "
+            "token-recycling[=B], lookahead[=W,N,G], adaptive[=B], adaptive-warm[=B]. Default: all but hf-assisted, "
+            "prompt-lookup, suffix and token-recycling.",
+        ),
+    ] = None
+    draft: Annotated[
+        str | None, _what(metavar="MODEL", help="Folder or hub id of the model that hf-assisted drafts with.")
+    ] = None
+
+    def parsed(self, *, sampling: bool) -> list[Method]:
+        """The methods."""
+        from lade_lab.harness.methods import DEFAULT, parse_all
+
+        texts = self.methods or [*DEFAULT, *(["hf-assisted"] if self.draft is not None else [])]
+        return parse_all(texts, sampling=sampling, draft=self.draft is not None)
+
+    def workloads(self) -> list[Workload]:
+        """The prompts."""
+        from lade_lab import workloads
+
+        return [workloads.load(source, self.format, self.limit) for source in self.workload or [workloads.BUILTIN]]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """How answers are written and timed; see `Settings`."""
+
+    max_new_tokens: Annotated[
+        int, _answers("--max-new-tokens", "-n", metavar="N", help="Tokens to generate at most.")
+    ] = 128
+    ignore_eos: Annotated[bool, _answers("--ignore-eos", help="Write on after the end of a text.")] = False
+    temperature: Annotated[
+        float | None, _answers(metavar="T", help="Draw tokens at this temperature. Default: greedy.")
+    ] = None
+    top_k: Annotated[int | None, _answers(metavar="K", help="Draw only among the K likeliest.")] = None
+    top_p: Annotated[float | None, _answers(metavar="P", help="Draw only among the likeliest that add up to P.")] = None
+    seeds: Annotated[str, _answers(metavar="S,S,...", help="One answer to each prompt for each seed.")] = "0"
+    repeats: Annotated[int, _answers(metavar="R", help="How often each answer is timed.")] = 1
+
+    def settings(self) -> Settings:
+        """The same for the record.
+
+        Raises:
+            ConfigError: a value out of range.
+        """
+        from lade_lab.harness.methods import check_settings
+        from lade_lab.results import Settings
+
+        options.check_max_new_tokens(self.max_new_tokens)
+        options.check_ranges(vars(self))
+        seeds = options.whole_numbers("seeds", self.seeds, 0, "0,1,2")
+        settings = Settings(**{**vars(self), "seeds": seeds})
+        check_settings(settings)
+        return settings
+
+
+@dataclass(frozen=True)
+class Files:
+    """What becomes of the results.
+
+    Attributes:
+        out: folder for everything.
+        resume: whether to continue with what is in it.
+        figures: whether to draw SVG and PNG files.
+        allow_near_ties: whether they leave the exit code 0.
+        json: whether the summary is printed as JSON.
+    """
+
+    out: Annotated[Path | None, _results(metavar="DIR", help="Folder for them. Default: bench-results/MODEL.")] = None
+    resume: Annotated[
+        bool, _results("--resume", help="Continue where it stopped; a complete run is only reported again.")
+    ] = False
+    figures: Annotated[bool, _results("--figures", help="Draw the pictures into files too, SVG and PNG.")] = False
+    allow_near_ties: Annotated[
+        bool, _results("--allow-near-ties", help="Exit code 0 though texts differ, if rounding explains it.")
+    ] = False
+    json: options.Json = False
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How the weights are laid out and run.
+
+    Attributes:
+        inflate: number of parameters to grow the model to.
+        threads: of the CPU.
+        pack: whether this library's methods run on prepacked weights; None: where it pays.
+        invariant: whether the model is made to round alike in every pass; then all methods run on the same weights.
+    """
+
+    inflate: Annotated[
+        float | None,
+        _model(metavar="PARAMS", help="Grow it to this many parameters, such as 500e6: same text, its cost."),
+    ] = None
+    threads: options.Threads = None
+    pack: Annotated[
+        bool | None,
+        _model(
+            "--pack/--no-pack",
+            help="Prepacked weights for this library's methods; hf runs on a plain copy. Default: where it pays.",
+        ),
+    ] = None
+    invariant: Annotated[
+        bool,
+        _model(
+            "--invariant",
+            help="Make it round alike in every pass: any text that differs is a fault. All methods share the weights.",
+        ),
+    ] = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A benchmark, checked as far as that can be done without a model.
+
+    Attributes:
+        loading: the model, and how to load it.
+        draft: as on the command line.
+        methods, workloads, settings: what to run.
+        out: folder for everything.
+        files: what becomes of the results.
+        weights: how the model's are laid out and run.
+    """
+
+    loading: options.Loading
+    draft: str | None
+    methods: list[Method]
+    workloads: list[Workload]
+    settings: Settings
+    out: Path
+    files: Files
+    weights: Weights
+
+    @classmethod
+    def of(cls, loading: options.Loading, runs: Runs, answers: Answers, files: Files, weights: Weights) -> Plan:
+        """The benchmark that options describe.
+
+        Raises:
+            ConfigError, InputError, MissingExtraError: an option, or a file, that would end the work.
+        """
+        from lade_lab.harness.benchmark import check_folder
+
+        if weights.invariant and files.allow_near_ties:
+            raise ConfigError("allow-near-ties", True, "an invariant model has none: leave it out, or --invariant")
+        settings = answers.settings()
+        size = "" if weights.inflate is None else f"-{weights.inflate / 1e6:.0f}M"
+        out = files.out or FOLDER / (loading.name.split("/")[-1] + size)
+        if files.figures:
+            check_drawing()
+        options.check_threads(weights.threads)
+        loading.check_layout(weights.pack, invariant=weights.invariant)
+        check_folder(out, resume=files.resume)
+        methods = runs.parsed(sampling=settings.temperature is not None)
+        return cls(loading, runs.draft, methods, runs.workloads(), settings, out, files, weights)
+
+    @property
+    def name(self) -> str:
+        """Of the model, for the record."""
+        return self.loading.labelled(*(["invariant"] if self.weights.invariant else []))

@@ -1,0 +1,193 @@
+"""Methods and settings of a benchmark, their notation (`hf`, `lookahead=15,5,15`) and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lade.config import MOST_BUDGET, LookaheadConfig
+from lade.decoding.drafting.jacobi import GUESSES
+from lade.errors import ConfigError, InputError
+from lade_lab.results import Method, Settings
+from lade_lab.workloads import Workload
+
+_LARGEST_SEED = 2**63 - 1
+_MOST_REPEATS = 10_000
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "max_new_tokens": (lambda value: value >= 1, "give a whole number >= 1"),
+    "temperature": (lambda value: value is None or 1e-10 <= value <= 1e10, "give a number > 0, from 1e-10 to 1e10"),
+    "top_k": (lambda value: value is None or value >= 0, "give a whole number >= 1, or 0 for no limit"),
+    "top_p": (lambda value: value is None or 0.0 < value <= 1.0, "give a number > 0 and <= 1"),
+    "seeds": (
+        lambda value: len(set(value)) == len(value) > 0 and all(0 <= seed <= _LARGEST_SEED for seed in value),
+        f"give different whole numbers from 0 to {_LARGEST_SEED}",
+    ),
+    "repeats": (lambda value: 1 <= value <= _MOST_REPEATS, f"give a whole number >= 1 and <= {_MOST_REPEATS}"),
+}
+
+
+def check_settings(settings: Settings) -> None:
+    """Raise `ConfigError` for a value out of its range, or one that nothing would use."""
+    for name, (fits, remedy) in _RANGES.items():
+        value = getattr(settings, name)
+        if not fits(value):
+            raise ConfigError(name, value, remedy)
+    if settings.temperature is None:
+        for name, unused in (("top_k", None), ("top_p", None), ("seeds", [0])):
+            value = getattr(settings, name)
+            if value != unused:
+                raise ConfigError(name, value, "only sampling uses it: give a temperature too, or leave it out")
+
+
+def check_workloads(workloads: Sequence[Workload]) -> None:
+    """Raise `InputError` unless there are workloads, with prompts, and names to tell all of them apart by."""
+    names = [workload.record.name for workload in workloads]
+    if not names:
+        raise InputError("there is no workload: give at least one")
+    for workload, name in zip(workloads, names, strict=True):
+        if names.count(name) > 1:
+            raise InputError(f"two workloads are named {name!r}: rename one of the files")
+        if not workload.items:
+            raise InputError(f"workload {name!r} has no prompts: give another")
+        ids = [item.id for item in workload.items]
+        for item in ids:
+            if ids.count(item) > 1:
+                raise InputError(f"workload {name!r} has several prompts named {item!r}: give each a name of its own")
+
+
+KINDS = {
+    "hf": "model.generate",
+    "hf-prompt-lookup": "model.generate with n-grams of the prompt as guesses",
+    "hf-assisted": "model.generate with a draft model",
+    "plain": "this library's loop, one token a step",
+    "jacobi": "plain Jacobi decoding; jacobi=K: with K guesses",
+    "prompt-lookup": "n-grams of the text as guesses, all places in one tree; prompt-lookup=B: B tokens fed in a step",
+    "suffix": "SuffixDecoding: what followed the ends of the text before; suffix=B: B tokens fed in a step",
+    "token-recycling": "Token Recycling: what was likely after a token last time; token-recycling=B: likewise",
+    "lookahead": "the paper's method; lookahead=W,N,G: of these sizes",
+    "adaptive": "this library's own method; adaptive=B: with B tokens fed in a step",
+    "adaptive-warm": "the same, its memory kept across the prompts of a workload",
+}
+"""Kinds of methods, and what they are."""
+
+DEFAULT = ("hf", "hf-prompt-lookup", "plain", "jacobi", "lookahead", "adaptive", "adaptive-warm")
+PEERS = frozenset({"prompt-lookup", "suffix", "token-recycling"})
+"""Methods of others, in this library's loop; see `lade_lab.peers`."""
+TRANSFORMERS = frozenset({"hf", "hf-prompt-lookup", "hf-assisted"})
+PROMPT_LOOKUP_TOKENS = 10
+PEER_BUDGET = 16
+"""Tokens that a peer feeds in a step by default."""
+
+_SIZES = {
+    "jacobi": {"K": "guesses"},
+    "lookahead": {"W": "window", "N": "ngram", "G": "guesses"},
+    **{kind: {"B": "budget"} for kind in PEERS},
+    "adaptive": {"B": "budget"},
+    "adaptive-warm": {"B": "budget"},
+}
+"""What may follow the equals sign, by its letters."""
+
+_DRAW_OTHERWISE = frozenset({"hf-prompt-lookup", "hf-assisted"})
+
+
+def parse(text: str) -> Method:
+    """The method that a text names.
+
+    >>> parse("lookahead=15,5,15").config
+    {'window': 15, 'ngram': 5, 'guesses': 15}
+
+    Raises:
+        ConfigError: there is no such kind, or its sizes are not valid.
+    """
+    kind, given, sizes = (part.strip() for part in text.partition("="))
+    if kind not in KINDS:
+        raise ConfigError("methods", text, f"give one of {', '.join(KINDS)}")
+    if not given:
+        return Method(kind, kind, _settled(kind, {}))
+    names, parts = _SIZES.get(kind, {}), [part.strip() for part in sizes.split(",")]
+    if len(parts) != len(names) or not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        raise ConfigError(
+            "methods", text, f"write {kind}={','.join(names)} with whole numbers" if names else f"write {kind}"
+        )
+    values = dict(zip(names.values(), map(int, parts), strict=True))
+    try:
+        config = _settled(kind, values)
+    except ConfigError as problem:  # about a field, which is a letter here
+        letter = next(letter for letter, field in names.items() if field == problem.field)
+        remedy = f"{letter}={problem.value}: {problem.remedy.removesuffix(', or None')}"
+        raise ConfigError("methods", text, remedy) from problem
+    return Method(f"{kind} {','.join(map(str, values.values()))}", kind, config)
+
+
+def parse_all(texts: Sequence[str], *, sampling: bool = False, draft: bool = False) -> list[Method]:
+    """The methods that several texts name.
+
+    Args:
+        texts: each may name several, with commas between them.
+        sampling: whether tokens are drawn. Transformers' assisted methods then draw otherwise than `model.generate`
+            does, from the same distribution, so that their texts are not compared.
+        draft: whether there is a draft model.
+
+    Raises:
+        ConfigError: as `parse` does; or none is named, one is named twice, or `hf-assisted` lacks its draft model.
+    """
+    methods = [parse(text) for line in texts for text in _split(line)]
+    names = [method.name for method in methods]
+    if not methods:
+        raise ConfigError("methods", ",".join(texts), f"give some of {', '.join(KINDS)}")
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError("methods", ",".join(texts), f"{name} is named twice: name it once")
+    if any(method.kind == "hf-assisted" for method in methods) != draft:
+        value = ",".join(texts)
+        remedy = "only hf-assisted uses a draft model: name it too" if draft else "hf-assisted needs --draft MODEL"
+        raise ConfigError("methods", value, remedy)
+    return [replace(method, compared=not (sampling and method.kind in _DRAW_OTHERWISE)) for method in methods]
+
+
+def reference_of(methods: Sequence[Method]) -> Method:
+    """The one that all others are compared with: `hf`, else `plain`, else the first.
+
+    Raises:
+        ConfigError: only methods are left that draw otherwise than all others.
+    """
+    comparable = [method for method in methods if method.compared]
+    for kind in ("hf", "plain"):
+        for method in comparable:
+            if method.kind == kind:
+                return method
+    if not comparable:
+        raise ConfigError("methods", ",".join(m.name for m in methods), "when sampling, add one such as hf or plain")
+    return comparable[0]
+
+
+def _settled(kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """All sizes of a method, checked."""
+    match kind:
+        case "hf-prompt-lookup":
+            return {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
+        case "jacobi":
+            guesses = sizes.get("guesses", GUESSES)
+            if not 1 <= guesses <= MOST_BUDGET:
+                raise ConfigError("guesses", guesses, f"give a whole number >= 1 and <= {MOST_BUDGET}")
+            return {"guesses": guesses}
+        case "prompt-lookup" | "suffix" | "token-recycling":
+            return {"budget": LookaheadConfig(budget=sizes.get("budget", PEER_BUDGET)).budget}
+        case "lookahead":
+            config = LookaheadConfig(**sizes, adaptive=False)
+            return {"window": config.window, "ngram": config.ngram, "guesses": config.guesses}
+        case "adaptive" | "adaptive-warm":
+            return {"budget": LookaheadConfig(**sizes, adaptive=True).budget}
+    return {}
+
+
+def _split(line: str) -> list[str]:
+    """At the commas between methods, not at those between the sizes of one."""
+    found: list[str] = []
+    for part in filter(None, (part.strip() for part in line.split(","))):
+        if part.isdigit() and found:
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    return found

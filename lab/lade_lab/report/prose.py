@@ -1,0 +1,234 @@
+"""Findings of a run as sentences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lade.cli.terminal import count
+from lade_lab.results import Method, Results
+from lade_lab.summary import Block, Row, Speedup, Summary
+
+MISSING = "-"
+LOSS = "▼"
+"""Marks what is slower than the reference, for those who see no colours."""
+
+_EVEN = 0.995  # what rounds to 1.00 is no loss
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One plain sentence.
+
+    Attributes:
+        kind: what it is about; `fault` is an answer that differs by more than rounding explains.
+        text: the sentence.
+    """
+
+    kind: Literal["incomplete", "fault", "tie", "loss", "gain", "equal"]
+    text: str
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """With this many decimal places."""
+    return MISSING if value is None else f"{value:.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    """A share."""
+    return MISSING if value is None else f"{value:.0%}"
+
+
+def rate(value: float | None) -> str:
+    """Tokens a second: three digits where there are not more before the point."""
+    if value is None:
+        return MISSING
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def is_loss(value: float | None) -> bool:
+    """Whether a speed is below that of what it is compared with."""
+    return value is not None and value < _EVEN
+
+
+def text_of(row: Row, summary: Summary) -> str:
+    """Whether a method's answers equal the reference's."""
+    if row.method == summary.reference:
+        return "reference"
+    if not row.samples:
+        return MISSING
+    if row.mismatches:
+        return f"{row.mismatches} DIFFER"
+    if not row.compared:
+        return "not compared"
+    return f"{row.near_ties} near tie{'' if row.near_ties == 1 else 's'}" if row.near_ties else "equal"
+
+
+def workload_name(block: Block) -> str:
+    """For a heading."""
+    return "all workloads" if block.workload is None else block.workload
+
+
+def method_detail(method: Method) -> str:
+    """The configuration of a method, such as `window 15, ngram 5, guesses 15; packed weights`."""
+    config = ", ".join(f"{name} {value}" for name, value in method.config.items() if value is not None)
+    return "; ".join(part for part in (config, "packed weights" if method.packed else "") if part)
+
+
+def parameters(value: int) -> str:
+    """`3.1M`."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return str(value)
+
+
+def model_line(results: Results) -> str:
+    """What was run, and how."""
+    model, settings = results.model, results.settings
+    size = parameters(model.parameters) + " parameters"
+    if model.inflated_from is not None:
+        size += f" (computes what one of {parameters(model.inflated_from)} does)"
+    parts = [f"{model.name} ({model.kind}), {size}", model.dtype]
+    if model.draft:
+        parts.append(f"draft model {model.draft}")
+    parts.append(manner(results))
+    parts.append(f"up to {count(settings.max_new_tokens, 'new token')}")
+    if settings.ignore_eos:
+        parts.append("past the end of the text")
+    if settings.repeats > 1:
+        parts.append(f"each answer timed {settings.repeats} times")
+    return " · ".join(parts)
+
+
+def manner(results: Results) -> str:
+    """How tokens are chosen."""
+    settings = results.settings
+    if settings.temperature is None:
+        return "greedy"
+    limits = [f"top_k {settings.top_k}"] if settings.top_k else []
+    limits += [f"top_p {settings.top_p:g}"] if settings.top_p else []
+    seeds = count(len(settings.seeds), "seed")
+    return ", ".join([f"sampled at temperature {settings.temperature:g}", *limits, seeds])
+
+
+def machine_line(results: Results) -> str:
+    """What it ran on."""
+    place = results.environment
+    versions = ", ".join(f"{name} {version}" for name, version in place.versions.items())
+    commit = f"commit {place.commit}" if place.commit else "commit unknown"
+    return " · ".join([place.device, count(place.threads, "thread"), versions, place.platform, commit])
+
+
+def closing(summary: Summary) -> str:
+    """How closely tokens per step, step cost and speed fit together; empty where that cannot be said."""
+    rows = [row for row in summary.overall.rows if row.identity and row.method != summary.base]
+    gaps = [(abs(row.identity.gap), row.method) for row in rows if row.identity]
+    if not gaps:
+        return ""
+    largest, method = max(gaps)
+    text = f"S/cost is the measured speed over {summary.base} to within {largest:.1%} ({method})"
+    curves = [(row.identity.from_curve, row.identity.observed) for row in rows if row.identity]
+    away = [abs(promised / observed - 1) for promised, observed in curves if promised]
+    if away:
+        text += (
+            f"; with costs from the step curve, in which nothing of a method's own time is, to within {max(away):.0%}"
+        )
+    return text + "."
+
+
+def caption(results: Results) -> str:
+    """The short form of both, below a picture."""
+    model, place = results.model, results.environment
+    size = parameters(model.parameters)
+    parts = [f"{model.name} {size}", model.dtype, manner(results), place.device, count(place.threads, "thread")]
+    return " · ".join([*parts, f"commit {place.commit or 'unknown'}"])
+
+
+def findings(results: Results, summary: Summary) -> list[Finding]:
+    """What was found: faults first, then losses, then gains."""
+    if not results.samples:
+        return [Finding("incomplete", "No answer was measured yet.")]
+    found = []
+    if not summary.complete:
+        answers = count(len(results.samples), "answer")
+        found.append(
+            Finding("incomplete", f"The run was interrupted: all figures are of the {answers} that there are.")
+        )
+    fastest = _fastest(results, summary)
+    last = [fastest] if fastest and fastest.kind == "gain" else []
+    first = [fastest] if fastest and fastest.kind == "loss" else []
+    return found + _differences(summary) + first + _losses(summary) + last
+
+
+def _differences(summary: Summary) -> list[Finding]:
+    rows = [r for r in summary.overall.rows if r.samples and r.compared and r.method != summary.reference]
+    faults = [f"{row.mismatches} of {row.samples} answers of {row.method}" for row in rows if row.mismatches]
+    ties = [f"{row.near_ties} of {row.samples} of {row.method}" for row in rows if row.near_ties]
+    found = []
+    if faults:
+        text = f"Texts differ from {summary.reference}'s by more than rounding explains: {_join(faults)}."
+        found.append(Finding("fault", text))
+    if ties:
+        text = (
+            f"Texts part from {summary.reference}'s where two tokens score alike and rounding decides: {_join(ties)}."
+        )
+        found.append(Finding("tie", text))
+    other = [row.method for row in summary.overall.rows if row.samples and not row.compared]
+    if rows and not found:
+        which = "Every answer that was compared" if other else "Every answer of every method"
+        found.append(Finding("equal", f"{which} equals {summary.reference}'s, token for token."))
+    if other:
+        text = f"Not compared, since they draw other samples from the same distribution: {_join(other)}."
+        found.append(Finding("tie", text))
+    return found
+
+
+def _losses(summary: Summary) -> list[Finding]:
+    """Methods slower than the reference; those slower only on a workload; those slower than the base."""
+    rows = [row for row in summary.overall.rows if row.method != summary.reference]
+    slow = [row for row in rows if is_loss(_median(row.speedup))]
+    found = []
+    if slow:
+        found.append(f"Slower than {summary.reference}: {_speeds(slow, [row.speedup for row in slow])}.")
+    for row in rows:
+        own = [(workload_name(block), block.row(row.method).speedup) for block in summary.blocks]
+        lost = [f"{name} ({number(_median(faster))})" for name, faster in own if is_loss(_median(faster))]
+        if lost and row not in slow:
+            found.append(f"{row.method} is slower than {summary.reference} on {_join(lost)}.")
+    beaten = [row for row in rows if is_loss(_median(row.decode_speedup)) and row not in slow]
+    if beaten and summary.base != summary.reference:
+        speeds = _speeds(beaten, [row.decode_speedup for row in beaten])
+        found.append(f"Slower after prefill than one token a step ({summary.base}): {speeds}.")
+    return [Finding("loss", text) for text in found]
+
+
+def _speeds(rows: list[Row], values: list[Speedup | None]) -> str:
+    """`jacobi (0.95 of its speed) and lookahead 7,5,7 (0.77)`."""
+    parts = [f"{row.method} ({number(_median(value))})" for row, value in zip(rows, values, strict=True)]
+    return _join([parts[0].removesuffix(")") + " of its speed)", *parts[1:]])
+
+
+def _fastest(results: Results, summary: Summary) -> Finding | None:
+    """The best of the methods, or that none is faster than the reference."""
+    reference = summary.reference
+    rows = [row for row in summary.overall.rows if row.speedup and row.method != reference]
+    best = max(rows, key=lambda row: row.speedup.each.median if row.speedup else 0.0, default=None)
+    if best is None or best.speedup is None or best.speedup.each.median < 2 - _EVEN:
+        return Finding("loss", f"No method is faster than {reference}.") if rows else None
+    each = best.speedup.each
+    half = f"; the middle half of its answers from {each.low:.2f} to {each.high:.2f}" if each.count > 1 else ""
+    text = f"The fastest, {best.method}, runs at {each.median:.2f} times the speed of {reference}{half}."
+    base = next((row for row in rows if row.method == summary.base and row is not best), None)
+    packed = any(method.packed for method in results.methods if method.name == summary.base)
+    if base and packed:
+        text += f" Packed weights alone ({base.method}) bring {number(_median(base.speedup))} of that."
+    return Finding("gain", text)
+
+
+def _median(found: Speedup | None) -> float | None:
+    return found.each.median if found else None
+
+
+def _join(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

@@ -1,0 +1,404 @@
+"""`lade bench` as users run it, on a tiny model."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from test_cli_errors import fails
+from typer.testing import CliRunner
+
+from lade.cli.loading import hub
+from lade.cli.loading import load as loading
+from lade.cli.main import app
+from lade_lab.cli import run as bench_report
+from lade_lab.cli import run as bench_run
+from lade_lab.cli.run import duration
+from lade_lab.harness import experiment as experiment_module
+from lade_lab.harness.arms import OwnArm
+from lade_lab.results import Results
+from lade_lab.workloads import load
+
+NEW = 8
+METHODS = "hf,plain,adaptive-warm=8"
+TEXTS = ["say it again", "one two", "say it again"]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+    return file
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, request):
+    """Step curves are timed elsewhere; figures are drawn in one test only."""
+    monkeypatch.setattr(experiment_module, "step_curve", lambda *args, **options: None)
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr(bench_report, "_draw", lambda results, plan: ["results.json", "report.html"])
+
+
+@pytest.fixture
+def drawn():
+    """Draw report and figures."""
+
+
+@pytest.fixture
+def bench(lade, folder, prompts, out):
+    def run(*arguments, methods=METHODS):
+        chosen = [] if "--methods" in arguments else ["--methods", methods]
+        return lade("bench", "-m", folder, "-w", prompts, *chosen, "--out", out, "-n", NEW, *arguments)
+
+    return run
+
+
+@pytest.fixture
+def wrong(monkeypatch):
+    """The plain loop gets its fourth token wrong."""
+    original = OwnArm.complete
+
+    def complete(self, prompt, seed, new_tokens):
+        completion = original(self, prompt, seed, new_tokens)
+        if self.method.kind == "plain":
+            completion.tokens[3] = (completion.tokens[3] + 1) % 200
+        return completion
+
+    monkeypatch.setattr(OwnArm, "complete", complete)
+
+
+@pytest.fixture
+def interrupting(monkeypatch):
+    """Presses Ctrl-C in one of the answers of this library's methods, counted from 1, the warm-up included."""
+    original, state = OwnArm.complete, {"calls": 0, "at": 0}
+
+    def complete(self, prompt, seed, new_tokens):
+        state["calls"] += 1
+        if state["calls"] == state["at"]:
+            signal.raise_signal(signal.SIGINT)
+        return original(self, prompt, seed, new_tokens)
+
+    monkeypatch.setattr(OwnArm, "complete", complete)
+    return state
+
+
+@pytest.mark.slow
+def test_all_of_it(bench, out, folder, drawn):
+    result = bench("--figures")
+    assert result.exit_code == 0, result.output
+    results = Results.load(out / "results.json")
+    assert results.complete and len(results.samples) == 9 and results.mismatches == []
+    assert (results.model.name, results.model.dtype, results.model.inflated_from) == (folder.name, "float32", None)
+    assert results.command[0] == "lade"
+    assert (results.workloads[0].name, results.workloads[0].prompts) == ("texts", 3)
+    said = result.stderr
+    assert f"{folder.name}, 0.0M float32 parameters on " in said
+    assert "3 prompts of texts, at most 8 new tokens, greedily" in said
+    assert "methods: hf, plain, adaptive-warm 8" in said and re.search(r"^about \d+ s$", said, re.M)
+    assert "figures are in" in said
+    for method in ("hf", "plain", "adaptive-warm"):
+        assert method in result.stdout
+    assert (out / "report.html").is_file() and list(out.glob("*.svg"))
+    assert not list(out.glob("*.memory"))
+
+
+@pytest.mark.slow
+def test_without_options_it_runs_offline_on_the_embedded_model(lade, tmp_path, monkeypatch):
+    """With few tokens and prompts, which are options too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub.HfApi, "model_info", None)
+    result = lade("bench", "--limit", 1, "-n", 6)
+    assert result.exit_code == 0, result.output
+    results = Results.load(tmp_path / "bench-results" / "embedded" / "results.json")
+    assert [method.kind for method in results.methods] == [
+        "hf", "hf-prompt-lookup", "plain", "jacobi", "lookahead", "adaptive", "adaptive-warm",
+    ]  # fmt: skip
+    assert results.workloads == [load("builtin", limit=1).record]
+    assert results.environment.threads == 1 and not any(method.packed for method in results.methods)
+    assert results.settings.max_new_tokens == 6 and len(results.samples) == 7
+
+
+def test_json(bench, out):
+    result = bench("--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["out"] == str(out) and report["complete"] is True and report["mismatches"] == []
+    assert report["reference"] == "hf" and report["model"]["dtype"] == "float32"
+    assert [row["method"] for row in report["blocks"][0]["rows"]] == ["hf", "plain", "adaptive-warm 8"]
+
+
+def test_a_mismatch_is_told_and_is_exit_code_1(bench, wrong, tokenizer):
+    for allowed in ([], ["--allow-near-ties", "--resume"]):
+        result = bench(*allowed)
+        assert result.exit_code == 1, result.output
+        lines = [line for line in result.stderr.splitlines() if line.startswith("differs: ")]
+        assert len(lines) == 3
+        assert lines[0].startswith("differs: texts ") and "at new token 3 plain has" in lines[0]
+        assert "hf has" in lines[0] and "score" in lines[0] and lines[0].endswith("NOT explained by rounding")
+    report = json.loads(bench("--resume", "--json").stdout)
+    assert [mismatch["place"] for mismatch in report["mismatches"]] == [3, 3, 3]
+
+
+def test_near_ties_are_exit_code_1_unless_they_are_allowed(bench, wrong, monkeypatch):
+    monkeypatch.setattr("lade_lab.harness.mismatch.NEAR_ULPS_OTHERWISE", float("inf"))
+    result = bench()
+    assert result.exit_code == 1 and "a near tie" in result.stderr
+    assert bench("--resume", "--allow-near-ties").exit_code == 0
+
+
+@pytest.mark.slow
+def test_ctrl_c_and_going_on(bench, out, interrupting):
+    whole = bench("--json", "--out", out.with_name("whole"))
+    interrupting |= {"calls": 0, "at": 6}  # two of the warm-up, two of the first prompt, one of the second
+    result = bench()
+    assert result.exit_code == 130, result.output
+    assert f"interrupted: 1 of 3 prompts are in {str(out)!r}; the same command with --resume continues" in result.stderr
+    assert "Traceback" not in result.stderr
+    kept = Results.load(out / "results.json")
+    assert not kept.complete and len(kept.samples) == 3
+    fails(bench(), out, "--resume", "--out")
+    again = bench("--resume", "--json")
+    assert again.exit_code == 0, again.output
+    assert "continuing after 1 of 3 prompts" in again.stderr
+    steps = [[row["steps"] for row in json.loads(r.stdout)["blocks"][0]["rows"]] for r in (whole, again)]
+    assert steps[0] == steps[1]
+
+
+def test_ctrl_c_before_anything_is_done(bench, out, interrupting):
+    interrupting["at"] = 1
+    result = bench()
+    assert result.exit_code == 130 and "0 of 3 prompts" in result.stderr and "Traceback" not in result.stderr
+    interrupting["at"] = 0
+    assert bench("--resume").exit_code == 0
+
+
+def test_complete_results_are_reported_again_without_a_model(bench, lade, out, prompts, monkeypatch, folder):
+    first = bench()
+    monkeypatch.setattr(loading, "load", None)
+    again = bench("--resume")
+    assert again.exit_code == 0 and again.stdout == first.stdout and "is complete: reported again" in again.stderr
+    fails(bench("--resume", "-n", NEW + 1), "settings.max_new_tokens", "is 9 here", "8")
+    fails(bench("--resume", methods="hf"), "methods", "adaptive-warm 8")
+    fails(bench("--resume", "--limit", 2), "workloads 1.prompts")
+    prompts.write_text(prompts.read_text().replace("one", "ten"))
+    fails(bench("--resume"), "workloads 1.sha256")
+
+
+@pytest.mark.slow
+def test_packed_weights(bench, folder, out, monkeypatch):
+    from lade.backends.cpu.packing import pack as packing
+
+    assert bench("--pack").exit_code == 0, "no layer of it is large enough, and nothing is copied"
+    assert not any(method.packed for method in Results.load(out / "results.json").methods)
+    for name in ("packable", "pack"):
+        monkeypatch.setattr(packing, name, partial(getattr(packing, name), min_weights=1))
+    for number, (option, packed) in enumerate([("--pack", True), ("--no-pack", False)]):
+        result = bench(option, "--out", out.with_name(f"out{number}"), "--allow-near-ties")
+        assert result.exit_code == 0, result.output
+        methods = Results.load(out.with_name(f"out{number}") / "results.json").methods
+        assert [method.packed for method in methods] == [False, packed, packed]
+
+
+def test_inflated(bench, out, folder):
+    result = bench("--inflate", "300e3", "--limit", 1, methods="hf,plain")
+    assert result.exit_code == 0, result.output
+    results = Results.load(out / "results.json")
+    assert abs(results.model.parameters - 300e3) < 0.03 * 300e3
+    assert results.model.inflated_from < 100e3
+    assert results.model.name == folder.name
+
+
+def test_threads(bench, out):
+    before = torch.get_num_threads()
+    try:
+        assert bench("--threads", before + 1, "--limit", 1, methods="plain").exit_code == 0
+    finally:
+        torch.set_num_threads(before)
+    assert Results.load(out / "results.json").environment.threads == before + 1
+
+
+def test_a_draft_model(bench, out, folder, templated):
+    result = bench("--draft", folder, methods="hf,hf-assisted,plain")
+    assert result.exit_code == 0, result.output
+    results = Results.load(out / "results.json")
+    assert results.model.draft == folder.name
+    assert all(sample.steps < NEW - 1 for sample in results.of("hf-assisted"))
+
+
+def test_sampling(bench, out):
+    result = bench("--temperature", 1.2, "--seeds", "3,4", "--top-k", 30, "--top-p", 0.9, methods="hf,plain,adaptive")
+    assert result.exit_code == 0, result.output
+    assert "3 prompts of texts, 2 times each, at most 8 new tokens, at temperature 1.2" in result.stderr
+    results = Results.load(out / "results.json")
+    assert (results.settings.temperature, results.settings.seeds) == (1.2, [3, 4])
+    assert (results.settings.top_k, results.settings.top_p) == (30, 0.9)
+    assert len(results.samples) == 18 and results.mismatches == []
+
+
+@pytest.mark.slow
+def test_figures_are_drawn_only_if_asked_for_and_without_matplotlib_that_is_refused_at_once(
+    bench, out, drawn, monkeypatch
+):
+    monkeypatch.setattr("lade.cli.options.grouping.find_spec", lambda name: None)
+    fails(bench("--figures"), "matplotlib is not installed: run pip install")
+    assert not out.exists()
+    result = bench()
+    assert result.exit_code == 0 and "results.json, report.html are in" in result.stderr
+    assert sorted(file.name for file in out.iterdir()) == ["report.html", "results.json"]
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--methods", "hf,magic"], ["'magic'", "give one of hf, hf-prompt-lookup"]),
+        (["--methods", "lookahead=3"], ["lookahead=W,N,G"]),
+        (["--methods", "token-recycling=0"], ["methods='token-recycling=0'", "B=0", ">= 1"]),
+        (["--methods", "hf,hf"], ["named twice"]),
+        (["--methods", "hf,hf-assisted"], ["--draft"]),
+        (["--draft", "x"], ["hf-assisted"]),
+        (["--seeds", "1,x"], ["seeds", "0,1,2"]),
+        (["--seeds", "1"], ["seeds=[1]", "temperature"]),
+        (["--top-k", 3], ["top_k=3", "temperature"]),
+        (["--temperature", 0], ["temperature=0", "> 0"]),
+        (["--temperature", 1, "--top-p", 2], ["top-p=2", "<= 1"]),
+        (["-n", 0], ["max-new-tokens=0", ">= 1"]),
+        (["--repeats", 0], ["repeats=0", ">= 1"]),
+        (["--threads", 0], ["threads=0", ">= 1"]),
+        (["--limit", 0], ["limit=0", "at least 1"]),
+        (["--format", "x"], ["'x'"]),
+        (["-w", "missing.jsonl"], ["missing.jsonl", "is not there"]),
+        (["-m", "missing/folder/of/model"], ["missing/folder/of/model", "does not exist"]),
+        (["--inflate", 5], ["inflate=5", "at least as many"]),
+        (["--inflate", "1e30"], ["inflate=1e+30", "memory", "give fewer"]),
+    ],
+)
+def test_bad_input_is_one_line(bench, out, arguments, words):
+    fails(bench(*arguments), *words)
+    assert not out.exists()
+
+
+def test_a_folder_that_is_a_file(bench, out):
+    out.write_text("")
+    fails(bench(), out, "is a file")
+
+
+def test_two_workloads_of_one_name(bench, prompts, out):
+    fails(bench("-w", prompts), "two workloads are named 'texts'")
+
+
+def test_an_unsupported_model_is_refused_before_anything_is_run(lade, unsupported, prompts, out):
+    arguments = ["bench", "-m", unsupported, "-w", prompts, "--out", out, "-n", NEW]
+    fails(lade(*arguments, "--methods", "hf,plain,adaptive"), "GPTNeoForCausalLM", "leave out plain, adaptive")
+    assert not out.exists()
+    assert lade(*arguments, "--methods", "hf").exit_code == 0
+
+
+def test_options_before_a_subcommand_are_not_lost(lade, folder):
+    fails(lade("bench", "-m", folder, "compare", "a.json", "b.json"), "--model stands before compare")
+    assert lade("bench", "compare", "--help").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.2, "1 s"), (89.4, "89 s"), (90, "2 min"), (3600, "60 min"), (7800, "2 h 10 min")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_a_line_now_and_then_where_there_is_no_terminal(bench, monkeypatch):
+    monkeypatch.setattr(bench_run, "LINE_EVERY_S", 0.0)
+    lines = [line for line in bench().stderr.splitlines() if line.endswith(" left")]
+    assert [line.split(",")[0] for line in lines] == ["1 of 3 prompts", "2 of 3 prompts"]
+
+
+def test_the_help_has_an_example():
+    text = CliRunner().invoke(app, ["bench", "--help"]).stdout
+    assert "Example:  lade bench --model gpt2" in text
+
+
+PANELS = {
+    "bench": ["What to run", "Answers", "Results", "Model", "Commands"],
+    "bench plan": ["Model", "Hardware", "Results"],
+    "bench scaling": ["What to run", "Results", "Model"],
+    "tune": ["What to measure", "Results", "Model"],
+    "info": [],
+}
+
+
+@pytest.mark.parametrize("command", PANELS)
+def test_the_help_is_readable_at_80_columns(command):
+    lines = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "80"}).stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    panels = [line.strip("╭─╮ ") for line in lines if line.startswith("╭")]
+    assert all(panel in panels for panel in PANELS[command])
+    options = "\n".join(lines).split("\n│ --")[1:]
+    assert len(options) > 5
+    crammed = [option for option in options if option.partition("╰")[0].count("\n") > 5]
+    assert crammed == [], "help of more than five lines"
+
+
+@pytest.mark.slow
+def test_kill_9_keeps_all_whole_prompts(folder, prompts, out):
+    """In a process of its own, as nothing else can be killed."""
+    arguments = ["-m", folder, "-w", prompts, "--methods", "plain,adaptive-warm=8", "--out", out, "-n", "60"]
+    code = (
+        "import os, signal, sys\n"
+        "from lade_lab.harness import experiment\n"
+        "experiment.step_curve = lambda *args, **options: None\n"
+        "from lade_lab.results import Results\n"
+        "save = Results.save\n"
+        "def saving(self, path):\n"
+        "    save(self, path)\n"
+        "    if len(self.samples) == 4: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "Results.save = saving\n"
+        "from lade.cli.main import main\n"
+        "sys.argv = ['lade', 'bench', *sys.argv[1:]]\n"
+        "main()\n"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, check=False, env=environment
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    result = CliRunner().invoke(app, ["bench", *map(str, arguments), "--resume"])
+    assert result.exit_code == 0, result.output
+    assert "continuing after 2 of 3 prompts" in result.stderr
+
+
+@pytest.mark.slow
+def test_many_prompts_at_a_time(lade, folder, prompts):
+    arguments = ["bench", "-m", folder, "-w", prompts, "-n", NEW]
+    result = lade(*arguments, "--batch-size", "1,3")
+    assert result.exit_code == 0, result.output
+    assert "1 rows" in result.stdout and "3 rows" in result.stdout and "engine, adaptive-warm" in result.stdout
+    found = json.loads(lade(*arguments, "--arrivals", 100, "--json").stdout)
+    (measured,) = found["measured"]
+    assert (measured["rows"], measured["arrivals_per_s"], len(measured["arms"])) == (8, 100.0, 4)
+    assert all(arm["latency_median_s"] > 0 and arm["parting"] == 0 for arm in measured["arms"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--batch-size", "0"], ["batch-size", ">= 1"]),
+        (["--batch-size", "x"], ["batch-size", "4,8"]),
+        (["--arrivals", "0"], ["arrivals", "> 0"]),
+        (["--arrivals", "nan"], ["arrivals", "> 0"]),
+        (["--batch-size", "2", "--methods", "hf"], ["--methods", "leave it out"]),
+        (["--batch-size", "2", "--temperature", "1"], ["--temperature", "leave it out"]),
+        (["--arrivals", "2", "--resume"], ["--resume", "leave it out"]),
+    ],
+)
+def test_options_that_many_prompts_have_no_use_for(lade, folder, prompts, arguments, words):
+    fails(lade("bench", "-m", folder, "-w", prompts, *arguments), *words)

@@ -1,0 +1,261 @@
+"""Toys at a few sizes: what is measured, kept, gone on with, and compared."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from bench_toys import Letters, models, workload
+
+import lade
+from lade.errors import ConfigError, InputError, MissingExtraError
+from lade_lab import scaling_law as scaling_figure
+from lade_lab import scaling_run as study
+from lade_lab.report.theme import DARK, LIGHT
+from lade_lab.results import Mismatch, Settings
+from lade_lab.scaling_law import NAME, Point, Scaling
+from lade_lab.scaling_run import Study
+
+NEW = 16
+TEXTS = ["HELLOHELLO", "ABCABCABC", "XYZ"]
+
+
+@pytest.fixture(scope="module")
+def toys():
+    return models()
+
+
+@pytest.fixture
+def make(toys, tmp_path):
+    def study_of(windows=(1, 3), ngrams=(3, 4), *, texts=TEXTS, folder=tmp_path / "out", settings=None, **options):
+        return Study(
+            toys.plain, Letters(), workload(*([text] for text in texts)), windows, ngrams, record=toys.record,
+            settings=settings or Settings(NEW), folder=folder, **options,
+        )  # fmt: skip
+
+    return study_of
+
+
+def sizes(scaling):
+    return [(point.window, point.ngram) for point in scaling.points]
+
+
+def test_every_size_is_measured_as_generate_does_it(make, toys):
+    made = make()
+    shares = list(made)
+    assert shares == sorted(shares) and shares[-1] == pytest.approx(1.0) and len(shares) == 3 * 5
+    found = made.scaling
+    assert found.complete and sizes(found) == [(1, 3), (3, 3), (1, 4), (3, 4)] and not found.mismatches
+    for point in found.points:
+        stats = lade.Stats()
+        config = lade.LookaheadConfig(point.window, point.ngram, point.guesses)
+        for text in TEXTS:
+            ids = torch.tensor([Letters()(text)["input_ids"]])
+            lade.generate(toys.plain, input_ids=ids, max_new_tokens=NEW, lookahead=config, stats=stats, do_sample=False)
+        assert point.guesses == point.window and len(point.steps) == 3
+        assert point.tokens_per_step == stats.tokens_per_step
+        assert point.fed_per_step == pytest.approx(sum(stats.step_tokens) / stats.steps)
+
+
+def test_prompt_ngrams_can_be_left_out(make):
+    rates = []
+    for prompt_ngrams in (True, False):
+        made = make([7], [4], prompt_ngrams=prompt_ngrams, folder=None)
+        list(made)
+        rates.append(made.scaling.points[0].fed_per_step)
+    assert rates[0] > rates[1], "fewer guesses are fed"
+
+
+def test_what_was_found_can_be_read_again(make, tmp_path):
+    made = make()
+    list(made)
+    assert Scaling.load(tmp_path / "out" / NAME) == made.scaling
+    record = json.loads((tmp_path / "out" / NAME).read_text())
+    assert record["schema"] == "lade-scaling/1" and set(record["fits"]["lines"]) == {"3", "4"}
+    assert record["fits"]["expectation"]["points"] == 4
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_goes_on_where_it_was(make, tmp_path):
+    whole = make(folder=None)
+    list(whole)
+    first = make()
+    steps = iter(first)
+    for _ in range(3 + 3 + 2):  # plain answers, a size, and two prompts of the next one
+        next(steps)
+    steps.close()
+    kept = Scaling.load(tmp_path / "out" / NAME)
+    assert sizes(kept) == [(1, 3)] and not kept.complete
+    second = make(resume=True)
+    assert second.kept == 1 and len(second.todo) == 3
+    list(second)
+    assert second.scaling.points == whole.scaling.points and second.scaling.complete
+    assert second.scaling.created == kept.created
+    assert Scaling.load(tmp_path / "out" / NAME) == second.scaling
+
+
+def test_more_sizes_can_be_added_and_none_are_measured_twice(make, monkeypatch):
+    list(make([1], [3]))
+    added = make([2, 1, 2], [3, 4], resume=True)
+    assert added.todo == [(2, 3), (1, 4), (2, 4)]
+    list(added)
+    again = make([1, 2], [3, 4], resume=True)
+    monkeypatch.setattr(study, "OwnArm", None)
+    monkeypatch.setattr(study, "TransformersArm", None)
+    assert list(again) == [1.0] and len(again.scaling.points) == 4 and again.scaling.complete
+
+
+def test_nothing_is_overwritten(make, tmp_path):
+    list(make([1], [3]))
+    before = (tmp_path / "out" / NAME).read_bytes()
+    with pytest.raises(InputError, match="--resume"):
+        make()
+    assert (tmp_path / "out" / NAME).read_bytes() == before
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"settings": Settings(NEW + 1)}, "settings.max_new_tokens is 17 here, but 16 in"),
+        ({"prompt_ngrams": False}, "prompt_ngrams is False here, but True in"),
+        ({"texts": TEXTS[:2]}, "workload.prompts is 2 here, but 3 in"),
+    ],
+)
+def test_a_run_goes_on_only_with_what_it_began_with(change, named, make):
+    list(make([1], [3]))
+    with pytest.raises(InputError, match=named):
+        make(resume=True, **change)
+
+
+def test_other_prompts_of_the_same_names_are_noticed(make):
+    list(make([1], [3]))
+    with pytest.raises(InputError, match="'p1'"):
+        list(make([2], [3], resume=True, texts=[TEXTS[0], "OTHER", TEXTS[2]]))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": "else"}', '{"schema": "lade-scaling/1"}'])
+def test_damaged_files(text, make, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / NAME).write_text(text)
+    with pytest.raises(InputError, match="another file"):
+        make(resume=True)
+
+
+def test_a_wrong_token_is_a_mismatch(make, toys, monkeypatch):
+    complete = study.OwnArm.complete
+
+    def wrong(self, prompt, seed, new_tokens):
+        found = complete(self, prompt, seed, new_tokens)
+        if self.method.config["window"] == 3 and len(prompt) == 3:
+            found.tokens[5] = (found.tokens[5] + 1) % 48
+        return found
+
+    monkeypatch.setattr(study.OwnArm, "complete", wrong)
+    made = make()
+    list(made)
+    assert [(each.method, each.prompt, each.place) for each in made.scaling.mismatches] == [
+        ("lookahead 3,3,3", "p2", 5),
+        ("lookahead 3,4,3", "p2", 5),
+    ]
+    assert made.scaling.wrong == made.scaling.mismatches
+
+
+def test_rounding_excuses_near_ties_in_16_bits_alone(make):
+    made = make(folder=None)
+    tie = Mismatch("toys", "p0", 0, "lookahead 1,3,1", 0, 0, "hf", 3, 1, 2, 1.0, 1.0, 0.0, near_tie=True)
+    wrong = replace(tie, near_tie=False)
+    made.scaling.mismatches = [tie, wrong]
+    for dtype, found in (("float32", [tie, wrong]), ("float64", [tie, wrong]), ("bfloat16", [wrong])):
+        made.scaling.model = replace(made.scaling.model, dtype=dtype)
+        assert made.scaling.wrong == found
+
+
+def test_of_a_conversation_the_first_turn_is_taken(make, toys):
+    made = [
+        Study(toys.plain, Letters(), workload(turns), [2], [3], record=toys.record, settings=Settings(NEW))
+        for turns in (["HELLO"], ["HELLO", "AGAIN"])
+    ]
+    for each in made:
+        list(each)
+    assert made[0].scaling.points == made[1].scaling.points
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"windows": []}, "windows="), ({"windows": [0, 1]}, "windows="), ({"ngrams": [1]}, "ngrams="),
+        ({"settings": Settings(1)}, "max_new_tokens=1"), ({"settings": Settings(9, temperature=1.0)}, "temperature="),
+    ],
+)  # fmt: skip
+def test_what_is_no_law(change, named, make):
+    with pytest.raises(ConfigError, match=named):
+        make(**change)
+
+
+def test_folders_that_cannot_be_used(make, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="another --out"):
+        make(folder=tmp_path / "file" / "inside")
+
+
+def law():
+    """Made-up points that lie on known lines: S = 1 + 0.1 N log2 T."""
+    settings, points = Settings(NEW), []
+    for ngram in (3, 5):
+        for window in (1, 2, 4, 8, 16):
+            fed = 2 * window * (ngram - 1)
+            accepted = round(10_000 * (1 + 0.1 * ngram * (fed.bit_length() - 1)))
+            points.append(Point(window, ngram, window, [4_000, 6_000], [4_000 * fed, 6_000 * fed], [0, accepted]))
+    from lade_lab.results import Environment, Model, Workload
+
+    return Scaling(
+        "now", [], Environment("a machine", 1, {}, "Linux", None), Model("small", "llama", 1, "float32"), settings,
+        Workload("toys", "jsonl", 2), True, points=points,
+    )  # fmt: skip
+
+
+def test_lines_are_of_one_ngram_length_each():
+    found = law()
+    assert found.ngrams == [3, 5]
+    for ngram in (3, 5):
+        line = found.line(ngram)
+        assert (line.slope, line.intercept, line.r_squared) == pytest.approx((0.1 * ngram, 1.0, 1.0), abs=1e-3)
+    assert found.expectation().points == 10 and found.expectation(3).points == 5
+
+
+def test_the_law_is_drawn_for_light_and_dark_pages(tmp_path):
+    files = scaling_figure.save_figures(law(), tmp_path)
+    assert [file.name for file in files] == ["scaling.svg", "scaling.png"]
+    assert [file.read_bytes()[:4] for file in files] == [b"<?xm", b"\x89PNG"]
+    svg = files[0].read_text()
+    assert f"fill: {LIGHT.paper}" in svg and f"fill:{DARK.paper}" in svg
+    assert "<dc:date>" not in svg, "which would differ from day to day"
+
+
+def test_the_picture_shows_points_and_lines():
+    figure = scaling_figure.draw(law())
+    left, right = figure.axes
+    assert [line.get_label() for line in left.lines][::2] == [
+        "N = 3: 0.30 a doubling, R² 1.000",
+        "N = 5: 0.50 a doubling, R² 1.000",
+    ]
+    assert list(left.lines[0].get_xdata()) == [4.0, 8.0, 16.0, 32.0, 64.0]
+    assert list(left.lines[0].get_ydata()) == pytest.approx([1.6, 1.9, 2.2, 2.5, 2.8])
+    assert list(left.lines[1].get_ydata()) == pytest.approx([1.6, 1.9, 2.2, 2.5, 2.8], abs=0.01)
+    fit = law().expectation()
+    assert right.lines[3].get_ydata()[-1] == pytest.approx(fit.tokens_per_step(5, 16))
+
+
+def test_a_single_size_is_drawn_without_lines(tmp_path):
+    found = law()
+    found.points = found.points[:1]
+    assert len(scaling_figure.draw(found).axes[0].lines) == 1
+
+
+def test_figures_without_matplotlib_and_without_a_folder(tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="another --out"):
+        scaling_figure.save_figures(law(), tmp_path / "none")
+    monkeypatch.setattr(scaling_figure, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError):
+        scaling_figure.save_figures(law(), tmp_path)

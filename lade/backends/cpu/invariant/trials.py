@@ -1,0 +1,233 @@
+"""Trials: attention order, and a whole model's tree pass against single tokens, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lade.backends.cpu.invariant.attention import PlacedMask, invariant_attention
+from lade.decoding.tree import ROOT, TokenTree
+from lade.model.config import token_embeddings
+from lade.model.inputs import FULL
+from lade.model.kv_cache import TreeCache
+from lade.model.masks import MaskPlan, StepInputs
+from lade.model.runner import EagerRunner
+from lade.model.support.tree_check import PlainDecoding
+
+TEXTS = (1, 17, 60, 64, 130, 257, 700)
+"""Cached tokens."""
+_NODES, _DEPTH = 40, 9
+
+
+class Heads(NamedTuple):
+    """The heads of a layer: of queries, of keys, and their sizes."""
+
+    queries: int
+    keys: int
+    size: int
+    value_size: int
+
+
+@torch.no_grad()
+def attention_keeps_order(heads: Heads) -> bool:
+    """Whether each node of a tree gets the same bits as if it were fed alone, and each token of a text as in pieces.
+
+    All is in float32, in which models of 16 bits are summed up, too: there, no difference is rounded away.
+
+    Args:
+        heads: of the layers.
+    """
+    generator = torch.Generator().manual_seed(0)
+    return all(_agrees(heads, text, generator) for text in TEXTS)
+
+
+def _agrees(heads: Heads, text: int, generator: torch.Generator) -> bool:
+    tree = random_tree(_NODES, _DEPTH, generator)
+    counts = ((heads.queries, heads.size), (heads.keys, heads.size), (heads.keys, heads.value_size))
+    states = [torch.randn(1, count, text + len(tree), size, generator=generator) for count, size in counts]
+    query, key, value = states
+    inputs = StepInputs.of([tree], [text], torch.device("cpu"))
+    mask = PlacedMask.of(inputs.mask(FULL), inputs.key_positions)
+    found = _attention(query[:, :, text:], key, value, mask)
+    for node, ancestors in enumerate(tree.closure()):
+        path = [*range(text), *(text + np.flatnonzero(ancestors))]
+        alone = _attention(query[:, :, [text + node]], key[:, :, path], value[:, :, path])
+        if not torch.equal(alone[:, 0], found[:, node]):
+            return False
+    return _agrees_in_pieces(*(each[:, :, :text] for each in states))
+
+
+def _agrees_in_pieces(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a text, `[1, heads, T, size]`, gets the same bits whole and in two pieces."""
+    middle = query.shape[2] // 3 + 1
+    first = _attention(query[:, :, :middle], key[:, :, :middle], value[:, :, :middle])
+    second = _attention(query[:, :, middle:], key, value) if middle < query.shape[2] else first[:, :0]
+    return torch.equal(torch.cat([first, second], 1), _attention(query, key, value))
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: PlacedMask | None = None
+) -> torch.Tensor:
+    return invariant_attention(torch.nn.Identity(), query, key, value, mask)[0]
+
+
+def random_tree(nodes: int, deepest: int, generator: torch.Generator) -> TokenTree:
+    """A tree of this many nodes with a path down to the greatest depth."""
+    tree = TokenTree(0, max_depth=deepest)
+    tree.add_path(range(1, deepest + 1), "pool")
+    while len(tree) < nodes:
+        parent = int(torch.randint(len(tree), (), generator=generator))
+        tree.add(parent, len(tree), "pool")
+    return tree
+
+
+PATHS = ((0, 1, 2, 3, 4, 5), (0, 1, 6, 7), (8, 9), (8, 10, 11), (12,))
+"""Of the tree: indices into random tokens."""
+KEPT = PATHS[1]  # whose keys must move forward
+FOLLOWING = 13
+ROWS = 4
+"""Of a batch, which few paddings fill up."""
+
+NO_MODULE = "no module by itself"
+Outputs = list[tuple[str, torch.Tensor]]
+"""What the modules of a model returned, in the order in which they did, by their names."""
+
+
+class ModelTrial:
+    """A text, and a tree behind it.
+
+    Args:
+        model: a decoder-only model.
+        plan: how it takes its masks.
+        tokens: length of the text.
+    """
+
+    def __init__(self, model: PreTrainedModel, plan: MaskPlan, tokens: int) -> None:
+        generator = torch.Generator().manual_seed(tokens)
+        vocabulary: int = token_embeddings(model).weight.shape[0]
+        ids = torch.randint(vocabulary, (tokens,), generator=generator).tolist()
+        nodes = torch.randperm(vocabulary, generator=generator).repeat(FOLLOWING + 1)[: FOLLOWING + 1].tolist()
+        self._model, self._text, self._following = model, ids, nodes[FOLLOWING]
+        self._paths = [tuple(nodes[i] for i in path) for path in PATHS]
+        self._kept = tuple(nodes[i] for i in KEPT)
+        self._runner = EagerRunner(model, plan, model.generation_config)
+        self._tree = TokenTree(ids[-1])
+        for path in self._paths:
+            self._tree.add_path(path, "pool")
+
+    @torch.no_grad()
+    def differing(self) -> str | None:
+        """The first module whose output differs; None if all logits are equal."""
+        cache = self._prefilled()
+        logits = self._runner.forward([self._tree], [self._text], cache)[0]  # [S, V]
+        plain: dict[tuple[int, ...], PlainDecoding] = {(): PlainDecoding(self._model, self._text)}
+        for path in self._prefixes():
+            if path:
+                plain[path] = plain[path[:-1]].after(path[-1])
+            if not torch.equal(plain[path].logits, logits[self._node(path)]):
+                return self._first_module(path)
+        cache.keep([[self._node(self._kept[:depth]) for depth in range(len(self._kept) + 1)]], fed=len(self._tree))
+        text = [*self._text, *self._kept, self._following]
+        after = self._runner.forward([TokenTree(self._following)], [text], cache)[0, ROOT]
+        expected = plain[self._kept].after(self._following).logits
+        return None if torch.equal(expected, after) else "the cache behind an accepted path"
+
+    @torch.no_grad()
+    def differing_in_a_batch(self) -> str | None:
+        """The first module whose output differs where the text is one of several rows; None if all logits are equal."""
+        with recorded(self._model) as alone:
+            single = PlainDecoding(self._model, self._text)
+        with recorded(self._model) as together:
+            batched = PlainDecoding(self._model, self._text, rows=ROWS)
+        logits = ("prompt_logits", "logits")
+        if all(torch.equal(getattr(single, name), getattr(batched, name)) for name in logits):
+            return None
+        tokens = len(self._text) - 1
+        in_prompt = first_difference(alone, together, Place(1, tokens), Place(ROWS, tokens))
+        return in_prompt or first_difference(alone, together, Place(1, 1), Place(ROWS, 1)) or NO_MODULE
+
+    def _prefixes(self) -> Sequence[tuple[int, ...]]:
+        found = [path[:depth] for path in self._paths for depth in range(len(path) + 1)]
+        return sorted(dict.fromkeys(found), key=len)
+
+    def _node(self, path: Sequence[int]) -> int:
+        node = ROOT
+        for token in path:
+            child = self._tree.child(node, token)
+            assert child is not None
+            node = child
+        return node
+
+    def _prefilled(self) -> TreeCache:
+        cache = self._runner.tree_cache()
+        self._runner.prefill([self._text[:-1]], cache)
+        return cache
+
+    def _first_module(self, path: Sequence[int]) -> str:
+        """The first module whose output at the end of a path is another one in the tree."""
+        cache = self._prefilled()
+        with recorded(self._model) as of_tree:
+            self._runner.forward([self._tree], [self._text], cache)
+        plain = PlainDecoding(self._model, self._text[:-1]) if not path else PlainDecoding(self._model, self._text)
+        for token in path[:-1]:
+            plain = plain.after(token)
+        with recorded(self._model) as of_token:
+            plain.after(path[-1] if path else self._text[-1])
+        places = Place(1, 1), Place(1, len(self._tree), self._node(path))
+        return first_difference(of_token, of_tree, *places) or NO_MODULE
+
+
+@contextmanager
+def recorded(model: nn.Module) -> Iterator[Outputs]:
+    """What each module returns while the context lasts."""
+    outputs: Outputs = []
+
+    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple | list) and output else output
+        if isinstance(first, torch.Tensor):
+            outputs.append((name, first.clone()))
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            stack.callback(module.register_forward_hook(partial(note, name)).remove)
+        yield outputs
+
+
+class Place(NamedTuple):
+    """Where a token stands in a pass over `[rows, tokens]`: in the last row, and there at this place, or last."""
+
+    rows: int
+    tokens: int
+    token: int = -1
+
+    def of(self, states: torch.Tensor) -> torch.Tensor | None:
+        """What an output `[rows, tokens, ...]` or `[rows * tokens, ...]` says of it; None of one of another shape."""
+        if states.ndim > 1 and states.shape[:2] in ((self.rows, self.tokens), (self.rows, 1)):
+            return states[-1, self.token if states.shape[1] == self.tokens else -1]
+        if states.ndim and states.shape[0] == self.rows * self.tokens:
+            found: torch.Tensor = states.unflatten(0, (self.rows, self.tokens))[-1, self.token]
+            return found
+        return None
+
+
+def first_difference(alone: Outputs, together: Outputs, place: Place, place_together: Place) -> str | None:
+    """The first module that gives a token another result in one of two passes; None where it is none by itself.
+
+    Args:
+        alone: of the one pass.
+        together: of the other.
+        place: of the token in the one.
+        place_together: of the token in the other.
+    """
+    for (name, one), (_, other) in zip(alone, together, strict=False):
+        before, after = place.of(one), place_together.of(other)
+        if before is not None and after is not None and before.shape == after.shape and not torch.equal(before, after):
+            return name
+    return None

@@ -1,0 +1,269 @@
+"""Matrix products in bfloat16 by tiles (AMX): each output is one chain of sums, in the order of inputs.
+
+Addresses and strides are in bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from llvmlite import ir  # type: ignore[import-untyped]
+
+from lade.backends.cpu.kernels.instructions import AT, INT, NONE, copy, field, next_part, pointer, prefetch, room
+from lade.backends.cpu.kernels.tiles import (
+    AHEAD,
+    BLOCK,
+    BLOCK_INPUTS,
+    PANEL,
+    ROW_BYTES,
+    ROWS,
+    SUMS_BYTES,
+    TILE,
+    load_tile,
+    multiply_bfloat16,
+    release_tiles,
+    shape_tiles,
+    store_panel,
+    store_square,
+    store_tile,
+    zero_sums,
+)
+from lade.backends.cpu.kernels.vector_types import equal, widened
+from lade.compilation import TeamKernel, inlined, instruction
+
+_PANEL_ROW = 4 * PANEL  # bytes
+_COLUMNS, _LINES = PANEL // 2, 2 * TILE // ROW_BYTES  # of half a panel: outputs, and 64 bytes of a block
+_FLOATS, _HALVES, _INTS = (ir.VectorType(kind, _COLUMNS) for kind in (ir.FloatType(), ir.IntType(16), INT))
+
+
+class Product(NamedTuple):
+    """Rows by the weights of a layer in bfloat16.
+
+    Attributes:
+        x: where the rows lie, `[rows, inputs]`, contiguous.
+        rest: the inputs behind the last whole block, `[rows, 32]`, filled up with zeros; 0 if there are none.
+        weight: the panels.
+        bias: `[outputs]`; 0 if there is none.
+        out: `[rows, outputs]`, contiguous, what becomes of it.
+        partial: room for sums over some of the inputs, see `partial_sums`; unused if there is one chunk.
+        rows, inputs, outputs: how many.
+        chunk: how many blocks of inputs go through the panels together.
+    """
+
+    x: int
+    rest: int
+    weight: int
+    bias: int
+    out: int
+    partial: int
+    rows: int
+    inputs: int
+    outputs: int
+    chunk: int
+
+
+def partial_sums(rows: int, outputs: int) -> int:
+    """How many float32 numbers a product of more than one chunk needs room for."""
+    return -(-rows // (2 * ROWS)) * -(-outputs // _COLUMNS) * TILE
+
+
+@inlined
+def _product(address: Any) -> Any:
+    """From the fields behind the header that a team is given."""
+    places = field(address, 2), field(address, 3), field(address, 4), field(address, 5), field(address, 6)
+    more = field(address, 7), field(address, 8), field(address, 9), field(address, 10), field(address, 11)
+    return Product(*places, *more)
+
+
+def _read(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.load(pointer(builder, address, kind), align=2)
+
+
+def _write_rounded(builder: Any, to: Any, numbers: Any) -> None:
+    """As bfloat16: the nearest, of two as near the even one; what is no number stays none."""
+    bits = builder.bitcast(numbers, _INTS)
+    odd = builder.and_(builder.lshr(bits, equal(16, _INTS)), equal(1, _INTS))
+    rounded = builder.add(builder.add(bits, equal(0x7FFF, _INTS)), odd)
+    rounded = builder.select(builder.fcmp_ordered("ord", numbers, numbers), rounded, equal(0x7FC00000, _INTS))
+    halves = builder.bitcast(rounded, ir.VectorType(ir.IntType(16), 2 * _COLUMNS))
+    upper = ir.Constant(_INTS, [2 * column + 1 for column in range(_COLUMNS)])
+    builder.store(builder.shuffle_vector(halves, halves, upper), pointer(builder, to, _HALVES), align=2)
+
+
+@instruction(NONE, AT, AT)
+def _round_off(builder: Any, to: Any, address: Any) -> None:
+    """Write as many numbers in float32 as half a panel has outputs in bfloat16."""
+    _write_rounded(builder, to, _read(builder, address, _FLOATS))
+
+
+@instruction(NONE, AT, AT, AT)
+def _round_off_sums(builder: Any, to: Any, address: Any, bias: Any) -> None:
+    """The same of their sums with numbers in bfloat16."""
+    numbers = builder.fadd(_read(builder, address, _FLOATS), widened(builder, _read(builder, bias, _HALVES)))
+    _write_rounded(builder, to, numbers)
+
+
+@inlined
+def _give_out(product: Any, row: Any, rows: Any, output: Any, sums: Any, stride: Any) -> None:
+    """Round the sums of so many rows and half a panel off, with the bias added, into their place.
+
+    Where fewer outputs are left they go by way of `spare`, so that nothing behind them is read or written.
+    """
+    spare, count = room(ROW_BYTES), min(_COLUMNS, product.outputs - output)
+    bias, out, step = product.bias + 2 * output, product.out + 2 * output, 2 * product.outputs
+    if product.bias and count < _COLUMNS:
+        copy(spare, bias, 2 * count)
+        bias = spare
+    for at in range(rows):
+        to = out + step * (row + at)
+        place = to if count == _COLUMNS else sums + stride * at
+        if product.bias:
+            _round_off_sums(place, sums + stride * at, bias)
+        else:
+            _round_off(place, sums + stride * at)
+        if count < _COLUMNS:
+            copy(to, place, 2 * count)
+
+
+@inlined
+def _share(address: Any, product: Any, part: Any) -> Any:
+    """The first panel of a part of the work, and the one behind the last."""
+    parts, panels = field(address, 1), -(-product.outputs // PANEL)
+    return panels * part // parts, panels * (part + 1) // parts
+
+
+@inlined
+def _add_block(rows: Any, stride: Any, weights: Any) -> None:
+    """The products of a block of inputs of up to 16 rows and a whole panel."""
+    load_tile(4, rows, stride)
+    load_tile(5, weights, ROW_BYTES)
+    load_tile(6, weights + TILE, ROW_BYTES)
+    load_tile(7, weights + 2 * TILE, ROW_BYTES)
+    multiply_bfloat16(0, 4, 5)
+    multiply_bfloat16(1, 4, 6)
+    multiply_bfloat16(2, 4, 7)
+    load_tile(5, weights + 3 * TILE, ROW_BYTES)
+    multiply_bfloat16(3, 4, 5)
+
+
+def _multiply_few(address: Any) -> None:
+    """A product of at most 16 rows, which takes as long as its weights take to be read."""
+    product = _product(address)
+    sums, whole = room(SUMS_BYTES), product.inputs // BLOCK_INPUTS
+    shape_tiles(product.rows)
+    part = next_part(address)
+    while part < field(address, 1):
+        first, last = _share(address, product, part)
+        at = product.weight + first * BLOCK * -(-product.inputs // BLOCK_INPUTS)
+        for panel in range(first, last):
+            zero_sums()
+            for block in range(whole):
+                for line in range(0, BLOCK, ROW_BYTES):
+                    prefetch(at + AHEAD + line, 3)
+                _add_block(product.x + ROW_BYTES * block, 2 * product.inputs, at)
+                at += BLOCK
+            if product.rest:
+                _add_block(product.rest, ROW_BYTES, at)
+                at += BLOCK
+            store_panel(sums)
+            _give_out(product, 0, product.rows, PANEL * panel, sums, _PANEL_ROW)
+            if PANEL * panel + _COLUMNS < product.outputs:
+                _give_out(product, 0, product.rows, PANEL * panel + _COLUMNS, sums + 2 * ROW_BYTES, _PANEL_ROW)
+        part = next_part(address)
+    release_tiles()
+
+
+@inlined
+def _add_square(upper: Any, lower: Any, stride: Any, weights: Any) -> None:
+    """The products of a block of inputs of twice 16 rows and half a panel."""
+    load_tile(6, weights, ROW_BYTES)
+    load_tile(4, upper, stride)
+    multiply_bfloat16(0, 4, 6)
+    load_tile(7, weights + TILE, ROW_BYTES)
+    multiply_bfloat16(1, 4, 7)
+    load_tile(5, lower, stride)
+    multiply_bfloat16(2, 5, 6)
+    multiply_bfloat16(3, 5, 7)
+
+
+@inlined
+def _half(product: Any, half: Any) -> Any:
+    """Where half a panel begins."""
+    blocks = -(-product.inputs // BLOCK_INPUTS)
+    return product.weight + BLOCK * blocks * (half // 2) + 2 * TILE * (half % 2)
+
+
+@inlined
+def _fetch_share(weights: Any, share: Any, shares: Any) -> None:
+    """Begin to read a part of half a panel's block."""
+    for line in range(_LINES * share // shares, _LINES * (share + 1) // shares):
+        prefetch(weights + ROW_BYTES * line, 2)
+
+
+@inlined
+def _begin_square(begin: Any, sums: Any) -> Any:
+    """Four tiles of zeros, or of what came of the inputs before block number `begin`."""
+    if begin == 0:
+        zero_sums()
+    else:
+        load_tile(0, sums, ROW_BYTES)
+        load_tile(1, sums + TILE, ROW_BYTES)
+        load_tile(2, sums + 2 * TILE, ROW_BYTES)
+        load_tile(3, sums + 3 * TILE, ROW_BYTES)
+
+
+@inlined
+def _multiply_square(product: Any, half: Any, square: Any, begin: Any, end: Any, following: Any) -> None:
+    """Two tiles of rows by half a panel, from block number `begin` to `end` of the inputs."""
+    whole, stride = product.inputs // BLOCK_INPUTS, 2 * product.inputs
+    squares = -(-product.rows // (2 * ROWS))
+    upper = max(0, min(2 * ROWS * square, product.rows - 2 * ROWS))
+    lower = min(upper + ROWS, product.rows - ROWS)
+    a, b = (product.x + stride * upper + ROW_BYTES * begin, product.x + stride * lower + ROW_BYTES * begin)
+    at, sums = _half(product, half) + BLOCK * begin, product.partial + SUMS_BYTES * (squares * half + square)
+    _begin_square(begin, sums)
+    for block in range(end - begin):
+        _fetch_share(following + BLOCK * block if squares > 1 else at + AHEAD, square, squares)
+        _add_square(a, b, stride, at)
+        a, b, at = a + ROW_BYTES, b + ROW_BYTES, at + BLOCK
+    if end == whole and product.rest:
+        _add_square(product.rest + ROW_BYTES * upper, product.rest + ROW_BYTES * lower, ROW_BYTES, at)
+    if end < whole:
+        store_tile(0, sums, ROW_BYTES)
+        store_tile(1, sums + TILE, ROW_BYTES)
+        store_tile(2, sums + 2 * TILE, ROW_BYTES)
+        store_tile(3, sums + 3 * TILE, ROW_BYTES)
+    else:
+        sums = room(SUMS_BYTES)
+        store_square(sums)
+        _give_out(product, upper, ROWS, _COLUMNS * half, sums, 2 * ROW_BYTES)
+        _give_out(product, lower, ROWS, _COLUMNS * half, sums + 2 * TILE, 2 * ROW_BYTES)
+
+
+def _multiply_many(address: Any) -> None:
+    """A product of more than 16 rows: 32 of them by half a panel at a time.
+
+    The last tiles of rows may begin before the end of those before them, and write the same bits once more. While
+    rows are multiplied by half a panel, the next half is read. Where there are many inputs a chunk of them goes through
+    all halves before the next one, so that the rows' part of it is still near; sums stay what they are meanwhile.
+    """
+    product = _product(address)
+    whole, halves = product.inputs // BLOCK_INPUTS, -(-product.outputs // _COLUMNS)
+    shape_tiles(ROWS)
+    part = next_part(address)
+    while part < field(address, 1):
+        first, last = _share(address, product, part)
+        for begin in range(0, max(1, whole), product.chunk):
+            end = min(whole, begin + product.chunk)
+            for half in range(2 * first, min(2 * last, halves)):
+                following = _half(product, half + 1) + BLOCK * begin
+                if half + 1 == 2 * last:
+                    following = _half(product, 2 * first) + BLOCK * end
+                for square in range(-(-product.rows // (2 * ROWS))):
+                    _multiply_square(product, half, square, begin, end, following)
+        part = next_part(address)
+    release_tiles()
+
+
+multiply_few, multiply_many = TeamKernel(_multiply_few), TeamKernel(_multiply_many)
+"""The kernels, each for a team of threads: a product of up to 16 rows, and one of more."""

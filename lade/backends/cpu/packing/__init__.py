@@ -1,0 +1,1 @@
+"""Prepacked and int8 linear layers for the CPU."""

@@ -1,0 +1,321 @@
+"""A packed linear layer, and the guard against moving, casting or resizing it."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from lade.backends.cpu.kernels.kinds import is_plain
+from lade.backends.cpu.packing.panel_products import panel_for, panel_product
+from lade.backends.cpu.packing.tile_products import in_panels, out_of_panels
+from lade.backends.cpu.packing.weight import (
+    UNPACK_REMEDY,
+    ByValue,
+    HugePages,
+    PackedWeight,
+    check_move,
+    like,
+    packed_weight,
+    same_bits,
+    short,
+    state_of,
+)
+from lade.errors import UnsupportedModelError
+
+GUARD = "packing_guard"
+
+LONE_ROWS, LONE_FROM = 4, 2**19
+"""In float32 oneDNN reads a large weight faster for four rows than for one, so a lone row is fed four times; the number
+of weights from which on that pays."""
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight lies in oneDNN's blocked layout, or in panels.
+
+    Args:
+        layer: an `nn.Linear`, or a `Conv1D`, whose weight is transposed.
+        keep: whether the layer's own weight stays beside the packed one.
+
+    Attributes:
+        in_features, out_features: sizes of the layer's input and output.
+        bias: the layer's own parameter, `[out]`, or None.
+        layer: the layer that this one stands for, without its weight.
+        dtype: of what it is fed and gives.
+        panel: outputs of a panel that the weight lies in, see `in_panels`; 0 in oneDNN's layout.
+        weight: the layer's own parameter where it is kept, which is packed anew when it has changed; else a parameter
+            in the packed layout, `[out, in]` in oneDNN's.
+    """
+
+    bias: nn.Parameter | None
+    layer: nn.Module
+    dtype: torch.dtype
+    panel: int
+    _packed: torch.Tensor
+    _count: int
+    _pages: HugePages | None
+    _packed_state: tuple[int, int]
+
+    def __init__(self, layer: nn.Module, *, keep: bool) -> None:
+        super().__init__()
+        self.transposed = type(layer) is Conv1D
+        self.keeps_original, self.training = keep, layer.training
+        self._parameters["weight"] = weight = layer._parameters["weight"]
+        self._parameters["bias"] = layer._parameters["bias"]
+        assert weight is not None
+        self.in_features, self.out_features = weight.shape if self.transposed else reversed(weight.shape)
+        self.__dict__.update(dtype=weight.dtype, panel=0, _count=weight.numel(), _pages=None)
+        self._pack_weight()
+        self.__dict__["layer"] = layer  # outside `_modules`: it is a part of neither the model's tree nor its state
+
+    def _pack_weight(self) -> None:
+        """Make the packed tensor of the dense `weight`, and give that up unless it is kept."""
+        weight = self._parameters["weight"]
+        self._take(weight, self.panel)
+        self._note_packed(weight)
+
+    @torch.no_grad()
+    def _take(self, weight: Any, panel: int) -> None:
+        """Hold this dense weight from now on; interrupted, it is the one that was held."""
+        dense = weight.detach()
+        packed = self._laid_out(self._turned(dense), panel)
+        if not self.keeps_original and not same_bits(self._dense(packed, panel), dense):
+            raise UnsupportedModelError("a packed weight does not unpack to what it was", "keep this model unpacked")
+        self.__dict__.update(_packed=packed, panel=panel)
+        if not self.keeps_original:
+            self._parameters["weight"] = like(weight, packed, PackedWeight)
+
+    def _note_packed(self, weight: Any) -> None:
+        """Note the state in which the dense weight was packed."""
+        self.__dict__["_packed_state"] = state_of(weight)
+
+    def _follow_weight(self) -> None:
+        """Pack a weight that is kept, a tied embedding's for instance, again after it was assigned or written to."""
+        weight: Any = self._parameters["weight"]
+        inputs, outputs = self.in_features, self.out_features
+        shape = (inputs, outputs) if self.transposed else (outputs, inputs)
+        if weight.shape != shape or weight.dtype != self.dtype or not is_plain(weight) or hasattr(self, "_hf_hook"):
+            what = f"{list(weight.shape)} in {short(weight.dtype)}, as of offloaded layers or resized ones"
+            raise UnsupportedModelError(f"the weight of a packed layer was replaced by {what}", UNPACK_REMEDY)
+        self._pack_weight()
+
+    def _laid_out(self, weight: torch.Tensor, panel: int) -> torch.Tensor:
+        """A weight `[out, in]` in the layout that this layer has, or would have."""
+        return in_panels(weight, self._pages, panel) if panel else packed_weight(weight)
+
+    def lay_out(self, pages: HugePages | None) -> None:
+        """Bring the weight into panels, where products of our own take its dtype here, or back into oneDNN's layout.
+
+        Args:
+            pages: what memory for panels is taken from, one for all layers of a model; None for oneDNN's layout.
+        """
+        panel = 0 if pages is None else panel_for(self.dtype)
+        if panel != self.panel:
+            self.__dict__["_pages"] = pages
+            self._take(self._dense_parameter(), panel)
+
+    def dense_weight(self) -> torch.Tensor:
+        """A copy of the weight as the layer had it: `[out, in]`, or `[in, out]` of a `Conv1D`."""
+        return self._dense(self._packed, self.panel)
+
+    def _dense(self, packed: torch.Tensor, panel: int) -> torch.Tensor:
+        outputs, inputs = self.out_features, self.in_features
+        return self._turned(out_of_panels(packed, outputs, inputs) if panel else packed.to_dense())
+
+    def _turned(self, weight: torch.Tensor) -> torch.Tensor:
+        """From the layer's own layout to `[out, in]`, or back."""
+        return weight.t().contiguous() if self.transposed else weight
+
+    @property
+    def restorable(self) -> bool:
+        """Whether `unpacked` gives back what was packed."""
+        return True
+
+    def unpacked(self) -> nn.Module:
+        """The layer as it was."""
+        self.layer._parameters["weight"] = self._dense_parameter()
+        self.layer._parameters["bias"] = self.bias
+        return self.layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., in]` to `[..., out]`.
+
+        Raises:
+            UnsupportedModelError: gradients, or another dtype of autocast, are required, or weight or bias were
+                replaced by others that do not fit.
+        """
+        if torch.compiler.is_compiling():
+            raise UnsupportedModelError("a packed layer cannot be compiled", UNPACK_REMEDY)
+        bias = self._parameters["bias"]  # sooner found there, as a step asks for it at every layer
+        if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+            raise UnsupportedModelError(
+                "a packed layer has no gradients", f"run it under torch.no_grad(), or {UNPACK_REMEDY}"
+            )
+        if torch.is_autocast_enabled("cpu"):
+            x = self._autocast(x)
+        if x.dtype != self.dtype or x.shape[-1:] != (self.in_features,):
+            self._refuse_input(x, bias)
+        if bias is not None and not self._fits(bias):
+            self._refuse_bias(bias)
+        if self.keeps_original and state_of(self._parameters["weight"]) != self._packed_state:
+            self._follow_weight()
+        return self._product(x)
+
+    def _fits(self, bias: torch.Tensor) -> bool:
+        """Whether this is a bias as kernels read it, who are told where it lies alone."""
+        same = bias.dtype == self.dtype and bias.shape == (self.out_features,)
+        return same and bias.is_cpu and bias.is_contiguous()
+
+    def _refuse_input(self, x: torch.Tensor, bias: torch.Tensor | None) -> NoReturn:
+        """Raise in the words of the layer that this one stands for; oneDNN's own say nothing of the reason."""
+        nn.functional.linear(x, torch.empty(self.out_features, self.in_features, dtype=self.dtype), bias)
+        what = f"{short(x.dtype)} {list(x.shape)} on {x.device}"
+        raise UnsupportedModelError(f"a layer packed in {short(self.dtype)} was given {what}", UNPACK_REMEDY)
+
+    def _refuse_bias(self, bias: torch.Tensor) -> NoReturn:
+        given = f"{short(bias.dtype)} {list(bias.shape)} on {bias.device}{'' if bias.is_contiguous() else ', strided'}"
+        wanted = f"contiguous {short(self.dtype)} [{self.out_features}] on the CPU"
+        raise UnsupportedModelError(f"the bias of a packed layer is {given}, and has to be {wanted}", UNPACK_REMEDY)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        if self.panel:
+            return panel_product(x, self._packed, self._parameters["bias"], self.out_features)
+        # In 16 bits it gains little, and a lone row's kernel gives bit for bit what the layer gave unpacked.
+        lone = x.numel() == self.in_features and self.dtype == torch.float32 and self.weights >= LONE_FROM
+        rows = x.reshape(1, -1).expand(LONE_ROWS, -1) if lone else x
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
+        return y[0].view(*x.shape[:-1], -1) if lone else y
+
+    @property
+    def weights(self) -> int:
+        """How many there are."""
+        return self.in_features * self.out_features
+
+    def extra_repr(self) -> str:
+        """As of the layer; PEFT and others show it where they take no such layer."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{sizes}, packed: lade.unpack(model) undoes it"
+
+    def check_autocast(self) -> torch.dtype:
+        """The dtype that autocast requires.
+
+        Raises:
+            UnsupportedModelError: it is not the packed one.
+        """
+        dtype = torch.get_autocast_dtype("cpu")
+        if dtype != self.dtype:
+            raise UnsupportedModelError(
+                f"a layer packed in {short(self.dtype)} cannot run under autocast to {short(dtype)}",
+                f"leave torch.autocast, or {UNPACK_REMEDY}",
+            )
+        return dtype
+
+    def _autocast(self, x: torch.Tensor) -> torch.Tensor:
+        dtype = self.check_autocast()
+        return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+    def _dense_parameter(self) -> nn.Parameter:
+        weight: Any = self._parameters["weight"]
+        return weight if self.keeps_original else like(weight, self.dense_weight())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            # Transformers ties again what is tied, which changes nothing unless the tied weight has been resized.
+            current: Any = self._parameters["weight"]
+            if value is not current or current.numel() not in (self._count, self._packed.numel()):
+                raise UnsupportedModelError("the weight of a packed layer cannot be replaced", UNPACK_REMEDY)
+        super().__setattr__(name, value)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Refuses another dtype or device; what else `fn` does to parameters concerns dense ones only."""
+        check_move(fn, self.dtype)
+        if self.keeps_original:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not self.keeps_original:
+            destination[prefix + "weight"] = self.dense_weight()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        errors: list[str] = args[-1]
+        errors.append(f"{prefix}weight is packed; {UNPACK_REMEDY}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Dense, for `copy.deepcopy` and pickle: the packed layout is of this processor, and cannot be copied."""
+        state = self.__dict__.copy()
+        del state["_packed"]
+        if not self.keeps_original:  # else it may be another module's, too
+            weight: Any = self._parameters["weight"]
+            state["_parameters"] = {**self._parameters, "weight": like(weight, torch.empty(0))}
+            state["_sent"] = ByValue(self.dense_weight())
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.__dict__["panel"] = self.panel and panel_for(self.dtype)
+        sent, weight = self.__dict__.pop("_sent", None), self._parameters["weight"]
+        if sent is not None and weight is not None:
+            self._parameters["weight"] = like(weight, sent)
+        self._pack_weight()
+
+
+class Guard(nn.Module):
+    """The first child of a packed model: it refuses what a packed layer refuses before any other weight has changed.
+
+    The model's `resize_token_embeddings` refuses as well, which changes the embeddings before it comes to the head.
+    """
+
+    def __init__(self, dtypes: set[torch.dtype]) -> None:
+        super().__init__()
+        self.dtypes = dtypes
+
+    @staticmethod
+    def put_into(model: nn.Module) -> None:
+        """Put one in front of the children of `model`, in place of an older one."""
+        dtypes = {module.dtype for module in model.modules() if isinstance(module, PackedLinear)}
+        others = {name: child for name, child in model._modules.items() if name != GUARD}
+        model.__dict__["_modules"] = {GUARD: Guard(dtypes).train(model.training), **others}
+        model.__dict__["resize_token_embeddings"] = _refuse_resizing
+
+    @staticmethod
+    def take_out(model: nn.Module) -> None:
+        """Take the guard of a model out again."""
+        del model._modules[GUARD]
+        model.__dict__.pop("resize_token_embeddings", None)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        for dtype in self.dtypes:
+            check_move(fn, dtype)
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        raise UnsupportedModelError("the weights of a packed model cannot be replaced", UNPACK_REMEDY)
+
+
+def _refuse_resizing(*args: Any, **kwargs: Any) -> NoReturn:
+    """In place of a packed model's `resize_token_embeddings`."""
+    raise UnsupportedModelError("the embeddings of a packed model cannot be resized", UNPACK_REMEDY)
+
+
+def refuse_autocast(model: Any) -> None:
+    """Raise before any work what each pass of a packed model would raise under autocast to another dtype.
+
+    Plain decoding raises it as well, so there is no fallback.
+
+    Raises:
+        UnsupportedModelError: autocast requires a dtype that some layer is not packed in.
+    """
+    if torch.is_autocast_enabled("cpu") and isinstance(model, nn.Module):
+        for module in model.modules():
+            if isinstance(module, PackedLinear):
+                module.check_autocast()
+
+
+def weight_of(layer: nn.Module) -> torch.Tensor:
+    """Its weight; an empty one of a layer without any."""
+    weight = layer._parameters.get("weight")
+    return torch.empty(0) if weight is None else weight

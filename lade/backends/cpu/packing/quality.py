@@ -1,0 +1,96 @@
+"""Int8 quality: perplexity, and the error of each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import exp, nan, sqrt
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lade.backends.cpu.packing.int8 import Int8Linear
+from lade.backends.cpu.packing.integer_products import Codes
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """How far a layer in int8 is from what it was; both are relative, root of the squares' sum by that of what was.
+
+    Attributes:
+        name: of the layer.
+        weights: error of the weights.
+        outputs: error of what it gives, where it is fed what this model feeds it.
+    """
+
+    name: str
+    weights: float
+    outputs: float
+
+
+@dataclass
+class _Sums:
+    """Sums of squares over what a layer gave."""
+
+    error: float = 0.0
+    size: float = 0.0
+
+    def add(self, found: torch.Tensor, expected: torch.Tensor) -> None:
+        self.error += (found.float() - expected.float()).square().sum().item()
+        self.size += expected.float().square().sum().item()
+
+    @property
+    def relative(self) -> float:
+        return sqrt(self.error / self.size) if self.size else nan
+
+
+@torch.no_grad()
+def perplexity(model: PreTrainedModel, ids: Sequence[int], window: int) -> float:
+    """The exponential of the mean loss of a token, after those before it in its window.
+
+    Args:
+        model: a causal language model.
+        ids: of a text, at least two.
+        window: tokens fed at once; each window begins anew.
+    """
+    loss, tokens = 0.0, 0
+    for start in range(0, len(ids) - 1, window):
+        piece = torch.tensor([ids[start : start + window]], device=model.device)  # [1, T]
+        if piece.shape[1] > 1:
+            logits: Any = model(input_ids=piece, use_cache=False).logits[0, :-1].float()  # [T - 1, V]
+            loss += nn.functional.cross_entropy(logits, piece[0, 1:], reduction="sum").item()
+            tokens += piece.shape[1] - 1
+    return exp(loss / tokens)
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[list[LayerError]]:
+    """Compare the layers in int8 with what they were, in all passes meanwhile; the list is filled at the end.
+
+    Args:
+        model: packed with `keep_original=True`.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Int8Linear)}
+    sums = {layer: _Sums() for layer in layers.values()}
+
+    def compare(layer: Any, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        sums[layer].add(output, nn.functional.linear(arguments[0], layer.kept_weight(), layer.bias))
+
+    handles = [layer.register_forward_hook(compare) for layer in layers.values()]
+    errors: list[LayerError] = []
+    try:
+        yield errors
+    finally:
+        for handle in handles:
+            handle.remove()
+    errors += [LayerError(name, _weights(layer), sums[layer].relative) for name, layer in layers.items()]
+
+
+@torch.no_grad()
+def _weights(layer: Int8Linear) -> float:
+    sums, weight = _Sums(), layer.kept_weight()
+    sums.add(Codes.of(weight).dense(torch.float32), weight)
+    return sums.relative

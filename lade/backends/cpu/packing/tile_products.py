@@ -1,0 +1,93 @@
+"""Weights in panels, and GEMM with them by AMX tiles."""
+
+from __future__ import annotations
+
+import torch
+
+from lade.backends.cpu.kernels.tile_products import Product, multiply_few, multiply_many, partial_sums
+from lade.backends.cpu.kernels.tiles import BLOCK_INPUTS, PANEL, ROWS
+from lade.backends.cpu.packing.weight import HugePages
+from lade.backends.cpu.worker_threads import in_team
+
+_LINE, _WORD = 64, 4  # bytes of a tile's row, and of one output's inputs in it
+
+
+def in_panels(weight: torch.Tensor, pages: HugePages | None = None, panel: int = PANEL) -> torch.Tensor:
+    """A weight `[out, in]` as panels, filled up with zeros.
+
+    A panel's block of inputs, 32 in bfloat16 and 64 in int8, is one or more tiles of 16 outputs; a row of a tile holds
+    the same two or four inputs of each of them, one behind the other.
+
+    Args:
+        weight: bfloat16 or int8; is left as it is.
+        pages: what memory for them is taken from.
+        panel: outputs of a panel, a multiple of 16: 64 as `kernels.tiles` reads them, 16 as `kernels.dots` does.
+
+    Returns:
+        `[out / panel, in / block, panel / 16, 16, block]`, of the weight's dtype.
+    """
+    outputs, inputs = weight.shape
+    block = _LINE // weight.element_size()
+    filled = torch.nn.functional.pad(weight, (0, -inputs % block, 0, -outputs % panel)).contiguous()
+    words = filled.view(torch.int32).view(-1, panel // ROWS, ROWS, filled.shape[1] // block, _LINE // _WORD)
+    words = words.permute(0, 3, 1, 4, 2)
+    room = pages.take(filled.nbytes) if pages is not None else torch.empty(filled.nbytes, dtype=torch.int8)
+    return room.view(torch.int32).view(words.shape).copy_(words).view(weight.dtype)
+
+
+def out_of_panels(panels: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
+    """The weight `[out, in]` that `in_panels` was given."""
+    words = panels.view(torch.int32).permute(0, 2, 4, 1, 3)
+    filled = words.reshape(panels.shape[2] * ROWS * len(panels), -1).contiguous().view(panels.dtype)
+    return filled[:outputs, :inputs].contiguous()
+
+
+_MANY = 2**16  # weights that are worth a part of their own
+_CHUNK = 64  # blocks of inputs that go through all panels together
+_NEAR = 2**20  # bytes of the rows' inputs in a chunk, for which the second cache has room beside weights
+
+
+def tile_product(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
+    """Rows `[..., in]` by a weight in panels: `[..., out]`; an output has the same bits beside whatever other rows.
+
+    Args:
+        x: bfloat16.
+        panels: see `in_panels`.
+        bias: `[out]`, bfloat16.
+        outputs: how many there are.
+    """
+    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
+    out = x.new_empty(*x.shape[:-1], outputs)
+    rows, most = x.numel() // x.shape[-1], _NEAR // (2 * BLOCK_INPUTS * min(panels.shape[1], _CHUNK))
+    if rows > most:
+        parts = x.view(rows, -1).split(most), out.view(rows, -1).split(most)
+        for some, found in zip(*parts, strict=True):
+            _multiply(some, panels, bias, found)
+    elif rows:
+        _multiply(x, panels, bias, out)
+    return out
+
+
+def _multiply(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """As `tile_product`, into `out`, of so few rows that they stay near."""
+    inputs, outputs, blocks = x.shape[-1], out.shape[-1], panels.shape[1]
+    rows, chunk = x.numel() // inputs, min(blocks, _CHUNK)
+    rest = _rest(x.view(rows, inputs)) if inputs % BLOCK_INPUTS else None
+    partial = None if rows <= ROWS or chunk == blocks else torch.empty(partial_sums(rows, outputs))
+    work = Product(
+        *(_place(x), _place(rest), _place(panels), _place(bias), _place(out), _place(partial)),
+        *(rows, inputs, outputs, chunk),
+    )
+    most = min(panels.shape[0], -(-panels.numel() // _MANY))
+    kernel = multiply_few if rows <= ROWS else multiply_many
+    in_team(kernel, work, min(most, torch.get_num_threads()), holds=(x, rest, panels, bias, out, partial))
+
+
+def _place(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _rest(x: torch.Tensor) -> torch.Tensor:
+    """The inputs of rows behind the last whole block, filled up with zeros, since nothing behind a row may be read."""
+    left = x.shape[1] % BLOCK_INPUTS
+    return torch.nn.functional.pad(x[:, -left:], (0, BLOCK_INPUTS - left))

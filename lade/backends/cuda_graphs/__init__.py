@@ -1,0 +1,1 @@
+"""Forward passes captured as CUDA graphs, with static caches."""

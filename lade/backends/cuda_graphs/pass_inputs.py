@@ -1,0 +1,222 @@
+"""Inputs of a captured pass: static tensors, cache views and the ancestry of nodes.
+
+One copy brings the tokens, their positions, the lengths of the rows and each tree's ancestor closure. All else, the
+attention mask over thousands of cached tokens above all, follows from these, and is computed on the device as a part of
+the pass.
+
+Trees are padded to the size of the pass, and the batch to its number of rows. The padding consists of copies of the
+root that see the root only; no other node sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from lade.backends.cuda_graphs.buffers import Buffers, StepShape
+from lade.backends.recurrent.layer import RecurrentLayer
+from lade.backends.recurrent.tree_pass import Ancestry
+from lade.backends.tree_attention.tree_mask import TreeInputs, TreeSlots, words_of
+from lade.decoding.tree import TokenTree
+from lade.model.cache_layers import TreeLayer
+from lade.model.inputs import Layout
+from lade.model.kv_cache import PositionOffsets
+from lade.model.masks import StepInputs
+
+
+class ClosureAncestry:
+    """See `lade.backends.recurrent.tree_pass.Ancestry`.
+
+    Args:
+        closure: `[B, S, S]` bool, see `TokenTree.closure`; nodes come after their ancestors. What fills a row up may
+            descend from the root without being its own descendant.
+    """
+
+    def __init__(self, closure: torch.Tensor) -> None:
+        self.size: int = closure.shape[1]
+        self.state: torch.Tensor | None = None
+        self._closure = closure
+        self._windows: dict[tuple[int, int], torch.Tensor] = {}
+
+    def closure(self, device: torch.device) -> torch.Tensor:
+        """See `Ancestry.closure`."""
+        return self._closure.to(device)
+
+    def windows(self, width: int, cached: int, device: torch.device) -> torch.Tensor:
+        """See `Ancestry.windows`."""
+        key = width, cached
+        if key not in self._windows:
+            numbers = torch.arange(self.size, device=self._closure.device)
+            earlier = self._closure & (numbers < numbers[:, None])
+            parents = torch.where(earlier, numbers, -1).amax(-1)  # [B, S]: the last of the ancestors; -1 for roots
+            columns = [numbers.expand_as(parents)]
+            for _ in range(width - 1):
+                node = columns[-1]
+                columns.append(torch.where(node >= 0, parents.gather(1, node.clamp(min=0)), node - 1))
+            self._windows[key] = torch.stack(columns[::-1], dim=-1) + cached
+        return self._windows[key].to(device)
+
+
+class StaticInputs:
+    """Inputs of passes over B rows of S tokens.
+
+    Args:
+        rows: B, rows of the pass.
+        size: S, tokens of each row.
+        device: the device of the model.
+        axes: numbers that make a position; 0 where it is the slot's.
+
+    Attributes:
+        memory: uint8, holds all of these:
+        ids, positions: `[B, S]` int64.
+        lengths: `[B]` int64, tokens cached before the trees.
+        closure: `[B, S, S]` bool, see `TokenTree.closure`.
+        offsets: `[axes, B, 1]` int64, of positions from slots; None without axes.
+    """
+
+    def __init__(self, rows: int, size: int, device: torch.device, axes: int = 0) -> None:
+        self.rows, self.size, self._device = rows, size, device
+        numbers = [(np.int64, (rows, size)), (np.int64, (rows, size)), (np.int64, (rows,))]
+        self._layout = Layout([*numbers, (np.bool_, (rows, size, size)), (np.int64, (axes, rows, 1))])
+        self.memory = self._layout.memory(device)
+        self.ids, self.positions, self.lengths, self.closure, offsets = self._layout.tensors(self.memory)
+        self.offsets = offsets if axes else None
+
+    def fill(self, trees: Sequence[TokenTree], lengths: Sequence[int], offsets: PositionOffsets | None = None) -> None:
+        """Bring in one tree a row, at most B of them, none larger than S; row b has `lengths[b]` cached tokens."""
+        staged = self._layout.memory(self._device, staged=True)
+        ids, positions, starts, closure, shifts = self._layout.arrays(staged)
+        if offsets:
+            shifts[:, : len(trees)] = offsets.array()
+        for row, (tree, length) in enumerate(zip(trees, lengths, strict=True)):
+            size = len(tree)
+            ids[row], starts[row] = tree.ids[0], length
+            ids[row, :size] = tree.ids
+            positions[row, :size] = tree.depths
+            positions[row] += length
+            closure[row, :size, :size] = tree.closure()
+            closure[row, size:, 0] = True
+        closure[len(trees) :, :, 0] = True
+        self.memory.copy_(staged, non_blocking=True)
+
+    def slots(self) -> torch.Tensor:
+        """Where the nodes go in the cache, `[B, S]` int64: after what their row holds."""
+        return self.lengths[:, None] + torch.arange(self.size, device=self._device)
+
+    def step(self, keys: int) -> StepInputs:
+        """Inputs of a pass that reads the first `keys` slots of each row, K in all."""
+        slots = torch.arange(keys, device=self._device)
+        place = slots - self.lengths[:, None]  # [B, K] number of the node in each slot; cached tokens lie before 0
+        node = place.clamp(0, self.size - 1)
+        fed = (place >= 0) & (place < self.size)
+        seen = self.closure.gather(2, node[:, None].expand(-1, self.size, -1))  # [B, S, K]
+        real = self.closure.diagonal(dim1=1, dim2=2)[..., None]  # [B, S, 1]; padding does not see itself
+        return StepInputs(
+            ids=self.ids,
+            positions=self.positions,
+            key_positions=torch.where(fed, self.positions.gather(1, node), slots),
+            allowed=torch.where(fed[:, None], seen, (place < 0)[:, None] & real),
+        )
+
+    def tree_step(self, keys: int) -> TreeInputs:
+        """The same for attention that knows `TreeMask`; padding sees the cached text, too."""
+        lengths, positions = self.lengths.int(), self.positions.int()
+        slots = TreeSlots(lengths, lengths, positions, positions, words_of(self.closure), keys)
+        return TreeInputs(self.ids, self.positions, slots)
+
+
+class StaticLayerView(CacheLayerMixin):
+    """One layer of a `StaticCacheView`."""
+
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, shape: StepShape) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.keys: torch.Tensor = keys[: shape.rows]
+        self.values: torch.Tensor = values[: shape.rows]
+        self._slots, self._shape = slots, shape
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """No-op: the buffers are there."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the states `[B, H, S, D]` into their slots; returns the first K slots, views of the buffers."""
+        slots = self._slots.to(key_states.device)[:, None, :, None]
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            buffer.scatter_(2, slots.expand_as(states), states)
+        return self.keys[:, :, : self._shape.keys], self.values[:, :, : self._shape.keys]
+
+    def get_seq_length(self) -> int:
+        """K - S: slots before those of the pass, as if it were appended to the others."""
+        return self._shape.keys - self._shape.size
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Width and offset of the mask."""
+        return self._shape.keys, 0
+
+    def get_max_length(self) -> int:
+        """K."""
+        return self._shape.keys
+
+
+class StaticRecurrentTreeLayerView(RecurrentLayer, StaticLayerView):
+    """States, and keys and values beside them."""
+
+    dtype: Any
+    device: Any
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, number_of_states: int, keys_values: Sequence[Any]) -> None:
+        StaticLayerView.__init__(self, *keys_values)
+        RecurrentLayer.__init__(self, number_of_states)
+
+
+class StaticCacheView(Cache):
+    """The cache that the model sees in a pass of one shape.
+
+    Args:
+        layers: of the rows, see `StaticRows`; their states lie in the buffers.
+        buffers: hold the keys and values; their first rows and slots are seen.
+        slots: `[B, S]` int64, where the keys and values of the nodes are written.
+        shape: B, S and K of the pass.
+    """
+
+    def __init__(self, layers: Sequence[Any], buffers: Buffers, slots: torch.Tensor, shape: StepShape) -> None:
+        pairs = zip(buffers.keys, buffers.values, strict=True)
+        views: list[Any] = []
+        for layer in layers:
+            keys_values: list[Any] = []
+            if isinstance(layer, TreeLayer):
+                keys, values = next(pairs)
+                keys_values = [keys, values, slots, shape]
+            views.append(_view_of(layer, keys_values, shape.rows))
+        super().__init__(layers=views)
+
+    @property
+    def recurrent(self) -> list[RecurrentLayer]:
+        """Layers with states."""
+        return [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
+
+    def begin(self, ancestry: Ancestry) -> None:
+        """Have recurrent layers take part in the pass."""
+        for layer in self.recurrent:
+            layer.begin(ancestry)
+
+
+def _view_of(layer: Any, keys_values: Sequence[Any], rows: int) -> Any:
+    """What stands for a layer in a pass; where that holds nothing, itself."""
+    if not isinstance(layer, RecurrentLayer):
+        return StaticLayerView(*keys_values) if keys_values else layer
+    count = layer.number_of_states
+    view = StaticRecurrentTreeLayerView(count, keys_values) if keys_values else RecurrentLayer(count)
+    view.become(layer, lambda states: states[0][:rows], [layer])
+    return view

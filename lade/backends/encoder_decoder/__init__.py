@@ -1,0 +1,1 @@
+"""Encoder-decoder models: token trees in the decoder, with the encoder's output computed once."""

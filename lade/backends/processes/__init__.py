@@ -1,0 +1,1 @@
+"""Decoding by several processes: a leader and followers, tensor parallelism, lookahead parallelism."""

@@ -1,0 +1,240 @@
+"""Cache layers with recurrent states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PretrainedConfig
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+from lade.backends.recurrent.tree_pass import Ancestry, Folding, columns_of, is_folding
+from lade.model.cache_layers import TreeLayer, empty, selected, writable
+
+States = dict[int, torch.Tensor | None]
+_KINDS = ("conv_states", "recurrent_states")
+_FLAGS = ("conv_kernel_size", "is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state")
+"""Of transformers' class, by the number of the state."""
+
+
+class RecurrentLayer(LinearAttentionLayer):
+    """The states of one layer, `[B, ...]` each, and between a pass over trees and `keep` what its nodes need.
+
+    A pass over trees leaves the states alone, so an interrupted one does no harm.
+
+    Args:
+        number_of_states: how many states of each kind the mixer has.
+
+    Attributes:
+        tree_pass: who descends from whom in a pass over trees that has begun.
+        inputs: of its convolutions `[B, L, C]`, by number: the text's last ones, and the nodes'.
+        foldings: what folds a path into each state.
+    """
+
+    conv_states: States
+    recurrent_states: States
+
+    def __init__(self, number_of_states: int = 1, **kwargs: Any) -> None:
+        super().__init__(number_of_states)
+        self.tree_pass: Ancestry | None = None
+        self.inputs: dict[int, torch.Tensor] = {}
+        self.foldings: dict[int, Folding] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(writable(state))
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate states; ordinary tensors in inference mode, too, since later passes write to them."""
+        with torch.inference_mode(False):
+            super().lazy_initialization(*args, **kwargs)
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """Inputs `[B, C, T]` with those of the text before them, `[B, C, L]`; called by the mixer."""
+        if self.tree_pass is None:
+            whole: torch.Tensor = super().update_conv_state(conv_states, state_idx, conv_kernel_size, **kwargs)
+            return whole
+        cached = self.conv_states[state_idx]
+        assert cached is not None, "a tree is fed after a prompt"
+        self.tree_pass.state = self.recurrent_states[state_idx]
+        inputs = self.inputs[state_idx] = torch.cat([cached.mT, conv_states.mT], dim=1)  # [B, L, C]
+        return inputs.mT
+
+    def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
+        """Take the state after a pass, or of a pass over trees its `Folding`."""
+        if is_folding(recurrent_states):
+            self.foldings[state_idx] = recurrent_states
+            return None
+        return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+
+    def begin(self, tree_pass: Ancestry | None) -> None:
+        """Begin a pass: over trees, or a plain one, which changes the states themselves."""
+        self.tree_pass = tree_pass
+        self.inputs, self.foldings = {}, {}
+
+    def keep(self, last: torch.Tensor) -> None:
+        """After a pass over trees, fold in the path of each row that ends with node `last[b]`; `[B]` int64."""
+        assert self.tree_pass is not None
+        for idx, inputs in self.inputs.items():
+            cached = self.conv_states[idx]
+            assert cached is not None
+            here = last.to(cached.device)
+            windows = self.tree_pass.windows(cached.shape[-1], cached.shape[-1], cached.device)
+            rows = torch.arange(len(here), device=cached.device)
+            cached.copy_(columns_of(inputs, windows[rows, here]).mT)
+        for idx, folding in self.foldings.items():
+            state = self.recurrent_states[idx]
+            assert state is not None
+            folding.fold(state, last.to(state.device))
+        self.begin(None)
+
+    def join(self, parts: Sequence[RecurrentLayer], places: Sequence[tuple[int, int]]) -> None:
+        """Take over rows of other layers; see `TreeCache.join`."""
+
+        def joined(states: Sequence[torch.Tensor]) -> torch.Tensor:
+            rows = [states[part][row] for part, row in places]
+            return torch.stack(rows, out=empty(rows[0], (len(rows), *rows[0].shape)))
+
+        self.become(parts[0], joined, parts)
+
+    def reserve(self, rows: int, slots: int) -> None:
+        """Have memory for this many rows, at least for those there are; see `TreeCache.reserve`."""
+        for states in (self.conv_states, self.recurrent_states):
+            for idx, state in states.items():
+                if state is not None:
+                    states[idx] = _moved(state, max(rows, len(state)))
+
+    def take(self, part: RecurrentLayer) -> None:
+        """Append the only row of another layer; see `TreeCache.take`. The others are copied if there is no room."""
+        for states, others in ((self.conv_states, part.conv_states), (self.recurrent_states, part.recurrent_states)):
+            for idx, state in states.items():
+                other = others[idx]
+                if state is not None and other is not None:
+                    states[idx] = _appended(state, other)
+
+    def leave(self, row: int) -> None:
+        """Evict a row; the last one takes its place. The others are not copied."""
+        for states in (self.conv_states, self.recurrent_states):
+            for idx, state in states.items():
+                if state is not None:
+                    state[row] = state[-1]
+                    states[idx] = state[:-1]
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only these rows, in this order."""
+        for states in (self.conv_states, self.recurrent_states):
+            states.update({idx: selected(state, indices) for idx, state in states.items() if state is not None})
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Reorder the rows for beam search."""
+        self.batch_select_indices(beam_idx)
+
+    def reset(self) -> None:
+        """Forget everything, and free the states."""
+        vars(self).update(vars(type(self)(self.number_of_states)))
+
+    @property
+    def states(self) -> dict[tuple[str, int], torch.Tensor]:
+        """Those that there are, `[B, ...]` each, by the attribute they are in, and their number."""
+        named = ((name, idx, state) for name in _KINDS for idx, state in getattr(self, name).items())
+        return {(name, idx): state for name, idx, state in named if state is not None}
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one row's states."""
+        return sum(state[:1].numel() * state.element_size() for state in self.states.values())
+
+    def become(self, first: RecurrentLayer, joined: Any, parts: Sequence[RecurrentLayer]) -> None:
+        """Hold what `joined` makes of the states of the parts; transformers' own flags are those of the first."""
+        for name in _KINDS:
+            own: States = getattr(self, name)
+            for idx, state in getattr(first, name).items():
+                own[idx] = None if state is None else joined([getattr(part, name)[idx] for part in parts])
+        for name in _FLAGS:
+            setattr(self, name, dict(getattr(first, name)))
+        self.dtype, self.device = first.dtype, first.device
+
+
+class RecurrentTreeLayer(RecurrentLayer, TreeLayer):
+    """States, and keys and values beside them."""
+
+    dtype: Any
+    device: Any
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, number_of_states: int = 1, **kwargs: Any) -> None:
+        TreeLayer.__init__(self)
+        RecurrentLayer.__init__(self, number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate buffers for keys and values, which come by position, or states, which come by name."""
+        kind: Any = TreeLayer if args else RecurrentLayer
+        kind.lazy_initialization(self, *args, **kwargs)
+
+    def join(self, parts: Sequence[Any], places: Sequence[tuple[int, int]]) -> None:
+        """Take over rows of other layers; see `TreeCache.join`."""
+        RecurrentLayer.join(self, parts, places)
+        TreeLayer.join(self, parts, places)
+
+    def take(self, part: Any) -> None:
+        """Append the only row of another layer; see `TreeCache.take`."""
+        RecurrentLayer.take(self, part)
+        TreeLayer.take(self, part)
+
+    def reserve(self, rows: int, slots: int) -> None:
+        """Have buffers of this size; see `TreeCache.reserve`."""
+        RecurrentLayer.reserve(self, rows, slots)
+        TreeLayer.reserve(self, rows, slots)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only these rows, in this order."""
+        RecurrentLayer.batch_select_indices(self, indices)
+        TreeLayer.batch_select_indices(self, indices)
+
+
+class TokenCounter(TreeLayer):
+    """Counts the tokens of rows whose states do not tell: stands after the layers of a model without attention.
+
+    To the cache it is a layer like others, whose keys and values are of no width.
+    """
+
+    def count(self, rows: int, tokens: int) -> None:
+        """Each of the rows was fed `tokens` more."""
+        nothing = torch.empty(rows, 1, tokens, 0)
+        self.update(nothing, nothing)
+
+
+def _moved(state: torch.Tensor, rows: int) -> torch.Tensor:
+    """The same state `[B, ...]` in memory that has room for some rows."""
+    return empty(state, (rows, *state.shape[1:]))[: len(state)].copy_(state)
+
+
+def _appended(state: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """A state `[B, ...]` and one more row `[1, ...]`; in the same memory, if there is room after its last row."""
+    count, size = len(state), state[0].numel()
+    room = state.untyped_storage().nbytes() // state.element_size() - state.storage_offset()
+    if room < (count + 1) * size or not state.is_contiguous():
+        state = _moved(state, 2 * count)
+    # A lone row's own stride may be any number.
+    longer = state.as_strided((count + 1, *state.shape[1:]), (size, *state.stride()[1:]))
+    longer[count] = row[0]
+    return longer
+
+
+def layers_for(config: PretrainedConfig) -> list[Any]:
+    """Layers of a `TreeCache` for a model with recurrent ones, empty, in the order of transformers' own cache."""
+    layers = [empty_like(layer) for layer in DynamicCache(config=config).layers]
+    return layers if any(isinstance(layer, TreeLayer) for layer in layers) else [*layers, TokenCounter()]
+
+
+def empty_like(layer: Any) -> Any:
+    """The layer of a `TreeCache` in place of one that holds the same; where that holds nothing, itself."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        kind = RecurrentTreeLayer if isinstance(layer, CacheLayerMixin) else RecurrentLayer
+        return kind(layer.number_of_states)
+    if isinstance(layer, TokenCounter):
+        return TokenCounter()
+    return TreeLayer() if isinstance(layer, CacheLayerMixin) else layer

@@ -1,0 +1,102 @@
+"""Trees that outlast a pass on recurrent layers: pending nodes are fed again.
+
+States take in text alone, and cannot go back. So between two passes a cache holds the text before the root of each
+tree, and a pass feeds the whole tree, also the nodes that an earlier one has fed:
+
+    text, in the states           tree, fed by each pass until it is text or cannot become text any more
+    Once upon a time there ────── was ── a ── little ─┬─ girl
+                                                      └─ boy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import pad
+
+from lade.clock import Clock, Duration
+from lade.decoding.loop import PromptLogitsHook
+from lade.decoding.tree import TokenTree
+from lade.model.kv_cache import TreeCache
+from lade.model.runner import EagerRunner
+
+
+class RefedCache(TreeCache):
+    """Holds the text of rows up to the roots of their trees, which are text, too, and move with every pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._paths: Sequence[Sequence[int]] = ()
+        self._slots: int | None = None  # that the last pass took; None before the first one
+
+    def keep(self, paths: Sequence[Sequence[int]], fed: int, held: Sequence[int] | None = None) -> None:
+        """Remember what of the last trees is to stay: its first nodes are text, as `commit` finds out how many."""
+        self._paths = paths
+
+    def commit(self, held: Sequence[int]) -> None:
+        """Have the states take in what of the last trees is text before the new roots, and forget the other nodes.
+
+        Args:
+            held: `[B]`, how many of the nodes that were to stay are in the new trees.
+        """
+        texts = [path[: len(path) - own] for path, own in zip(self._paths, held, strict=True)]
+        if self._slots is None:  # the roots are the last tokens of the prompts
+            super().keep(texts, 0, [1] * len(texts))
+        else:
+            super().keep(texts, self._slots)
+
+    def fed(self, slots: int) -> None:
+        """A pass has fed trees of at most `slots` nodes."""
+        self._slots = slots
+
+
+class RefeedingRunner:
+    """Feeds whole trees where `EagerRunner.extend` feeds the nodes that are not in the cache.
+
+    Args:
+        runner: of a model with recurrent layers.
+    """
+
+    refeeds = True
+
+    def __init__(self, runner: EagerRunner) -> None:
+        self._runner = runner
+
+    @property
+    def clock(self) -> Clock:
+        """See `EagerRunner`."""
+        return self._runner.clock
+
+    @property
+    def pass_time(self) -> Duration:
+        """See `EagerRunner.pass_time`."""
+        return self._runner.pass_time
+
+    def room(self, cached: int) -> int | None:
+        """See `EagerRunner.room`."""
+        return self._runner.room(cached)
+
+    def prefill(
+        self, rows: Sequence[Sequence[int]], cache: RefedCache, hook: PromptLogitsHook | None = None
+    ) -> torch.Tensor:
+        """See `EagerRunner.prefill`."""
+        return self._runner.prefill(rows, cache, hook)
+
+    def extend(self, trees: Sequence[TokenTree], held: Sequence[int], cache: RefedCache) -> torch.Tensor:
+        """Feed one tree a row.
+
+        Args:
+            trees: their roots are text.
+            held: `[B]`, how many of their first nodes an earlier pass has fed.
+            cache: was told which nodes these are.
+
+        Returns:
+            Logits of the other nodes, `[B, S, V]`; see `EagerRunner.extend`.
+        """
+        cache.commit(held)
+        logits = self._runner.forward(trees, [()] * len(trees), cache)
+        cache.fed(logits.shape[1])
+        new = max(len(tree) - own for tree, own in zip(trees, held, strict=True))
+        rows = [row[own : own + new] for row, own in zip(logits, held, strict=True)]  # [S or fewer, V]
+        return torch.stack([pad(row, (0, 0, 0, new - len(row))) for row in rows])

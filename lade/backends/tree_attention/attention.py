@@ -1,0 +1,127 @@
+"""The attention implementation `lade_tree` of transformers' attention interface.
+
+>>> import lade
+>>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="lade_tree")
+
+In an ordinary pass it is SDPA. A step over trees brings a `TreeMask`; then our own kernel reads the cache once, without
+a dense mask and without copies of the keys for each head that shares them. Where the kernel cannot run (no CUDA, no
+Triton, a dtype or a size it was not written for) the mask is made dense, and the result is the same up to rounding.
+
+Soft caps and attention sinks, which SDPA has not, are computed in plain torch in an ordinary pass.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from lade.backends.tree_attention.tree_mask import TreeMask
+
+NAME = "lade_tree"
+HAS_TRITON = find_spec("triton") is not None
+"""Torch for CUDA on Linux brings it along; it is imported when a tree comes."""
+
+
+def tree_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers' interface wants it.
+
+    Args:
+        module: the attention layer.
+        query: `[B, H, S, D]`.
+        key: `[B, Hkv, K, D]`.
+        value: `[B, Hkv, K, Dv]`.
+        attention_mask: `[B, 1, S, K]`, a `TreeMask`, boolean, or added to the scores; None for causal attention.
+        dropout: probability.
+        scaling: factor of the scores; `D ** -0.5` if not given.
+        softcap: scores s become softcap * tanh(s / softcap).
+        s_aux: `[H]`, attention sinks: the score of one more key of each head, which has no value.
+        kwargs: other arguments, which SDPA takes.
+
+    Returns:
+        `[B, S, H, Dv]`, and no weights.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(attention_mask, TreeMask):
+        kernel = kernel_for(query, key, value)
+        plain = not dropout and kwargs.get("position_bias") is None and attention_mask.device == query.device
+        if kernel is not None and plain:
+            return kernel.attend(query, key, value, attention_mask, scale=scale, softcap=softcap, sinks=s_aux), None
+        attention_mask = attention_mask.dense()
+    if softcap is None and s_aux is None:
+        found, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scale, **kwargs)
+        return found, None
+    if kwargs.get("position_bias") is not None:
+        raise ValueError(f"{NAME} computes no position bias beside soft caps or sinks: use attn_implementation='eager'")
+    is_causal = kwargs.get("is_causal")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if attention_mask is None and is_causal and query.shape[2] > 1:
+        attention_mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+    weights = _weights(query, key, attention_mask, scale, softcap, s_aux)
+    weights = torch.nn.functional.dropout(weights, dropout, module.training)
+    return (weights @ _shared(value, query.shape[1])).transpose(1, 2).contiguous(), None
+
+
+def kernel_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> ModuleType | None:
+    """The module whose kernel serves such queries, keys and values; None where there is none."""
+    if torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value)):
+        return None
+    kernel = _kernel()
+    return kernel if kernel is not None and kernel.serves(query, key, value) else None
+
+
+def _kernel() -> ModuleType | None:
+    """The kernel's module; None without Triton."""
+    if not HAS_TRITON:
+        return None
+    from lade.backends.tree_attention import launch as tree_launch
+
+    return tree_launch
+
+
+def _weights(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention weights `[B, H, S, K]`; the softmax is in float32 at least."""
+    scores = query @ _shared(key, query.shape[1]).transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        lowest = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
+    return weights if sinks is None else weights[..., :-1]
+
+
+def _shared(states: torch.Tensor, heads: int) -> torch.Tensor:
+    """Keys or values `[B, Hkv, K, D]` for each query head: `[B, H, K, D]`."""
+    return states.repeat_interleave(heads // states.shape[1], dim=1)
+
+
+AttentionInterface.register(NAME, tree_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

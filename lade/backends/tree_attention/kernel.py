@@ -1,0 +1,210 @@
+"""Tree attention over a cache with rows of different lengths, in Triton.
+
+What a query sees are the first `length` slots of its row, text that is cached already, and those nodes of the tree that
+its ancestor bits name; these lie from slot `first` on. So the visible keys of a row are numbered without the gap:
+
+    slot     0 ............ length |  (other rows' text)  | first ....... first + T
+    number   0 ............ length - 1                      length ...... length + T - 1
+
+Slots in the gap are never read. One program serves one tile of queries of one KV head: the queries of all heads that
+share it lie in one tile, S * group of them, so keys are read once for all. The numbers are split evenly between several
+programs, as in flash-decoding (Dao, Haziza, Massa, Sizov, 2023), and a second kernel merges what these found by the
+logarithms of their sums. The softmax is the online one of Milakov and Gimelshein (arXiv 1805.02867), in float32.
+
+Lengths, positions and bits are read on the device: nothing here waits for them, and a captured graph stays valid while
+they change. A value of a node that is not finite reaches no query that may not see that node.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _low(positions, valid, length, reach, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """Number of the first key that is near enough to any query of the tile."""
+    earliest = tl.min(tl.where(valid, positions, 2**31 - 1))
+    low = length * 0
+    if WINDOW:
+        low = tl.maximum(earliest - reach + 1, 0)
+    if CHUNK:
+        low = earliest // reach * reach
+    return tl.minimum(low, length)
+
+
+@triton.jit
+def _near(queries, keys, reach, CHUNK: tl.constexpr):
+    """Whether keys `[N]` are near enough to queries `[M]`, by their positions: `[M, N]`."""
+    if CHUNK:
+        return queries[:, None] // reach == keys[None, :] // reach
+    else:
+        return queries[:, None] - keys[None, :] < reach
+
+
+@triton.jit
+def _scores(query, key, scale, softcap, SOFTCAP: tl.constexpr):
+    """Scores `[M, N]` of queries `[M, D]` and keys `[N, D]`, to the base 2; `attend` has scaled the scales for it."""
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    if SOFTCAP:
+        small = tl.exp2(-2 * tl.abs(scores))
+        capped = softcap * (1 - small) / (1 + small)  # softcap * tanh
+        scores = tl.where(scores < 0, -capped, capped)
+    return scores
+
+
+@triton.jit
+def _seen(scores, visible, top, total, found):
+    """The online softmax: weights `[M, N]` of what is visible, and the state so far, rescaled to the new maximum."""
+    scores = tl.where(visible, scores, float("-inf"))
+    highest = tl.maximum(top, tl.max(scores, 1))
+    anchor = tl.where(highest == float("-inf"), 0.0, highest)  # a query that has seen nothing so far
+    weights = tl.exp2(scores - anchor[:, None])
+    shrink = tl.exp2(top - anchor)
+    return weights, highest, total * shrink + tl.sum(weights, 1), found * shrink[:, None]
+
+
+@triton.jit
+def _add_unharmed(found, weights, value, visible):
+    """`found` plus the weighted values `[N, D]`; those that are not finite are NaN, but to whom they are visible only.
+
+    0 * inf is no 0: without this, one branch of a tree that overflows would be seen by all others.
+    """
+    finite = tl.abs(value.to(tl.float32)) < float("inf")
+    found = tl.dot(weights.to(value.dtype), tl.where(finite, value, 0.0), found, input_precision="ieee")
+    if tl.min(finite.to(tl.int32)) == 0:
+        harmful = tl.where(finite, 0.0, 1.0).to(value.dtype)
+        harmed = tl.dot(visible.to(value.dtype), harmful, input_precision="ieee") > 0
+        found = tl.where(harmed, float("nan"), found)
+    return found
+
+
+@triton.jit
+def _text(
+    top, total, found, query, position, valid, key, value, key_mask, value_mask, start, end,
+    k_slot, v_slot, scale, softcap, reach,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Add the text from `start` to `end` to what was found; `key` and `value` point to the dimensions of slot 0."""
+    for first in range(start, end, KEYS):
+        slots = first + tl.arange(0, KEYS)
+        there = slots < end
+        k = tl.load(key + slots[:, None] * k_slot, mask=there[:, None] & key_mask, other=0.0)
+        v = tl.load(value + slots[:, None] * v_slot, mask=there[:, None] & value_mask, other=0.0)
+        visible = there[None, :] & valid[:, None]
+        if WINDOW or CHUNK:
+            visible &= _near(position, slots, reach, CHUNK)
+        scores = _scores(query, k, scale, softcap, SOFTCAP)
+        weights, top, total, found = _seen(scores, visible, top, total, found)
+        found = tl.dot(weights.to(v.dtype), v, found, input_precision="ieee")
+    return top, total, found
+
+
+@triton.jit
+def _nodes(
+    top, total, found, query, position, valid, key, value, key_mask, value_mask, start, end,
+    k_slot, v_slot, scale, softcap, reach, first, node_positions, ancestors,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Add the nodes from `start` to `end` to what was found; `ancestors` points to the words of each query."""
+    for begin in tl.range(start, end, KEYS, num_stages=1):  # a tree has few: not worth memory to read ahead
+        nodes = begin + tl.arange(0, KEYS)
+        there = nodes < end
+        bits = tl.load(ancestors[:, None] + nodes[None, :] // 32, mask=there[None, :] & valid[:, None], other=0)
+        visible = (bits >> (nodes[None, :] % 32)) & 1 != 0
+        if WINDOW or CHUNK:
+            visible &= _near(position, tl.load(node_positions + nodes, mask=there, other=0), reach, CHUNK)
+        slots = first + nodes
+        k = tl.load(key + slots[:, None] * k_slot, mask=there[:, None] & key_mask, other=0.0)
+        v = tl.load(value + slots[:, None] * v_slot, mask=there[:, None] & value_mask, other=0.0)
+        scores = _scores(query, k, scale, softcap, SOFTCAP)
+        weights, top, total, found = _seen(scores, visible, top, total, found)
+        found = _add_unharmed(found, weights, v, visible)
+    return top, total, found
+
+
+@triton.jit
+def _sink(sinks, member, valid, split, log2e, SINKS: tl.constexpr, TILE: tl.constexpr):
+    """The running maximum and sum, `[TILE]` each, before any key was read."""
+    top = tl.full([TILE], float("-inf"), tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    if SINKS:  # a key without a value, in the first part
+        sink = tl.load(sinks + member, mask=valid, other=0.0).to(tl.float32) * log2e
+        top = tl.where(split == 0, sink, top)
+        total += tl.where(split == 0, 1.0, 0.0)
+    return top, total
+
+
+@triton.jit(do_not_specialize=["step", "nodes", "words", "reach"])
+def attend_tile(
+    query, key, value, sinks, out, log_sums,
+    lengths, firsts, positions, node_positions, ancestors,
+    q_row, q_head, q_step, k_row, k_head, k_slot, v_row, v_head, v_slot,
+    step, nodes, words, reach, scale, softcap, log2e,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    TILE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one KV head and row, and one part of their keys; see `launch.attend`."""
+    split, row, head = tl.program_id(1), tl.program_id(2) // KV_HEADS, tl.program_id(2) % KV_HEADS
+    place = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE], of the queries of all heads of the group
+    node, member, valid = place // GROUP, head * GROUP + place % GROUP, place < step * GROUP
+    key_dims, value_dims = tl.arange(0, KEY_BLOCK)[None, :], tl.arange(0, VALUE_BLOCK)[None, :]
+    key_mask, value_mask = key_dims < KEY_DIM, value_dims < VALUE_DIM
+
+    query += row.to(tl.int64) * q_row + member[:, None] * q_head + node[:, None] * q_step + key_dims
+    q = tl.load(query, mask=valid[:, None] & key_mask, other=0.0)  # [TILE, D]
+    key += row.to(tl.int64) * k_row + head.to(tl.int64) * k_head + key_dims
+    value += row.to(tl.int64) * v_row + head.to(tl.int64) * v_head + value_dims
+    position = tl.load(positions + row * step + node, mask=valid, other=0)
+    length = tl.load(lengths + row)
+
+    low = _low(position, valid, length, reach, WINDOW, CHUNK)
+    share = tl.cdiv(tl.cdiv(length + nodes - low, SPLITS), KEYS) * KEYS
+    start = low + split * share
+    end = tl.minimum(start + share, length + nodes)
+
+    top, total = _sink(sinks, member, valid, split, log2e, SINKS, TILE)
+    found = tl.zeros([TILE, VALUE_BLOCK], tl.float32)
+    top, total, found = _text(
+        top, total, found, q, position, valid, key, value, key_mask, value_mask, start, tl.minimum(end, length),
+        k_slot, v_slot, scale, softcap, reach, WINDOW, CHUNK, SOFTCAP, KEYS,
+    )  # fmt: skip
+    top, total, found = _nodes(
+        top, total, found, q, position, valid, key, value, key_mask, value_mask,
+        tl.maximum(start, length) - length, end - length, k_slot, v_slot, scale, softcap, reach,
+        tl.load(firsts + row), node_positions + row * nodes, ancestors + (row * step + node) * words,
+        WINDOW, CHUNK, SOFTCAP, KEYS,
+    )  # fmt: skip
+
+    whole = tl.where(total == 0, 1.0, total)  # of a query that sees nothing
+    found = found / whole[:, None]
+    place_out = (row * step + node).to(tl.int64) * (KV_HEADS * GROUP) + member  # in [B, S, H]
+    if SPLITS > 1:  # in [splits, B, S, H]
+        place_out += split.to(tl.int64) * (tl.num_programs(2) // KV_HEADS) * step * (KV_HEADS * GROUP)
+        tl.store(log_sums + place_out, tl.where(total == 0, float("-inf"), top + tl.log2(whole)), mask=valid)
+    out += place_out[:, None] * VALUE_DIM + value_dims
+    tl.store(out, found.to(out.dtype.element_ty), mask=valid[:, None] & value_mask)
+
+
+@triton.jit(do_not_specialize=["queries"])
+def merge_splits(
+    parts, log_sums, out, queries,
+    SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What the parts found for one query of one head, joined by the logarithms of their sums."""
+    place = tl.program_id(0).to(tl.int64)
+    splits, dims = tl.arange(0, SPLIT_BLOCK).to(tl.int64), tl.arange(0, VALUE_BLOCK)
+    there, inside = splits < SPLITS, dims < VALUE_DIM
+    sums = tl.load(log_sums + splits * queries + place, mask=there, other=float("-inf"))
+    highest = tl.max(sums)
+    weights = tl.exp2(sums - tl.where(highest == float("-inf"), 0.0, highest))
+    total = tl.sum(weights)
+    part = tl.load(
+        parts + (splits * queries + place)[:, None] * VALUE_DIM + dims[None, :],
+        mask=there[:, None] & inside[None, :],
+        other=0.0,
+    )
+    found = tl.sum(part * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
+    tl.store(out + place * VALUE_DIM + dims, found.to(out.dtype.element_ty), mask=inside)

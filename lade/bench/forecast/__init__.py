@@ -1,1 +1,0 @@
-"""What to expect of hardware by its peaks."""

@@ -1,1 +1,0 @@
-"""Larger models that compute the same function."""

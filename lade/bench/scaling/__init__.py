@@ -1,1 +1,0 @@
-"""Tokens per step over a grid of sizes."""

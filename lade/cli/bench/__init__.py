@@ -1,1 +1,0 @@
-"""`lade bench` and its subcommands."""

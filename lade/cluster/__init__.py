@@ -1,1 +1,0 @@
-"""Decoding by several processes: the first one leads, the others make the same passes."""

@@ -1,0 +1,102 @@
+"""Top-k logits of cached tokens, replayed into a drafter on a prefix hit.
+
+Where keys and values of a text are kept, a prompt that begins with it is not fed again, and a drafter that learns from
+what is fed would know less than after a prefill. So what there was to learn is kept beside them, as far as it was
+computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from lade.decoding.drafting.drafter import Candidates, Draft, Drafter
+from lade.decoding.kernels.layout import WIDTH, Ints
+from lade.decoding.readout import Readout
+from lade.decoding.verify import Verdict
+
+
+class Said:
+    """Entries of the logits at the tokens of a text, as far as they are known; see `kernels`."""
+
+    def __init__(self) -> None:
+        self._entries = np.empty((0, WIDTH), np.int32)  # [L, WIDTH]
+        self._known = np.empty(0, np.bool_)  # [L]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return self._entries.nbytes + self._known.nbytes
+
+    def put(self, start: int, entries: Ints) -> None:
+        """Add those at the tokens from number `start` on, `[T, WIDTH]`."""
+        end = start + len(entries)
+        if end > len(self._known):
+            more = max(end, 2 * len(self._known)) - len(self._known)
+            self._entries = np.concatenate([self._entries, np.zeros((more, WIDTH), np.int32)])
+            self._known = np.concatenate([self._known, np.zeros(more, np.bool_)])
+        self._entries[start:end], self._known[start:end] = entries, True
+
+    def first(self, tokens: int) -> Said:
+        """A copy of those at so many tokens."""
+        copy = Said()
+        copy._entries, copy._known = self._entries[:tokens].copy(), self._known[:tokens].copy()
+        return copy
+
+    def runs(self, tokens: int) -> Iterator[tuple[int, Ints]]:
+        """Of the first `tokens` tokens those that are known: the number of a first one, and its entries and the next
+        ones', `[T, WIDTH]`.
+        """
+        known = np.concatenate([[False], self._known[:tokens], [False]])
+        edges = np.flatnonzero(known[1:] != known[:-1])
+        for start, end in edges.reshape(-1, 2).tolist():
+            yield start, self._entries[start:end]
+
+
+class NotingDrafter(Drafter):
+    """A drafter that notes what it learns from logits.
+
+    Args:
+        drafter: does the work.
+
+    Attributes:
+        said: what it has learned so far.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter, self.said = drafter, Said()
+        self.wants_prompt_entries, self.learns_prompts = drafter.wants_prompt_entries, drafter.learns_prompts
+        self.mtp = drafter.mtp
+
+    def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:
+        """See `Drafter`."""
+        self.said.put(start, entries)
+        self._drafter.learn_prompt(tokens, start, entries)
+
+    def begin(self, tokens: Sequence[int], prompt_length: int) -> None:
+        """See `Drafter`."""
+        self._drafter.begin(tokens, prompt_length)
+
+    def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
+        """See `Drafter`."""
+        return self._drafter.draft(context, max_depth)
+
+    def candidates(self, context: Sequence[int], max_depth: int | None) -> Candidates:
+        """See `Drafter`."""
+        return self._drafter.candidates(context, max_depth)
+
+    def learn(self, context: Sequence[int], draft: Draft, readout: Readout, verdict: Verdict) -> None:
+        """See `Drafter`."""
+        emitted = len(verdict.tokens)
+        if readout.entries is not None and self.learns_prompts:
+            self.said.put(len(context) - emitted - 1, readout.entries[verdict.path[:emitted]])
+        self._drafter.learn(context, draft, readout, verdict)
+
+    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
+        """See `Drafter`."""
+        self._drafter.observe(fed, emitted, seconds, forward_s)
+
+    def end(self) -> None:
+        """See `Drafter`."""
+        self._drafter.end()

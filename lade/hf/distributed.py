@@ -1,0 +1,150 @@
+"""Generation in several processes, each of which holds a part of the model.
+
+The arguments of the first process count, and everything of the user's is called there alone: processors, criteria,
+streamers, a memory. All processes return what it returns, and torch's generators go on alike in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
+
+from lade.backends.processes.channel import generator_states, is_connected, packed
+from lade.backends.processes.follower import DismissedError
+from lade.backends.processes.team import follow_call, has_parts, leader_of, steps_together, team_of, together
+from lade.backends.processes.tensor_parallel import tensor_parallel_size
+from lade.errors import ClusterError, UnsupportedArgumentError, UnsupportedModelError
+from lade.hf.arguments import argument_of
+from lade.hf.plain import generate_plainly
+from lade.model.support.supports import unwrap
+from lade.stats import Step
+
+T = TypeVar("T")
+
+_SPLIT = "a model that several processes decode"
+
+
+def follow(model: Any) -> Any:
+    """Take part in the next call of the first process, and return what it returns.
+
+    For scripts in which the first process alone has something to do, such as to serve a `lade.Engine`, whose `close` is
+    the end of its call. In the others a call of `lade.generate` is the same as `lade.follow`.
+
+        if dist.get_rank() == 0:
+            with lade.Engine(model) as engine: ...
+        else:
+            lade.follow(model)
+
+    Args:
+        model: a model whose layers are split over processes, or one made by `lade.parallel`.
+
+    Raises:
+        UnsupportedModelError: this process decodes it alone, or is the first one.
+        ClusterError: the processes differ, or one of them has gone.
+        Exception: whatever the call raises in the first process.
+    """
+    inner = unwrap(model)
+    team = team_of(inner)
+    if team is None or team.leads:
+        reason = "decoded by this process alone" if team is None else "led by this process, the first one"
+        raise UnsupportedModelError(f"{type(inner).__name__}: it is {reason}", "call lade.follow in the others")
+    return follow_call(team, inner, _plainly(model))
+
+
+def follow_to_the_end(model: Any) -> None:
+    """Take part in all calls of the first process until it dismisses this one. What a call raises is its matter."""
+    while True:
+        try:
+            follow(model)
+        except DismissedError:
+            return
+        except ClusterError:
+            raise
+        except BaseException:
+            if not is_connected():
+                raise
+
+
+def is_shared(model: Any) -> bool:
+    """Whether calls are made together with other processes."""
+    inner = unwrap(model)
+    return isinstance(inner, PreTrainedModel) and team_of(inner) is not None
+
+
+def shared(model: Any, call: Callable[[], T]) -> T:
+    """Make a call together with the other processes of a model."""
+    inner = unwrap(model)
+    return together(inner, lambda: _without_cache(call(), inner), _plainly(model))
+
+
+def shared_steps(model: Any, begin: Callable[[], Iterator[Step]]) -> Iterator[Step]:
+    """The same for a stream."""
+    return steps_together(unwrap(model), begin, _plainly(model))
+
+
+@contextmanager
+def sharing_plainly(model: Any, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Have the other processes of a model decode plainly, too, while the block does; they get the arguments.
+
+    Raises:
+        UnsupportedArgumentError: the arguments cannot be sent, or have a clock in them.
+    """
+    inner = unwrap(model)
+    leader = leader_of(inner) if isinstance(inner, PreTrainedModel) else None
+    if leader is None or has_parts(inner):  # with the whole model the first process needs nobody
+        yield
+        return
+    remedy = "leave it out, or give arguments that lookahead decoding serves"
+    if argument_of(inner, arguments, "max_time") is not None:
+        raise UnsupportedArgumentError(f"max_time cannot be used with plain decoding of {_SPLIT}", remedy)
+    try:
+        sent = packed(dict(arguments))
+    except Exception as problem:
+        reason = f"arguments that cannot be pickled ({problem}) cannot be used with plain decoding of {_SPLIT}"
+        raise UnsupportedArgumentError(reason, remedy) from problem
+    with leader.passing("plain", sent, generator_states(inner.device)):
+        yield
+
+
+def refuse_shared(model: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedArgumentError` for arguments that the other processes of a model would need theirs of."""
+    inner = unwrap(model)
+    if isinstance(inner, PreTrainedModel) and leader_of(inner) is not None:
+        if arguments.get("past_key_values") is not None:
+            why = "each of them needs a cache of its own"
+            raise UnsupportedArgumentError(f"past_key_values cannot be used with {_SPLIT}: {why}", "leave it out")
+        if arguments.get("assistant_model") is not None:
+            why = "it makes passes that they do not know of"
+            raise UnsupportedArgumentError(f"assistant_model cannot be used with {_SPLIT}: {why}", "leave it out")
+
+
+def refuse_unshared(model: PreTrainedModel) -> None:
+    """Raise `UnsupportedArgumentError` where a split model is decoded without the other processes being told."""
+    if tensor_parallel_size(model) > 1 and leader_of(model) is None:
+        raise UnsupportedArgumentError(
+            f"custom_generate=lade.decode cannot be used with {_SPLIT}", "call lade.generate, or lade.enable(model)"
+        )
+
+
+def refuse_shared_steps(model: Any) -> None:
+    """Raise `UnsupportedArgumentError` for plain decoding step by step, which cannot be stopped in all processes."""
+    inner = unwrap(model)
+    if isinstance(inner, PreTrainedModel) and leader_of(inner) is not None and not has_parts(inner):
+        raise UnsupportedArgumentError(
+            f"lade.stream decodes plainly here, and cannot do so with {_SPLIT}", "call lade.generate"
+        )
+
+
+def _plainly(model: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda arguments: generate_plainly(model, None, None, arguments)
+
+
+def _without_cache(output: T, model: PreTrainedModel) -> T:
+    """An output object without its cache, of which each process has a part."""
+    if not isinstance(output, ModelOutput) or leader_of(model) is None:
+        return output
+    return type(output)(**{name: value for name, value in output.items() if name != "past_key_values"})

@@ -1,0 +1,116 @@
+"""Fields of a model's configuration: nested values, token embeddings, position limits.
+
+Window cells and guesses lie at positions that plain decoding has not reached yet. Two things must not notice them: a
+table of learned positions, which ends, and rotary scalings that look at the longest position of a pass and switch all
+frequencies (dynamic NTK at the model's length, longrope at the original one). So no tree crosses such a *limit*; the
+token that crosses it is fed alone, as in plain decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+
+def field(config: PretrainedConfig, name: str, default: Any = None) -> Any:
+    """The value of a field.
+
+    Args:
+        config: the text config of a model.
+        name: name of the field.
+        default: value for configs that have no such field.
+
+    Returns:
+        One value, or a list of the layers' values where they differ: transformers raises an error if such a field
+        (`head_dim` of Gemma 4) is read from the model's config.
+    """
+    try:
+        return getattr(config, name, default)
+    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError, which not every version has
+        return [getattr(layer, name, default) for layer in config.per_layer_config]
+
+
+def per_layer(config: PretrainedConfig, name: str) -> list[Any]:
+    """The value of a field in each layer; None where there is no such field."""
+    value = field(config, name)
+    layers = field(config, "num_hidden_layers") or 1
+    return value if isinstance(value, list) and len(value) == layers else [value] * layers
+
+
+def token_embeddings(model: PreTrainedModel) -> Any:
+    """Where the tokens of a text are looked up; those of the decoder, if the encoder has others."""
+    return (model.get_decoder() if model.config.is_encoder_decoder else model).get_input_embeddings()
+
+
+def config_of_text(model: PreTrainedModel) -> PretrainedConfig:
+    """The configuration of the layers that write the text: of a multimodal model's language model, or of a decoder."""
+    config: PretrainedConfig
+    config = model.get_decoder().config if model.config.is_encoder_decoder else model.config.get_text_config(True)
+    return config
+
+
+LEARNED_POSITIONS = frozenset({"gpt2", "gpt_bigcode", "opt", "biogpt", "xglm", "openai-gpt"})
+"""Families that look positions up in a table: beyond its end even plain decoding fails."""
+
+
+CONTEXT_FIELDS = frozenset(
+    """
+    context_length max_context_length max_position_embeddings max_seq_len max_sequence_length model_max_length n_ctx
+    n_positions seq_length
+    """.split()  # noqa: SIM905 - a table of words reads better without the quotes
+)
+"""What configurations call the length of the context."""
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Position limits of one model. Frequencies that change go by the longest row of a pass.
+
+    Attributes:
+        limits: positions, ascending: no tree crosses them, and the token that lies on one is fed alone. Beyond the
+            last one every token is fed alone.
+        longrope_switch: the limit at which longrope changes its frequencies; some models then recompute the whole text.
+        dynamic: the limit from which on dynamic NTK changes its frequencies with every token.
+    """
+
+    limits: tuple[int, ...] = ()
+    longrope_switch: int | None = None
+    dynamic: int | None = None
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> Positions:
+        """The limits that the text config of a model states."""
+        lengths = [field(config, name) for name in CONTEXT_FIELDS]
+        length = min((value for value in lengths if isinstance(value, int)), default=None)
+        switch = _longrope_switch(config)
+        limits = sorted({limit for limit in (switch, length) if limit is not None and limit <= (length or limit)})
+        dynamic = any("dynamic" in str(parameters.get("rope_type")) for parameters in _rope_parameters(config))
+        return cls(tuple(limits), switch, length if dynamic else None)
+
+    def room(self, cached: int) -> int | None:
+        """Greatest depth of a tree whose root lies at position `cached`; None where there is no limit."""
+        if not self.limits:
+            return None
+        if cached in self.limits:
+            return 0
+        return next((limit - 1 - cached for limit in self.limits if cached < limit), 0)
+
+    def changes_by(self, length: int) -> bool:
+        """Whether frequencies are others, or recomputed, in a pass whose longest row has so many tokens."""
+        return any(limit is not None and length > limit for limit in (self.longrope_switch, self.dynamic))
+
+
+def _rope_parameters(config: PretrainedConfig) -> list[Mapping[str, Any]]:
+    rope: Mapping[str, Any] = field(config, "rope_parameters") or {}
+    return [rope, *(value for value in rope.values() if isinstance(value, Mapping))]  # or one dict a layer type
+
+
+def _longrope_switch(config: PretrainedConfig) -> int | None:
+    for parameters in _rope_parameters(config):
+        if parameters.get("rope_type") in ("longrope", "su"):  # "su" in older code from a hub
+            switch = parameters.get("original_max_position_embeddings")
+            return int(switch or field(config, "original_max_position_embeddings") or config.max_position_embeddings)
+    return None

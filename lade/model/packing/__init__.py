@@ -1,1 +1,0 @@
-"""Linear layers prepacked for the CPU."""

@@ -1,0 +1,103 @@
+"""Authorization: host allow-list against DNS rebinding, origins, API keys, request limits."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from lade.server.errors import AUTHENTICATION, PERMISSION, ApiError, overloaded
+from lade.server.request_context import Exchange
+from lade.server.settings import PROBES, Keys, Settings
+
+OPEN = PROBES - {"/metrics"}
+"""Paths that orchestrators ask without a key."""
+PAGE = "/page"
+CROWDED = "crowded"
+"""In the state of a request: whether there are more connections than may be."""
+_SAFE = ("GET", "HEAD", "OPTIONS")
+
+
+class Guard:
+    """ASGI middleware that lets through what is allowed.
+
+    A page of the web can make a browser send requests to this machine, and by a name that it resolves to this machine
+    (DNS rebinding) even read the answers. So names in `Host` must be known; numbers cannot be rebound.
+
+    Args:
+        app: what comes after.
+        settings: hosts and origins.
+        keys: those that open it now.
+    """
+
+    def __init__(self, app: ASGIApp, settings: Settings, keys: Callable[[], Keys]) -> None:
+        self._app, self._settings, self._keys = app, settings, keys
+        self._hosts = {"localhost", settings.host.lower(), *(host.lower() for host in settings.allowed_hosts)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let it through, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check(scope, Headers(scope=scope))
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        if scope["state"].get(CROWDED) and scope["path"] not in OPEN:
+            raise overloaded(
+                "there are too many connections: send this again later", "too_many_connections", close=True
+            )
+        host = headers.get("host", "")
+        if not self._knows(host):
+            why = f"host {host[:100]!r} is not served: start the server with --allowed-host to serve it"
+            raise ApiError(403, PERMISSION, why, code="forbidden_host")
+        origin = headers.get("origin")
+        if origin is not None and scope["method"] not in _SAFE and not self._is_known_origin(origin, host):
+            why = f"pages of {origin[:100]!r} may not ask: start the server with --cors-origin to allow it"
+            raise ApiError(403, PERMISSION, why, code="forbidden_origin")
+        if self._keys().all and not _is_open(scope):
+            Exchange.of(scope).key = self._key(headers)
+
+    def _knows(self, host: str) -> bool:
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").lower()
+        except ValueError:
+            return False
+        return bool(name) and ("*" in self._hosts or name in self._hosts or _is_number(name))
+
+    def _is_known_origin(self, origin: str, host: str) -> bool:
+        allowed = self._settings.cors_origins
+        return "*" in allowed or origin in allowed or origin.partition("://")[2] == host
+
+    def _key(self, headers: Headers) -> str:
+        """The name of the key that was sent."""
+        scheme, _, secret = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            secret = headers.get("x-api-key", "")
+        name = self._keys().find(secret.strip())
+        if name is None:
+            why = "no key, or a wrong one: send the header  Authorization: Bearer KEY"
+            headers_out = {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, AUTHENTICATION, why, code="invalid_api_key", headers=headers_out)
+        return name
+
+
+def _is_open(scope: Scope) -> bool:
+    path = scope["path"]
+    page = path in ("/", PAGE) or path.startswith(f"{PAGE}/")
+    return path in OPEN or scope["method"] == "OPTIONS" or (page and scope["method"] in _SAFE)
+
+
+def _is_number(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

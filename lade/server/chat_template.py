@@ -1,0 +1,228 @@
+"""Conversations and their images through a model's chat template."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import jinja2
+
+from lade.model.prepared import IMAGE_FORMATS
+from lade.server.errors import ApiError, invalid, unsupported
+from lade.server.schemas import ChatRequest, Message
+from lade.server.serialization import decoded
+from lade.server.served_model import ServedModel, TextEncoder, TextTooLongError
+from lade.server.settings import MOST_IMAGES, MOST_PIXELS
+
+_FORMATS = f"{', '.join(IMAGE_FORMATS[:-1])} or {IMAGE_FORMATS[-1]}"
+
+
+class Images:
+    """The images of one request, which are bounded together: a few kilobytes can be a picture of gigabytes."""
+
+    def __init__(self) -> None:
+        self._count = self._pixels = 0
+
+    def read(self, url: str, place: str) -> Any:
+        """A picture in memory, in RGB, of a `data:` URL.
+
+        Args:
+            url: such as `data:image/png;base64,iVBOR...`.
+            place: of the field, for messages.
+
+        Raises:
+            ApiError: it is elsewhere, no image, too large, one too many, or Pillow is missing.
+        """
+        head, comma, data = url.partition(",")
+        if not head.startswith("data:") or not comma or not head.endswith(";base64"):
+            raise unsupported(place, "images are not fetched: send them as  data:image/png;base64,...")
+        if find_spec("PIL") is None:
+            raise unsupported(place, "this server cannot read images: it needs Pillow (pip install pillow)")
+        from PIL import Image as pillow
+
+        self._count += 1
+        if self._count > MOST_IMAGES:
+            raise invalid(place, f"there are more than {MOST_IMAGES} images: send fewer")
+        try:
+            with pillow.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=IMAGE_FORMATS) as picture:
+                self._pixels += picture.width * picture.height
+                if self._pixels > MOST_PIXELS:
+                    raise invalid(place, f"the images have more than {MOST_PIXELS} pixels together: send smaller ones")
+                return picture.convert("RGB")
+        except ApiError:
+            raise
+        except Exception as problem:  # noqa: BLE001 - whatever a decoder makes of what a client has sent
+            why = f"no image can be read from it ({type(problem).__name__}): send a {_FORMATS}"
+            raise invalid(place, why) from None
+
+
+OURS = frozenset(
+    """
+    add_generation_prompt chat_template continue_final_message conversation max_length messages padding
+    return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs tools truncation
+    """.split()  # noqa: SIM905 - a table of words reads better without the quotes
+)
+"""Arguments of `apply_chat_template` that are not the template's, or that a request has a field of its own for."""
+_LOOPS_OVER_PARTS = re.compile(r"for\s+\w+\s+in\s+\w+(?:\.content|\[['\"]content['\"]\])")
+_LONGEST_REASON = 240
+_INSTRUCTIONS = ("system", "developer")
+
+
+class ChatTemplate:
+    """The chat template of a model.
+
+    Args:
+        model: has the tokenizer, and the processor if it takes images.
+        encoder: of its texts.
+        defaults: for the template, unless a request says otherwise.
+    """
+
+    def __init__(self, model: ServedModel, encoder: TextEncoder, defaults: Mapping[str, Any]) -> None:
+        self._model, self._encoder, self._defaults = model, encoder, defaults
+        self._seeing = threading.Lock()  # processors keep settings of a call between their parts
+        self._text = model.chat_template
+        self._takes_parts = bool(_LOOPS_OVER_PARTS.search(self._text))
+        self._knows_developer = "developer" in self._text
+
+    def encode(self, body: ChatRequest) -> tuple[list[int], Mapping[str, Any]]:
+        """Ids of a conversation, and the arguments of `generate` that its images make.
+
+        Raises:
+            ApiError: there is no template, it raises, or it cannot show what the conversation has in it.
+            TextTooLongError: what it makes of it is too long for the model.
+        """
+        if not self._text:
+            why = "this model has no chat template: ask /v1/completions, or start the server with --chat-template"
+            raise invalid("messages", why, "no_chat_template")
+        arguments = self._arguments(body)
+        if any(_shows_images(each) for each in body.messages):
+            with self._seeing:  # which also bounds the memory that pictures take
+                return self._with_images(self._messages(body), arguments)
+        messages = self._messages(body)
+        try:
+            return self._apply(messages, arguments), {}
+        except TextTooLongError:
+            raise
+        except Exception as problem:
+            merged = _merged(messages)
+            if len(merged) == len(messages):
+                raise _refused(problem) from problem
+        try:  # templates that take one system message, and only at the beginning
+            return self._apply(merged, arguments), {}
+        except TextTooLongError:
+            raise
+        except Exception as problem:
+            raise _refused(problem) from problem
+
+    def _apply(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
+        apply = self._model.tokenizer.apply_chat_template
+        if self._encoder.span is None:
+            ids: list[int] = apply(messages, **arguments, tokenize=True, return_dict=False)
+            return ids
+        return self._encoder.ids(apply(messages, **arguments, tokenize=False), add_special_tokens=False)
+
+    def _with_images(
+        self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]
+    ) -> tuple[list[int], Mapping[str, Any]]:
+        encode = self._model.encode_images
+        if encode is None:
+            raise invalid("messages", "this model takes no images: leave them out", "unsupported_parameter")
+        try:
+            return encode(messages, arguments, self._encoder.check)
+        except TextTooLongError:
+            raise
+        except Exception as problem:
+            raise _refused(problem) from problem
+
+    def _arguments(self, body: ChatRequest) -> dict[str, Any]:
+        given = body.chat_template_kwargs or {}
+        for name in sorted(OURS & set(given)):
+            raise invalid(f"chat_template_kwargs.{name}", f"{name} is not the template's: leave it out")
+        goes_on = body.continue_final_message
+        if goes_on and body.messages[-1].role != "assistant":
+            why = "only a last message of the assistant can be continued: leave out continue_final_message"
+            raise invalid("continue_final_message", why)
+        effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+        return {
+            **self._defaults,
+            **effort,
+            **given,
+            "tools": None if body.tool_choice == "none" else body.tools or None,
+            "add_generation_prompt": body.add_generation_prompt and not goes_on,
+            "continue_final_message": goes_on,
+        }
+
+    def _messages(self, body: ChatRequest) -> list[dict[str, Any]]:
+        images = Images()
+        return [self._message(each, f"messages[{number}]", images) for number, each in enumerate(body.messages)]
+
+    def _message(self, message: Message, place: str, images: Images) -> dict[str, Any]:
+        """As templates take it."""
+        role = "system" if message.role == "developer" and not self._knows_developer else message.role
+        # clients send messages of an answer back with all their nulls, which templates may take for something
+        others = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
+        made = {**others, "role": role, "content": self._content(message, f"{place}.content", images)}
+        thought = made.get("reasoning_content") or made.get("reasoning")
+        if thought is not None:
+            made |= {"reasoning_content": thought, "reasoning": thought}
+        if isinstance(made.get("tool_calls"), list):
+            made["tool_calls"] = [_with_parsed_arguments(call) for call in made["tool_calls"]]
+        return made
+
+    def _content(self, message: Message, place: str, images: Images) -> str | list[dict[str, Any]]:
+        if not isinstance(message.content, list):
+            return message.content or message.refusal or ""
+        parts: list[dict[str, Any]] = []
+        for number, part in enumerate(message.content):
+            where = f"{place}[{number}]"
+            text = part.refusal if part.type == "refusal" else part.text
+            if part.type in ("text", "refusal") and text is not None:
+                parts.append({"type": "text", "text": text})
+            elif part.type == "image_url" and part.image_url is not None:
+                if self._model.encode_images is None:
+                    raise invalid(where, "this model takes no images: leave them out", "unsupported_parameter")
+                parts.append({"type": "image", "image": images.read(part.image_url.url, f"{where}.image_url.url")})
+            else:
+                why = f"a part of type {part.type[:40]!r} is not served: send parts of type text, or image_url"
+                raise invalid(where, why, "unsupported_parameter")
+        if self._takes_parts or any(part["type"] == "image" for part in parts):
+            return parts
+        return "".join(part["text"] for part in parts)
+
+
+def _shows_images(message: Message) -> bool:
+    return isinstance(message.content, list) and any(part.type == "image_url" for part in message.content)
+
+
+def _merged(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The instructions at the beginning as one message, with a blank line between them."""
+    count = next((at for at, each in enumerate(messages) if each["role"] not in _INSTRUCTIONS), len(messages))
+    if count < 2 or not all(isinstance(each["content"], str) for each in messages[:count]):
+        return list(messages)
+    text = "\n\n".join(each["content"] for each in messages[:count])
+    return [{"role": "system", "content": text}, *messages[count:]]
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    """Clients send the arguments of a function as text, templates want what it means."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = decoded(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _refused(problem: Exception) -> ApiError:
+    if isinstance(problem, ApiError):
+        return problem
+    words = " ".join(str(problem).split())[:_LONGEST_REASON] or type(problem).__name__
+    kind = "" if isinstance(problem, jinja2.TemplateError) else f"{type(problem).__name__}: "
+    return invalid("messages", f"the chat template refuses this conversation: {kind}{words}", "chat_template_error")

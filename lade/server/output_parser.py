@@ -1,0 +1,396 @@
+"""Parsers of generated text into reasoning, tool calls and content."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Generator
+from typing import Any
+
+from transformers.utils.chat_parsing import ResponseParser
+
+from lade.server.output_items import Call, Parts, new_id
+from lade.server.served_model import ServedModel
+
+_MARKS = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
+_SCALAR_END = re.compile(r"[\s,}\]]")
+_Reading = Generator[None]
+"""Goes on whenever there is more text, and ends behind what it reads."""
+
+
+class CallText:
+    """What is known of a call so far. Its arguments are told as they stand there, whatever JSON they are.
+
+    Attributes:
+        name: of the function; None until it is known.
+        has_arguments: whether these have begun.
+        ended: whether the object is whole.
+        failed: whether the text is no call: no object, or one without a name. What comes then is not read.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.has_arguments = self.ended = self.failed = False
+        self._rest, self._untold = "", ""
+        self._reading = self._call()
+        next(self._reading)
+
+    def push(self, text: str) -> str:
+        """What is new of the arguments with this text; nothing before the name is known."""
+        if self.ended or self.failed:
+            return ""
+        self._rest += text
+        try:
+            next(self._reading)
+        except StopIteration:
+            self.ended = True
+        except ValueError:
+            self.failed = True
+        if self.name is None:
+            return ""
+        told, self._untold = self._untold, ""
+        return told
+
+    def _call(self) -> _Reading:
+        yield from self._take("{")
+        while (yield from self._next()) != "}":
+            key = yield from self._string()
+            yield from self._take(":")
+            if key == "arguments" and not self.has_arguments:
+                yield from self._arguments()
+            elif key == "name" and self.name is None:
+                self.name = yield from self._string()
+            else:
+                yield from self._value(lambda _: None)
+            if (yield from self._next()) != "}":
+                yield from self._take(",")
+        if self.name is None:
+            raise ValueError("a call without a name is none")
+
+    def _arguments(self) -> _Reading:
+        """An object as it is written; of a text, as which some models write it, what it says when it is whole."""
+        if (yield from self._next()) == "{":
+            self.has_arguments = True
+            yield from self._value(self._tell)
+            return
+        pieces = list[str]()
+        yield from self._value(pieces.append)
+        whole = "".join(pieces)
+        said = json.loads(whole, strict=False)
+        self.has_arguments = True
+        self._tell(said if isinstance(said, str) else whole)
+
+    def _tell(self, text: str) -> None:
+        self._untold += text
+
+    def _string(self) -> Generator[None, None, str]:
+        pieces = list[str]()
+        if (yield from self._next()) != '"':
+            raise ValueError("a text is expected")
+        yield from self._value(pieces.append)
+        return str(json.loads("".join(pieces), strict=False))
+
+    def _next(self) -> Generator[None, None, str]:
+        """The next character that is no space; it stays where it is."""
+        while not (rest := self._rest.lstrip()):
+            self._rest = ""
+            yield
+        self._rest = rest
+        return rest[0]
+
+    def _take(self, mark: str) -> _Reading:
+        if (yield from self._next()) != mark:
+            raise ValueError(f"{mark} is expected")
+        self._rest = self._rest[1:]
+
+    def _value(self, take: Callable[[str], None]) -> _Reading:
+        """Hand on a value of any kind, piece by piece as it comes."""
+        if (yield from self._next()) not in '"{[':
+            yield from self._scalar(take)
+            return
+        depth, quoted = 0, False
+        while True:
+            seen = 0
+            for found in _MARKS.finditer(self._rest):
+                mark, seen = found[0], found.end()
+                if mark == '"':
+                    quoted = not quoted
+                elif not quoted:
+                    depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(mark, 0)
+                if depth <= 0 and not quoted:
+                    self._hand_on(seen, take)
+                    return
+            half = self._rest.endswith("\\") and seen < len(self._rest)  # what it escapes has not come yet
+            self._hand_on(len(self._rest) - half, take)
+            yield
+
+    def _scalar(self, take: Callable[[str], None]) -> _Reading:
+        while True:
+            found = _SCALAR_END.search(self._rest)
+            self._hand_on(found.start() if found else len(self._rest), take)
+            if self._rest:
+                return
+            yield
+
+    def _hand_on(self, end: int, take: Callable[[str], None]) -> None:
+        take(self._rest[:end])
+        self._rest = self._rest[end:]
+
+
+class WrittenCall:
+    """A call while a model writes it, told as soon as its name is known and its arguments have begun.
+
+    Args:
+        index: its number among the calls of the answer.
+        opening: the mark before it.
+    """
+
+    def __init__(self, index: int, opening: str) -> None:
+        self._index, self._text = index, CallText()
+        self._held: str | None = opening
+        """What has not been told; None once a part of it has."""
+        self._is_call = False
+
+    def push(self, text: str) -> Parts:
+        """What is new with this text, which is of the answer if it cannot be a call."""
+        arguments = self._text.push(text)
+        if self._held is None:
+            more = self._is_call and arguments
+            return Parts(tool_calls=[Call(self._index, arguments)]) if more else Parts("" if self._is_call else text)
+        self._held += text
+        if self._text.failed:
+            return self._as_answer("")
+        return self._begin(arguments) if self._text.name is not None and self._text.has_arguments else Parts()
+
+    def close(self, closing: str, *, cut: bool) -> Parts:
+        """What is new with its end.
+
+        Args:
+            closing: the mark behind it; "" where there is none.
+            cut: whether the answer was cut off there, so that what cannot be told as a call is not told.
+        """
+        if self._held is None:
+            return Parts() if self._is_call else Parts(closing)
+        if self._text.ended:
+            return self._begin("{}")
+        if cut:
+            return Parts() if self._text.name is None else self._begin("")
+        return self._as_answer(closing)
+
+    def _begin(self, arguments: str) -> Parts:
+        self._held, self._is_call = None, True
+        return Parts(tool_calls=[Call(self._index, arguments, new_id(), self._text.name or "")])
+
+    def _as_answer(self, closing: str) -> Parts:
+        held, self._held = self._held or "", None
+        return Parts(held + closing)
+
+
+logger = logging.getLogger(__name__)
+
+_CALL_MARKS = ("<tool_call>", "</tool_call>")
+_AS_IT_IS = {"type": "function", "function": "{content}"}
+"""What response templates say of a call that is written as `{"name": ..., "arguments": ...}`."""
+_SURE = 5
+"""Characters of a mark, at least, that are one and nothing else."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""What response templates call thoughts."""
+
+
+class PlainParser:
+    """For models that say nothing but their answer."""
+
+    thinks = False
+
+    def push(self, text: str) -> Parts:
+        """What is new with this text."""
+        return Parts(text)
+
+    def finish(self, *, cut: bool = False) -> Parts:
+        """What was held back.
+
+        Args:
+            cut: whether the answer had to end before its end.
+        """
+        return Parts()
+
+
+class MarkupParser:
+    """Transformers' parser for what a model says; text that it cannot parse is the answer, as it is.
+
+    Args:
+        template: a response template of transformers.
+        prefix: the prompt, in which a message may have begun.
+        opening: what of the message the prompt has already, where `prefix` does not tell.
+        tools: that were offered.
+        marks: around calls that are JSON, which are told while they are written; None where calls are told when they
+            are whole.
+
+    Attributes:
+        thinks: whether the model is at its thoughts.
+    """
+
+    def __init__(
+        self,
+        template: dict[str, Any],
+        prefix: str,
+        opening: str,
+        tools: list[Any] | None,
+        marks: tuple[str, str] | None = None,
+    ) -> None:
+        self._parser: ResponseParser | None = ResponseParser(template, prefix=prefix, tools=tools)
+        self._marks = marks
+        self._unparsed = ""
+        self._calls = 0
+        self._written: WrittenCall | None = None
+        self.thinks = False
+        self._note(self._parser.initial_events)
+        if opening:
+            self._note(self._parser.feed(opening))
+
+    def push(self, text: str) -> Parts:
+        """What is new with this text."""
+        if self._parser is None:
+            return Parts(text)
+        self._unparsed += text
+        try:
+            events = self._parser.feed(text)
+        except ValueError as problem:
+            return self._give_up(problem)
+        return self._parts(events)
+
+    def finish(self, *, cut: bool = False) -> Parts:
+        """What was held back; the markup of a call that was cut off is not, as it is no answer.
+
+        Args:
+            cut: whether the answer had to end before its end.
+        """
+        if self._parser is None:
+            return Parts()
+        try:
+            _, events = self._parser.finalize()
+        except ValueError as problem:
+            given_up = self._give_up(problem)
+            return Parts() if cut else given_up
+        return self._parts(events, last=True, cut=cut)
+
+    def _give_up(self, problem: ValueError) -> Parts:
+        logger.info("an answer does not follow its markup: %s", problem)
+        self._parser, self.thinks = None, False
+        return Parts(self._unparsed)
+
+    def _parts(self, events: list[dict[str, Any]], *, last: bool = False, cut: bool = False) -> Parts:
+        self._note(events)
+        made = Parts()
+        for event in events:
+            name, kind = event["field"], event["type"]
+            if name == "tool_calls":
+                made.add(self._of_calls(event, last=last, cut=cut))
+            elif kind == "region_chunk" and not event["dirty"]:
+                if name in REASONING:
+                    made.reasoning += event["text"]
+                elif name == "content" and not (cut and self._begins_call(event["text"])):
+                    made.content += event["text"]
+        if made:
+            self._unparsed = ""
+        return made
+
+    def _of_calls(self, event: dict[str, Any], *, last: bool, cut: bool) -> Parts:
+        if self._marks is None:
+            return self._whole_calls(event["value"]) if event["type"] == "region_close" else Parts()
+        if self._written is None:
+            self._written = WrittenCall(self._calls, self._marks[0])
+        if event["type"] == "region_chunk":
+            return self._counted(self._written.push(event["text"]))
+        if event["type"] == "region_close":
+            written, self._written = self._written, None
+            return self._counted(written.close("" if last else self._marks[1], cut=cut))
+        return Parts()
+
+    def _whole_calls(self, value: Any) -> Parts:
+        calls = value if isinstance(value, list) else [value]
+        return self._counted(Parts(tool_calls=[_call(self._calls + at, call) for at, call in enumerate(calls)]))
+
+    def _counted(self, parts: Parts) -> Parts:
+        self._calls += sum(bool(call.id) for call in parts.tool_calls)
+        return parts
+
+    def _begins_call(self, text: str) -> bool:
+        """Whether a text that was held back is the beginning of a mark, and too much of it to be anything else."""
+        found = text.strip()
+        return self._marks is not None and len(found) >= _SURE and self._marks[0].startswith(found)
+
+    def _note(self, events: list[dict[str, Any]]) -> None:
+        for event in events:
+            if event["field"] in REASONING:
+                self.thinks = event["type"] != "region_close"
+
+
+def _call(index: int, call: dict[str, Any]) -> Call:
+    """A call as a response template has it."""
+    function = call.get("function", call)
+    arguments = function.get("arguments", {})
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return Call(index, text, new_id(), str(function.get("name", "")))
+
+
+class Markup:
+    """Which markup a model uses, by its tokenizer's response template or by the marks that its chat template has.
+
+    Args:
+        model: whose answers are parsed.
+    """
+
+    def __init__(self, model: ServedModel) -> None:
+        self._own: dict[str, Any] | None = getattr(model.tokenizer, "response_template", None)
+        self._own_marks: tuple[str, str] | None = None
+        if self._own is not None:
+            self._own, self._own_marks = _with_calls_as_text(self._own)
+        self._thinks = "<think>" in model.chat_template
+        self._calls = "<tool_call>" in model.chat_template
+
+    @property
+    def has_special_tokens(self) -> bool:
+        """Whether its marks may be special tokens, which have no text otherwise."""
+        return self._own is not None
+
+    @property
+    def has_other_thoughts(self) -> bool:
+        """Whether there are thoughts in a markup of the model's own, which no grammar knows."""
+        fields = (self._own or {}).get("fields", {})
+        return not self._thinks and any(name in fields for name in REASONING)
+
+    def parser(self, prompt: str, tools: list[Any] | None) -> PlainParser | MarkupParser:
+        """For one answer.
+
+        Args:
+            prompt: as the model sees it.
+            tools: that were offered; without any, what looks like a call is none.
+        """
+        if self._own is not None:
+            return MarkupParser(self._own, prompt, "", tools, self._own_marks)
+        if not self._thinks and not (self._calls and tools):
+            return PlainParser()
+        fields: dict[str, Any] = {"content": {"content": "text"}}
+        if self._thinks:
+            thoughts = {"open_pattern": r"\s*<think>\s*", "close_pattern": r"\s*</think>\s*", "content": "text"}
+            fields["reasoning_content"] = thoughts
+        if self._calls and tools:
+            opening_mark, closing_mark = _CALL_MARKS
+            call = {"open_pattern": rf"\s*{opening_mark}", "close": closing_mark, "repeats": True, "content": "text"}
+            fields["tool_calls"] = call
+        template = {"start_anchor": "\0", "fields": fields}
+        opening = "<think>" if self._thinks and prompt.rstrip().endswith("<think>") else ""
+        return MarkupParser(template, "", opening, tools, _CALL_MARKS)
+
+
+def _with_calls_as_text(template: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, str] | None]:
+    """A response template that leaves the JSON of calls as it is, and their marks; None where calls are no JSON."""
+    field = template.get("fields", {}).get("tool_calls", {})
+    opening, closing = field.get("open"), field.get("close")
+    plain = field.get("content") == "json" and not field.get("content_args") and field.get("transform") == _AS_IT_IS
+    if not (plain and isinstance(opening, str) and isinstance(closing, str)):
+        return template, None
+    as_text = {**field, "content": "text"}
+    return {**template, "fields": {**template["fields"], "tool_calls": as_text}}, (opening, closing)

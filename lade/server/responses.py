@@ -1,0 +1,467 @@
+"""`/v1/responses`: OpenAI's API of items and events, without stored state."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, StrictBool, StrictInt
+
+from lade.server import serialization
+from lade.server.chat import Event, ItemAnswer
+from lade.server.errors import ApiError, invalid, unsupported
+from lade.server.output_items import Change, Run
+from lade.server.request_context import Exchange
+from lade.server.schemas import ChatRequest, Decoding, Model, Names, Object, Text, chat_request
+from lade.server.service import Service
+from lade.server.settings import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
+from lade.server.structured_output import FormatNames
+
+
+class InputPart(Model):
+    """A part of a message, of an output, or of a thought."""
+
+    type: str
+    text: Text | None = None
+    refusal: Text | None = None
+    image_url: str | None = None
+
+
+InputParts = Annotated[list[InputPart], Field(fail_fast=True, max_length=MOST_PARTS)]
+
+
+class InputItem(Model):
+    """An item: a message, a call of a tool, its output, or a thought. Which fields it needs, its type decides."""
+
+    type: str = Field("message", max_length=64)
+    role: str | None = Field(None, min_length=1, max_length=64)
+    content: Text | InputParts | None = None
+    summary: InputParts | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: Text | None = None
+    input: Text | None = None
+    output: Text | InputParts | None = None
+
+
+class Reasoning(Model):
+    """How much thought is wanted."""
+
+    effort: str | None = None
+    summary: Any = None
+
+
+class TextOptions(Model):
+    """The form of the text."""
+
+    format: Object | None = None
+    verbosity: Any = None
+
+
+ToolList = Annotated[list["Tool"], Field(fail_fast=True, max_length=MOST_TOOLS)]
+
+
+class Tool(Model):
+    """A tool; functions are what is served, alone or in namespaces."""
+
+    type: str = Field(max_length=64)
+    name: str | None = None
+    tools: ToolList | None = None
+    description: str | None = None
+    parameters: Object | None = None
+    strict: StrictBool | None = None
+
+
+class ResponsesRequest(Decoding):
+    """Of `/v1/responses`."""
+
+    input: Text | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+    instructions: Text | None = None
+    max_output_tokens: StrictInt | None = Field(None, ge=1)
+    tools: ToolList | None = None
+    tool_choice: Literal["auto", "none", "required"] | Object | None = None
+    parallel_tool_calls: StrictBool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    include: Names | None = None
+    client_metadata: Any = None
+    truncation: Any = None
+    prompt_cache_retention: Any = None
+
+
+_BETWEEN = "__"
+
+
+class Tools:
+    """What a request offers: functions, alone or in namespaces.
+
+    A model sees the functions of a namespace under both names, `namespace__name`; its client is told them apart again.
+
+    Args:
+        given: as they stand in the request.
+
+    Attributes:
+        functions: as the chat API has them.
+        dropped: the types of the others, which are not served, in their order.
+    """
+
+    def __init__(self, given: Sequence[Tool] | None) -> None:
+        self.functions: list[dict[str, Any]] = []
+        self.dropped: list[str] = []
+        self._places: dict[str, dict[str, str]] = {}
+        for tool in given or ():
+            if tool.type == "namespace":
+                for each in tool.tools or ():
+                    self._add(each, tool.name)
+            else:
+                self._add(tool, None)
+
+    def told(self, name: str) -> dict[str, str]:
+        """The members of an item that name the function which a model calls so."""
+        return self._places.get(name, {"name": name})
+
+    def _add(self, tool: Tool, namespace: str | None) -> None:
+        if tool.type != "function":
+            self.dropped.append(tool.type)
+            return
+        name = flat_name(tool.name, namespace)
+        fields = {"name": name, "description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
+        given = {field: value for field, value in fields.items() if value is not None}
+        self.functions.append({"type": "function", "function": given})
+        if namespace and name and tool.name:
+            self._places[name] = {"namespace": namespace, "name": tool.name}
+
+
+def flat_name(name: str | None, namespace: str | None) -> str | None:
+    """What a model calls a function of a namespace; the name itself outside of any."""
+    if not namespace or name is None:
+        return name
+    return f"{namespace.removesuffix(_BETWEEN)}{_BETWEEN}{name}"
+
+
+_LOGPROBS = "message.output_text.logprobs"
+_NOT_KEPT = {
+    "prompt": "prompts are not kept here: send instructions and input",
+    "previous_response_id": "answers are not kept: send all items in input",
+    "conversation": "conversations are not kept: send all items in input",
+    "background": "answers are not kept: wait for this one, or stream it",
+    "top_logprobs": "logprobs are for /v1/chat/completions",
+    "max_tool_calls": "no tool is called here, so none can be counted: leave it out",
+}
+Messages = list[dict[str, Any]]
+
+
+def as_chat(asked: ResponsesRequest) -> ChatRequest:
+    """The chat request that asks for the same.
+
+    Raises:
+        ApiError: something that would have to be kept, or an item that is none.
+    """
+    extra = asked.model_extra or {}
+    for name, remedy in _NOT_KEPT.items():
+        if extra.get(name):
+            raise unsupported(name, f"{name}: {remedy}")
+    if asked.n != 1:
+        raise unsupported("n", "n: a response is one answer: ask /v1/chat/completions")
+    if _LOGPROBS in (asked.include or ()):
+        raise unsupported("include", f"include: {_LOGPROBS}: logprobs are for /v1/chat/completions")
+    tools = Tools(asked.tools)
+    return chat_request(
+        asked,
+        messages=messages_of(asked),
+        tools=tools.functions or None,
+        tool_choice=_tool_choice(asked.tool_choice),
+        parallel_tool_calls=asked.parallel_tool_calls,
+        max_completion_tokens=asked.max_output_tokens,
+        reasoning_effort=None if asked.reasoning is None else asked.reasoning.effort,
+        response_format=_format(asked),
+        **{f"tools.{kind}": "" for kind in tools.dropped},
+    )
+
+
+def messages_of(asked: ResponsesRequest) -> Messages:
+    """Instructions and items as messages; what an assistant thought, said and called in one go is one of them."""
+    made: Messages = [] if asked.instructions is None else [{"role": "system", "content": asked.instructions}]
+    if isinstance(asked.input, str):
+        return [*made, {"role": "user", "content": asked.input}]
+    names: dict[str, str] = {}
+    for number, item in enumerate(asked.input):
+        place = f"input[{number}]"
+        match item.type:
+            case "message" | "agent_message":
+                _add_message(made, item, place)
+            case "reasoning":
+                parts = item.content if isinstance(item.content, list) else item.summary
+                thought = "".join(part.text or "" for part in parts or item.summary or ())
+                _assistant(made, "content", "tool_calls")["reasoning_content"] = thought
+            case "function_call" | "custom_tool_call":
+                call = _call(item, place)
+                names[call["id"]] = call["function"]["name"]
+                _assistant(made).setdefault("tool_calls", []).append(call)
+            case "function_call_output" | "custom_tool_call_output":
+                made.append(_tool_message(item, names, place))
+            case _:
+                why = f"{place}: an item of type {item.type!r} is not served: send messages, function calls and outputs"
+                raise unsupported(f"{place}.type", why)
+    return made
+
+
+def _add_message(made: Messages, item: InputItem, place: str) -> None:
+    role = _required(item, "role", place) if item.type == "message" else "user"  # what another agent says
+    if item.content is None:
+        raise invalid(f"{place}.content", f"{place}.content: a message needs a text, or parts: give one")
+    content = _content(item.content, f"{place}.content")
+    if role == "assistant":
+        _assistant(made, "content", "tool_calls")["content"] = content
+    else:
+        made.append({"role": role, "content": content})
+
+
+def _assistant(made: Messages, *taken: str) -> dict[str, Any]:
+    """The last message if it is the assistant's and has none of these fields yet, else a new one."""
+    last = made[-1] if made else {}
+    if last.get("role") != "assistant" or any(last.get(name) for name in taken):
+        made.append({"role": "assistant", "content": None})
+    return made[-1]
+
+
+def _call(item: InputItem, place: str) -> dict[str, Any]:
+    """A call; that of a custom tool, made with another server, has one text for arguments."""
+    call_id, name = _required(item, "call_id", place), flat_name(_required(item, "name", place), item.namespace)
+    if item.type == "custom_tool_call":
+        arguments = json.dumps({"input": _required(item, "input", place)}, ensure_ascii=False)
+    else:
+        arguments = _required(item, "arguments", place)
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _tool_message(item: InputItem, names: dict[str, str], place: str) -> dict[str, Any]:
+    call_id = _required(item, "call_id", place)
+    if item.output is None:
+        raise invalid(f"{place}.output", f"{place}.output: give what the function returned, as text")
+    name = {"name": names[call_id]} if call_id in names else {}
+    content = _content(item.output, f"{place}.output")
+    return {"role": "tool", "tool_call_id": call_id, **name, "content": content}
+
+
+def _required(item: InputItem, name: str, place: str) -> str:
+    value: str | None = getattr(item, name)
+    if value is None:
+        raise invalid(f"{place}.{name}", f"{place}.{name}: an item of type {item.type!r} needs one: give it")
+    return value
+
+
+def _content(content: str | Sequence[InputPart], place: str) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    made: list[dict[str, Any]] = []
+    for number, part in enumerate(content):
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type in ("input_text", "output_text", "text", "refusal") and text is not None:
+            made.append({"type": "text", "text": text})
+        elif part.type == "input_image" and part.image_url is not None:
+            made.append({"type": "image_url", "image_url": {"url": part.image_url}})
+        else:
+            where = f"{place}[{number}]"
+            why = f"a part of type {part.type[:40]!r} is not served: send input_text, or input_image with a URL"
+            raise unsupported(where, f"{where}: {why}")
+    return made
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": flat_name(choice.get("name"), choice.get("namespace"))}}
+    return choice
+
+
+def _format(asked: ResponsesRequest) -> dict[str, Any] | None:
+    """`text.format` as a `response_format`, which has what describes a schema one level deeper."""
+    found = None if asked.text is None else asked.text.format
+    if found is None or found.get("type") != "json_schema":
+        return found
+    return {"type": "json_schema", "json_schema": {name: found[name] for name in found if name != "type"}}
+
+
+_PREFIXES = {"thought": "rs", "text": "msg", "call": "fc"}
+_TEXTS = {"thought": "response.reasoning_text", "text": "response.output_text"}
+_ARGUMENTS = "response.function_call_arguments"
+_SERVED = ("function", "namespace")
+
+
+class ResponsesAnswer(ItemAnswer):
+    """A response.
+
+    Args:
+        service: what decodes it.
+        exchange: the request.
+        chat: what it asks for, of the chat API.
+        asked: the same as it came.
+    """
+
+    endpoint = "responses"
+    kind, id_prefix = "response", "resp_"
+    prompt_field = "input"
+    field_names: ClassVar = {
+        "messages": "input",
+        "max_completion_tokens": "max_output_tokens",
+        "reasoning_effort": "reasoning.effort",
+    }
+    format_names = FormatNames("text.format", "text.format.schema")
+
+    def __init__(self, service: Service, exchange: Exchange, chat: ChatRequest, asked: ResponsesRequest) -> None:
+        super().__init__(service, exchange, chat, asked)
+        self._asked, self._sent, self._tools = asked, 0, Tools(asked.tools)
+
+    def message(self) -> dict[str, Any]:
+        """See `ItemAnswer.message`."""
+        return self._response(self._status())
+
+    def first(self) -> Iterator[Event]:
+        """See `ItemAnswer.first`."""
+        for name in ("response.created", "response.in_progress"):
+            yield name, {"response": self._response("in_progress")}
+
+    def told(self, change: Change) -> Iterator[Event]:
+        """See `ItemAnswer.told`."""
+        run = change.run
+        place = {"item_id": self._item_id(run), "output_index": run.index}
+        if run.kind == "call":
+            yield from self._told_of_call(change, place)
+            return
+        place["content_index"] = 0
+        logprobs: dict[str, Any] = {"logprobs": []} if run.kind == "text" else {}
+        if change.what == "begun":
+            yield "response.output_item.added", {"output_index": run.index, "item": self._item(run, begun=True)}
+            yield "response.content_part.added", {**place, "part": _part(run)}
+        elif change.what == "grown":
+            yield f"{_TEXTS[run.kind]}.delta", {**place, "delta": change.text, **logprobs}
+        else:
+            yield f"{_TEXTS[run.kind]}.done", {**place, "text": run.text, **logprobs}
+            yield "response.content_part.done", {**place, "part": _part(run)}
+            yield "response.output_item.done", {"output_index": run.index, "item": self._item(run)}
+
+    def _told_of_call(self, change: Change, place: dict[str, Any]) -> Iterator[Event]:
+        run = change.run
+        if change.what == "begun":
+            yield "response.output_item.added", {"output_index": run.index, "item": self._item(run, begun=True)}
+        elif change.what == "grown":
+            yield f"{_ARGUMENTS}.delta", {**place, "delta": change.text}
+        else:
+            name = self._told(run)["name"]
+            yield f"{_ARGUMENTS}.done", {**place, "name": name, "arguments": run.text}
+            yield "response.output_item.done", {"output_index": run.index, "item": self._item(run)}
+
+    def last(self) -> Iterator[Event]:
+        """See `ItemAnswer.last`."""
+        yield f"response.{self._status()}", {"response": self.message()}
+
+    def _first(self) -> Iterator[bytes]:
+        return iter(()) if self._sent else super()._first()
+
+    def ping(self) -> bytes:
+        """See `Answer.ping`: events, because Codex gives up on a stream without any, whatever comments it has."""
+        return b"".join(map(self.encoded, list(self.first())[-1:]) if self._sent else self._first())
+
+    def broken(self, error: ApiError) -> Iterator[Event]:
+        """See `ItemAnswer.broken`."""
+        yield "response.failed", {"response": self._response("failed", error)}
+
+    def encoded(self, event: Event) -> bytes:
+        """See `ItemAnswer.encoded`; events are numbered."""
+        name, others = event
+        self._sent += 1
+        return serialization.event({"type": name, "sequence_number": self._sent - 1, **others}, name)
+
+    def _failed(self, problem: Exception) -> ApiError:
+        error = super()._failed(problem)
+        head = re.split(r"[\[.]", error.param or "")[0]
+        error.param = self.field_names.get(head, error.param)
+        return error
+
+    def _status(self) -> str:
+        return "incomplete" if self.choices[0].finish_reason == "length" else "completed"
+
+    def _response(self, status: str, error: ApiError | None = None) -> dict[str, Any]:
+        over = status in ("completed", "incomplete")
+        return {
+            "id": self._id,
+            "object": self.kind,
+            "created_at": self._created,
+            "completed_at": int(time.time()) if over else None,
+            "status": status,
+            "error": None if error is None else {"code": "server_error", "message": error.message},
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self.service.settings.name,
+            "output": [self._item(run) for run in self.runs.all],
+            **self._echo(),
+            "usage": self._usage() if over else None,
+            **({"lade": self.choices[0].figures} if over else {}),
+        }
+
+    def _echo(self) -> dict[str, Any]:
+        """What a response repeats of its request."""
+        asked, reasoning = self._asked, self._asked.reasoning
+        drawing = {"temperature": 1.0, "top_p": 1.0, **self.model.sampling}
+        return {
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata or {},
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "background": False,
+            "prompt_cache_key": asked.prompt_cache_key,
+            "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
+            "safety_identifier": asked.safety_identifier,
+            "service_tier": "default",
+            "store": False,
+            "temperature": drawing["temperature"] if asked.temperature is None else asked.temperature,
+            "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
+            "tool_choice": asked.tool_choice or "auto",
+            "tools": [tool.model_dump(exclude_unset=True) for tool in asked.tools or () if tool.type in _SERVED],
+            "top_p": drawing["top_p"] if asked.top_p is None else asked.top_p,
+            "truncation": "disabled",
+            "user": asked.user,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        used = self.usage()
+        cached = used["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": used["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": used["completion_tokens"],
+            "output_tokens_details": used["completion_tokens_details"],
+            "total_tokens": used["total_tokens"],
+        }
+
+    def _item_id(self, run: Run) -> str:
+        return f"{_PREFIXES[run.kind]}_{self._id.removeprefix(self.id_prefix)}{run.index:02x}"
+
+    def _item(self, run: Run, *, begun: bool = False) -> dict[str, Any]:
+        """A run as an item; one that has only begun has nothing in it."""
+        cut = run is self.runs.all[-1] and self.choices[0].finish_reason == "length"
+        status = "in_progress" if not run.ended else "incomplete" if cut else "completed"
+        item = {"id": self._item_id(run), "status": status}
+        content = [] if begun else [_part(run)]
+        match run.kind:
+            case "thought":
+                return {**item, "type": "reasoning", "summary": [], "content": content}
+            case "text":
+                return {**item, "type": "message", "role": "assistant", "content": content}
+        assert run.call is not None  # there is no other kind
+        call_id, arguments = run.call.id, "" if begun else run.text
+        return {**item, "type": "function_call", "call_id": call_id, **self._told(run), "arguments": arguments}
+
+    def _told(self, run: Run) -> dict[str, str]:
+        """The members of an item, or an event, that name what is called."""
+        return self._tools.told("" if run.call is None else run.call.name)
+
+
+def _part(run: Run) -> dict[str, Any]:
+    if run.kind == "thought":
+        return {"type": "reasoning_text", "text": run.text}
+    return {"type": "output_text", "text": run.text, "annotations": [], "logprobs": []}

@@ -1,0 +1,176 @@
+"""Sampling parameters of a request as arguments of `model.generate`, and OpenAI's penalties."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from transformers import LogitsProcessor
+
+from lade.config import LookaheadConfig
+from lade.errors import ConfigError
+from lade.server.errors import invalid
+from lade.server.schemas import ChatRequest, Decoding
+from lade.server.serialization import decoded
+from lade.server.served_model import ServedModel
+from lade.server.settings import MOST_CHOICES
+
+
+class Penalties(LogitsProcessor):
+    """Lowers the logits of tokens that the answer has already: `- frequency * count - presence * (count > 0)`.
+
+    The prompt does not count. A processor like any other, for `model.generate`, too:
+
+    >>> model.generate(ids, logits_processor=[Penalties(0.5, 0.5, prompt_length=ids.shape[1])], max_new_tokens=20)
+
+    Source: OpenAI's API reference, "Frequency and presence penalties".
+
+    Args:
+        presence: for a token that has come up; below zero it is made likelier.
+        frequency: for each time that it has.
+        prompt_length: columns of the prompt, padding included.
+    """
+
+    def __init__(self, presence: float, frequency: float, *, prompt_length: int) -> None:
+        self._presence, self._frequency, self._prompt_length = presence, frequency, prompt_length
+        self._counted = torch.empty(0, 0)  # [B, L], the text whose tokens are in the counts
+        self._counts = torch.empty(0, 0)  # [B, V]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
+        """Scores `[B, V]`, given the text so far, `[B, L]`."""
+        new = input_ids[:, self._first_new(input_ids, scores) :]
+        self._counts.scatter_add_(1, new, torch.ones_like(new, dtype=scores.dtype))
+        self._counted = input_ids.clone()
+        return scores - self._frequency * self._counts - self._presence * (self._counts > 0)
+
+    def _first_new(self, input_ids: torch.Tensor, scores: torch.Tensor) -> int:
+        """The column from which on tokens have to be counted; all have, where it is not the text that was counted."""
+        length = self._counted.shape[1]
+        same = self._counts.shape == scores.shape and self._counts.device == scores.device
+        if same and length >= self._prompt_length and torch.equal(self._counted, input_ids[:, :length]):
+            return length
+        with torch.inference_mode(False):  # a stream may go on outside of it
+            self._counts = torch.zeros_like(scores)
+        return self._prompt_length
+
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below it would divide by nothing."""
+_SEEDS, _DRAWN_SEEDS = 2**64, 2**32
+_OURS = frozenset(field.name for field in fields(LookaheadConfig)) - {"memory"}
+_FROM_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def first_seed(body: Decoding) -> int:
+    """That of choice 0; choice k has k more. Negative ones are what torch makes of them."""
+    if body.seed is None:
+        return secrets.randbelow(_DRAWN_SEEDS - MOST_CHOICES)
+    return body.seed if body.seed >= 0 else _SEEDS + body.seed
+
+
+def seed_of(first: int, choice: int) -> int:
+    """The seed of a choice."""
+    return (first + choice) % _SEEDS
+
+
+def with_generation_config(body: ChatRequest) -> ChatRequest:
+    """The request with what its `generation_config` says, which `transformers chat` sends as text.
+
+    Raises:
+        ApiError: it is no object, or a value is out of range.
+    """
+    if body.generation_config is None:
+        return body
+    try:
+        given = decoded(body.generation_config)
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict):
+        raise invalid("generation_config", "generation_config: it is no JSON object: leave it out")
+    found = {name: given[name] for name in _FROM_CONFIG if given.get(name) is not None}
+    if given.get("max_new_tokens") is not None:
+        found["max_tokens"] = given["max_new_tokens"]
+    if given.get("do_sample") is False:
+        found["temperature"] = 0.0
+    fresh = {name: value for name, value in found.items() if name not in body.model_fields_set}
+    return body.model_copy(update=_checked(fresh))
+
+
+def _checked(values: dict[str, Any]) -> dict[str, Any]:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise invalid("generation_config", f"generation_config: {name} is no number: leave it out")
+    try:
+        checked = Decoding.model_validate(values)
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        raise invalid("generation_config", f"generation_config: {first['loc'][0]}: {first['msg']}") from None
+    return {name: getattr(checked, name) for name in values}
+
+
+def generate_arguments(body: Decoding, model: ServedModel, prompt_tokens: int) -> dict[str, Any]:
+    """Arguments of `model.generate`, but for the length of the answer.
+
+    Args:
+        body: the request.
+        model: whose checkpoint decides what the request does not.
+        prompt_tokens: of the prompt, images included.
+
+    Raises:
+        ApiError: an id is out of the vocabulary.
+    """
+    arguments = _drawing(body, model)
+    if body.repetition_penalty is not None:
+        arguments["repetition_penalty"] = body.repetition_penalty
+    if body.presence_penalty or body.frequency_penalty:
+        presence, frequency = body.presence_penalty or 0.0, body.frequency_penalty or 0.0
+        arguments["logits_processor"] = [Penalties(presence, frequency, prompt_length=prompt_tokens)]
+    if body.logit_bias:
+        _check_ids("logit_bias", body.logit_bias, model)
+        # as a dictionary: of pairs in a list transformers before 5.23 refuse the id 0
+        arguments["sequence_bias"] = {(token,): float(bias) for token, bias in body.logit_bias.items()}
+    ends = [] if body.ignore_eos else model.ends
+    if body.ignore_eos or body.stop_token_ids:
+        _check_ids("stop_token_ids", body.stop_token_ids or [], model)
+        arguments["eos_token_id"] = [*ends, *(body.stop_token_ids or [])] or None
+    return arguments
+
+
+def sampling_defaults(model: ServedModel) -> dict[str, Any]:
+    """What holds where a request does not say. What transformers would do, such as its top-k of 50, is not done."""
+    return {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **model.sampling}
+
+
+def _drawing(body: Decoding, model: ServedModel) -> dict[str, Any]:
+    given = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    asked = {name: value for name, value in given.items() if value is not None}
+    values = {**sampling_defaults(model), **asked}
+    if values["temperature"] < GREEDY_BELOW:
+        return {"do_sample": False}
+    return {"do_sample": True, **values, "top_k": max(0, values["top_k"] or 0)}
+
+
+def _check_ids(name: str, ids: Any, model: ServedModel) -> None:
+    if max(ids, default=0) >= model.vocabulary:
+        why = f"{name}: {max(ids)} is out of the vocabulary: give ids below {model.vocabulary}"
+        raise invalid(name, why)
+
+
+def lookahead_of(asked: str | Mapping[str, Any] | None) -> LookaheadConfig | str | None:
+    """How a request wants to be drafted; "auto" for what the server does.
+
+    Raises:
+        ApiError: a size that is none.
+    """
+    if asked is None or isinstance(asked, str):
+        return asked
+    for name in sorted(set(asked) - _OURS):
+        raise invalid(f"lookahead.{name}", f"lookahead.{name}: there is no such field: give {', '.join(sorted(_OURS))}")
+    try:
+        return LookaheadConfig(**asked)
+    except ConfigError as problem:
+        raise invalid(f"lookahead.{problem.field}", f"lookahead: {problem}") from None

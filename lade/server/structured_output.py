@@ -1,0 +1,397 @@
+"""Structured output: response formats and tool calls as grammars."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import thread_time
+from typing import Any, NamedTuple
+
+from lade.errors import InputError, MissingExtraError
+from lade.hf.grammar.compiled import Budget, SlowGrammarError, Vocabulary, vocabulary_of_tokenizer
+from lade.hf.grammar.grammar import Grammar, GrammarProcessor, processor_of
+from lade.hf.grammar.trial import GrammarTrial
+from lade.server.errors import INVALID_SCHEMA, invalid, unsupported
+from lade.server.schemas import ChatRequest, Decoding, StructuredOutputs
+from lade.server.served_model import ServedModel
+from lade.server.settings import LONGEST_SCHEMA, LONGEST_TOOLS, SLOWEST_TOOLS
+
+_ANY_TEXT = ("text", None)
+_NOTES = frozenset(["description", "title", "$comment", "$schema"])
+_VALUES = frozenset(["const", "enum", "default", "examples"])
+"""Members of a schema that are no schemas."""
+
+
+class FormatNames(NamedTuple):
+    """What clients of an API call `ChatRequest.response_format`, and the schema in it."""
+
+    whole: str = "response_format"
+    schema: str = "response_format.json_schema.schema"
+
+
+CHAT_NAMES = FormatNames()
+
+
+class Forms:
+    """Makes processors of the grammars that requests ask for.
+
+    Args:
+        model: whose answers follow them. What its tokenizer takes to be prepared is done here, once.
+    """
+
+    def __init__(self, model: ServedModel) -> None:
+        self._missing: MissingExtraError | None = None
+        self._unfit: InputError | None = None
+        self._vocabulary: Vocabulary | None = None
+        self._trial: GrammarTrial | None = None
+        try:
+            vocabulary = vocabulary_of_tokenizer(model.tokenizer, model.ends)
+            self._trial = GrammarTrial(vocabulary.specials)
+            self._vocabulary = vocabulary.tried_by(self._trial)
+        except MissingExtraError as problem:
+            self._missing = problem
+        except InputError as problem:
+            self._unfit = problem
+
+    @property
+    def available(self) -> bool:
+        """Whether there can be any."""
+        return self._vocabulary is not None
+
+    def vocabulary(self, param: str) -> Vocabulary:
+        """Of the model's tokenizer.
+
+        Raises:
+            ApiError: the field `param` cannot be served.
+        """
+        if self._vocabulary is None:
+            raise unsupported(param, f"{param}: {self._missing or self._unfit}")
+        return self._vocabulary
+
+    def require(self, grammar: Grammar, param: str) -> None:
+        """Raise `ApiError` for a grammar that cannot be used."""
+        self.processor(grammar, param)
+
+    def processor(self, grammar: Grammar, param: str, budget: Budget | None = None) -> GrammarProcessor:
+        """The processor of one answer, with the budget of all answers to its request; raises like `require`."""
+        try:
+            return processor_of([grammar], self.vocabulary(param), budget)
+        except InputError as problem:
+            raise invalid(param, f"{param}: {problem}", INVALID_SCHEMA) from problem
+
+    def close(self) -> None:
+        """End what they are tried by."""
+        if self._trial is not None:
+            self._trial.close()
+
+
+def asked_form(body: Decoding, names: FormatNames = CHAT_NAMES) -> tuple[Grammar, str] | None:
+    """The grammar that a request asks for, and by which field; None where the answer may be any text.
+
+    Args:
+        body: the request.
+        names: of fields, for errors.
+
+    Raises:
+        ApiError: what it says is no grammar, too long, or contradicts itself.
+    """
+    made = [*_structured(body.structured_outputs), *_guided(body)]
+    if isinstance(body, ChatRequest):
+        made += _response_format(body.response_format, names)
+    if not made:
+        return None
+    (make, given, param), *more = made
+    if more:
+        raise invalid(more[0][2], f"{more[0][2]}: {param} says what the answer may be: leave out one of them")
+    _check_length(given, param)
+    try:
+        return make(given), param
+    except InputError as problem:
+        raise invalid(param, f"{param}: {problem}", INVALID_SCHEMA) from problem
+    except MissingExtraError as problem:
+        raise unsupported(param, f"{param}: {problem}") from problem
+
+
+_Asked = list[tuple[Callable[[Any], Grammar], Any, str]]
+
+
+def _structured(given: StructuredOutputs | None) -> _Asked:
+    if given is None:
+        return []
+    where, flexible = "structured_outputs", given.whitespace
+    asked: _Asked = []
+    if given.json_schema is not None:
+        asked.append((lambda schema: schema_of(schema, flexible), given.json_schema, f"{where}.json"))
+    if given.json_object:
+        asked.append((lambda _: Grammar.json_object(whitespace=flexible), "", f"{where}.json_object"))
+    asked += _texts(where + ".", regex=given.regex, choice=given.choice, grammar=given.grammar)
+    if not asked:
+        raise invalid(where, f"{where}: it says nothing: give json, json_object, regex, choice or grammar")
+    return asked
+
+
+def _guided(body: Decoding) -> _Asked:
+    """The older names of the same."""
+    asked: _Asked = []
+    if body.guided_json is not None:
+        asked.append((schema_of, body.guided_json, "guided_json"))
+    return asked + _texts("guided_", regex=body.guided_regex, choice=body.guided_choice, grammar=body.guided_grammar)
+
+
+def _texts(prefix: str, *, regex: str | None, choice: list[str] | None, grammar: str | None) -> _Asked:
+    several = ((Grammar.regex, regex, "regex"), (Grammar.choice, choice, "choice"), (Grammar.lark, grammar, "grammar"))
+    return [(make, given, prefix + name) for make, given, name in several if given is not None]
+
+
+def _response_format(given: dict[str, Any] | None, names: FormatNames) -> _Asked:
+    """OpenAI's field; the schema may also stand where older servers want it."""
+    kind = (given or {}).get("type")
+    if given is None or kind in _ANY_TEXT:
+        return []
+    if kind == "json_object" and given.get("schema") is None:
+        return [(lambda _: Grammar.json_object(), "", names.whole)]
+    if kind not in ("json_object", "json_schema"):
+        why = f"{names.whole}: {str(kind)[:40]!r} is not served: give json_schema, json_object or text"
+        raise unsupported(f"{names.whole}.type", why)
+    inner = given.get("json_schema")
+    schema = inner.get("schema") if isinstance(inner, dict) else given.get("schema")
+    param = names.schema if kind == "json_schema" else f"{names.whole}.schema"
+    if schema is None:
+        raise invalid(param, f"{param}: there is none: give a JSON schema")
+    return [(schema_of, schema, param)]
+
+
+def schema_of(schema: Any, whitespace: bool = False) -> Grammar:
+    """The grammar of a schema as it stands in a request.
+
+    Raises:
+        InputError: it is no schema.
+    """
+    if isinstance(schema, bool | int | float | list):
+        raise InputError("a JSON schema is an object: give one")
+    return Grammar.json_schema(schema, whitespace=whitespace)
+
+
+def _check_length(given: Any, param: str) -> None:
+    if length_of(given) > LONGEST_SCHEMA:
+        raise invalid(
+            param, f"{param}: it has more than {LONGEST_SCHEMA} characters: give a shorter one", INVALID_SCHEMA
+        )
+
+
+def length_of(given: Any) -> int:
+    """Characters of a text, or of JSON without its notes; more than any that is served where it is too deep."""
+    try:
+        return len(given if isinstance(given, str) else json.dumps(_without_notes(given)))
+    except RecursionError:
+        return sys.maxsize
+
+
+def _without_notes(schema: Any) -> Any:
+    """A schema without what is only for its readers, which is most of what coding agents send and takes no time."""
+    if isinstance(schema, list):
+        return [_without_notes(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {name: part for name, part in schema.items() if not (name in _NOTES and isinstance(part, str))}
+    return {name: part if name in _VALUES else _without_notes(part) for name, part in kept.items()}
+
+
+def refuse_other_ends(body: Decoding, param: str) -> None:
+    """Raise `ApiError` where a request wants an answer to go on behind the end of its grammar."""
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(body, name):
+            raise invalid(name, f"{name}: the answer ends where {param} says: leave it out")
+
+
+_ANYTHING = "/(?s:.*)/"
+_NAME = re.compile(r"[\w.-]{1,128}")
+_THOUGHTS, _CALLS = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool that may be called.
+
+    Attributes:
+        name: its name.
+        arguments: what they may be.
+    """
+
+    name: str
+    arguments: Grammar
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Which tools an answer may call.
+
+    Attributes:
+        tools: those.
+        forced: whether it has to call one.
+        several: whether it may call more than one.
+    """
+
+    tools: Sequence[Call]
+    forced: bool
+    several: bool
+
+
+def asked_calls(body: ChatRequest, vocabulary: Vocabulary) -> Calls | None:
+    """What a request says about calls; None where they are not to be restricted.
+
+    A tool whose arguments cannot be described may be called with any object, unless it is to be strict.
+
+    Raises:
+        ApiError: a call is forced of a tool that there is not; a strict tool cannot be described; or a schema takes too
+            long to compile.
+    """
+    tools, choice = body.tools or [], body.tool_choice
+    forced = choice not in (None, "auto", "none")
+    names = [_function(tool).get("name") for tool in tools]
+    nameless = [number for number, name in enumerate(names) if not (isinstance(name, str) and _NAME.fullmatch(name))]
+    if choice == "none" or not (forced or (tools and not nameless)):
+        return None
+    if not tools:
+        raise invalid("tool_choice", "tool_choice: there are no tools to call: give tools")
+    if nameless:
+        param = f"tools[{nameless[0]}].function.name"
+        raise invalid(param, f"{param}: a function needs a name, of letters, digits, - and _")
+    named = _named(choice)
+    if choice not in (None, "auto", "required") and named not in names:
+        raise invalid("tool_choice", 'tool_choice: give "auto", "none", "required", or the name of one of tools')
+    numbers = range(len(tools)) if named is None else [names.index(named)]
+    made, left, begun = list[Call](), LONGEST_TOOLS, thread_time()
+    for number in numbers:
+        length = length_of(_schema(tools[number]))
+        made.append(_call(tools[number], f"tools[{number}].function", vocabulary, length, left))
+        left -= length if length <= min(left, LONGEST_SCHEMA) else 0
+        if thread_time() - begun > SLOWEST_TOOLS:
+            raise invalid(
+                "tools", f"tools: their schemas take more than {SLOWEST_TOOLS:g} s to compile", INVALID_SCHEMA
+            )
+    return Calls(made, forced, body.parallel_tool_calls is not False and named is None)
+
+
+def _named(choice: Any) -> str | None:
+    """The function that a choice names, in one of the forms of OpenAI's API."""
+    name = _function(choice).get("name") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    return name if isinstance(name, str) else None
+
+
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
+    inner = tool.get("function", tool)
+    return inner if isinstance(inner, dict) else {}
+
+
+def _schema(tool: dict[str, Any]) -> Any:
+    return _function(tool).get("parameters") or {"type": "object"}
+
+
+def _call(tool: dict[str, Any], place: str, vocabulary: Vocabulary, length: int, left: int) -> Call:
+    """One of them; `length` is its schema's, and `left` how long those of a request may still be together."""
+    function = _function(tool)
+    try:
+        if length > LONGEST_SCHEMA:
+            raise InputError(f"it has more than {LONGEST_SCHEMA} characters")
+        if length > left:
+            raise InputError(f"with the schemas of the tools before it, it has more than {LONGEST_TOOLS} characters")
+        made = schema_of(_schema(tool))
+        vocabulary.compiled(made.source)
+    except InputError as problem:
+        if function.get("strict") or isinstance(problem, SlowGrammarError):
+            raise invalid(f"{place}.parameters", f"{place}.parameters: {problem}", INVALID_SCHEMA) from problem
+        made = Grammar.json_object()
+    return Call(str(function["name"]), made)
+
+
+def message_grammar(
+    template: str, prompt: str, form: Grammar | None, calls: Calls | None, vocabulary: Vocabulary
+) -> Grammar | None:
+    """What the model may say after a prompt; None for anything.
+
+    Args:
+        template: the chat template, whose marks tell the markup.
+        prompt: as the model sees it.
+        form: what the answer may be.
+        calls: which tools may be called.
+        vocabulary: has the marks that are special tokens.
+
+    Raises:
+        ApiError: a call is forced, in a markup that is not known.
+    """
+    if calls is not None and not _has_calls(template):
+        if calls.forced:
+            why = 'tool_choice: this model\'s calls have a markup that cannot be forced: give "auto" or "none"'
+            raise unsupported("tool_choice", why)
+        calls = None
+    if form is None and calls is None:
+        return None
+    rules, parts = list[str](), dict[str, Grammar]()
+    thoughts = _thoughts(template, prompt, rules, vocabulary)
+    body = _body(form, calls, rules, parts, vocabulary)
+    if form is not None and not rules:
+        return form
+    return Grammar.nested("\n".join([f"start: {thoughts}({body})", *rules]), parts)
+
+
+def _has_calls(template: str) -> bool:
+    """Whether calls are JSON between marks."""
+    return _CALLS[0] in template and not re.search(r"<function=|<arg_key>|<parameter", template)
+
+
+def _thoughts(template: str, prompt: str, rules: list[str], vocabulary: Vocabulary) -> str:
+    """What stands before the answer: thoughts where the prompt has begun them, or where the model may."""
+    opening, closing = _THOUGHTS
+    before = prompt.rstrip()
+    if opening not in template or before.endswith(closing):
+        return ""
+    rules += [*_until("thoughts", closing, vocabulary), "gap: /\\n{0,2}/"]
+    return "thoughts gap " if before.endswith(opening) else f"({_mark(opening, vocabulary)} thoughts gap)? "
+
+
+def _body(
+    form: Grammar | None, calls: Calls | None, rules: list[str], parts: dict[str, Grammar], vocabulary: Vocabulary
+) -> str:
+    if form is not None:
+        parts["form"] = form
+    if calls is None:
+        return "@form"
+    opening, closing = _CALLS
+    for number, tool in enumerate(calls.tools):
+        parts[f"tool_{number}"] = tool.arguments
+        begin = json.dumps(f'\n{{"name": "{tool.name}", "arguments": ')
+        rules.append(f'call_{number}: {begin} @tool_{number} "}}\\n" {_mark(closing, vocabulary)}')
+    rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(calls.tools))))
+    one = f"{_mark(opening, vocabulary)} call"
+    only_calls = f'{one} ("\\n" {one})*' if calls.several else one
+    if calls.forced:
+        return only_calls
+    if form is not None:
+        return f"{only_calls} | @form"
+    rules += [*_until("before", opening, vocabulary), *_without("after", opening, vocabulary)]
+    return f"(before call){'*' if calls.several else '?'} after"
+
+
+def _mark(text: str, vocabulary: Vocabulary) -> str:
+    """A mark, which is a special token in some tokenizers, and text in others."""
+    special = vocabulary.special_id(text)
+    return json.dumps(text) if special is None else f"<[{special}]>"
+
+
+def _until(name: str, mark: str, vocabulary: Vocabulary) -> list[str]:
+    """Anything up to a mark, and the mark."""
+    if vocabulary.special_id(mark) is None:
+        return [f"{name}[suffix={json.dumps(mark)}]: {_ANYTHING}"]
+    return [f"{name}: {_ANYTHING} {_mark(mark, vocabulary)}"]
+
+
+def _without(name: str, mark: str, vocabulary: Vocabulary) -> list[str]:
+    """Anything that has no such mark in it."""
+    if vocabulary.special_id(mark) is not None:
+        return [f"{name}: {_ANYTHING}"]
+    pattern = re.escape(mark).replace("/", "\\/")
+    return [f"{name}: UNMARKED", f"UNMARKED: {_ANYTHING} & ~/(?s:.*){pattern}(?s:.*)/"]
