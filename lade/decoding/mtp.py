@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from lade.clock import Clock
-from lade.decoding.drafting.drafter import Drafter
-from lade.decoding.drafting.mtp_tree import MtpTree, MtpWeights, Unseen
+from lade.decoding.drafting.drafter import Drafter, PredictedTree, Unseen
+from lade.decoding.drafting.mtp_tree import MtpWeights
 from lade.decoding.kernels.layout import Doubles, Ints
 
 NODES = 8
@@ -171,7 +171,7 @@ class _Growing(NamedTuple):
     """A row whose tree is growing."""
 
     row: DraftedRow
-    tree: MtpTree
+    tree: PredictedTree
 
 
 class DraftedRow(RowText, Protocol):
@@ -192,10 +192,13 @@ class MtpPasses:
         habits: what earlier texts have taught; they learn from every step.
         clock: times the passes.
         fixed: passes in each step, whatever they cost; None for as many as pay.
+
+    Attributes:
+        fixed: as given; it may be changed.
     """
 
     def __init__(self, layer: MtpLayer, habits: MtpHabits, clock: Clock, fixed: int | None = None) -> None:
-        self._layer, self._habits, self._clock, self._fixed = layer, habits, clock, fixed
+        self._layer, self._habits, self._clock, self.fixed = layer, habits, clock, fixed
         self._tokens = self._seconds = 0.0
 
     @property
@@ -246,7 +249,7 @@ class MtpPasses:
             return
         try:
             promised = self._predict(growing)
-            for number in range(1, MOST_PASSES if self._fixed is None else self._fixed):
+            for number in range(1, MOST_PASSES if self.fixed is None else self.fixed):
                 nodes = [each.tree.unseen(NODES) for each in growing]
                 scores = sum(node.score for own in nodes for node in own)
                 count = max(map(len, nodes))
@@ -268,7 +271,7 @@ class MtpPasses:
 
     def _pays(self, number: int, scores: float, nodes: int) -> bool:
         """Whether another pass is worth its seconds, see the class."""
-        if self._fixed is not None:
+        if self.fixed is not None:
             return True
         return self._habits.gains[number] * scores >= self.rate * self._habits.cost.of(nodes)
 

@@ -35,7 +35,7 @@ from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.mtp import MtpPasses
 from lade.hf.grammar.constraint import constraints_for
 from lade.hf.grammar.grammar import GrammarProcessor
-from lade.hf.mtp import mtp_passes
+from lade.hf.mtp import mtp_passes, refuse_mtp
 from lade.hf.predictions import text_of_rows
 from lade.hf.processors import Record
 from lade.model.masks import MaskPlan
@@ -156,7 +156,7 @@ class DecodeJob:
         rows: B at first.
         batched: whether the rows share the size of their trees, however many they are.
         most: tokens that a row feeds in a step at most; None for what the runner's processes can take.
-        drafts_by_mtp: whether its loop makes the passes of MTP layers.
+        without_mtp: why its loop makes no passes of MTP layers; empty where it does.
 
     Attributes:
         runner: as given.
@@ -173,12 +173,12 @@ class DecodeJob:
         rows: int = 1,
         batched: bool = False,
         most: int | None = None,
-        drafts_by_mtp: bool = True,
+        without_mtp: str = "",
     ) -> None:
         self.runner = runner
         self.budget: BatchBudget | None = None
         self.mtp: MtpPasses | None = None
-        self._drafts_by_mtp = drafts_by_mtp
+        self._without_mtp = without_mtp
         self._model, self._kind, self._rows, self._batched = model, kind, rows, batched
         self._most = most_fed(runner.parts) if most is None else most
         self._cost: StepCost | BatchCost | None = None
@@ -204,9 +204,17 @@ class DecodeJob:
             self._begin_sizing()
         if self._habits is not None:
             self._habits.copies.begin_text()
-        if self.mtp is None and self._drafts_by_mtp and any(spec.config.adaptive for spec in specs):
-            self.mtp = mtp_passes(self.runner, [spec.config for spec in specs], self._kind)
+        self._begin_mtp([spec.config for spec in specs])
         return [self._drafter(spec, alone=alone) for spec in specs]
+
+    def _begin_mtp(self, configs: Sequence[LookaheadConfig]) -> None:
+        """Look for the model's MTP layer, if a row may draft with it."""
+        if self._without_mtp:
+            refuse_mtp(configs, self._without_mtp)
+        elif self.mtp is None:
+            self.mtp = mtp_passes(self.runner, configs, self._kind)
+        if self.mtp is not None and self._cost is not None:
+            self.mtp.fixed = None  # sizes go by times, and so do its passes
 
     def _begin_sizing(self) -> None:
         if self._batched:

@@ -16,6 +16,7 @@ from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.hf.batch_rules import check_lengths
 from lade.hf.job import DecodeJob, DraftSpec, Output, kind_of_text, output_of, record_for, runner_of
+from lade.hf.mtp import with_use_mtp
 from lade.hf.processors import row_for
 from lade.hf.refusals import check, check_switch, warn_of_precision
 from lade.hf.sampling import Draws, LoneSampler, RowSampler, Sampler
@@ -53,6 +54,7 @@ class Session:
         drafter: Drafter | None = None,
     ) -> None:
         self._prepared, self._streamer, self._prompt_streamed = prepared, streamer, prompt_streamed
+        config = with_use_mtp(prepared.generation_config, config)
         plan, self._texts, images = check(prepared)
         runner = self._checked_runner(plan)
         warn_of_precision(prepared.wrapper)
@@ -65,9 +67,9 @@ class Session:
         sampled = bool(prepared.generation_config.do_sample)
         self._draws = Draws(len(self._texts)) if self._is_batch and sampled else None
         kind = kind_of_text(prepared, config)
-        self._job = DecodeJob(
-            prepared.model, runner, kind, rows=len(self._texts), batched=self._is_batch, drafts_by_mtp=images is None
-        )
+        without_mtp = "" if images is None else "prompts with more than text have positions of their own"
+        rows, batched = len(self._texts), self._is_batch
+        self._job = DecodeJob(prepared.model, runner, kind, rows=rows, batched=batched, without_mtp=without_mtp)
         self._rows = self._make_rows(self._drafters(config, drafter))
         self._known = sys.maxsize  # tokens of the text that the caller knows
         cache: Any = self._cache  # of the runner's own kind

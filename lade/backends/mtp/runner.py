@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from lade.backends.mtp.head import Head
 from lade.backends.mtp.load import Loaded
 from lade.backends.mtp.prompts import KnownStates, StateRecorder, states_in
-from lade.decoding.drafting.mtp_tree import Unseen
+from lade.decoding.drafting.drafter import Unseen
 from lade.decoding.mtp import Predictions, RowText
 from lade.decoding.tree import ROOT, TokenTree
 from lade.model.kv_cache import TreeCache

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 from lade.decoding.drafting.best_first import TreeGrower
+from lade.decoding.drafting.drafter import Unseen
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.kernels import growth
 from lade.decoding.kernels.layout import MTP_SLOTS, PREDICTED, Doubles, Ints
@@ -32,26 +32,8 @@ class MtpWeights:
     trust: Doubles = field(default_factory=lambda: np.array(prior_trust()))
 
 
-class Unseen(NamedTuple):
-    """A node that a layer can look at, since it has looked at its parent.
-
-    Attributes:
-        node: its number in the tree that was grown last.
-        parent: number of its parent's prediction; 0 is the root's.
-        token: of the node.
-        depth: of the node, 1 below the root.
-        score: probability that it is accepted.
-    """
-
-    node: int
-    parent: int
-    token: int
-    depth: int
-    score: float
-
-
 class MtpTree:
-    """Grows a row's tree between passes of an MTP layer, and hands its predictions to the grower.
+    """Grows a row's tree between passes of an MTP layer, and hands its predictions to the grower; see `PredictedTree`.
 
     Args:
         grower: grows the row's trees.
@@ -74,20 +56,16 @@ class MtpTree:
         self._scores: Sequence[float] = (1.0,)
 
     def begin(self, context: Sequence[int], max_depth: int | None) -> bool:
-        """Begin a step; returns whether guesses are looked for in it."""
+        """See `PredictedTree`."""
         return self._begin(context, max_depth)
 
     def grow(self) -> float:
-        """Grow the tree by what is known now; returns the sum of its scores: tokens that it is expected to yield."""
+        """See `PredictedTree`."""
         self._scores = self._grow()
         return sum(self._scores)
 
     def unseen(self, most: int) -> list[Unseen]:
-        """The likeliest nodes of the tree that was grown last that have no prediction, and whose parents have one.
-
-        Args:
-            most: nodes to return; there may be fewer.
-        """
+        """See `PredictedTree`."""
         work, count = self._grower.work, len(self._scores)
         most = min(most, MTP_SLOTS - int(work.used[PREDICTED]))
         predicted, parents = work.predicted[:count], work.parents[:count]
@@ -99,19 +77,13 @@ class MtpTree:
         ]
 
     def candidates(self, node: int) -> list[int]:
-        """The tokens that the memory suggests to follow a node of the tree that was grown last."""
+        """See `PredictedTree`."""
         offers = growth.look_up(self._grower.held, *self._memory.tables, self._memory.weights, node)
         found: list[int] = self._grower.work.tokens[node, :offers].tolist()
         return found
 
     def hear(self, nodes: Sequence[Unseen], tokens: Ints, odds: Doubles) -> None:
-        """Take in predictions.
-
-        Args:
-            nodes: what they follow; none for the root, whose prediction comes first.
-            tokens: `[E, MTP_WIDTH]`, -1 where there are fewer.
-            odds: `[E, MTP_WIDTH]`, their log-odds.
-        """
+        """See `PredictedTree`."""
         work = self._grower.work
         first = int(work.used[PREDICTED])
         span = slice(first, first + len(tokens))

@@ -22,6 +22,7 @@ from lade.model.support.adapters import why_adapted_otherwise
 from lade.model.support.causality_check import can_be_padded
 from lade.model.support.lengths import named_lengths
 from lade.model.support.linear_check import why_inexact
+from lade.model.support.mtp import NOT_LOOKED_FOR, MtpSupport, mtp_support
 from lade.model.support.tree_check import tolerance, why_not_in_training, worst_error
 
 MASK_PER_LAYER_TYPE = frozenset(
@@ -74,11 +75,13 @@ class Support:
         model: class name of the model.
         reason: why not; empty where it can be served.
         plan: how the model takes its masks; None where it cannot be served.
+        mtp: its checkpoint's multi-token prediction layers, and the reason where they cannot be used.
     """
 
     model: str
     reason: str = ""
     plan: MaskPlan | None = None
+    mtp: MtpSupport = NOT_LOOKED_FOR
 
     def __bool__(self) -> bool:
         return not self.reason
@@ -120,7 +123,9 @@ def supports(model: Any) -> Support:
     if not isinstance(inner, PreTrainedModel) or not inner.can_generate():
         hint = f" itself: {GIVE_INSIDE}" if wraps_model(inner) else ""
         return Support(type(inner).__name__, f"it is not a transformers model with a language modeling head{hint}")
-    return support_by(ModelFacts.of(inner), model)
+    facts = ModelFacts.of(inner)
+    support = support_by(facts, model)
+    return replace(support, mtp=mtp_support(facts)) if support else support
 
 
 def support_by(facts: ModelFacts, wrapped: Any) -> Support:
