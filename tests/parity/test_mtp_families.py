@@ -19,6 +19,56 @@ _HYBRID = {"layer_types": ["linear_attention"] * 3 + ["full_attention"] * 2}
 CASES = {
     "llama": (Family("llama", {**_GROUPED, **_ONE_MORE}), {}),
     "deepseek_v3": (Family("deepseek_v3", {"num_key_value_heads": 4, **_LATENT, **_ONE_MORE}), {"prefix": None}),
+    "glm4_moe": (
+        Family(
+            "glm4_moe",
+            {
+                **_GROUPED,
+                **_EXPERTS,
+                "n_routed_experts": 4,
+                "n_group": 1,
+                "topk_group": 1,
+                "first_k_dense_replace": 1,
+                **_ONE_MORE,
+            },
+        ),
+        {"prefix": None},
+    ),
+    "mellum": (
+        Family(
+            "mellum",
+            {
+                **_GROUPED,
+                **_EXPERTS,
+                **_WINDOWED,
+                "num_experts": 4,
+                **_ONE_MORE,
+                "layer_types": ["full_attention"] * 4 + ["sliding_attention"],
+            },
+        ),
+        {},
+    ),
+    "bailing_hybrid": (
+        Family("bailing_hybrid", {**_KIMI, **_ONE_MORE, **_HYBRID, "mlp_layer_types": ["dense"] + ["sparse"] * 4}),
+        {"prefix": None},
+    ),
+    "mimo_v2_flash": (
+        Family(
+            "mimo_v2_flash",
+            {
+                **_GROUPED,
+                **_EXPERTS,
+                **_WINDOWED,
+                "n_routed_experts": 4,
+                "n_group": 1,
+                "topk_group": 1,
+                **_ONE_MORE,
+                "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+            },
+            ("eager",),
+        ),
+        {"prefix": "model.mtp", "count": None},
+    ),
     "qwen3_5_text": (
         Family("qwen3_5_text", {**_DELTA_RULE, **_ONE_MORE, **_HYBRID}),
         {"count": "mtp_num_hidden_layers"},
@@ -38,7 +88,10 @@ def made(request, tmp_path):
     family, layout = CASES[request.param]
     larger = family.build()
     named = write_checkpoint(larger, tmp_path, **layout)
-    model = load(tmp_path, family.dtype, experts_implementation="eager" if hasattr(larger.config, "num_experts_per_tok") else None)
+    chosen = {"attn_implementation": family.backends[0]}
+    if hasattr(larger.config, "num_experts_per_tok"):
+        chosen["experts_implementation"] = "eager"
+    model = load(tmp_path, family.dtype, **chosen)
     return SimpleNamespace(model=model, named=named)
 
 
@@ -94,5 +147,7 @@ def test_texts_are_plains(made, arguments):
     expected = made.model.generate(ids, max_new_tokens=40, **arguments)
     torch.manual_seed(4)
     config = LookaheadConfig(budget=12, mtp=True)
-    assert torch.equal(lade.generate(made.model, ids, max_new_tokens=40, lookahead=config, stats=stats, **arguments), expected)
+    assert torch.equal(
+        lade.generate(made.model, ids, max_new_tokens=40, lookahead=config, stats=stats, **arguments), expected
+    )
     assert lade.supports(made.model).mtp

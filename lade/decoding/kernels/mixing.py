@@ -240,14 +240,20 @@ def _mix_prediction(work: Any, node: Any, base: Any) -> None:
         while at < offers and tokens[at] != token:
             at += 1
         if at == offers:
-            tokens[at], memory_odds[at] = token, base
+            tokens[at], memory_odds[at] = token, math.nan
             offers += 1
-    work.offers[node] = offers
+    work.offers[node], work.bases[node] = offers, base
     line, share = work.mtp_weights[_mtp_line(work, node)], probability(work.mtp_trust[0])
     for at in range(offers):
-        before = memory_odds[at]
+        before = _before(memory_odds[at], base)
         mixed = _weighed(line, before, _predicted_odds(work, number, tokens[at]))
         odds[at] = before + share * (mixed - before)
+
+
+@inlined
+def _before(log_odds: Any, base: Any) -> Any:
+    """Log-odds before the last mixing; `base` for NaN, of a token that only the layer suggests."""
+    return base if math.isnan(log_odds) else log_odds
 
 
 @inlined
@@ -260,7 +266,7 @@ def _weighed(line: Any, memory: Any, layer: Any) -> Any:
 def led_by_mtp(work: Any, parent: Any, rank: Any) -> Any:
     """1 where the layer gives the child number `rank` of a node higher odds than all else does, else 0."""
     layer = _predicted_odds(work, work.predicted[parent], work.tokens[parent, rank])
-    return 1 if layer > max(work.memory_odds[parent, rank], FLOOR) else 0
+    return 1 if layer > max(_before(work.memory_odds[parent, rank], work.bases[parent]), FLOOR) else 0
 
 
 @inlined
@@ -277,7 +283,7 @@ def bring_forward(tokens: Any, odds: Any, memory_odds: Any, offers: Any, rank: A
 
 @inlined
 def _odds_before(work: Any, node: Any) -> Any:
-    """Log-odds of a node's offers before the last mixing, if there was one."""
+    """Log-odds of a node's offers before the last mixing, if there was one; NaN of those that are not the memory's."""
     return work.memory_odds[node] if work.predicted[node] >= 0 else work.odds[node]
 
 
@@ -298,7 +304,7 @@ def _learn_told(work: Any, node: Any, chosen: Any, rate: Any) -> None:
     rate *= weights[TOLD + 1]
     for at in range(work.offers[node]):
         token, log_odds = work.tokens[node, at], odds[at]
-        if token != chosen and log_odds < _NEGLIGIBLE:
+        if math.isnan(log_odds) or (token != chosen and log_odds < _NEGLIGIBLE):
             continue
         error = (1.0 if token == chosen else 0.0) - probability(log_odds)
         for kind in range(TOLD):
@@ -316,7 +322,7 @@ def _learn_mtp(work: Any, node: Any, chosen: Any, rate: Any) -> None:
         if token != chosen and log_odds < _NEGLIGIBLE:
             continue
         error = (1.0 if token == chosen else 0.0) - probability(log_odds)
-        before, layer = work.memory_odds[node, at], _predicted_odds(work, number, token)
+        before, layer = _before(work.memory_odds[node, at], work.bases[node]), _predicted_odds(work, number, token)
         gradient[0] += error * before
         gradient[1] += error * layer
         gradient[2] += error * max(before, 0.0)
@@ -340,7 +346,7 @@ def learn_weights(work: Any, young: Any, old: Any, weights: Any, path: Any, chos
         odds = _odds_before(work, node)
         for at in range(work.offers[node]):
             token, log_odds = work.tokens[node, at], odds[at]
-            if token != chosen[step] and log_odds < _NEGLIGIBLE:
+            if math.isnan(log_odds) or (token != chosen[step] and log_odds < _NEGLIGIBLE):
                 continue
             error = (1.0 if token == chosen[step] else 0.0) - probability(log_odds)
             for kind in range(END):

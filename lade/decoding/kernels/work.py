@@ -65,7 +65,9 @@ class Work(NamedTuple):
         told_weights: float64 `[8 * END_KINDS, TOLD + 2]`, the weight of either row, a bias, and how fast they are
             learned, see `told_weights`.
         predicted: int32 `[N]`, the number of the MTP layer's prediction behind each node; -1 without one.
-        memory_odds: float64 `[N, _MOST]`, where there is a prediction the log-odds before the last mixing.
+        memory_odds: float64 `[N, _MOST]`, where there is a prediction the log-odds before the last mixing; NaN of tokens
+            that only the layer suggests.
+        bases: float64 `[N]`, log-odds before the last mixing of tokens that only the layer suggests.
         by_mtp: int32 `[N]`, 1 where the layer gives the node higher odds than the memory does, else 0.
         mtp_parents, mtp_ids, mtp_depths: int32 `[E]`, the node that each prediction follows: the number of its parent's
             prediction, its token, and its depth from 1, the root's, on. The root's prediction comes first.
@@ -103,6 +105,7 @@ class Work(NamedTuple):
     told_weights: Doubles
     predicted: Ints
     memory_odds: Doubles
+    bases: Doubles
     by_mtp: Ints
     mtp_parents: Ints
     mtp_ids: Ints
@@ -147,6 +150,7 @@ class Work(NamedTuple):
             told_weights=np.array(told_weights()),
             predicted=np.full(room, -1, np.int32),
             memory_odds=np.empty((room, _MOST)),
+            bases=np.empty(room),
             by_mtp=np.zeros(room, np.int32),
             mtp_parents=np.full(MTP_SLOTS, -1, np.int32),
             mtp_ids=np.full(MTP_SLOTS, -1, np.int32),
