@@ -35,7 +35,7 @@ from lade.decoding.kernels.layout import (
 from lade.decoding.kernels.tables import SEED, find_rows, lengthened
 
 _NEGLIGIBLE = -4.6  # log-odds of about 1 %; of tokens below it only the chosen one is learned from
-_MTP_RATE = 0.3  # of the rate of learning, for the weights of the last mixing: what it mixes is calibrated already
+_MTP_RATE = 1.0  # of the rate of learning, for the weights of the last mixing: what it mixes is calibrated already
 _TRUST_RATE = 20.0  # likewise for the share that the layer has, one number that every node teaches
 _MOST_TRUST = 5.0  # log-odds
 _NOT_SEEN = 0.4  # of what followed at some places, something else is as likely as if it had been there so often
