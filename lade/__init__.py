@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from lade.backends.cpu.invariant.make_invariant import invariant, variant
     from lade.backends.cpu.packing.folder import load_packed, save_packed
     from lade.backends.cpu.packing.pack import pack, unpack
+    from lade.backends.cuda_graphs.backend import release
     from lade.backends.processes.team import parallel
-    from lade.backends.runners import release
     from lade.config import LookaheadConfig
     from lade.errors import (
         CaptureWarning,
@@ -123,7 +123,7 @@ _HOMES = {
     "lade.backends.cpu.packing.folder": ("load_packed", "save_packed"),
     "lade.backends.cpu.packing.pack": ("pack", "unpack"),
     "lade.model.support.supports": ("Support", "supports"),
-    "lade.backends.runners": ("release",),
+    "lade.backends.cuda_graphs.backend": ("release",),
     "lade.serving.engine": ("Engine",),
     "lade.serving.handle": ("Handle",),
     "lade.stats": ("Stats", "Step"),

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
-from lade.backends.processes.tensor_parallel import in_step
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError, UnsupportedModelError
 from lade.hf.refusals import check_shape, refuse
+from lade.model import joint
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
+from lade.model.facts import in_step
 from lade.model.prepared import REMEDY, holds_media
 from lade.model.support.supports import PLAIN_REMEDY, supports, unwrap
 from lade.stats import Stats
@@ -269,3 +270,10 @@ def _with_stop_strings(model: PreTrainedModel, arguments: dict[str, Any]) -> dic
     if "stop_strings" in arguments or model.generation_config.stop_strings is not None:
         changed["stop_strings"] = None  # an argument goes before what the model's generation_config says
     return changed
+
+
+def refuse_autocast(model: Any) -> None:
+    """Raise `UnsupportedModelError` where autocast asks a packed model for another dtype, as every pass of it would."""
+    cpu = joint.loaded("cpu") if torch.is_autocast_enabled("cpu") else None
+    if cpu is not None:
+        cpu.refuse_autocast(model)

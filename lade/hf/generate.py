@@ -12,14 +12,13 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateOutput
 
-from lade.backends.cpu.packing.linear import refuse_autocast
-from lade.backends.processes.team import leader_of
 from lade.config import Lookahead, LookaheadConfig
 from lade.hf.arguments import (
     arguments_for_callable,
     check_call,
     check_decode,
     num_beams,
+    refuse_autocast,
     refuse_streamed_beams,
     refuse_streamed_rows,
     refuse_streamed_segments,
@@ -28,6 +27,7 @@ from lade.hf.batch_rules import must_go_together
 from lade.hf.beams import BeamSession
 from lade.hf.distributed import (
     is_shared,
+    leader_of,
     refuse_shared,
     refuse_shared_steps,
     refuse_unshared,

@@ -25,9 +25,7 @@ from torch import nn
 from torch.utils import dlpack
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lade.backends.cpu.packing.int8 import Int8Linear
-from lade.backends.cpu.packing.weight import PackedWeight
-from lade.model import thread_patches
+from lade.model import joint, thread_patches
 from lade.model.facts import ModelFacts
 from lade.model.masks import MaskPlan
 
@@ -94,13 +92,15 @@ def why_recorded(facts: ModelFacts) -> str:
     """Why the passes of a model are not made in inference mode; empty if they are."""
     if any(weight.device.type != "cpu" for weight in facts.weights):
         return "it has been tried on CPUs alone"
-    if any(type(weight) not in (nn.Parameter, PackedWeight) for weight in facts.weights):
+    cpu = joint.loaded("cpu")
+    ordinary_kinds = (nn.Parameter,) if cpu is None else (nn.Parameter, cpu.packed_weight)
+    if any(type(weight) not in ordinary_kinds for weight in facts.weights):
         return "its weights are of a class of their own"
     if any(kind.__module__.partition(".")[0] not in _KNOWN for kind in facts.kinds):
         return "its modules are of other packages, and may keep what they are fed"
     if any(not isinstance(thing, PretrainedConfig) for thing in facts.foreign):
         return "code from elsewhere takes part, and may keep what it is fed"
-    if any(issubclass(kind, Int8Linear) for kind in facts.kinds):
+    if cpu is not None and any(issubclass(kind, cpu.int8_layer) for kind in facts.kinds):
         return "its layers go by versions to share what they round"
     if facts.compiled:
         return "its modules are compiled"

@@ -19,6 +19,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.cache_utils import Cache
 
 from lade.errors import UnsupportedArgumentError
+from lade.model import joint
 from lade.model.config import token_embeddings
 from lade.model.facts import ModelFacts
 
@@ -145,6 +146,17 @@ class Prepared:
     def facts(self) -> ModelFacts:
         """What the model is made of; looked at once a call."""
         return ModelFacts.of(self.model)
+
+    def source_text(self, row: int) -> list[int]:
+        """Return the ids that an encoder has read for one row, without padding; empty without an encoder of such ids.
+
+        Args:
+            row: its number among all that are decoded.
+        """
+        if not self.facts.has_encoder:
+            return []
+        ids: list[int] = joint.load("encoder_decoder").source_of(self, row)
+        return ids
 
     @property
     def cache_name(self) -> str:
