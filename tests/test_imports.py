@@ -18,6 +18,7 @@ LAYERS = [
     "decoding",
     "memory",
     "model",
+    "grammar",
     "backends",
     "tuning",
     "hf testing",

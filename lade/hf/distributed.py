@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from lade.errors import ClusterError, UnsupportedArgumentError, UnsupportedModelError
-from lade.hf.arguments import argument_of
 from lade.hf.plain import generate_plainly
 from lade.model import joint
 from lade.model.facts import tensor_parallel_size
+from lade.model.prepared import argument_of
 from lade.model.support.supports import unwrap
 from lade.stats import Step
 

@@ -29,8 +29,6 @@ from lade.decoding.drafting.factory import drafter_for, reads_logits
 from lade.decoding.drafting.habits import Habits
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.loop import Reader
-from lade.hf.grammar.constraint import constraints_for
-from lade.hf.grammar.grammar import GrammarProcessor
 from lade.hf.predictions import text_of_rows
 from lade.hf.processors import Record
 from lade.model import joint
@@ -49,7 +47,8 @@ def kind_of_text(prepared: Prepared, config: LookaheadConfig) -> str:
     """A name of the kind of text that a call asks for, such as "sampled at 0.7, with a memory"."""
     generation_config = prepared.generation_config
     kind = f"sampled at {generation_config.temperature or 1.0:.1f}" if generation_config.do_sample else "greedy"
-    if any(isinstance(each, GrammarProcessor) for each in prepared.logits_processor):
+    grammar = joint.loaded("grammar")
+    if grammar is not None and any(isinstance(each, grammar.processor) for each in prepared.logits_processor):
         kind += ", by a grammar"
     return kind if config.memory is None else f"{kind}, with a memory"
 
@@ -138,7 +137,8 @@ class DraftSpec:
         shares = rows > 1 and config.adaptive and config.memory is None
         memory = ContextMemory() if shares else None  # the rows of one call may learn from each other
         predictions = text_of_rows(prepared, config, rows)
-        constraints = constraints_for(prepared, prompts)
+        grammar = joint.loaded("grammar")
+        constraints = [None] * rows if grammar is None else grammar.constraints_for(prepared, prompts)
         return [
             cls(config, memory, excluded, vocabulary, prepared.source_text(row), predictions[row], constraints[row])
             for row in range(rows)

@@ -7,6 +7,7 @@ call knows of its model (`ModelFacts`) whether one is needed, and loads it then.
     recurrent        linear attention, state space models, short convolutions    `facts.recurrent_functions`
     encoder_decoder  token trees in a decoder behind an encoder                  `facts.has_encoder`
     media            prompts with images, video or audio                         a prompt has some
+    grammar          structured output, by llguidance                            a `lade.Grammar` is used
     cpu              packed linear layers, batch-invariant models                such layers are in the model
     tree_attention   `attn_implementation="lade_tree"`                           the config names it
     cuda_graphs      forward passes captured as CUDA graphs                      the model is on a CUDA device
@@ -20,7 +21,7 @@ from importlib import import_module
 from typing import Any
 
 _HOME = "lade.backends"
-BACKENDS = ("recurrent", "encoder_decoder", "media", "cpu", "tree_attention", "cuda_graphs", "processes")
+BACKENDS = ("recurrent", "encoder_decoder", "media", "grammar", "cpu", "tree_attention", "cuda_graphs", "processes")
 
 
 def load(name: str) -> Any:

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from lade.config import Lookahead
 from lade.errors import ConfigError, UnsupportedArgumentError, UnsupportedModelError
+from lade.grammar import Grammar
 from lade.hf.arguments import check_stats
 from lade.hf.distributed import led_by_this_process
-from lade.hf.grammar.grammar import Grammar
 from lade.hf.predictions import Prediction
 from lade.hf.refusals import resolve
 from lade.model.facts import ModelFacts
