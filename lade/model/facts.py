@@ -259,7 +259,7 @@ class ModelFacts:
             *_attention_of(config),
             *_hooks(vars(torch_module), "_global_forward_hooks", "_global_forward_pre_hooks"),
         ]
-        found.extend(vars(self.model).get(name) for name in _METHODS)
+        found.extend([vars(self.model).get(name) for name in _METHODS])
         for state in map(vars, (*self.replaced, *self.hooked)):
             found.extend((state.get("forward"), state.get("_hf_hook")))  # the latter is called by accelerate's forward
             found.extend(_hooks(state, "_forward_hooks", "_forward_pre_hooks"))
@@ -267,7 +267,7 @@ class ModelFacts:
         found.extend(
             _of_classes([kind for kind in kinds if _is_trusted(kind) or not _is_tried_by_itself(kinds[kind][0])])
         )
-        configs = (vars(module).get("config") for module in self.modules)
+        configs = [vars(module).get("config") for module in self.modules]
         strays = [own for own in configs if isinstance(own, PretrainedConfig) and own is not config]
         return strays + [thing for thing in found if thing is not None and not _is_trusted(thing)]
 
@@ -294,11 +294,10 @@ def _picks_single_keys(part: Any) -> bool:
     return picks and set(inspect.signature(type(part).forward).parameters) > _INDEXER_ARGUMENTS
 
 
-def _of_classes(kinds: Sequence[type]) -> Iterator[Any]:
+def _of_classes(kinds: Sequence[type]) -> list[Any]:
     """The classes, and their methods: these may have been replaced in classes of trusted packages."""
-    yield from kinds
-    for base in dict.fromkeys(chain.from_iterable(kind.__mro__ for kind in kinds)):
-        yield from (vars(base).get(name) for name in _METHODS)
+    bases = dict.fromkeys(chain.from_iterable([kind.__mro__ for kind in kinds]))
+    return [*kinds, *[vars(base).get(name) for base in bases for name in _METHODS]]
 
 
 def _attention_of(config: PretrainedConfig) -> Iterator[Any]:
@@ -320,6 +319,8 @@ def _is_trusted(thing: Any) -> bool:
     """Whether a class or a callable is defined in a trusted package, and so is all that it wraps."""
     if type(thing) is FunctionType and not thing.__dict__:  # most are
         return str(thing.__globals__.get("__name__")).partition(".")[0] in TRUSTED
+    if isinstance(thing, type):  # which wraps nothing
+        return str(thing.__module__).partition(".")[0] in TRUSTED
     return _home(thing).partition(".")[0] in TRUSTED and all(map(_is_trusted, _wrapped_by(thing)))
 
 

@@ -85,12 +85,14 @@ def _all_known(facts: ModelFacts) -> bool:
     packed = [layer for kind in _packed_kinds() for layer in facts.kinds.get(kind, [])]
     if facts.replaced or len(facts.having("in_features")) > len(linear) + len(packed):
         return False
-    if any(layer._parameters.get("weight") is None for layer in linear):
+    if [layer for layer in linear if layer._parameters.get("weight") is None]:
         return False
     known = {id(weight) for layer in packed for weight in layer._parameters.values()}
-    return all(
-        (type(weight) is nn.Parameter and weight.dtype.itemsize > 1) or id(weight) in known for weight in facts.weights
-    )
+    return not [
+        weight
+        for weight in facts.weights
+        if id(weight) not in known and (type(weight) is not nn.Parameter or weight.dtype.itemsize == 1)
+    ]
 
 
 def _packed_kinds() -> tuple[type[nn.Module], ...]:
