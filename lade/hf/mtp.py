@@ -6,7 +6,6 @@ in lock-step, prompts with images, encoder-decoders, split models and captured p
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,8 +15,9 @@ from transformers import GenerationConfig
 from lade.config import LookaheadConfig
 from lade.decoding.mtp import FIXED_PASSES, MtpHabits, MtpPasses
 from lade.errors import ConfigError, UnsupportedArgumentError
+from lade.model import joint
 from lade.model.runner import EagerRunner
-from lade.model.support.mtp import BACKEND, why_not_looked_for
+from lade.model.support.mtp import why_not_looked_for
 
 
 def refuse_mtp(configs: Sequence[LookaheadConfig], reason: str) -> None:
@@ -61,12 +61,11 @@ def mtp_passes(runner: EagerRunner, configs: Sequence[LookaheadConfig], kind: st
         return None
     loaded: Any = why_not_run(runner) or why_not_looked_for(runner.facts)
     if not loaded:
-        loaded = importlib.import_module(f"{BACKEND}.load").layer_of(runner.model)
+        loaded = joint.load("mtp").layer_of(runner.model)
     if isinstance(loaded, str):
         refuse_mtp(wanting, loaded)
         return None
-    make = importlib.import_module(f"{BACKEND}.runner").MtpRunner
-    layer = make(runner.model, loaded, runner.facts.cache_name or "past_key_values")
+    layer = joint.load("mtp").runner_of(runner.model, loaded, runner.facts.cache_name or "past_key_values")
     fixed = FIXED_PASSES if all(config.budget is not None for config in wanting) else None
     return MtpPasses(layer, loaded.habits.setdefault(kind, MtpHabits()), runner.clock, fixed)
 

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 from fastapi import Request
 from starlette.responses import Response
 
-from lade.hf.grammar.compiled import Budget
-from lade.hf.grammar.grammar import Grammar
+from lade.backends.grammar.compiled import Budget
+from lade.grammar import Grammar
 from lade.server import schemas, serialization
 from lade.server.choice_stream import Choice, Piece, Prompt, figures_of, predictions_of, usage_of
 from lade.server.errors import TOO_LONG, ApiError, error_for, invalid

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lade.hf.grammar.grammar import Grammar
+from lade.grammar import Grammar
 from lade.server import serialization
 from lade.server.answer import Answer
 from lade.server.choice_stream import Choice, Piece, Prompt, chat_entry, tokens_of

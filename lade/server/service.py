@@ -15,13 +15,13 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Literal, TypeVar
 
-from lade.backends.recurrent.cores import is_recurrent
 from lade.compilation import compile_all
 from lade.config import Lookahead, LookaheadConfig
 from lade.decoding import kernels
 from lade.errors import InputError, LadeError
 from lade.hf.refusals import precision_note
 from lade.memory import Memory
+from lade.model.facts import ModelFacts
 from lade.model.support.supports import unwrap
 from lade.server.access_log import AccessLog
 from lade.server.chat_template import ChatTemplate
@@ -233,7 +233,7 @@ class Service:
             return 0
         if given is not None:
             return given
-        return 0 if is_recurrent(inner) else int(_SHARE_OF_CACHE * default_max_tokens(weight_shares(inner)))
+        return 0 if ModelFacts.of(inner).recurrent else int(_SHARE_OF_CACHE * default_max_tokens(weight_shares(inner)))
 
     def _take(self, model: ServedModel) -> None:
         self._model = model

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from time import thread_time
 from typing import Any, NamedTuple
 
+from lade.backends.grammar.compiled import Budget, SlowGrammarError, Vocabulary, vocabulary_of_tokenizer
+from lade.backends.grammar.processor import GrammarProcessor, processor_of
+from lade.backends.grammar.trial import GrammarTrial
 from lade.errors import InputError, MissingExtraError
-from lade.hf.grammar.compiled import Budget, SlowGrammarError, Vocabulary, vocabulary_of_tokenizer
-from lade.hf.grammar.grammar import Grammar, GrammarProcessor, processor_of
-from lade.hf.grammar.trial import GrammarTrial
+from lade.grammar import Grammar
 from lade.server.errors import INVALID_SCHEMA, invalid, unsupported
 from lade.server.schemas import ChatRequest, Decoding, StructuredOutputs
 from lade.server.served_model import ServedModel

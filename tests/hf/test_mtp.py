@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from mtp_toys import llama, llama_with_mtp, load, write_checkpoint
+from mtp_toys import llama, llama_with_mtp, load
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LogitsProcessor
 
 import lade

@@ -12,7 +12,6 @@ import lade
 from lade import LookaheadConfig, Stats
 from lade.backends.mtp.load import layer_of
 from lade.backends.mtp.runner import MtpRunner
-from lade.decoding.drafting.drafter import Unseen
 
 _ONE_MORE = {"num_hidden_layers": 5}
 _HYBRID = {"layer_types": ["linear_attention"] * 3 + ["full_attention"] * 2}

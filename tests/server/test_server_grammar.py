@@ -10,7 +10,7 @@ import pytest
 from served import MODEL, TOKENIZER, byte_model, byte_tokenizer, plain, running, slow_served, templated, text_of
 
 from lade import Grammar
-from lade.hf.grammar.compiled import vocabulary_of_tokenizer
+from lade.backends.grammar.compiled import vocabulary_of_tokenizer
 from lade.server import answer as answers
 from lade.server.errors import ApiError
 from lade.server.schemas import ChatRequest

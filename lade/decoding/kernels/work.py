@@ -65,8 +65,8 @@ class Work(NamedTuple):
         told_weights: float64 `[8 * END_KINDS, TOLD + 2]`, the weight of either row, a bias, and how fast they are
             learned, see `told_weights`.
         predicted: int32 `[N]`, the number of the MTP layer's prediction behind each node; -1 without one.
-        memory_odds: float64 `[N, _MOST]`, where there is a prediction the log-odds before the last mixing; NaN of tokens
-            that only the layer suggests.
+        memory_odds: float64 `[N, _MOST]`, where there is a prediction the log-odds before the last mixing; NaN for
+            tokens that only the layer suggests.
         bases: float64 `[N]`, log-odds before the last mixing of tokens that only the layer suggests.
         by_mtp: int32 `[N]`, 1 where the layer gives the node higher odds than the memory does, else 0.
         mtp_parents, mtp_ids, mtp_depths: int32 `[E]`, the node that each prediction follows: the number of its parent's

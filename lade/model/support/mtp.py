@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
+from lade.model import joint
 from lade.model.facts import ModelFacts
 
 COUNTS = ("num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers")
 """Fields of a configuration that tell how many MTP layers a checkpoint has."""
-BACKEND = "lade.backends.mtp"
 
 
 def why_not_looked_for(facts: ModelFacts) -> str:
@@ -62,7 +61,7 @@ def mtp_support(facts: ModelFacts) -> MtpSupport:
     """
     if reason := why_not_looked_for(facts):
         return MtpSupport(reason)
-    support: MtpSupport = importlib.import_module(f"{BACKEND}.load").examine(facts.model, MtpSupport)
+    support: MtpSupport = joint.load("mtp").examine(facts.model, MtpSupport)
     return support
 
 
