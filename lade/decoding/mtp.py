@@ -35,7 +35,7 @@ _FIRST_GAIN, _NEXT_GAIN = 1.0, 0.5  # tokens a pass is supposed to bring at firs
 
 
 class Predictions(NamedTuple):
-    """What a layer predicts behind E nodes.
+    """Predictions of a layer behind E nodes.
 
     Attributes:
         tokens: int32 `[E, MTP_WIDTH]`, the likeliest tokens, the likeliest first; -1 where there are fewer.
@@ -65,7 +65,7 @@ class MtpLayer(Protocol):
 
     @property
     def gathers(self) -> bool:
-        """Whether it computes the logits of some tokens only, and wants to be told which ones may follow."""
+        """True where it computes the logits of some tokens only, and wants to be told which ones may follow."""
         ...
 
     def reading(self, rows: Sequence[RowText]) -> AbstractContextManager[object]:
@@ -87,7 +87,7 @@ class MtpLayer(Protocol):
         ...
 
     def knows(self, row: RowText) -> bool:
-        """Whether the states of the end of a row's text are known."""
+        """Return True where the states of the end of a row's text are known."""
         ...
 
     def predict(self, rows: Sequence[RowText], candidates: Sequence[Sequence[int]]) -> Predictions:
@@ -147,7 +147,7 @@ class DraftPassCost:
 
 @dataclass
 class MtpHabits:
-    """What has been learned of one model's layer that outlasts a text.
+    """Figures learned of one model's layer, which outlast a text.
 
     Attributes:
         weights: how far its predictions are trusted.
@@ -261,7 +261,7 @@ class MtpPasses:
             self._layer.forget()
 
     def _first_pays(self, rows: int) -> bool:
-        """Whether to make the first pass; where it would not pay, it is made now and then all the same."""
+        """Return True to make the first pass; where it would not pay, it is made now and then all the same."""
         habits = self._habits
         if self._pays(0, rows, 1) or habits.refused >= _RETRIAL:
             habits.refused = 0
@@ -270,7 +270,7 @@ class MtpPasses:
         return False
 
     def _pays(self, number: int, scores: float, nodes: int) -> bool:
-        """Whether another pass is worth its seconds, see the class."""
+        """Return True where another pass is worth its seconds, see the class."""
         if self.fixed is not None:
             return True
         return self._habits.gains[number] * scores >= self.rate * self._habits.cost.of(nodes)

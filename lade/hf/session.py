@@ -15,8 +15,7 @@ from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.hf.batch_rules import check_lengths
-from lade.hf.job import DecodeJob, DraftSpec, Output, kind_of_text, output_of, record_for, runner_of
-from lade.hf.mtp import with_use_mtp
+from lade.hf.job import DecodeJob, DraftSpec, Output, kind_of_text, output_of, record_for, runner_of, with_use_mtp
 from lade.hf.processors import row_for
 from lade.hf.refusals import check, check_switch, warn_of_precision
 from lade.hf.sampling import Draws, LoneSampler, RowSampler, Sampler

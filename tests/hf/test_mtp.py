@@ -211,7 +211,7 @@ def drafted_by(monkeypatch):
 
     def use(layer, habits=None, fixed=3):
         passes = MtpPasses(layer, habits or MtpHabits(), WallClock(), fixed)
-        monkeypatch.setattr("lade.hf.job.mtp_passes", lambda *_: passes)
+        monkeypatch.setattr("lade.hf.job._mtp_passes", lambda *_: passes)
         return passes
 
     return use

@@ -48,7 +48,7 @@ class Found:
 
     @property
     def experts(self) -> bool:
-        """Whether the layer is a mixture of experts."""
+        """True for a mixture of experts."""
         return any(".experts." in name for name in self.shapes)
 
     @property

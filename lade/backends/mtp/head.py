@@ -1,4 +1,4 @@
-"""What an MTP layer's outputs predict: the likeliest tokens, by the model's own language model head.
+"""Predictions of an MTP layer's outputs: the likeliest tokens, by the model's own language model head.
 
 The head is often several times as large as the layer, so a pass costs mostly that. Where it is, the logits of some
 tokens are enough: those that the memory suggests, those of the text, and those that the layer predicted most often of
@@ -47,7 +47,7 @@ class Head:
 
     @property
     def gathers(self) -> bool:
-        """Whether the logits of some tokens only are computed."""
+        """True where the logits of some tokens only are computed."""
         return self._weight is not None
 
     def predict(self, states: torch.Tensor, candidates: Sequence[Sequence[int]]) -> Predictions:

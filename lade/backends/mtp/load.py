@@ -168,7 +168,7 @@ def _stand_in(model: PreTrainedModel, found: Found) -> Any:
 
 
 def _typed(config: PretrainedConfig) -> bool:
-    """Whether a configuration names the types of layers."""
+    """Return True where a configuration names the types of layers."""
     return bool(config_field(config.get_text_config(decoder=True), "layer_types"))
 
 

@@ -116,7 +116,7 @@ class StateRecorder:
 
 
 def states_in(passes: Sequence[PromptPass], row: RowText, known: KnownStates | None) -> KnownStates | None:
-    """What is known of a row's text after passes over prompts, among which its own are found by their tokens.
+    """Return the known states of a row's text after passes over prompts, among which its own are found by their tokens.
 
     Args:
         passes: in the order in which they were made.

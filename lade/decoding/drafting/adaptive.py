@@ -62,9 +62,7 @@ class _Begun(NamedTuple):
     resting: bool
 
     def is_plain(self, budget: Budget) -> bool:
-        """Whether the root alone is fed."""
-        if not self.resting:
-            return False
+        """Return True where a step that rests feeds the root alone."""
         pays = any(not guess.scores or budget.pays(guess.scores) for guess in self.guesses)
         return not (self.guesses and pays)
 
@@ -144,7 +142,8 @@ class AdaptiveDrafter(Drafter):
 
     def _begin_step(self, context: Sequence[int], max_depth: int | None) -> _Begun:
         """Ask for what must follow, and all sources but the memory for guesses."""
-        self._grower.drop_predictions()
+        if self.mtp is not None:
+            self._grower.drop_predictions()
         if not self._begun:  # of an encoder's text, which `begin` is given too, there is nothing in `context`
             self._grower.set_prompt(len(context) - self._written)
             self._begun = True
@@ -164,7 +163,7 @@ class AdaptiveDrafter(Drafter):
     def candidates(self, context: Sequence[int], max_depth: int | None) -> Candidates:
         """See `Drafter`."""
         step, self._step = self._step or self._begin_step(context, max_depth), None
-        if step.is_plain(self.budget):
+        if step.resting and step.is_plain(self.budget):
             return Candidates((), lambda: Draft(TokenTree(context[-1], max_depth), teaches=False))
         lead, guesses, resting = step.lead, step.guesses, step.resting
         scores = self._grow(step)

@@ -245,9 +245,9 @@ def _mix_prediction(work: Any, node: Any, base: Any) -> None:
     work.offers[node], work.bases[node] = offers, base
     line, share = work.mtp_weights[_mtp_line(work, node)], probability(work.mtp_trust[0])
     for at in range(offers):
-        before = _before(memory_odds[at], base)
-        mixed = _weighed(line, before, _predicted_odds(work, number, tokens[at]))
-        odds[at] = before + share * (mixed - before)
+        mixed = _weighed(line, _before(memory_odds[at], base), _predicted_odds(work, number, tokens[at]))
+        without = _before(memory_odds[at], FLOOR)  # where the layer has no share, there is no such token
+        odds[at] = without + share * (mixed - without)
 
 
 @inlined
@@ -327,7 +327,7 @@ def _learn_mtp(work: Any, node: Any, chosen: Any, rate: Any) -> None:
         gradient[1] += error * layer
         gradient[2] += error * max(before, 0.0)
         gradient[3] += error
-        of_share += error * (_weighed(line, before, layer) - before)
+        of_share += error * (_weighed(line, before, layer) - _before(work.memory_odds[node, at], FLOOR))
     for kind in range(MTP_INPUTS):
         line[kind] += _MTP_RATE * rate * share * gradient[kind]
     moved = work.mtp_trust[0] + _TRUST_RATE * rate * share * (1.0 - share) * of_share

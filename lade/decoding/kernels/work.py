@@ -15,16 +15,18 @@ from lade.decoding.kernels.layout import (
     AFTER_COPY,
     END,
     LONGEST,
+    MTP_DEPTHS,
+    MTP_INPUTS,
     MTP_SLOTS,
     MTP_WIDTH,
     NEAR,
+    ORDERS,
     SPOTS,
     TOLD,
     WIDTH,
     Doubles,
     Ints,
 )
-from lade.decoding.kernels.mtp_weights import prior_trust, prior_weights
 from lade.decoding.kernels.told_weights import told_weights
 
 _MOST = (END + NEAR + TOLD) * WIDTH + MTP_WIDTH
@@ -72,7 +74,7 @@ class Work(NamedTuple):
         mtp_parents, mtp_ids, mtp_depths: int32 `[E]`, the node that each prediction follows: the number of its parent's
             prediction, its token, and its depth from 1, the root's, on. The root's prediction comes first.
         mtp_tokens, mtp_odds: int32 and float64 `[E, MTP_WIDTH]`, the predicted tokens, -1 for none, and their log-odds.
-        mtp_weights: float64 `[MTP_DEPTHS * (len(ORDERS) + 1), MTP_INPUTS]`, see `mtp_weights`; shared by all texts.
+        mtp_weights: float64 `[MTP_DEPTHS * (len(ORDERS) + 1), MTP_INPUTS]`, see `drafting.mtp_tree`; shared by texts.
         mtp_trust: float64 `[1]`, log-odds of the share that the last mixing has; likewise.
     """
 
@@ -157,8 +159,8 @@ class Work(NamedTuple):
             mtp_depths=np.ones(MTP_SLOTS, np.int32),
             mtp_tokens=np.full((MTP_SLOTS, MTP_WIDTH), -1, np.int32),
             mtp_odds=np.zeros((MTP_SLOTS, MTP_WIDTH)),
-            mtp_weights=np.array(prior_weights()),
-            mtp_trust=np.array(prior_trust()),
+            mtp_weights=np.zeros((MTP_DEPTHS * (len(ORDERS) + 1), MTP_INPUTS)),
+            mtp_trust=np.zeros(1),
         )
 
     def widened(self, room: int) -> Work:
