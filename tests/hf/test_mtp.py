@@ -242,24 +242,25 @@ def test_rows_of_a_batch_share_passes_of_a_layer_that_knows_their_texts(drafted_
     assert stats.tokens_per_step > 3.5
 
 
-@pytest.mark.parametrize("budget", [4, 8, 16])
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("budget", [8, 4, 16])
 def test_a_layer_that_lies_costs_little_once_it_is_known(drafted_by, budget):
     """After 500 tokens steps yield at least 0.97 of those of the memory alone."""
-    habits, plain = MtpHabits(), MODEL.generate(PROMPT, max_new_tokens=480)
-    other = torch.tensor([[7, 7, 2, 30]])
-    yields = []
-    for lies in (False, True):
-        if lies:
-            drafted_by(
-                KnowsTexts([*plain.tolist(), *MODEL.generate(other, max_new_tokens=480).tolist()], lies=True), habits
-            )
-            lade.generate(MODEL, PROMPT, max_new_tokens=480, lookahead=LookaheadConfig(budget=budget))
+    prompts = [torch.tensor([ids]) for ids in ([7, 7, 2, 30], [1, 2, 3, 4], [11, 5], [40, 3, 3])]
+    known = [MODEL.generate(ids, max_new_tokens=480)[0].tolist() for ids in (PROMPT, *prompts)]
+
+    def yielded(mtp):
         stats = Stats()
-        lade.generate(
-            MODEL, other, max_new_tokens=480, lookahead=LookaheadConfig(budget=budget, mtp=lies or False), stats=stats
-        )
-        yields.append(stats.tokens_per_step)
-    assert yields[1] >= 0.97 * yields[0], yields
+        for ids in prompts:
+            config = LookaheadConfig(budget=budget, mtp=mtp)
+            lade.generate(MODEL, ids, max_new_tokens=480, lookahead=config, stats=stats)
+        return stats.tokens_per_step
+
+    alone = yielded(mtp=False)
+    passes = drafted_by(KnowsTexts(known, lies=True))
+    lade.generate(MODEL, PROMPT, max_new_tokens=480, lookahead=LookaheadConfig(budget=budget))
+    assert passes.weights.trust[0] < MtpHabits().weights.trust[0]
+    assert yielded(mtp=True) >= 0.97 * alone
 
 
 def test_promises_are_what_is_yielded(drafted_by, monkeypatch):

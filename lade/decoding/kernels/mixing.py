@@ -228,10 +228,11 @@ def _mix_prediction(work: Any, node: Any, base: Any) -> None:
         node: one with a prediction.
         base: log-odds of tokens that only the layer suggests, before it is asked.
     """
-    number, offers = work.predicted[node], work.offers[node]
+    number, known = work.predicted[node], work.offers[node]
     tokens, odds, memory_odds = work.tokens[node], work.odds[node], work.memory_odds[node]
-    for at in range(offers):
+    for at in range(known):
         memory_odds[at] = odds[at]
+    offers = known
     for place in range(MTP_WIDTH):
         token = work.mtp_tokens[number, place]
         if token < 0:
@@ -242,12 +243,16 @@ def _mix_prediction(work: Any, node: Any, base: Any) -> None:
         if at == offers:
             tokens[at], memory_odds[at] = token, math.nan
             offers += 1
-    work.offers[node], work.bases[node] = offers, base
+    work.listed[node], work.bases[node] = offers, base
     line, share = work.mtp_weights[_mtp_line(work, node)], probability(work.mtp_trust[0])
     for at in range(offers):
         mixed = _weighed(line, _before(memory_odds[at], base), _predicted_odds(work, number, tokens[at]))
         without = _before(memory_odds[at], FLOOR)  # where the layer has no share, there is no such token
         odds[at] = without + share * (mixed - without)
+        if at >= known and odds[at] >= _NEGLIGIBLE:  # fainter ones would take the place of the lookahead window's cells
+            _swap(tokens, odds, memory_odds, known, at)
+            known += 1
+    work.offers[node] = known
 
 
 @inlined
@@ -270,15 +275,21 @@ def led_by_mtp(work: Any, parent: Any, rank: Any) -> Any:
 
 
 @inlined
+def _swap(tokens: Any, odds: Any, memory_odds: Any, one: Any, other: Any) -> None:
+    """Swap two offers."""
+    tokens[one], tokens[other] = tokens[other], tokens[one]
+    odds[one], odds[other] = odds[other], odds[one]
+    memory_odds[one], memory_odds[other] = memory_odds[other], memory_odds[one]
+
+
+@inlined
 def bring_forward(tokens: Any, odds: Any, memory_odds: Any, offers: Any, rank: Any) -> None:
     """Move the likeliest offer from number `rank` on to that place; those before are likelier."""
     best = rank
     for at in range(rank + 1, offers):
         if odds[at] > odds[best]:
             best = at
-    tokens[rank], tokens[best] = tokens[best], tokens[rank]
-    odds[rank], odds[best] = odds[best], odds[rank]
-    memory_odds[rank], memory_odds[best] = memory_odds[best], memory_odds[rank]
+    _swap(tokens, odds, memory_odds, rank, best)
 
 
 @inlined
@@ -317,7 +328,7 @@ def _learn_mtp(work: Any, node: Any, chosen: Any, rate: Any) -> None:
     """Move the weights of the last mixing, and the share that it has, down the gradient of the coding cost."""
     number, line = work.predicted[node], work.mtp_weights[_mtp_line(work, node)]
     share, of_share, gradient = probability(work.mtp_trust[0]), 0.0, np.zeros(MTP_INPUTS)
-    for at in range(work.offers[node]):
+    for at in range(work.listed[node]):
         token, log_odds = work.tokens[node, at], work.odds[node, at]
         if token != chosen and log_odds < _NEGLIGIBLE:
             continue

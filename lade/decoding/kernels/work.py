@@ -69,6 +69,8 @@ class Work(NamedTuple):
         predicted: int32 `[N]`, the number of the MTP layer's prediction behind each node; -1 without one.
         memory_odds: float64 `[N, _MOST]`, where there is a prediction the log-odds before the last mixing; NaN for
             tokens that only the layer suggests.
+        listed: int32 `[N]`, where there is a prediction how many tokens there are with those behind the offers, which
+            only the layer suggests, and too faintly for them to be drafted.
         bases: float64 `[N]`, log-odds before the last mixing of tokens that only the layer suggests.
         by_mtp: int32 `[N]`, 1 where the layer gives the node higher odds than the memory does, else 0.
         mtp_parents, mtp_ids, mtp_depths: int32 `[E]`, the node that each prediction follows: the number of its parent's
@@ -107,6 +109,7 @@ class Work(NamedTuple):
     told_weights: Doubles
     predicted: Ints
     memory_odds: Doubles
+    listed: Ints
     bases: Doubles
     by_mtp: Ints
     mtp_parents: Ints
@@ -152,6 +155,7 @@ class Work(NamedTuple):
             told_weights=np.array(told_weights()),
             predicted=np.full(room, -1, np.int32),
             memory_odds=np.empty((room, _MOST)),
+            listed=np.zeros(room, np.int32),
             bases=np.empty(room),
             by_mtp=np.zeros(room, np.int32),
             mtp_parents=np.full(MTP_SLOTS, -1, np.int32),
