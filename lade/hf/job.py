@@ -29,7 +29,7 @@ from lade.decoding.drafting.factory import drafter_for, reads_logits
 from lade.decoding.drafting.habits import Habits
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.loop import Reader
-from lade.decoding.mtp import FIXED_PASSES, MtpHabits, MtpPasses
+from lade.decoding.mtp import FIXED_PASSES, MOST_PASSES, MtpHabits, MtpPasses
 from lade.errors import ConfigError, UnsupportedArgumentError
 from lade.hf.predictions import text_of_rows
 from lade.hf.processors import Record
@@ -208,6 +208,14 @@ class DecodeJob:
             self._habits.copies.begin_text()
         self._begin_mtp([spec.config for spec in specs])
         return [self._drafter(spec, alone=alone) for spec in specs]
+
+    def adopt(self, drafter: Drafter) -> Drafter:
+        """Take a drafter of the caller's own, for the only row; an MTP layer predicts for it where it listens."""
+        if drafter.mtp is not None:
+            self.mtp = _mtp_passes(self.runner, [LookaheadConfig(budget=1, mtp=True)], self._kind)
+            assert self.mtp is not None  # else it has raised
+            self.mtp.fixed = MOST_PASSES
+        return drafter
 
     def _begin_mtp(self, configs: Sequence[LookaheadConfig]) -> None:
         """Look for the model's MTP layer, if a row may draft with it."""

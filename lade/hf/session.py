@@ -100,7 +100,7 @@ class Session:
         if given is not None:
             if self._is_batch:
                 raise ValueError("a drafter serves one row: give it with one prompt")
-            return [given]
+            return [self._job.adopt(given)]
         return self._job.drafters(DraftSpec.of_rows(self._prepared, config, self._texts.ids))
 
     def _make_rows(self, drafters: list[Drafter]) -> list[Row]:

@@ -49,9 +49,9 @@ class Runs:
         list[str] | None,
         _what(
             metavar="M,M,...",
-            help="Of hf, hf-prompt-lookup, hf-assisted, plain, jacobi[=K], prompt-lookup[=B], suffix[=B], "
-            "token-recycling[=B], lookahead[=W,N,G], adaptive[=B], adaptive-warm[=B]. Default: all but hf-assisted, "
-            "prompt-lookup, suffix and token-recycling.",
+            help="Of hf, hf-prompt-lookup, hf-assisted, hf-mtp, plain, jacobi[=K], prompt-lookup[=B], suffix[=B], "
+            "token-recycling[=B], mtp[=K], lookahead[=W,N,G], adaptive[=B], adaptive-warm[=B]. Default: all but hf-assisted, "
+            "prompt-lookup, suffix, token-recycling, hf-mtp and mtp.",
         ),
     ] = None
     draft: Annotated[

@@ -48,6 +48,8 @@ KINDS = {
     "suffix": "SuffixDecoding in this library's loop: what followed the longest ends of the text, by how often it did.",
     "token-recycling": "Token Recycling in this library's loop: what was likely after a token the last time, in a tree "
     "of a fixed shape.",
+    "hf-mtp": "model.generate(use_mtp=True): MTP layers of the checkpoint guess a chain of tokens.",
+    "mtp": "A chain of the checkpoint's MTP layer in this library's loop: the likeliest token after each.",
     "lookahead": "The paper's method: a window finds strings of tokens that fit together, and checks them where they "
     "may follow.",
     "adaptive": "This library's own method: a tree of guesses from everything the model has computed so far. What a "

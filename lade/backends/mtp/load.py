@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_layers import MtpModel
+import transformers
+from transformers import PretrainedConfig, PreTrainedModel, modeling_layers
 
 from lade.backends.mtp.find import Found, NoLayersError, find
 from lade.decoding.mtp import MtpHabits
@@ -128,12 +128,16 @@ def load(model: PreTrainedModel, found: Found) -> Any:
     Raises:
         NoLayersError: transformers cannot read it, or it is of a kind that no tree can go through.
     """
+    reader: Any = getattr(modeling_layers, "MtpModel", None)
+    if reader is None:
+        version = transformers.__version__
+        raise NoLayersError(f"has MTP layers, and transformers {version} cannot read them: install 5.23 or newer")
     stand_in = _stand_in(model, found)
     layer_types = stand_in.config.get_mtp_config().get_text_config().layer_types if _typed(stand_in.config) else ()
     if set(layer_types or ()) & set(_RECURRENT):
         raise NoLayersError(f"has an MTP layer that carries a state ({', '.join(layer_types)})")
     try:
-        mtp: Any = MtpModel.from_pretrained(stand_in, device_map={"": model.device})
+        mtp: Any = reader.from_pretrained(stand_in, device_map={"": model.device})
     except (RuntimeError, ValueError, KeyError, AttributeError, TypeError, StopIteration) as problem:
         logger.warning("the MTP layer of %s cannot be read: %s", type(model).__name__, problem)
         said = f"{type(problem).__name__}: {problem}".splitlines()[0]
