@@ -62,7 +62,7 @@ def test_commas_between_methods_and_between_sizes():
 
 
 def test_the_default_methods_are_all_but_the_one_that_needs_a_draft_and_those_of_others():
-    known = [kind for kind in KINDS if kind != "hf-assisted" and kind not in PEERS]
+    known = [kind for kind in KINDS if kind not in PEERS | {"hf-assisted", "hf-mtp"}]
     assert [method.name for method in parse_all(DEFAULT)] == known
 
 
