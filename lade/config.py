@@ -86,7 +86,7 @@ class LookaheadConfig:
     def _check_method(self, given: dict[str, int]) -> None:
         if not self.adaptive:
             for field in ("budget", "memory", "mtp"):
-                if getattr(self, field):
+                if getattr(self, field) not in (None, False):
                     remedy = "it belongs to the adaptive method: leave it out, or leave out window, ngram and guesses"
                     raise ConfigError(field, getattr(self, field), remedy)
             return
