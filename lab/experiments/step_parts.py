@@ -1,6 +1,6 @@
-"""What a pass of a model on the CPU spends its time on, by its parts, for several numbers of tokens.
+"""Time of a CPU pass by part, for several numbers of tokens.
 
-    python scripts/step_parts.py --model FOLDER --inflate 500e6 [--weights int8 | --weights dense] [--invariant]
+    python lab/experiments/step_parts.py --model FOLDER --inflate 500e6 [--weights int8 | --weights dense] [--invariant]
 
 Each module without children is timed by its class, and so are attention and the cache; the rest is what modelling code
 does between them (rotary positions, residuals, reshapes) and Python. What timing costs, some 0.3 us a part, is in it.

@@ -1,6 +1,6 @@
-"""What a pass of one token takes in torch's inference mode, and what without it, in turn.
+"""Time of a one-token pass with and without torch's inference mode, in turn.
 
-    python scripts/pass_modes.py --model FOLDER [--passes 100 --rounds 6]
+    python lab/experiments/pass_modes.py --model FOLDER [--passes 100 --rounds 6]
 
 Both make the same passes of one process, thread time of which is taken, so that neighbours disturb both alike. The
 passes without it are made twice: what these two differ by says what a difference is worth.

@@ -2,7 +2,7 @@
 
 The servers take turns; the one whose turn it is not is stopped. Needs `pip install "transformers[serving]"`.
 
-Usage: python scripts/compare_serving.py --model FOLDER --prompts FILE.jsonl [--params 100e6] [--streams 1 8]
+Usage: python lab/experiments/compare_serving.py --model FOLDER --prompts FILE.jsonl [--params 100e6] [--streams 1 8]
 """
 
 import argparse

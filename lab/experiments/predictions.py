@@ -1,6 +1,6 @@
-"""What a prediction brings: tokens per step, tokens fed and seconds, arm by arm in turn.
+"""Gain of a prediction: tokens per step, tokens fed and seconds, arm by arm in turn.
 
-    python scripts/predictions.py --model FOLDER --prompts FILE.jsonl [--limit 10] [--budget 16]
+    python lab/experiments/predictions.py --model FOLDER --prompts FILE.jsonl [--limit 10] [--budget 16]
 
 The prediction is plain decoding's own greedy answer; the same with three tokens changed; its tokens in another order;
 drawn tokens; none. Every answer is compared with plain decoding's before anything is counted. Then, without any

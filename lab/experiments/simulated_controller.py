@@ -1,6 +1,6 @@
-"""What the default method gains where passes take known times, however busy this machine is.
+"""Gain of the default method by a simulated clock, independent of the machine's load.
 
-    python scripts/simulated_controller.py --model FOLDER --prompts FILE.jsonl --limit 40
+    python lab/experiments/simulated_controller.py --model FOLDER --prompts FILE.jsonl --limit 40
 
 The model runs and its tokens are real. What the controller is told of a step's time is made up: of passes by a curve
 through `PASSES_MS`, of the library's own work by `LOOK_S` and its like, with hiccups. So runs can be compared to the

@@ -1,6 +1,6 @@
-"""What a step of a packed model spends between its matrix products, by its parts, for several numbers of tokens.
+"""Time a packed model spends between its matrix products, by part and number of tokens.
 
-    python scripts/between_products.py --model FOLDER --inflate 500e6 [--weights int8 --dtype float32] [--threads 2]
+    python lab/experiments/between_products.py --model FOLDER --inflate 500e6 [--weights int8 --dtype float32]
 
 A step is what the library makes of one: the inputs, the pass over a tree, the logits read, the path kept. It is timed
 as it is, where *between* is the whole less its products, and *alone*, where products give back a tensor made

@@ -1,13 +1,12 @@
-"""How large the largest part of a tree is when several processes share it, and what the tree yields, by its budget.
+"""Size of the largest part of a tree split over processes, and the tree's yield, by budget.
 
-    python scripts/count_parts.py [--model lade/embedded/model] [--budgets 16,32,64,128,256,512] [--processes 2,4,8]
+    python lab/experiments/count_parts.py [--model FOLDER] [--budgets 16,32,64,128,256,512] [--processes 2,4,8]
 
 Counts only, no times: they are the same on any machine. Prompts are those that come with the package.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -18,9 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lade
 from lade.backends.processes.lookahead_parallel import cut
 from lade.decoding.tree import TokenTree
+from lade.embedded.files import builtin_prompts
 from lade.model.runner import EagerRunner
-
-PROMPTS = Path(lade.__file__).parent / "bench" / "workloads" / "builtin.jsonl"
 
 
 class Noted:
@@ -47,7 +45,7 @@ def main(
     """Print a row for each budget."""
     torch.set_num_threads(1)
     decoder, tokenizer = AutoModelForCausalLM.from_pretrained(model).float(), AutoTokenizer.from_pretrained(model)
-    texts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()[:prompts]]
+    texts = builtin_prompts()[:prompts]
     sizes, noted = [int(each) for each in processes.split(",")], Noted()
     print("| budget | S | fed |", " | ".join(f"{size} processes" for size in sizes), "|")
     print("|---|---|---|" + "---|" * len(sizes))

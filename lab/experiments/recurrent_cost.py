@@ -1,7 +1,7 @@
-"""What a tree of tokens costs in one recurrent layer, without the layer's projections.
+"""Cost of a tree of tokens in one recurrent layer, without the layer's projections.
 
-    OMP_NUM_THREADS=1 python scripts/recurrent_cost.py [--nodes 8,16,32,64]
-    python scripts/recurrent_cost.py --traffic
+    OMP_NUM_THREADS=1 python lab/experiments/recurrent_cost.py [--nodes 8,16,32,64]
+    python lab/experiments/recurrent_cost.py --traffic
 
 The sizes are those of a gated DeltaNet layer of Qwen3.5-9B, and of a Mamba 2 layer of Nemotron 3 Nano 30B-A3B. Trees
 are random. Their windows, convolution, states and the folding of a path are timed; beside them one token on the state,

@@ -1,6 +1,6 @@
-"""What a product of a few rows with a packed weight takes, beside reading that weight once.
+"""Time of a product of a few rows with a packed weight, beside reading that weight once.
 
-    python scripts/product_cost.py [--shape 6080x768 --shape 768x6080] [--rows 1 --rows 8]
+    python lab/experiments/product_cost.py [--shape 6080x768 --shape 768x6080] [--rows 1 --rows 8]
 
 Of each shape there are so many weights that a core's cache holds none of them, and all are multiplied in turn. An int8
 product is that of integers alone, without rounding its inputs. "Own" products, of weights in panels, are those in tiles

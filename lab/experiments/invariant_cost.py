@@ -1,6 +1,6 @@
-"""What it costs that a model rounds alike in every pass: the same model, packed, as it is and invariant.
+"""Cost of invariance: the same model, packed, as it is and invariant.
 
-    python scripts/invariant_cost.py --model stories3M-hf --inflate 500e6 --threads 2
+    python lab/experiments/invariant_cost.py --model stories3M-hf --inflate 500e6 --threads 2
 
 Passes over one token and over a tree of sixteen behind 512 cached tokens, over one token behind 1,500, and a prefill of
 500 tokens. Rounds alternate between the two; milliseconds are medians, with the least in brackets, which a busy machine

@@ -1,6 +1,6 @@
-"""Whether drafting and learning cost the same in a long text as in a short one. No model is needed.
+"""Cost of drafting and learning by the length of the text; no model is needed.
 
-    python scripts/long_texts.py [--lengths 2000,8000,30000] [--budget 16] [--vocabulary 32000]
+    python lab/experiments/long_texts.py [--lengths 2000,8000,30000] [--budget 16] [--vocabulary 32000]
 
 Texts are drawn like words, few of them often; logits are drawn too. The prompt is learned 1,024 rows of logits at a
 time, as prefill hands them over; then steps are taken behind it. What a pass takes is left out: it grows with the text.

@@ -1,6 +1,6 @@
 """Whole calls of a few prompts at once, by `model.generate`, `lade.generate` and an engine, in turn.
 
-    python scripts/calls_in_turn.py --model FOLDER --prompts FILE.jsonl --rows 4 --rounds 8 [--parts]
+    python lab/experiments/calls_in_turn.py --model FOLDER --prompts FILE.jsonl --rows 4 --rounds 8 [--parts]
 
 Each set of prompts is answered by every arm before the next, another arm first each time, so that all meet the same
 minutes of the machine, and all must write the same tokens. The engines are made once, as a server's. Speeds are over

@@ -1,8 +1,8 @@
-"""What HTTP costs: tokens per second of the engine alone, and of the same requests through `lade serve`.
+"""Cost of HTTP: tokens per second of the engine alone and of the same requests through `lade serve`.
 
 Both arms decode the same prompts greedily, taking turns; the clients of the second one are in a process of their own.
 
-Usage: python scripts/measure_serving.py [--model FOLDER] [--params 100e6] [--streams 1 8] [--tokens 200] [--rounds 5]
+Usage: python lab/experiments/measure_serving.py [--model FOLDER] [--params 100e6] [--streams 1 8] [--rounds 5]
 """
 
 import argparse

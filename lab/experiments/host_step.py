@@ -1,6 +1,6 @@
-"""What the host does in a step while a GPU would wait for it, measured without a GPU.
+"""Host time of a step during which a GPU would wait, measured without a GPU.
 
-    python scripts/host_step.py --model FOLDER --prompts FILE.jsonl [--budget 16 --budget 64]
+    python lab/experiments/host_step.py --model FOLDER --prompts FILE.jsonl [--budget 16 --budget 64]
 
 A forward pass on a CPU leaves nothing in the CPU's caches of what the library needs next; one on a GPU does. So the
 passes are made once, and what was read of their logits is written down. Then the same texts are written again from

@@ -1,6 +1,6 @@
 """Whole steps of a packed model and of the same one in int8, arm by arm in turn.
 
-    python scripts/int8_cost.py --model FOLDER --inflate 500e6 [--rounds 20]
+    python lab/experiments/int8_cost.py --model FOLDER --inflate 500e6 [--rounds 20]
 
 An arm is a dtype and how its weights are packed. "alone" feeds a lone token to large float32 layers as the one row that
 it is, and not as four.

@@ -1,9 +1,9 @@
-"""Capacity on paper: what an engine's passes cost by rows, and what users would wait for by load.
+"""Capacity estimate: cost of an engine's passes by rows, and simulated waiting times by load.
 
 Measures first: passes and tokens of one engine with 1, 2, 4, ... rows. Then requests arrive at random in a simulation
 that takes these costs, on one replica and on several; one load is tried on the engine, too, with the same arrivals.
 
-Usage: python scripts/capacity.py [rows] [tokens] [requests] [--model NAME]
+Usage: python lab/experiments/capacity.py [rows] [tokens] [requests] [--model NAME]
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""What a call takes before its first token: CPU time of whole calls of few tokens, `model.generate`'s beside ours.
+"""CPU time of whole calls of few tokens, `model.generate`'s beside ours.
 
-    python scripts/call_cost.py --model FOLDER [--prompt-tokens 20 --prompt-tokens 300] [--profile plain]
+    python lab/experiments/call_cost.py --model FOLDER [--prompt-tokens 20 --prompt-tokens 300] [--profile plain]
 
 The arms take turns, and the least of many calls counts besides the median, so that a busy machine does not matter much.
 With `--profile ARM` the functions in which that arm's calls spend their time are listed instead.

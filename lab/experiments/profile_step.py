@@ -1,6 +1,6 @@
-"""Where the library's own time of a step goes: all but the model's forward pass.
+"""The library's own time of a step by part: all but the model's forward pass.
 
-    python scripts/profile_step.py --model FOLDER [--method 7,5,7 | --method budget=16 | --method plain] [--no-parts]
+    python lab/experiments/profile_step.py --model FOLDER [--method 7,5,7 | --method budget=16 | ...] [--no-parts]
 
 Each part is timed by wrapping its function. What the wrappers cost counts as the library's time, so this shows shares;
 without them, with `--no-parts`, the total is right.

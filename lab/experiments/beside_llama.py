@@ -1,9 +1,9 @@
 """Tokens per second beside llama.cpp's plain decoding, at the same shape, on the same machine, arm by arm in turn.
 
-    python scripts/beside_llama.py --model FOLDER --prompts FILE.jsonl --inflate 500e6 --threads 1 \
+    python lab/experiments/beside_llama.py --model FOLDER --prompts FILE.jsonl --inflate 500e6 --threads 1 \
         --llama-bench PATH --gguf bf16.gguf --gguf q8_0.gguf --gguf q4_0.gguf
 
-`scripts/write_gguf.py` says where the GGUF files come from; without any the other arms are timed alone. At every
+`write_gguf.py` beside this file makes the GGUF files; without any the other arms are timed alone. At every
 prompt the bandwidth of memory is measured, too, and each arm writes the same number of tokens, another one first each
 time; prefill does not count. "kept" is the adaptive method whose memory has learned from answers to prompts that are
 not timed: the small model writes them, which computes the same function.

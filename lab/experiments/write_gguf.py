@@ -1,7 +1,7 @@
-"""Writes a Llama, inflated or not, as a GGUF file in bfloat16, so that llama.cpp can be timed on the same shape.
+"""Write a Llama, inflated or not, as a bfloat16 GGUF file, to time llama.cpp on the same shape.
 
     pip install gguf
-    python scripts/write_gguf.py --model FOLDER --inflate 500e6 --out model-bf16.gguf
+    python lab/experiments/write_gguf.py --model FOLDER --inflate 500e6 --out model-bf16.gguf
     llama-quantize model-bf16.gguf model-q8_0.gguf Q8_0
     llama-quantize --pure model-bf16.gguf model-q4_0.gguf Q4_0
 
