@@ -102,7 +102,7 @@ def test_the_documentation_can_be_reached_from_the_readme():
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_files_of_the_project_that_are_named_are_there(path):
-    named = re.findall(r"`((?:lade|tests|scripts|docs)/[\w/.-]+)`", path.read_text(encoding="utf-8"))
+    named = re.findall(r"`((?:lade|tests|scripts|docs|lab)/[\w/.-]+)`", path.read_text(encoding="utf-8"))
     assert [name for name in named if name not in RETIRED and not (ROOT / name).exists()] == []
 
 
