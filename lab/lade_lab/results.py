@@ -287,22 +287,6 @@ class StepCurve:
     seconds: list[list[float]]
 
 
-@dataclass(frozen=True)
-class Replay:
-    """One answer step by step, for people to watch: the first prompt's, by the method of most interest.
-
-    Attributes:
-        workload, prompt, method: which.
-        steps: for each step, `pieces` (the text of each emitted token), `sources` (who proposed each), `fed` and
-            `seconds`; the first one is prefill.
-    """
-
-    workload: str
-    prompt: str
-    method: str
-    steps: list[dict[str, Any]]
-
-
 @dataclass
 class Results:
     """A run, complete or not.
@@ -326,7 +310,6 @@ class Results:
     samples: list[Sample] = field(default_factory=list)
     mismatches: list[Mismatch] = field(default_factory=list)
     step_curves: list[StepCurve] = field(default_factory=list)
-    replays: list[Replay] = field(default_factory=list)
 
     def of(self, method: str, workload: str | None = None) -> Iterator[Sample]:
         """The samples of a method, of one workload or of all."""

@@ -32,7 +32,7 @@ from lade_lab.harness.arms import Arm, Completion, Models, Place
 from lade_lab.harness.methods import TRANSFORMERS
 from lade_lab.harness.mismatch import Judge
 from lade_lab.harness.prompts import Prompts
-from lade_lab.results import Mismatch, Replay, Results, Sample, Settings, StepCurve
+from lade_lab.results import Mismatch, Results, Sample, Settings, StepCurve
 from lade_lab.workloads import Item, Workload
 
 BUDGET_S = 2.0
@@ -126,58 +126,7 @@ class KeptMemories:
         return Memory.load(self._path(arm, done), self._tokenizer)
 
 
-_INCOMPLETE = "\ufffd"  # what tokenizers make of a character whose last bytes have not come yet
-_CONTEXT_TOKENS = 8
-
-
-def replay_of(place: Place, method: str, prompt: Sequence[int], completion: Completion, tokenizer: Any) -> Replay:
-    """The record of an answer of one of this library's methods.
-
-    Args:
-        place: which answer.
-        method: name of the method that gave it.
-        prompt: ids.
-        completion: with its steps.
-        tokenizer: of the model.
-    """
-    pieces = iter(pieces_of(completion.tokens, prompt, tokenizer))
-    steps = [
-        {
-            "pieces": [next(pieces) for _ in step.tokens],
-            "sources": list(step.sources),
-            "fed": step.fed,
-            "seconds": step.seconds,
-        }
-        for step in completion.steps
-    ]
-    return Replay(place.workload, place.prompt, method, steps)
-
-
-def pieces_of(tokens: Sequence[int], prompt: Sequence[int], tokenizer: Any) -> list[str]:
-    """The text of each token; joined they are the text of all of them.
-
-    Whether a token begins with a space depends on those before it, so the text is decoded as a whole, and each token
-    has what it adds. A character spread over tokens belongs to the last of them.
-    """
-    context = list(prompt)[-_CONTEXT_TOKENS:]
-    shown, pieces = _decoded(context, tokenizer), list[str]()
-    for number in range(1, len(tokens) + 1):
-        text = _decoded([*context, *tokens[:number]], tokenizer)
-        complete = text if number == len(tokens) else text.rstrip(_INCOMPLETE)
-        pieces.append(complete[len(shown) :])
-        shown = complete if len(complete) > len(shown) else shown
-    return pieces
-
-
-def _decoded(ids: list[int], tokenizer: Any) -> str:
-    text: str = tokenizer.decode(ids, skip_special_tokens=True)
-    return text
-
-
 WARM_UP_TOKENS = 24
-
-_WATCHED = ("adaptive-warm", "adaptive", "lookahead", "token-recycling", "suffix", "prompt-lookup", "jacobi", "plain")
-"""Kinds of methods that can be replayed, the best first."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +162,6 @@ class Outcome:
 
     samples: list[Sample]
     mismatches: list[Mismatch]
-    replays: list[Replay]
 
 
 class Experiment:
@@ -310,7 +258,7 @@ class Experiment:
             raise
 
     def _run(self, job: Job) -> Outcome:
-        outcome, answers = Outcome([], [], []), list[list[int]]()
+        outcome, answers = Outcome([], []), list[list[int]]()
         for turn in range(len(job.item.turns)):
             place = Place(job.workload, job.item.id, turn, job.seed, job.repeat)
             prompt = self._prompts.ids(job.item, answers)
@@ -325,23 +273,12 @@ class Experiment:
                 if arm.method.compared:
                     found = self._judge.compare(place, name, prompt, answers[-1], completions[name].tokens)
                     outcome.mismatches += [] if found is None else [found]
-            if self.done == 0 and turn == 0:
-                outcome.replays += self._replays(place, prompt, completions)
         return outcome
 
     def _order(self, number: int) -> list[Arm]:
         """All of them, another one first each time."""
         start = number % len(self._arms)
         return self._arms[start:] + self._arms[:start]
-
-    def _replays(self, place: Place, prompt: Sequence[int], completions: dict[str, Completion]) -> list[Replay]:
-        """One answer of the best method that can be watched."""
-        for kind in _WATCHED:
-            for arm in self._arms:
-                completion = completions[arm.method.name]
-                if arm.method.kind == kind and completion.steps:
-                    return [replay_of(place, arm.method.name, prompt, completion, self._tokenizer)]
-        return []
 
     def _step_curves(self) -> list[StepCurve]:
         """Of both kinds of weights, in the middle of an answer to a usual prompt."""
@@ -354,7 +291,6 @@ class Experiment:
     def _take(self, outcome: Outcome) -> None:
         self.results.samples += outcome.samples
         self.results.mismatches += outcome.mismatches
-        self.results.replays += outcome.replays
         self.done += 1
         self._save()
 
