@@ -17,7 +17,7 @@ from lade.model.support.supports import MASK_PER_LAYER_TYPE, ONE_MASK, RECURRENT
 from lade.model.support.supports import REFUSED as REFUSED_BY_NAME
 
 ROOT = Path(__file__).parent.parent
-DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "examples" / "README.md"])
 HOWTO = sorted((ROOT / "docs" / "howto").glob("*.md"))
 MODELS = ROOT / "docs" / "models.md"
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
