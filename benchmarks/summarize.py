@@ -163,7 +163,7 @@ def _fits(found: Scaling) -> str:
 
 
 def _pictures(folder: Path, inside: Path) -> list[str]:
-    """Those that are there."""
+    """Return links to the pictures that exist."""
     files = [(inside / f"{name}.svg", meaning) for name, meaning in FIGURES.items()]
     return [f"![{meaning}]({file})" for file, meaning in files if (folder / file).exists()]
 

@@ -148,7 +148,7 @@ def steps_of(model: Any, runner: EagerRunner, cache: Any, cached: int) -> dict[i
 def medians(
     steps: dict[int, Callable[[], None]], rounds: int, spent: defaultdict[str, float]
 ) -> dict[int, dict[str, float]]:
-    """What each part takes, in ms, by size."""
+    """Return the milliseconds of each part by size."""
     samples: dict[int, list[defaultdict[str, float]]] = {size: [] for size in steps}
     for _ in range(rounds + 2):
         for size, run in steps.items():

@@ -25,7 +25,7 @@ TRIED = 0.5
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a pass: seconds, and tokens that each row gets from it; of the prompts, seconds a token."""
+    """Cost of a pass in seconds, tokens per row, and prefill seconds per token."""
 
     pass_s: float
     per_step: float
@@ -33,7 +33,7 @@ class Cost:
 
 
 def measured(model, texts, rows, tokens):
-    """What passes over so many rows cost."""
+    """Measure the cost of passes over a number of rows."""
     with Engine(model, max_rows=rows) as engine:
         for _ in range(2):  # the first one learns what steps cost
             before = engine.snapshot()
@@ -51,7 +51,7 @@ def measured(model, texts, rows, tokens):
 
 
 def between(costs, rows):
-    """That of a number of rows that lies between two measured ones."""
+    """Interpolate between two measured numbers of rows."""
     low, high = max(each for each in costs if each <= rows), min(each for each in costs if each >= rows)
     part = (rows - low) / max(1, high - low)
     mixed = [a + part * (b - a) for a, b in zip(vars(costs[low]).values(), vars(costs[high]).values(), strict=True)]

@@ -56,7 +56,7 @@ def prefill(model: Any, tokens: int) -> Callable[[], Any]:
 
 
 def cases(model: Any) -> dict[str, Callable[[], Any]]:
-    """What is timed, by name."""
+    """Return the timed calls by name."""
     lone, tree = tree_passes(model, 512, (1, 16))
     (far,) = tree_passes(model, 1500, (1,))
     return {

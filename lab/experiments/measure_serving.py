@@ -59,7 +59,7 @@ print(json.dumps([answers, time.perf_counter() - start]))
 
 
 class Answers(NamedTuple):
-    """What came of some requests at a time.
+    """Outcome of a number of concurrent requests.
 
     Attributes:
         rate: tokens per second, of all together.

@@ -111,7 +111,7 @@ def copied(text: list[int], prompt_length: int, drafter: Drafter) -> str:
     vocabulary = max(text) + 1
 
     def follow(known: Sequence[int]) -> int:
-        """What the model says; of another text than that which it writes it knows no more than anybody."""
+        """Return the given text's next token, or an arbitrary one behind any other text."""
         on_the_way = len(known) < len(text) and list(known) == text[: len(known)]
         return text[len(known)] if on_the_way else (7 * known[-1] + len(known)) % vocabulary
 

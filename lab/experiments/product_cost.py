@@ -28,7 +28,7 @@ from lade.backends.cpu.packing.weight import HugePages, packed_weight
 from lade.errors import UnsupportedModelError
 
 BYTES = 200e6
-"""Of all weights of a shape, in 16 bits."""
+"""Bytes of all weights of a shape, in 16 bits."""
 GIB = 2**30
 MOST_ROWS = 512
 Product = Callable[[int], object]

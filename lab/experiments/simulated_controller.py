@@ -43,9 +43,9 @@ OWN_S, LOOK_S, NODE_S = 120e-6, 110e-6, 10e-6
 """The library's own time: of any step, what looking for guesses adds, and each node fed: 0.12, 0.23 and, at 16
 tokens, 0.38 ms; measured beside "small"."""
 ROW_SHARE = 0.2
-"""Of `OWN_S`, for each row of a batch beside the first."""
+"""Share of `OWN_S` for each row of a batch beside the first."""
 GENERATE_OWN = 0.055
-"""What a step of `model.generate` takes beside its pass, as a share of it, beyond `OWN_S`."""
+"""Overhead of a `model.generate` step as a share of its pass, beyond `OWN_S`."""
 
 
 class Clock:
@@ -57,11 +57,11 @@ class Clock:
         self.seconds = 0.0
 
     def usual_s(self, size: int) -> float:
-        """Of a pass."""
+        """Return the seconds of a pass."""
         return float(np.interp(size, SIZES, self._passes_s))
 
     def step(self, size: int, looked: bool) -> tuple[float, float]:
-        """Of a step and of its pass; the clock goes on by the former."""
+        """Return the seconds of a step and of its pass; the clock advances by the former."""
         hiccup = 0.5 + self._luck.random() if self._luck.random() < 0.02 else abs(self._luck.gauss(0.0, 0.06))
         forward_s = self.usual_s(size) * (1.0 + hiccup)
         seconds = forward_s + self.own_s + (self._rows * (LOOK_S + NODE_S * (size - 1)) if looked else 0.0)

@@ -35,7 +35,7 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-"""What llama.cpp calls the layers of a Llama."""
+"""llama.cpp's names of the layers of a Llama."""
 
 
 def name_of(name: str) -> str:
@@ -48,7 +48,7 @@ def name_of(name: str) -> str:
 
 
 def write_config(writer: gguf.GGUFWriter, config: Any) -> None:
-    """What llama.cpp has to know of a Llama besides its weights."""
+    """Write the hyperparameters that llama.cpp needs."""
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)

@@ -86,7 +86,7 @@ SCHEMA = "lade-bench/1"
 
 @dataclass(frozen=True)
 class Environment:
-    """What it ran on.
+    """Hardware and software of a run.
 
     Attributes:
         device: name of the hardware, such as "AMD EPYC 9654 96-Core Processor, 2 cores".
@@ -105,7 +105,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Model:
-    """What was run.
+    """The model of a run.
 
     Attributes:
         name: as the user gave it; of a folder the last part.
@@ -126,7 +126,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Settings:
-    """How answers were made; the same for all methods.
+    """Generation settings, the same for all methods.
 
     Attributes:
         max_new_tokens: per answer.
@@ -148,7 +148,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Workload:
-    """Where prompts came from.
+    """Source of the prompts.
 
     Attributes:
         name: such as "humaneval", or the name of a file.
@@ -272,7 +272,7 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class StepCurve:
-    """What a forward pass takes by the tokens it feeds.
+    """Time of a forward pass by the number of tokens fed.
 
     Attributes:
         packed: on which weights.

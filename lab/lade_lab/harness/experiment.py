@@ -148,17 +148,17 @@ class Job:
 
     @property
     def key(self) -> tuple[str, str, int, int]:
-        """What its samples have in common."""
+        """Key shared by its samples."""
         return self.workload, self.item.id, self.seed, self.repeat
 
     def is_of(self, sample: Sample) -> bool:
-        """Whether a sample is an answer to this prompt."""
+        """Return whether a sample answers this prompt."""
         return self.key == (sample.workload, sample.prompt, sample.seed, sample.repeat)
 
 
 @dataclass
 class Outcome:
-    """What a job yields: the records of all methods."""
+    """Records of all methods for one job."""
 
     samples: list[Sample]
     mismatches: list[Mismatch]
@@ -281,7 +281,7 @@ class Experiment:
         return self._arms[start:] + self._arms[:start]
 
     def _step_curves(self) -> list[StepCurve]:
-        """Of both kinds of weights, in the middle of an answer to a usual prompt."""
+        """Measure the step curves of plain and packed weights, in the middle of an answer to a median prompt."""
         lengths = [len(self._prompts.ids(job.item)) for job in self.jobs]
         cached = round(median(lengths)) + self.results.settings.max_new_tokens // 2
         weights = [(False, self._models.plain), (True, self._models.packed)]
@@ -299,7 +299,7 @@ class Experiment:
             self.results.save(self._path)
 
     def _answered(self) -> int:
-        """How many prompts the samples of an earlier run answer; they come in the order of the prompts."""
+        """Return the number of prompts that the samples of an earlier run answer, in prompt order."""
         done, place, samples = 0, 0, self.results.samples
         while place < len(samples):
             job = self.jobs[done] if done < len(self.jobs) else None
