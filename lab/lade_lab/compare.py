@@ -96,7 +96,7 @@ class Interval:
 
     @property
     def verdict(self) -> Verdict:
-        """"slower" or "faster" where the interval excludes 1."""
+        """Slower or faster where the interval excludes 1."""
         return "slower" if self.high < 1.0 else "faster" if self.low > 1.0 else "no difference seen"
 
 
