@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from lade.backends.cpu.invariant.make_invariant import invariant, variant
     from lade.backends.cpu.packing.folder import load_packed, save_packed
     from lade.backends.cpu.packing.pack import pack, unpack
+    from lade.backends.cuda_graphs.backend import release
     from lade.backends.processes.team import parallel
-    from lade.backends.runners import release
     from lade.config import LookaheadConfig
     from lade.errors import (
         CaptureWarning,
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
         UnsupportedError,
         UnsupportedModelError,
     )
+    from lade.grammar import Grammar
     from lade.hf.distributed import follow
     from lade.hf.enable import disable, enable
     from lade.hf.generate import decode, decoder, generate, stream
-    from lade.hf.grammar.grammar import Grammar
     from lade.hf.legacy_api import augment_all, config_lade, log_history, restore_all, save_log
     from lade.memory import Memory
     from lade.model.kv_cache import TreeCache
@@ -117,13 +117,13 @@ _HOMES = {
     "lade.hf.enable": ("disable", "enable"),
     "lade.hf.distributed": ("follow",),
     "lade.hf.generate": ("decode", "decoder", "generate", "stream"),
-    "lade.hf.grammar.grammar": ("Grammar",),
+    "lade.grammar": ("Grammar",),
     "lade.backends.cpu.invariant.make_invariant": ("invariant", "variant"),
     "lade.model.kv_cache": ("TreeCache",),
     "lade.backends.cpu.packing.folder": ("load_packed", "save_packed"),
     "lade.backends.cpu.packing.pack": ("pack", "unpack"),
     "lade.model.support.supports": ("Support", "supports"),
-    "lade.backends.runners": ("release",),
+    "lade.backends.cuda_graphs.backend": ("release",),
     "lade.serving.engine": ("Engine",),
     "lade.serving.handle": ("Handle",),
     "lade.stats": ("Stats", "Step"),

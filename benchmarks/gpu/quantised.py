@@ -32,9 +32,9 @@ from transformers import AutoModelForCausalLM
 import lade
 from lade.backends.cuda_graphs.pool import pool_of
 from lade.backends.cuda_graphs.runner import GraphRunner
-from lade.backends.runners import local_runner_for
 from lade.embedded.files import model_path
-from lade.model.facts import bytes_by_kind
+from lade.model.backend import runner_for
+from lade.model.facts import ModelFacts, bytes_by_kind
 from lade_lab import inflate
 from lade_lab.harness.benchmark import command_line, environment_of
 from lade_lab.inflation import Wanted, choose
@@ -124,7 +124,7 @@ def inflated(params: float, device: torch.device) -> Any:
 
 def measured(model: Any, sizes: Sequence[int], cached: int, rounds: int) -> dict[str, Any]:
     """Milliseconds of each size, the break-even S of each, and what was measured."""
-    runner = local_runner_for(model, lade.supports(model).require(), model.generation_config)
+    runner = runner_for(ModelFacts.of(model), lade.supports(model).require(), model.generation_config)
     lane = Lane(runner, sizes, cached, rows=1)
     measure([lane], sizes, rounds)
     replayed = isinstance(runner, GraphRunner) and pool_of(model, runner.device).capture_failed_in is None

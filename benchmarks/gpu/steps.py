@@ -27,10 +27,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import lade
+from lade.backends.cuda_graphs.backend import why_eager
 from lade.backends.cuda_graphs.capture import EagerReplay
 from lade.backends.cuda_graphs.pool import new_pool, pool_of
 from lade.backends.cuda_graphs.runner import GraphRunner
-from lade.backends.runners import why_eager
 from lade.embedded.files import model_path
 from lade.model.inputs import step_bucket
 from lade.model.runner import EagerRunner

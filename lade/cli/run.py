@@ -21,9 +21,9 @@ from lade.cli.options.decoding import GREEDY, Choices
 from lade.cli.terminal import Terminal
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError
+from lade.grammar import Grammar
 from lade.hf.detokenizer import Detokenizer
 from lade.hf.generate import generate, stream
-from lade.hf.grammar.grammar import Grammar
 from lade.hf.refusals import resolve
 from lade.model.support.supports import supports
 from lade.stats import Stats, Step

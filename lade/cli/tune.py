@@ -146,14 +146,15 @@ def tune(
 
 
 def _run(loaded: LoadedModel, lengths: list[int], measuring: TuneOptions, term: Terminal, *, json: bool) -> None:
-    from lade.backends.runners import local_runner_for
     from lade.cli.run import Interrupt
     from lade.cli.terminal import count
+    from lade.model.backend import runner_for
+    from lade.model.facts import ModelFacts
     from lade.model.support.supports import supports, unwrap
 
     plan = supports(loaded.model).require()
     model = unwrap(loaded.model)
-    runner = local_runner_for(model, plan, model.generation_config)
+    runner = runner_for(ModelFacts.of(model), plan, model.generation_config)
     with Interrupt() as interrupt:
         sweeps = _measure(runner, lengths, measuring.seconds, interrupt, term)
     saved = _save(model, runner, sweeps, interrupted=interrupt.requested)

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
-from lade.backends.processes.tensor_parallel import in_step
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError, UnsupportedModelError
 from lade.hf.refusals import check_shape, refuse
+from lade.model import joint
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
-from lade.model.prepared import REMEDY, holds_media
+from lade.model.facts import in_step
+from lade.model.prepared import REMEDY, argument_of, holds_media, prompts_in
 from lade.model.support.supports import PLAIN_REMEDY, supports, unwrap
 from lade.stats import Stats
 
@@ -80,7 +81,6 @@ KEPT = {
     "synced_gpus": "has all ranks make as many passes as the slowest one",
 }
 """Arguments that transformers does not pass to a callable, and what they do."""
-PROMPTS = ("inputs", "input_ids", "inputs_embeds")
 
 
 def arguments_for_callable(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -117,23 +117,9 @@ def arguments_for_callable(model: Any, arguments: dict[str, Any]) -> dict[str, A
     return _with_stop_strings(inner, arguments)
 
 
-def argument_of(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
-    """A field of the final generation_config: an argument, None included, or what a config says."""
-    if name in arguments:
-        return arguments[name]
-    configs = (arguments.get("generation_config"), getattr(model, "generation_config", None))
-    values = (getattr(config, name, None) for config in configs)
-    return next((value for value in values if value is not None), None)
-
-
 def num_beams(model: Any, arguments: Mapping[str, Any]) -> int:
     """How many beams `model.generate` would search with, given these arguments."""
     return argument_of(model, arguments, "num_beams") or 1
-
-
-def prompts_in(arguments: Mapping[str, Any]) -> Any:
-    """The prompts as `model.generate` is given them, under whatever name; None without any."""
-    return next((arguments[name] for name in PROMPTS if arguments.get(name) is not None), None)
 
 
 def refuse_streamed_beams(beams: int, streamer: object = None) -> None:
@@ -269,3 +255,10 @@ def _with_stop_strings(model: PreTrainedModel, arguments: dict[str, Any]) -> dic
     if "stop_strings" in arguments or model.generation_config.stop_strings is not None:
         changed["stop_strings"] = None  # an argument goes before what the model's generation_config says
     return changed
+
+
+def refuse_autocast(model: Any) -> None:
+    """Raise `UnsupportedModelError` where autocast asks a packed model for another dtype, as every pass of it would."""
+    cpu = joint.loaded("cpu") if torch.is_autocast_enabled("cpu") else None
+    if cpu is not None:
+        cpu.refuse_autocast(model)

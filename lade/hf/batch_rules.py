@@ -18,7 +18,7 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from lade.errors import UnsupportedArgumentError
-from lade.hf.grammar.grammar import GrammarProcessor
+from lade.model import joint
 from lade.model.config import Positions
 from lade.model.prepared import PromptTexts
 
@@ -86,8 +86,13 @@ def must_go_together(
     )
 
 
+def _is_grammar(processor: Any) -> bool:
+    grammar = joint.loaded("grammar")
+    return grammar is not None and type(processor) is grammar.processor
+
+
 def _is_row_wise_processor(processor: Any) -> bool:
-    return type(processor) is GrammarProcessor or _is_row_wise(processor, logits_process.__name__, ROW_WISE_PROCESSORS)
+    return _is_grammar(processor) or _is_row_wise(processor, logits_process.__name__, ROW_WISE_PROCESSORS)
 
 
 def _is_row_wise(thing: Any, module: str, row_wise: frozenset[str]) -> bool:
@@ -124,7 +129,7 @@ def processors_of_row(processors: LogitsProcessorList, row: int, rows: int) -> L
 
 def _of_row(processor: Any, row: int, rows: int) -> Any:
     """The same processor, unless it was made with something that belongs to the rows, or keeps what they have."""
-    if rows == 1 and type(processor) is not GrammarProcessor:
+    if rows == 1 and not _is_grammar(processor):
         return processor
     match type(processor).__name__:
         case "GrammarProcessor":

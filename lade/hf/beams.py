@@ -14,8 +14,6 @@ from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
 
-from lade.backends.encoder_decoder.arguments import source_of
-from lade.backends.encoder_decoder.runner import DecoderCache
 from lade.config import LookaheadConfig
 from lade.decoding.beams.logits import BeamLogits
 from lade.hf.batch_rules import check_lengths
@@ -72,7 +70,7 @@ class BeamSession:
             self._cache,
             stats,
             special_ids(prepared.generation_config) | placeholder_ids(prepared.model),
-            [source_of(prepared, number * prepared.beams) for number in range(len(texts))],
+            [prepared.source_text(number * prepared.beams) for number in range(len(texts))],
         )
 
     def run(self) -> BeamOutput:
@@ -92,7 +90,7 @@ class BeamSession:
         if isinstance(output, GenerateBeamDecoderOnlyOutput):
             # Ours has no slots for padding, and plain decoding would count them.
             return replace(output, past_key_values=None if self._padded else self._cache)
-        if isinstance(output, GenerateBeamEncoderDecoderOutput) and isinstance(self._cache, DecoderCache):
+        if isinstance(output, GenerateBeamEncoderDecoderOutput):
             return replace(output, past_key_values=self._cache.dynamic_pair())
         return output
 

@@ -13,19 +13,45 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from lade.backends.processes.channel import generator_states, is_connected, packed
-from lade.backends.processes.follower import DismissedError
-from lade.backends.processes.team import follow_call, has_parts, leader_of, steps_together, team_of, together
-from lade.backends.processes.tensor_parallel import tensor_parallel_size
 from lade.errors import ClusterError, UnsupportedArgumentError, UnsupportedModelError
-from lade.hf.arguments import argument_of
 from lade.hf.plain import generate_plainly
+from lade.model import joint
+from lade.model.facts import tensor_parallel_size
+from lade.model.prepared import argument_of
 from lade.model.support.supports import unwrap
 from lade.stats import Step
 
 T = TypeVar("T")
 
 _SPLIT = "a model that several processes decode"
+
+
+def _processes(model: Any) -> Any | None:
+    """The backend, where several processes may decode a model; None where this one certainly does so alone."""
+    if not isinstance(model, PreTrainedModel):
+        return None
+    return joint.load("processes") if tensor_parallel_size(model) > 1 else joint.loaded("processes")
+
+
+def leader_of(model: Any) -> Any | None:
+    """Return what leads the other processes in the call that this one makes; None if this process decodes alone.
+
+    Args:
+        model: the model inside any wrapper.
+    """
+    processes = _processes(model)
+    return None if processes is None else processes.leader_of(model)
+
+
+def led_by_this_process(model: Any) -> Any | None:
+    """Return a call that this process makes for all that decode a model, already begun; None if it decodes alone."""
+    processes = _processes(model)
+    return None if processes is None else processes.led_by_this_process(model)
+
+
+def _has_parts(model: Any) -> bool:
+    processes = _processes(model)
+    return processes is not None and processes.has_parts(model)
 
 
 def follow(model: Any) -> Any:
@@ -48,42 +74,47 @@ def follow(model: Any) -> Any:
         Exception: whatever the call raises in the first process.
     """
     inner = unwrap(model)
-    team = team_of(inner)
-    if team is None or team.leads:
+    processes = _processes(inner)
+    team = None if processes is None else processes.team_of(inner)
+    if processes is None or team is None or team.leads:
         reason = "decoded by this process alone" if team is None else "led by this process, the first one"
         raise UnsupportedModelError(f"{type(inner).__name__}: it is {reason}", "call lade.follow in the others")
-    return follow_call(team, inner, _plainly(model))
+    return processes.follow_call(team, inner, _plainly(model))
 
 
 def follow_to_the_end(model: Any) -> None:
     """Take part in all calls of the first process until it dismisses this one. What a call raises is its matter."""
+    processes = joint.load("processes")
     while True:
         try:
             follow(model)
-        except DismissedError:
+        except processes.DismissedError:
             return
         except ClusterError:
             raise
         except BaseException:
-            if not is_connected():
+            if not processes.is_connected():
                 raise
 
 
 def is_shared(model: Any) -> bool:
     """Whether calls are made together with other processes."""
     inner = unwrap(model)
-    return isinstance(inner, PreTrainedModel) and team_of(inner) is not None
+    processes = _processes(inner)
+    return processes is not None and processes.team_of(inner) is not None
 
 
 def shared(model: Any, call: Callable[[], T]) -> T:
     """Make a call together with the other processes of a model."""
     inner = unwrap(model)
-    return together(inner, lambda: _without_cache(call(), inner), _plainly(model))
+    output: T = joint.load("processes").together(inner, lambda: _without_cache(call(), inner), _plainly(model))
+    return output
 
 
 def shared_steps(model: Any, begin: Callable[[], Iterator[Step]]) -> Iterator[Step]:
     """The same for a stream."""
-    return steps_together(unwrap(model), begin, _plainly(model))
+    steps: Iterator[Step] = joint.load("processes").steps_together(unwrap(model), begin, _plainly(model))
+    return steps
 
 
 @contextmanager
@@ -94,26 +125,27 @@ def sharing_plainly(model: Any, arguments: Mapping[str, Any]) -> Iterator[None]:
         UnsupportedArgumentError: the arguments cannot be sent, or have a clock in them.
     """
     inner = unwrap(model)
-    leader = leader_of(inner) if isinstance(inner, PreTrainedModel) else None
-    if leader is None or has_parts(inner):  # with the whole model the first process needs nobody
+    leader = leader_of(inner)
+    if leader is None or _has_parts(inner):  # with the whole model the first process needs nobody
         yield
         return
     remedy = "leave it out, or give arguments that lookahead decoding serves"
     if argument_of(inner, arguments, "max_time") is not None:
         raise UnsupportedArgumentError(f"max_time cannot be used with plain decoding of {_SPLIT}", remedy)
     try:
-        sent = packed(dict(arguments))
+        processes = joint.load("processes")
+        sent = processes.packed(dict(arguments))
     except Exception as problem:
         reason = f"arguments that cannot be pickled ({problem}) cannot be used with plain decoding of {_SPLIT}"
         raise UnsupportedArgumentError(reason, remedy) from problem
-    with leader.passing("plain", sent, generator_states(inner.device)):
+    with leader.passing("plain", sent, processes.generator_states(inner.device)):
         yield
 
 
 def refuse_shared(model: Any, arguments: Mapping[str, Any]) -> None:
     """Raise `UnsupportedArgumentError` for arguments that the other processes of a model would need theirs of."""
     inner = unwrap(model)
-    if isinstance(inner, PreTrainedModel) and leader_of(inner) is not None:
+    if leader_of(inner) is not None:
         if arguments.get("past_key_values") is not None:
             why = "each of them needs a cache of its own"
             raise UnsupportedArgumentError(f"past_key_values cannot be used with {_SPLIT}: {why}", "leave it out")
@@ -133,7 +165,7 @@ def refuse_unshared(model: PreTrainedModel) -> None:
 def refuse_shared_steps(model: Any) -> None:
     """Raise `UnsupportedArgumentError` for plain decoding step by step, which cannot be stopped in all processes."""
     inner = unwrap(model)
-    if isinstance(inner, PreTrainedModel) and leader_of(inner) is not None and not has_parts(inner):
+    if leader_of(inner) is not None and not _has_parts(inner):
         raise UnsupportedArgumentError(
             f"lade.stream decodes plainly here, and cannot do so with {_SPLIT}", "call lade.generate"
         )

@@ -5,29 +5,30 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, Literal, overload
+from importlib import import_module
+from typing import Any, Literal, Protocol, overload
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateOutput
 
-from lade.backends.cpu.packing.linear import refuse_autocast
-from lade.backends.processes.team import leader_of
 from lade.config import Lookahead, LookaheadConfig
+from lade.grammar import GrammarArgument
 from lade.hf.arguments import (
     arguments_for_callable,
     check_call,
     check_decode,
     num_beams,
+    refuse_autocast,
     refuse_streamed_beams,
     refuse_streamed_rows,
     refuse_streamed_segments,
 )
 from lade.hf.batch_rules import must_go_together
-from lade.hf.beams import BeamSession
 from lade.hf.distributed import (
     is_shared,
+    leader_of,
     refuse_shared,
     refuse_shared_steps,
     refuse_unshared,
@@ -36,15 +37,22 @@ from lade.hf.distributed import (
     sharing_plainly,
 )
 from lade.hf.generation_config import cleaning_up, refuse_values_of_one_call
-from lade.hf.grammar.constraint import GrammarArgument, with_grammar
-from lade.hf.lock_step import LockStepSession
 from lade.hf.plain import Generated, NeedsGenerateError, decode_prepared, generate_plainly, plain_steps
 from lade.hf.predictions import Prediction, prediction_ids, refuse_without_guesses
 from lade.hf.refusals import falling_back, refuse_slow_beams, resolve
 from lade.hf.session import Session
+from lade.model import joint
 from lade.model.prepared import Prepared, preparing
 from lade.model.support.supports import unwrap
 from lade.stats import Stats, Step
+
+
+class Decoding(Protocol):
+    """A generation that was checked and composed, and has not begun."""
+
+    def run(self) -> Generated:
+        """Decode to the end, and return what `model.generate` returns."""
+        ...
 
 
 def decode(
@@ -147,7 +155,7 @@ def _decode_with(
         refuse_autocast(model)
         if streamer is not None:
             refuse_streamed_beams(prepared.beams, streamer)
-        session: Session | LockStepSession | BeamSession | None = None
+        session: Decoding | None = None
         if config is not None:
             with falling_back(stats, allowed=auto):
                 refuse_unshared(model)
@@ -159,19 +167,33 @@ def _decode_with(
         return decode_prepared(prepared, stats, streamer, unassisted=unassisted)
 
 
+def _with_grammar(model: PreTrainedModel, grammar: GrammarArgument | None, arguments: dict[str, Any]) -> dict[str, Any]:
+    if grammar is None:
+        return arguments
+    constrained: dict[str, Any] = joint.load("grammar").with_grammar(model, grammar, arguments)
+    return constrained
+
+
 def _session_for(
     prepared: Prepared, config: LookaheadConfig, stats: Stats | None, streamer: BaseStreamer | None, *, auto: bool
-) -> Session | LockStepSession | BeamSession:
+) -> Decoding:
     stats = Stats() if stats is None else stats
     if prepared.beams == 1:
         processors, criteria, generation_config = prepared.positional[1:]
         several, streamed = len(prepared.prompts) > 1, streamer is not None
         if several and must_go_together(processors, criteria, generation_config, streamed=streamed):
-            return LockStepSession(prepared, config=config, stats=stats, streamer=streamer)
+            return _session_of("lock_step.LockStepSession", prepared, config=config, stats=stats, streamer=streamer)
         return Session(prepared, config=config, stats=stats, streamer=streamer)
     if auto:
         refuse_slow_beams(prepared)
-    return BeamSession(prepared, config=config, stats=stats)
+    return _session_of("beams.BeamSession", prepared, config=config, stats=stats)
+
+
+def _session_of(name: str, prepared: Prepared, **arguments: Any) -> Decoding:
+    """Return a session of a kind that few calls need, imported at its first use."""
+    module, _, kind = name.partition(".")
+    session: Decoding = getattr(import_module(f"lade.hf.{module}"), kind)(prepared, **arguments)
+    return session
 
 
 @overload
@@ -279,7 +301,7 @@ def _generate(
     refuse_shared(model, arguments)
     check_call(model, arguments, stats)
     with cleaning_up(model, arguments.get("generation_config")):
-        arguments = with_grammar(unwrap(model), grammar, arguments)
+        arguments = _with_grammar(unwrap(model), grammar, arguments)
         if streamer is not None:  # a plain search of beams would raise as well, after warnings and in other words
             refuse_streamed_beams(num_beams(unwrap(model), arguments), streamer)
         prepared: dict[str, Any] | None = None
@@ -334,7 +356,7 @@ def _stream(
     with cleaning_up(model, arguments.get("generation_config")):
         inner = unwrap(model)
         refuse_autocast(inner)
-        arguments = with_grammar(inner, grammar, arguments)
+        arguments = _with_grammar(inner, grammar, arguments)
         refuse_streamed_beams(num_beams(inner, arguments))
         refuse_streamed_rows(inner, arguments)
         if config is not None:

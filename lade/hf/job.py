@@ -20,10 +20,6 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from lade.backends.encoder_decoder.arguments import has_encoder, runner_on_encoded, source_of
-from lade.backends.encoder_decoder.runner import DecoderCache
-from lade.backends.processes.lookahead_parallel import LeadingPartRunner
-from lade.backends.runners import eager_runner_for, reader_of, runner_for
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.decoding.drafting.controller import most_fed
@@ -32,10 +28,13 @@ from lade.decoding.drafting.drafter import Constraint, Drafter, Source
 from lade.decoding.drafting.factory import drafter_for, reads_logits
 from lade.decoding.drafting.habits import Habits
 from lade.decoding.drafting.memory import ContextMemory
-from lade.hf.grammar.constraint import constraints_for
-from lade.hf.grammar.grammar import GrammarProcessor
+from lade.decoding.loop import Reader
 from lade.hf.predictions import text_of_rows
 from lade.hf.processors import Record
+from lade.model import joint
+from lade.model.backend import runner_for
+from lade.model.facts import ModelFacts
+from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.prepared import Prepared, placeholder_ids, special_ids, vocabulary_of
 from lade.model.runner import EagerRunner
@@ -48,7 +47,8 @@ def kind_of_text(prepared: Prepared, config: LookaheadConfig) -> str:
     """A name of the kind of text that a call asks for, such as "sampled at 0.7, with a memory"."""
     generation_config = prepared.generation_config
     kind = f"sampled at {generation_config.temperature or 1.0:.1f}" if generation_config.do_sample else "greedy"
-    if any(isinstance(each, GrammarProcessor) for each in prepared.logits_processor):
+    grammar = joint.loaded("grammar")
+    if grammar is not None and any(isinstance(each, grammar.processor) for each in prepared.logits_processor):
         kind += ", by a grammar"
     return kind if config.memory is None else f"{kind}, with a memory"
 
@@ -75,8 +75,8 @@ def output_of(prepared: Prepared, written: list[list[int]], record: Record, cach
     if not config.return_dict_in_generate:
         return ids
     fields: dict[str, Any] = {"sequences": ids, "scores": record.scores, "logits": record.logits}
-    if has_encoder(prepared):
-        pair = cache.dynamic_pair() if isinstance(cache, DecoderCache) else None
+    if prepared.facts.has_encoder:
+        pair = cache.dynamic_pair() if isinstance(cache, TreeCache) else None
         return GenerateEncoderDecoderOutput(**fields, past_key_values=pair)
     return GenerateDecoderOnlyOutput(**fields, past_key_values=cache)
 
@@ -137,9 +137,10 @@ class DraftSpec:
         shares = rows > 1 and config.adaptive and config.memory is None
         memory = ContextMemory() if shares else None  # the rows of one call may learn from each other
         predictions = text_of_rows(prepared, config, rows)
-        constraints = constraints_for(prepared, prompts)
+        grammar = joint.loaded("grammar")
+        constraints = [None] * rows if grammar is None else grammar.constraints_for(prepared, prompts)
         return [
-            cls(config, memory, excluded, vocabulary, source_of(prepared, row), predictions[row], constraints[row])
+            cls(config, memory, excluded, vocabulary, prepared.source_text(row), predictions[row], constraints[row])
             for row in range(rows)
         ]
 
@@ -178,9 +179,9 @@ class DecodeJob:
         self._habits: Habits | None = None
 
     @property
-    def reader(self) -> LeadingPartRunner | None:
+    def reader(self) -> Reader[Any] | None:
         """See `DecodeLoop.reader`."""
-        return reader_of(self.runner)
+        return self.runner.reader
 
     def drafter(self, spec: DraftSpec, *, alone: bool = False) -> Drafter:
         """A drafter for one row.
@@ -254,14 +255,18 @@ def runner_of(prepared: Prepared, plan: MaskPlan, *, lock_step: bool = False) ->
         plan: how the model takes its masks.
         lock_step: whether transformers' own loop decodes, which sees the logits of every pass; then none is captured.
     """
-    if has_encoder(prepared):
-        return runner_on_encoded(prepared, plan)
-    model, config = prepared.model, prepared.generation_config
-    if lock_step:
-        return eager_runner_for(model, plan, config, prepared.facts)
-    return runner_for(model, plan, config, own_cache=prepared.user_cache is None, facts=prepared.facts)
+    if prepared.facts.has_encoder:
+        behind_encoder: EagerRunner = joint.load("encoder_decoder").runner_on_encoded(prepared, plan)
+        return behind_encoder
+    return runner_for(
+        prepared.facts,
+        plan,
+        prepared.generation_config,
+        own_cache=prepared.user_cache is None,
+        captures=not lock_step,
+    )
 
 
 def engine_runner(model: PreTrainedModel, plan: MaskPlan) -> EagerRunner:
-    """The runner of all requests of an engine."""
-    return runner_for(model, plan, GenerationConfig())
+    """Return the runner of all requests of an engine."""
+    return runner_for(ModelFacts.of(model), plan, GenerationConfig())

@@ -16,8 +16,6 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from lade.backends.encoder_decoder.arguments import source_of
-from lade.backends.recurrent.refeeding import RefedCache, RefeedingRunner
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.lock_step import LockStepLogits, LockStepRow
@@ -25,6 +23,7 @@ from lade.hf.batch_rules import check_lengths
 from lade.hf.job import DecodeJob, DraftSpec, Output, kind_of_text, runner_of
 from lade.hf.plain import decoding_method
 from lade.hf.refusals import check, warn_of_precision
+from lade.model import joint
 from lade.model.prepared import Prepared, ids_of
 from lade.stats import Stats
 
@@ -102,7 +101,8 @@ class LockStepSession:
         rows = [self._row(number, text, drafters[number]) for number, text in enumerate(texts.ids)]
         self._answers: LockStepLogits[Any]
         if prepared.facts.recurrent:
-            self._answers = LockStepLogits(rows, RefeedingRunner(self._runner), RefedCache(), stats, self._job.budget)
+            refeeding, cache = joint.load("recurrent").refeeding(self._runner)
+            self._answers = LockStepLogits(rows, refeeding, cache, stats, self._job.budget)
         else:
             self._answers = LockStepLogits(rows, self._runner, self._runner.tree_cache(), stats, self._job.budget)
 
@@ -111,7 +111,7 @@ class LockStepSession:
         padding: Any = config._pad_token_tensor
         if padding is not None:  # as `_sample` has it: else rows that have ended write on
             padding = int(padding) if any(hasattr(each, "eos_token_id") for each in criteria) else None
-        source = source_of(self._prepared, number)
+        source = self._prepared.source_text(number)
         return LockStepRow(prompt, drafter, padding, ids_of(config.eos_token_id), source)
 
     def run(self) -> Output:

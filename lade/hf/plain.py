@@ -19,12 +19,11 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateOutput
 
-from lade.backends.cpu.packing.linear import refuse_autocast
-from lade.backends.processes.tensor_parallel import in_step
 from lade.errors import LadeError, UnsupportedArgumentError
-from lade.hf.arguments import argument_of, original_generate
+from lade.hf.arguments import original_generate, refuse_autocast
 from lade.hf.generation_config import clean_up
-from lade.model.prepared import Prepared, ids_of
+from lade.model.facts import in_step
+from lade.model.prepared import Prepared, argument_of, ids_of
 from lade.model.support.supports import unwrap
 from lade.model.thread_patches import hooked
 from lade.model.user_cache import begin_plainly, cache_in

@@ -26,7 +26,6 @@ from transformers.generation.stopping_criteria import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from lade.backends.encoder_decoder.arguments import source_of
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.row import Row, StopRule
 from lade.decoding.verify import Choose, Chooser, Greedy
@@ -381,4 +380,4 @@ def row_for(
     stop: StopRule = StopRules(prepared.stopping_criteria, transcript, record)
     if streamer is not None:
         stop = Streamed(stop, streamer)
-    return Row(text, drafter, chooser, stop, source_of(prepared, number))
+    return Row(text, drafter, chooser, stop, prepared.source_text(number))

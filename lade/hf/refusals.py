@@ -15,11 +15,6 @@ from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from lade.backends.cpu.invariant_marker import invariance_of
-from lade.backends.cpu.packing.weight import short
-from lade.backends.encoder_decoder.arguments import ENCODER_KWARGS, has_encoder
-from lade.backends.media.prompts import media_prompts
-from lade.backends.processes.tensor_parallel import tensor_parallel_size
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import (
     ConfigError,
@@ -30,8 +25,9 @@ from lade.errors import (
     UnsupportedError,
 )
 from lade.locks import ForkSafeLock
-from lade.model.config import LEARNED_POSITIONS
-from lade.model.facts import ModelFacts
+from lade.model import joint
+from lade.model.config import LEARNED_POSITIONS, dtype_name
+from lade.model.facts import ModelFacts, is_invariant, tensor_parallel_size
 from lade.model.inputs import FULL
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
@@ -53,6 +49,8 @@ from lade.model.support.supports import is_listed, support_by, unwrap
 from lade.model.user_cache import can_borrow, lacks_indexer, why_unfit
 from lade.stats import Stats
 
+ENCODER_KWARGS = frozenset({"encoder_outputs", "attention_mask", "inputs_embeds"})
+"""Prepared arguments that concern the encoder alone."""
 KNOWN_MODEL_KWARGS = frozenset(
     """
     attention_mask cache_params cache_position decoder_attention_mask inputs_embeds logits_to_keep past_key_values
@@ -108,7 +106,7 @@ def check(
     plan = support_by(prepared.facts, prepared.wrapper).require() if plan is None else plan
     _refuse_arguments(prepared, modes)
     model, prompts, kwargs = prepared.model, prepared.prompts, prepared.model_kwargs
-    if has_encoder(prepared):
+    if prepared.facts.has_encoder:
         _check_prompts(model, prompts, ())
         _check_decoder(prepared)
         return plan, PromptTexts.without_padding(prompts), None
@@ -122,7 +120,7 @@ def check(
     images = images or not _check_positions(prepared, texts)
     _check_user_cache(prepared, texts)
     whole = images or texts.has_gaps or prepared.embeddings is not None
-    return plan, texts, media_prompts(prepared, texts) if whole else None
+    return plan, texts, joint.load("media").prompts(prepared, texts) if whole else None
 
 
 def _refuse_arguments(prepared: Prepared, modes: Collection[GenerationMode]) -> None:
@@ -136,7 +134,7 @@ def _refuse_arguments(prepared: Prepared, modes: Collection[GenerationMode]) -> 
     for name in REFUSED_OUTPUTS:
         if config.return_dict_in_generate and getattr(config, name):
             refuse(f"{name}=True", "a pass over a tree has no such tensors of one token at a time")
-    encoded = has_encoder(prepared)
+    encoded = prepared.facts.has_encoder
     if not encoded and has_more_than_text(prepared.model, prepared.model_kwargs):
         return _refuse_caches(prepared)  # the rest is found out from what plain decoding would feed
     known = KNOWN_MODEL_KWARGS | ENCODER_KWARGS if encoded else KNOWN_MODEL_KWARGS
@@ -168,7 +166,7 @@ def _refuse_caches(prepared: Prepared) -> None:
     if cache is not None and not isinstance(cache, TreeCache) and prepared.facts.recurrent:
         what = f"past_key_values of type {type(cache).__name__} on a model with recurrent layers"
         refuse(what, "it keeps no states that a path of a tree can be folded into; give a lade.TreeCache")
-    if cache is not None and has_encoder(prepared):
+    if cache is not None and prepared.facts.has_encoder:
         refuse("past_key_values", "a decoder's tree needs a cache of its own beside the encoder's")
     if cache is not None and lacks_indexer(cache, prepared.facts):
         what = f"past_key_values of type {type(cache).__name__} on a model with indexers"
@@ -369,7 +367,7 @@ def precision_note(model: Any) -> str:
     inner = unwrap(model)
     device = input_device(inner).type
     cast = torch.is_autocast_enabled(device)
-    if not cast and (inner.dtype not in HALF or invariance_of(inner) is not None):
+    if not cast and (inner.dtype not in HALF or is_invariant(inner)):
         return ""
     dtype = torch.get_autocast_dtype(device) if cast and inner.dtype is torch.float32 else inner.dtype
     with _warning:
@@ -377,18 +375,14 @@ def precision_note(model: Any) -> str:
             return ""
         _warned.add(inner)
     may_differ = "where two tokens score almost equally the output may differ from `generate`"
-    return f"{short(dtype)}: {may_differ}; {_remedy(model, cast=cast)} prevents it"
+    return f"{dtype_name(dtype)}: {may_differ}; {_remedy(model, cast=cast)} prevents it"
 
 
 def _remedy(model: Any, *, cast: bool) -> str:
-    from lade.backends.cpu.invariant.make_invariant import (
-        can_be_tried,  # compilers come with it: only where it is needed
-    )
-
     inner = unwrap(model)
-    if cast and (inner.dtype not in HALF or invariance_of(inner) is not None):
+    if cast and (inner.dtype not in HALF or is_invariant(inner)):
         return "leaving out torch.autocast"
-    return "`lade.invariant(model)`" if can_be_tried(model) else "loading the model in float32"
+    return "`lade.invariant(model)`" if joint.load("cpu").can_be_invariant(model) else "loading the model in float32"
 
 
 def _level_of_user() -> int:

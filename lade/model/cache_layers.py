@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from lade.decoding.tree import TokenTree
 from lade.model.inputs import upload
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -108,6 +110,60 @@ _NAMES = "keys", "values", "indexer_keys"
 _buffers_of = attrgetter(*_NAMES)
 SPARE_TOKENS = 256
 """Tokens that a buffer has room for beyond those needed, at least."""
+
+
+class Ancestry(Protocol):
+    """Who descends from whom in the trees of one pass.
+
+    Attributes:
+        size: S, nodes of each row.
+        state: the text's state in the layer whose convolution came last, for cores that mixers do not pass it to.
+    """
+
+    size: int
+    state: torch.Tensor | None
+
+    def closure(self, device: torch.device) -> torch.Tensor:
+        """`[B, S, S]` bool, true where the row's node is the column's node or descends from it."""
+        ...
+
+    def windows(self, width: int, cached: int, device: torch.device) -> torch.Tensor:
+        """Where the last inputs of each node lie: its own, those of its ancestors, and of the text before them.
+
+        Args:
+            width: number of inputs that a convolution sees, at least 1.
+            cached: number of inputs of the text that are kept, in front of those of the nodes.
+            device: where the result goes.
+
+        Returns:
+            `[B, S, width]` int64, columns of the `cached + S` inputs, the node's own one last.
+        """
+        ...
+
+
+class Recurrence(Protocol):
+    """How one model's recurrent layers take part in passes over token trees.
+
+    Attributes:
+        forgets: whether a pass over several tokens begins with an empty state.
+    """
+
+    @property
+    def forgets(self) -> bool:
+        """See above."""
+        ...
+
+    def layers(self) -> list[Any]:
+        """Return the empty layers of a `TreeCache` for the model."""
+        ...
+
+    def ancestry(self, trees: Sequence[TokenTree]) -> Ancestry:
+        """Return who descends from whom in one pass over trees, one a row."""
+        ...
+
+    def patched_for(self, ancestry: Ancestry) -> AbstractContextManager[None]:
+        """Have the model's recurrent functions follow the paths of the trees, as long as the context lasts."""
+        ...
 
 
 class TreeLayer(CacheLayerMixin):
@@ -231,6 +287,10 @@ class TreeLayer(CacheLayerMixin):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(writable(state))
 
+    def blank(self) -> TreeLayer:
+        """Return an empty layer of the same kind."""
+        return type(self)()
+
     def join(self, parts: Sequence[TreeLayer], places: Sequence[tuple[int, int]]) -> None:
         """Take over rows of other layers; see `TreeCache.join`."""
         first = parts[0]
@@ -282,6 +342,53 @@ class TreeLayer(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
         self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
+
+
+class TokenCounter(TreeLayer):
+    """Counts the tokens of rows whose states do not tell: stands after the layers of a model without attention.
+
+    To the cache it is a layer like others, whose keys and values are of no width.
+    """
+
+    def count(self, rows: int, tokens: int) -> None:
+        """Each of the rows was fed `tokens` more."""
+        nothing = torch.empty(rows, 1, tokens, 0)
+        self.update(nothing, nothing)
+
+
+class StatefulLayer:
+    """A layer with recurrent states, which passes over trees take part in; the recurrent backend has one."""
+
+    state_bytes: Any
+    """Bytes of one row's states."""
+
+    def begin(self, ancestry: Ancestry | None) -> None:
+        """Begin a pass: over trees, or a plain one, which changes the states themselves."""
+        raise NotImplementedError
+
+    def keep(self, last: torch.Tensor) -> None:
+        """After a pass over trees, fold in the path of each row that ends with node `last[b]`; `[B]` int64."""
+        raise NotImplementedError
+
+    def blank(self) -> Any:
+        """Return an empty layer of the same kind."""
+        raise NotImplementedError
+
+    def join(self, parts: Sequence[Any], places: Sequence[tuple[int, int]]) -> None:
+        """Take over rows of other layers; see `TreeCache.join`."""
+        raise NotImplementedError
+
+    def reserve(self, rows: int, slots: int) -> None:
+        """Have memory for this many rows, at least for those there are; see `TreeCache.reserve`."""
+        raise NotImplementedError
+
+    def take(self, part: Any) -> None:
+        """Append the only row of another layer; see `TreeCache.take`."""
+        raise NotImplementedError
+
+    def leave(self, row: int) -> None:
+        """Evict a row; the last one takes its place."""
+        raise NotImplementedError
 
 
 class JoinedLayers:

@@ -25,9 +25,7 @@ from torch import nn
 from torch.utils import dlpack
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lade.backends.cpu.packing.int8 import Int8Linear
-from lade.backends.cpu.packing.weight import PackedWeight
-from lade.model import thread_patches
+from lade.model import joint, thread_patches
 from lade.model.facts import ModelFacts
 from lade.model.masks import MaskPlan
 
@@ -58,7 +56,7 @@ def attached(facts: ModelFacts) -> str:
     ]
     if facts.having("_hf_hook") or any(getattr(hook, "__module__", "") not in _IDLE_HOOKS for hook in called):
         return "its modules have hooks, which a replay would not call"
-    if any(kind.__module__.partition(".")[0] == "peft" for kind in facts.kinds):
+    if "peft" in {kind.__module__.partition(".")[0] for kind in facts.kinds}:
         return "its adapters can be switched from call to call"
     return ""
 
@@ -92,19 +90,21 @@ def _unrecorded() -> AbstractContextManager[object]:
 
 def why_recorded(facts: ModelFacts) -> str:
     """Why the passes of a model are not made in inference mode; empty if they are."""
-    if any(weight.device.type != "cpu" for weight in facts.weights):
+    if {weight.device.type for weight in facts.weights} - {"cpu"}:
         return "it has been tried on CPUs alone"
-    if any(type(weight) not in (nn.Parameter, PackedWeight) for weight in facts.weights):
+    cpu = joint.loaded("cpu")
+    ordinary_kinds = {nn.Parameter} if cpu is None else {nn.Parameter, cpu.packed_weight}
+    if set(map(type, facts.weights)) - ordinary_kinds:
         return "its weights are of a class of their own"
-    if any(kind.__module__.partition(".")[0] not in _KNOWN for kind in facts.kinds):
+    if {kind.__module__.partition(".")[0] for kind in facts.kinds} - _KNOWN:
         return "its modules are of other packages, and may keep what they are fed"
-    if any(not isinstance(thing, PretrainedConfig) for thing in facts.foreign):
+    if [thing for thing in facts.foreign if not isinstance(thing, PretrainedConfig)]:
         return "code from elsewhere takes part, and may keep what it is fed"
-    if any(issubclass(kind, Int8Linear) for kind in facts.kinds):
+    if cpu is not None and any(issubclass(kind, cpu.int8_layer) for kind in facts.kinds):
         return "its layers go by versions to share what they round"
     if facts.compiled:
         return "its modules are compiled"
-    if any(hasattr(kind, "make_weights") for kind in facts.kinds):  # as in M2M100 and XGLM
+    if [kind for kind in facts.kinds if hasattr(kind, "make_weights")]:  # as in M2M100 and XGLM
         return "a pass may replace its table of positions"
     positions = facts.positions
     if positions.longrope_switch is not None or positions.dynamic is not None:

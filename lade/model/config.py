@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 
@@ -114,3 +115,8 @@ def _longrope_switch(config: PretrainedConfig) -> int | None:
             switch = parameters.get("original_max_position_embeddings")
             return int(switch or field(config, "original_max_position_embeddings") or config.max_position_embeddings)
     return None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name without its module, such as `float32`."""
+    return str(dtype).removeprefix("torch.")

@@ -23,12 +23,16 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.generation import utils as generation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lade.model import joint
+from lade.model.cache_layers import Recurrence
 from lade.model.config import Positions
 
 CACHE_NAMES = ("past_key_values", "cache_params")
@@ -233,6 +237,17 @@ class ModelFacts:
         return bool(self.recurrent_functions)
 
     @cached_property
+    def recurrence(self) -> Recurrence | None:
+        """How its recurrent layers take part in passes over trees; None without such layers."""
+        found: Recurrence | None = joint.load("recurrent").of(self) if self.recurrent else None
+        return found
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether it is an encoder-decoder model."""
+        return bool(self.model.config.is_encoder_decoder)
+
+    @cached_property
     def foreign(self) -> list[Any]:
         """Functions, hooks and classes that take part in a pass and come from none of the trusted packages.
 
@@ -244,7 +259,7 @@ class ModelFacts:
             *_attention_of(config),
             *_hooks(vars(torch_module), "_global_forward_hooks", "_global_forward_pre_hooks"),
         ]
-        found.extend(vars(self.model).get(name) for name in _METHODS)
+        found.extend([vars(self.model).get(name) for name in _METHODS])
         for state in map(vars, (*self.replaced, *self.hooked)):
             found.extend((state.get("forward"), state.get("_hf_hook")))  # the latter is called by accelerate's forward
             found.extend(_hooks(state, "_forward_hooks", "_forward_pre_hooks"))
@@ -252,7 +267,7 @@ class ModelFacts:
         found.extend(
             _of_classes([kind for kind in kinds if _is_trusted(kind) or not _is_tried_by_itself(kinds[kind][0])])
         )
-        configs = (vars(module).get("config") for module in self.modules)
+        configs = [vars(module).get("config") for module in self.modules]
         strays = [own for own in configs if isinstance(own, PretrainedConfig) and own is not config]
         return strays + [thing for thing in found if thing is not None and not _is_trusted(thing)]
 
@@ -279,11 +294,10 @@ def _picks_single_keys(part: Any) -> bool:
     return picks and set(inspect.signature(type(part).forward).parameters) > _INDEXER_ARGUMENTS
 
 
-def _of_classes(kinds: Sequence[type]) -> Iterator[Any]:
+def _of_classes(kinds: Sequence[type]) -> list[Any]:
     """The classes, and their methods: these may have been replaced in classes of trusted packages."""
-    yield from kinds
-    for base in dict.fromkeys(chain.from_iterable(kind.__mro__ for kind in kinds)):
-        yield from (vars(base).get(name) for name in _METHODS)
+    bases = dict.fromkeys(chain.from_iterable([kind.__mro__ for kind in kinds]))
+    return [*kinds, *[vars(base).get(name) for base in bases for name in _METHODS]]
 
 
 def _attention_of(config: PretrainedConfig) -> Iterator[Any]:
@@ -305,6 +319,8 @@ def _is_trusted(thing: Any) -> bool:
     """Whether a class or a callable is defined in a trusted package, and so is all that it wraps."""
     if type(thing) is FunctionType and not thing.__dict__:  # most are
         return str(thing.__globals__.get("__name__")).partition(".")[0] in TRUSTED
+    if isinstance(thing, type):  # which wraps nothing
+        return str(thing.__module__).partition(".")[0] in TRUSTED
     return _home(thing).partition(".")[0] in TRUSTED and all(map(_is_trusted, _wrapped_by(thing)))
 
 
@@ -332,3 +348,31 @@ def _wrapped_by(thing: Any) -> Iterator[Any]:
         yield from getattr(thing, "hooks", ())  # of a SequentialHook
     if hasattr(thing, "__wrapped__"):
         yield thing.__wrapped__
+
+
+TENSOR_PARALLEL_HOME = "transformers.distributed.tensor_parallel"
+"""The module whose functions replace the forwards of layers that are split over processes."""
+INVARIANCE = "batch_invariance"
+"""The attribute by which `lade.invariant` marks a model."""
+
+
+def tensor_parallel_size(model: Any) -> int:
+    """Over how many processes its layers are split; 1 where they are not."""
+    return getattr(model, "_tp_size", None) or 1
+
+
+def is_tensor_parallel(forward: Any) -> bool:
+    """Whether a forward that a module has of its own is one of transformers' for a split layer."""
+    return getattr(forward, "__module__", "") == TENSOR_PARALLEL_HOME
+
+
+def in_step(model: Any) -> bool:
+    """Whether all processes have to make as many passes, as `model.generate` finds it out."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    asked: Any = generation
+    return several and bool(asked.is_deepspeed_zero3_enabled() or asked.is_fsdp_managed_module(model))
+
+
+def is_invariant(model: nn.Module) -> bool:
+    """Whether `lade.invariant` has made the model's rows round alike in every pass."""
+    return vars(model).get(INVARIANCE) is not None

@@ -31,11 +31,18 @@ import numpy.typing as npt
 import torch
 from transformers.cache_utils import Cache
 
-from lade.backends.recurrent.layer import RecurrentLayer, TokenCounter, empty_like
-from lade.backends.recurrent.tree_pass import TreePass
 from lade.decoding.loop import KVCache
 from lade.errors import UnsupportedArgumentError
-from lade.model.cache_layers import SPARE_TOKENS, JoinedLayers, Move, TreeLayer, make_all
+from lade.model.cache_layers import (
+    SPARE_TOKENS,
+    Ancestry,
+    JoinedLayers,
+    Move,
+    StatefulLayer,
+    TokenCounter,
+    TreeLayer,
+    make_all,
+)
 
 Axes = tuple[int, ...]
 """What to add to a position, one number an axis; empty where a position is one number, the slot's."""
@@ -98,7 +105,7 @@ class TreeCache(Cache):
         self.layers: list[Any]
         self._groups: list[JoinedLayers] = []
         self._grouped_layers = 0
-        self._tree_pass: TreePass | None = None
+        self._tree_pass: Ancestry | None = None
         self._state_tokens: int | None = None  # what the states of the only row hold, if that is known
         self.offsets = PositionOffsets()
 
@@ -139,9 +146,9 @@ class TreeCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, TreeLayer)]
 
     @property
-    def recurrent(self) -> list[RecurrentLayer]:
+    def recurrent(self) -> list[StatefulLayer]:
         """Layers with states."""
-        return [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
+        return [layer for layer in self.layers if isinstance(layer, StatefulLayer)]
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
@@ -151,7 +158,7 @@ class TreeCache(Cache):
         Raises:
             UnsupportedArgumentError: there are no layers with states: plain `model.generate` was given an empty cache.
         """
-        if layer_idx >= len(self.layers) or not isinstance(self.layers[layer_idx], RecurrentLayer):
+        if layer_idx >= len(self.layers) or not isinstance(self.layers[layer_idx], StatefulLayer):
             raise UnsupportedArgumentError(
                 "an empty lade.TreeCache has no layers for the states of this model",
                 "begin it with lade.generate, which decodes plainly for lookahead=None, or give model.generate a "
@@ -171,7 +178,7 @@ class TreeCache(Cache):
         """What copies and saved caches are made of; they join their layers' buffers anew, which are then others."""
         return {**vars(self), "_groups": [], "_grouped_layers": 0}
 
-    def begin(self, tree_pass: TreePass | None = None) -> None:
+    def begin(self, tree_pass: Ancestry | None = None) -> None:
         """Begin a pass that recurrent layers take part in; `keep` or `settle` ends it.
 
         Args:
@@ -297,9 +304,10 @@ class TreeCache(Cache):
         self.reset()
         self.offsets = PositionOffsets.collected([(parts[part].offsets, row) for part, row in places])
         for layers in zip(*(part.layers for part in parts), strict=True):
-            joined = empty_like(layers[0])
+            first = layers[0]
+            joined = first.blank() if isinstance(first, TreeLayer | StatefulLayer) else first
             self.layers.append(joined)
-            if joined is not layers[0]:
+            if joined is not first:
                 joined.join(layers, places)
             for layer in layers:
                 layer.reset()
@@ -334,7 +342,7 @@ class TreeCache(Cache):
     def reserve(self, rows: int, slots: int) -> None:
         """Resize the buffers to this many rows and slots, at least to what is cached, which is copied."""
         for layer in self.layers:
-            if isinstance(layer, TreeLayer | RecurrentLayer):
+            if isinstance(layer, TreeLayer | StatefulLayer):
                 layer.reserve(rows, slots)
 
     def take(self, part: TreeCache) -> None:
@@ -346,7 +354,7 @@ class TreeCache(Cache):
             self._groups.clear()
             return
         for layer, other in zip(self.layers, part.layers, strict=True):
-            if isinstance(layer, TreeLayer | RecurrentLayer):
+            if isinstance(layer, TreeLayer | StatefulLayer):
                 layer.take(other)
         part.reset()
 
@@ -358,6 +366,10 @@ class TreeCache(Cache):
         copy.layers += [layer.copy_row(row, tokens) for layer in self.attending]
         copy.offsets = self.offsets.selected([row])
         return copy
+
+    def dynamic_pair(self) -> Any:
+        """Return self- and cross-attention as plain decoding behind an encoder leaves them; None without an encoder."""
+        return None
 
     def adopt(self, other: TreeCache) -> None:
         """Become another cache of rows of text, which is not used any more."""

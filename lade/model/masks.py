@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,16 +23,45 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
-from lade.backends.cpu.invariant.attention import NAME as INVARIANT_ATTENTION
-from lade.backends.cpu.invariant.attention import PlacedMask
-from lade.backends.tree_attention.attention import NAME as TREE_ATTENTION
-from lade.backends.tree_attention.tree_mask import TreeInputs
 from lade.decoding.tree import TokenTree
+from lade.model import joint
 from lade.model.config import field, per_layer
-from lade.model.inputs import FULL, AttentionSpan, RootInputs, chunked, filled, sliding, upload
+from lade.model.inputs import FULL, AttentionSpan, chunked, filled, sliding, upload
 from lade.model.thread_patches import Override, overridden
 
 Mask = torch.Tensor | None | dict[str, torch.Tensor | None]
+
+TREE_ATTENTION, INVARIANT_ATTENTION = "lade_tree", "lade_invariant"
+"""Attention implementations of this package, by the names that transformers knows them by."""
+
+
+class Inputs(Protocol):
+    """Tensors of one step over B trees.
+
+    Attributes:
+        ids: `[B, S]` int64.
+        positions: `[B, S]` int64.
+        key_positions: `[B, K]` int64, position of every slot of the cache and of the step.
+    """
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """`[B, S]`, see above."""
+        ...
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """`[B, S]`, see above."""
+        ...
+
+    @property
+    def key_positions(self) -> torch.Tensor:
+        """`[B, K]`, see above."""
+        ...
+
+    def mask(self, span: AttentionSpan) -> torch.Tensor | None:
+        """Return what each node may see, `[B, 1, S, K]` bool; None for everything."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -144,7 +173,8 @@ class MaskPlan:
         dense masks, which all attention knows.
         """
         if self.compact and (len(trees) == 1 or not any(held or ())):
-            return TreeInputs.of(trees, lengths, device, sum(held or ()))
+            found: Inputs = joint.load("tree_attention").inputs(trees, lengths, device, sum(held or ()))
+            return found
         return StepInputs.of(trees, lengths, device, held)
 
     def masks(self, inputs: Inputs, dtype: torch.dtype) -> Mask:
@@ -157,15 +187,12 @@ class MaskPlan:
         if allowed is None:
             return None
         if self.placed:
-            return PlacedMask.of(allowed, inputs.key_positions)
+            placed: torch.Tensor = joint.load("cpu").placed_mask(allowed, inputs.key_positions)
+            return placed
         if not self.additive:
             return allowed
         mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
         return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
-
-
-Inputs = StepInputs | RootInputs | TreeInputs
-"""Of one step: `ids`, `positions` and `key_positions`, and a `mask` for each span."""
 
 
 INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention"})

@@ -29,10 +29,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from lade.backends.recurrent.cores import CorePatches
 from lade.decoding.loop import PromptLogitsHook
 from lade.errors import UnsupportedArgumentError
 from lade.model import prompt_logits
+from lade.model.cache_layers import Recurrence
 from lade.model.facts import ModelFacts
 from lade.model.kv_cache import PositionOffsets, TreeCache
 from lade.model.masks import MaskPlan
@@ -75,7 +75,7 @@ class TextPieces:
     """The pieces into which texts are cut for one model.
 
     Args:
-        cores: of its recurrent layers.
+        recurrence: of its recurrent layers; None without any.
         slots: its indexers are among them.
 
     Attributes:
@@ -84,10 +84,11 @@ class TextPieces:
             are states, these are not of first tokens, so none.
     """
 
-    def __init__(self, cores: CorePatches, slots: SlotPatches) -> None:
-        self._has_states, self._forgets, self._picked = bool(cores), cores.forgets, slots.picked_keys
-        self.anywhere = not cores and self._picked is None
-        self.shareable = 0 if cores else sys.maxsize if self._picked is None else self._picked
+    def __init__(self, recurrence: Recurrence | None, slots: SlotPatches) -> None:
+        self._has_states, self._picked = recurrence is not None, slots.picked_keys
+        self._forgets = recurrence is not None and recurrence.forgets
+        self.anywhere = not self._has_states and self._picked is None
+        self.shareable = 0 if self._has_states else sys.maxsize if self._picked is None else self._picked
 
     def end(self, fed: int, most: int, length: int) -> int:
         """Where the next piece of a prompt ends, so that pieces give what the whole prompt gives.

@@ -19,6 +19,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.cache_utils import Cache
 
 from lade.errors import UnsupportedArgumentError
+from lade.model import joint
 from lade.model.config import token_embeddings
 from lade.model.facts import ModelFacts
 
@@ -145,6 +146,17 @@ class Prepared:
     def facts(self) -> ModelFacts:
         """What the model is made of; looked at once a call."""
         return ModelFacts.of(self.model)
+
+    def source_text(self, row: int) -> list[int]:
+        """Return the ids that an encoder has read for one row, without padding; empty without an encoder of such ids.
+
+        Args:
+            row: its number among all that are decoded.
+        """
+        if not self.facts.has_encoder:
+            return []
+        ids: list[int] = joint.load("encoder_decoder").source_of(self, row)
+        return ids
 
     @property
     def cache_name(self) -> str:
@@ -276,3 +288,20 @@ def _unmasked(prompts: torch.Tensor, attention_mask: torch.Tensor | None) -> lis
 
 def _refuse(what: str, why: str) -> None:
     raise UnsupportedArgumentError(f"{what} cannot be used with lookahead decoding: {why}", REMEDY)
+
+
+PROMPTS = ("inputs", "input_ids", "inputs_embeds")
+
+
+def argument_of(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
+    """A field of the final generation_config: an argument, None included, or what a config says."""
+    if name in arguments:
+        return arguments[name]
+    configs = (arguments.get("generation_config"), getattr(model, "generation_config", None))
+    values = (getattr(config, name, None) for config in configs)
+    return next((value for value in values if value is not None), None)
+
+
+def prompts_in(arguments: Mapping[str, Any]) -> Any:
+    """The prompts as `model.generate` is given them, under whatever name; None without any."""
+    return next((arguments[name] for name in PROMPTS if arguments.get(name) is not None), None)

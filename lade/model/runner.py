@@ -12,12 +12,10 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lade.backends.recurrent.cores import CorePatches
-from lade.backends.recurrent.layer import layers_for
-from lade.backends.recurrent.tree_pass import TreePass
 from lade.clock import Clock, Duration, Stopwatch, ThreadClock, WallClock
-from lade.decoding.loop import PromptLogitsHook
+from lade.decoding.loop import PromptLogitsHook, Reader
 from lade.decoding.tree import ROOT, TokenTree
+from lade.model.cache_layers import Recurrence
 from lade.model.capture_blockers import PassMode, ordinary
 from lade.model.facts import ModelFacts
 from lade.model.inputs import RootInputs
@@ -108,8 +106,8 @@ class EagerRunner:
         self.switch = FrequencySwitch(model, self.positions.longrope_switch, self.device)
         self.clock: Clock = ThreadClock() if self.device.type == "cpu" else WallClock()
         self._stopwatch = Stopwatch(self.clock)
-        self._slot_patches, self._core_patches = SlotPatches(facts), CorePatches(facts)
-        self.pieces = TextPieces(self._core_patches, self._slot_patches)
+        self._slot_patches, self._recurrence = SlotPatches(facts), facts.recurrence
+        self.pieces = TextPieces(self._recurrence, self._slot_patches)
         self.mode = PassMode(facts, plan)
         self._accepts, self._cache_name = facts.accepts, facts.cache_name or "past_key_values"
         self._prompt_passes = PromptPasses(facts, plan, generation_config, self.device)
@@ -128,6 +126,11 @@ class EagerRunner:
     def parts(self) -> int:
         """Into how many parts it cuts each tree, each of which a process of its own feeds."""
         return 1
+
+    @property
+    def reader(self) -> Reader[Any] | None:
+        """See `DecodeLoop.reader`; None where `forward` returns the logits here."""
+        return None
 
     def look_again(self) -> None:
         """Look at the model's modules again, which may have changed between two requests of an engine."""
@@ -274,7 +277,7 @@ class EagerRunner:
     ) -> torch.Tensor:
         """Feed prompts in one pass; `sharing` are the numbers of the rows of each. Logits `[P, V]`."""
         cached = cache.get_seq_length()
-        forgotten = self._core_patches.forgets and len(prompts[0]) - cached > 1
+        forgotten = self._recurrence is not None and self._recurrence.forgets and len(prompts[0]) - cached > 1
         whole = self.switch.recomputes(prompts, cache) or not cached or forgotten
         try:
             if whole:
@@ -288,8 +291,8 @@ class EagerRunner:
 
     def _begin_prompt(self, cache: TreeCache) -> None:
         """Have recurrent layers take part in a prefill."""
-        if self._core_patches and not cache.layers:
-            cache.layers += layers_for(self.model.config)
+        if self._recurrence is not None and not cache.layers:
+            cache.layers += self._recurrence.layers()
         cache.begin()
 
     @torch.no_grad()
@@ -313,7 +316,7 @@ class EagerRunner:
             return logits
         inputs = self._inputs(trees, cache.lengths)
         arguments = self._arguments(inputs, cache, cache.offsets.on(self.device))
-        with self._patched_for(inputs, trees, cache), self.mode(self._slot_patches, self._core_patches):
+        with self._patched_for(inputs, trees, cache), self.mode(self._slot_patches, self._recurrence):
             self._stopwatch.start(self.device)
             logits = self.model(**arguments).logits
             self._stopwatch.stop(logits.device)
@@ -330,22 +333,22 @@ class EagerRunner:
         self, inputs: Inputs, trees: Sequence[TokenTree], cache: TreeCache
     ) -> AbstractContextManager[object]:
         """Whatever the model needs to be patched for a pass; most models nothing."""
-        if not self._slot_patches and not self._core_patches:
+        if not self._slot_patches and self._recurrence is None:
             return nullcontext()
         with ExitStack() as stack:  # undone if one of them fails
             stack.enter_context(self._slot_patches.patched_for(inputs))
-            if self._core_patches:
-                self._begin(trees, cache, stack)
+            if self._recurrence is not None:
+                self._begin(self._recurrence, trees, cache, stack)
             return stack.pop_all()
 
-    def _begin(self, trees: Sequence[TokenTree], cache: TreeCache, stack: ExitStack) -> None:
+    def _begin(self, recurrence: Recurrence, trees: Sequence[TokenTree], cache: TreeCache, stack: ExitStack) -> None:
         """Have recurrent layers take part in a pass; where it feeds roots alone, it is one of plain decoding."""
         if max(map(len, trees)) == 1:
             cache.begin()
             return
-        tree_pass = TreePass(trees)
-        cache.begin(tree_pass)
-        stack.enter_context(self._core_patches.patched_for(tree_pass))
+        ancestry = recurrence.ancestry(trees)
+        cache.begin(ancestry)
+        stack.enter_context(recurrence.patched_for(ancestry))
 
     @torch.no_grad()
     def extend(self, trees: Sequence[TokenTree], held: Sequence[int], cache: TreeCache) -> torch.Tensor:
@@ -362,7 +365,7 @@ class EagerRunner:
         """
         inputs = self.plan.inputs(trees, cache.lengths, self.device, held)
         arguments = self._arguments(inputs, cache, cache.offsets.on(self.device))
-        with self._slot_patches.patched_for(inputs), self.mode(self._slot_patches, self._core_patches):
+        with self._slot_patches.patched_for(inputs), self.mode(self._slot_patches, self._recurrence):
             self._stopwatch.start(self.device)
             logits: torch.Tensor = self.model(**arguments).logits
             self._stopwatch.stop(logits.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,8 +20,6 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from lade.backends.recurrent.cores import CorePatches
-from lade.backends.recurrent.layer import layers_for
 from lade.model.cache_layers import TreeLayer
 from lade.model.facts import CACHE_NAMES, ModelFacts
 from lade.model.kv_cache import TreeCache
@@ -57,11 +55,12 @@ def begin_plainly(cache: Any, model: nn.Module) -> None:
         cache: the user's; None for none.
         model: the model inside any wrapper.
     """
-    if isinstance(cache, TreeCache) and (cores := CorePatches(ModelFacts.of(model))):
-        if cores.forgets:  # what it holds would be left out, without a word
+    recurrence = ModelFacts.of(model).recurrence if isinstance(cache, TreeCache) else None
+    if recurrence is not None:
+        if recurrence.forgets:  # what it holds would be left out, without a word
             cache.reset()
         if not cache.layers:
-            cache.layers += layers_for(cast(Any, model).config)
+            cache.layers += recurrence.layers()
         cache.begin()
 
 

@@ -10,8 +10,8 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from lade.backends.grammar.compiled import GrammarError
 from lade.errors import ClusterError, ConfigError, EngineClosedError, EngineFullError, InputError, UnsupportedError
-from lade.hf.grammar.compiled import GrammarError
 from lade.server.serialization import Json
 
 logger = logging.getLogger(__name__)

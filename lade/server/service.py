@@ -15,13 +15,13 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Literal, TypeVar
 
-from lade.backends.recurrent.cores import is_recurrent
 from lade.compilation import compile_all
 from lade.config import Lookahead, LookaheadConfig
 from lade.decoding import kernels
 from lade.errors import InputError, LadeError
 from lade.hf.refusals import precision_note
 from lade.memory import Memory
+from lade.model.facts import ModelFacts
 from lade.model.support.supports import unwrap
 from lade.server.access_log import AccessLog
 from lade.server.chat_template import ChatTemplate
@@ -32,6 +32,7 @@ from lade.server.request_context import Exchange, Flight
 from lade.server.served_model import ServedModel, TextEncoder, TokenText
 from lade.server.settings import Settings
 from lade.server.structured_output import Forms
+from lade.server.turns import Turns
 from lade.serving.capacity import default_max_tokens, weight_shares
 from lade.serving.engine import Engine
 from lade.serving.handle import Handle
@@ -188,6 +189,7 @@ class Service:
         self.fingerprint = f"lade-{__version__}"
         self._preparing = ThreadPoolExecutor(PREPARING, thread_name_prefix="lade.serve")
         self._preparing_large = ThreadPoolExecutor(PREPARING_LARGE, thread_name_prefix="lade.serve large")
+        self._trials = Turns("lade.serve trial")
         self._model: ServedModel | None = None
         self._engine: Engine | None = None
         self._warm: Snapshot | None = None
@@ -233,7 +235,7 @@ class Service:
             return 0
         if given is not None:
             return given
-        return 0 if is_recurrent(inner) else int(_SHARE_OF_CACHE * default_max_tokens(weight_shares(inner)))
+        return 0 if ModelFacts.of(inner).recurrent else int(_SHARE_OF_CACHE * default_max_tokens(weight_shares(inner)))
 
     def _take(self, model: ServedModel) -> None:
         self._model = model
@@ -343,6 +345,10 @@ class Service:
         pool = self._preparing if size <= SMALL else self._preparing_large
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
+    async def tried(self, client: str, work: Callable[[], T]) -> T:
+        """Return what comes of preparing a request whose grammar has to be tried first; clients take turns."""
+        return await self._trials.run(client, lambda: self.forms.trying(work))
+
     def fly(self, exchange: Exchange, endpoint: str) -> Flight:
         """Something to be decoded for a request; it ends by itself where it waits longer than it may."""
         flight = exchange.flight = Flight(endpoint)
@@ -374,6 +380,7 @@ class Service:
         """End everything."""
         self._preparing.shutdown(wait=False, cancel_futures=True)
         self._preparing_large.shutdown(wait=False, cancel_futures=True)
+        self._trials.close()
         if self._engine is not None:
             self._engine.close()
         if self._model is not None:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lade.backends.runners import release
 from lade.decoding.drafting.controller import LARGEST
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.loop import DecodeLoop, prompt_hook
@@ -24,6 +23,7 @@ from lade.decoding.readout import read
 from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
 from lade.hf.job import DecodeJob, Output, engine_runner
+from lade.model import joint
 from lade.model.masks import MaskPlan
 from lade.model.runner import EagerRunner
 from lade.serving.capacity import Capacity, default_max_tokens, row_bytes
@@ -119,7 +119,7 @@ class Batch:
         device_bytes, state_bytes = row_bytes(self._prefill_runner)
         token_bytes = sum(device_bytes.values())
         if max_tokens is None:
-            release(model)  # what no generation is using is free
+            _release(model)  # what no generation is using is free
             max_tokens = default_max_tokens(device_bytes)
         self._cache = self._runner.new_cache(limit=max_tokens)
         state_slots = -(-state_bytes // token_bytes)
@@ -199,7 +199,7 @@ class Batch:
         self._cache.reset()
         self._reuse.shelf.clear()
         self._report_use()
-        release(self._model)
+        _release(self._model)
         self._job.save()
 
     def _prefill(self) -> None:
@@ -375,3 +375,10 @@ class Batch:
             reason = active.request.reason(row)
         if active.handle.end(result, reason):
             self.tally.add_end(str(active.handle.reason))
+
+
+def _release(model: PreTrainedModel) -> None:
+    """Give back the memory of captured passes that no generation is using."""
+    graphs = joint.loaded("cuda_graphs")
+    if graphs is not None:
+        graphs.release(model)

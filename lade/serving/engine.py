@@ -10,14 +10,14 @@ from typing import Any, NoReturn
 import torch
 from transformers import PreTrainedModel
 
-from lade.backends.processes.team import led_by_this_process
-from lade.backends.recurrent.cores import is_recurrent
 from lade.config import Lookahead
 from lade.errors import ConfigError, UnsupportedArgumentError, UnsupportedModelError
+from lade.grammar import Grammar
 from lade.hf.arguments import check_stats
-from lade.hf.grammar.grammar import Grammar
+from lade.hf.distributed import led_by_this_process
 from lade.hf.predictions import Prediction
 from lade.hf.refusals import resolve
+from lade.model.facts import ModelFacts
 from lade.model.support.supports import supports, unwrap
 from lade.serving.batch import Batch
 from lade.serving.handle import Handle, Place
@@ -93,7 +93,7 @@ class Engine:
         if isinstance(prefix_cache, bool) or not isinstance(prefix_cache, int) or prefix_cache < 0:
             raise ConfigError("prefix_cache", prefix_cache, "give a whole number of bytes >= 0")
         self._model = model
-        led = led_by_this_process(unwrap(model)) if isinstance(unwrap(model), PreTrainedModel) else None
+        led = led_by_this_process(unwrap(model))
         try:
             self._plan = supports(model).require()
             _refuse_encoders(unwrap(model))
@@ -250,7 +250,7 @@ def _refuse_encoders(model: PreTrainedModel) -> None:
 
 
 def _refuse_states(model: PreTrainedModel) -> None:
-    if is_recurrent(model):
+    if ModelFacts.of(model).recurrent:
         raise UnsupportedArgumentError(
             f"prefix_cache cannot be used with {type(model).__name__}: the states of its recurrent layers cannot go "
             "back to where another text begins to differ",

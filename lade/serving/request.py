@@ -15,16 +15,16 @@ from lade.config import LookaheadConfig
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.row import Row
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
+from lade.grammar import Grammar
 from lade.hf.arguments import arguments_for_callable, why_no_ids
 from lade.hf.detokenizer import AnswerText
 from lade.hf.generation_config import cleaning_up, refuse_hooks_of_one_call, refuse_values_of_one_call
-from lade.hf.grammar.constraint import with_grammar
-from lade.hf.grammar.grammar import Grammar
 from lade.hf.job import DraftSpec, Output, output_of, record_for
 from lade.hf.predictions import Prediction, prediction_ids, refuse_without_guesses
 from lade.hf.processors import StopReason, row_for
 from lade.hf.refusals import check, warn_of_precision
 from lade.hf.sampling import LoneSampler
+from lade.model import joint
 from lade.model.config import LEARNED_POSITIONS, Positions
 from lade.model.masks import MaskPlan
 from lade.model.prepared import Prepared, ids_of, preparing, vocabulary_of
@@ -236,7 +236,8 @@ def prepare(
         arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), text])
     if extras.tokenizer is not None:
         arguments["tokenizer"] = extras.tokenizer  # which stop_strings and a grammar need, too
-    arguments = with_grammar(unwrap(model), extras.grammar, arguments)
+    if extras.grammar is not None:
+        arguments = joint.load("grammar").with_grammar(unwrap(model), extras.grammar, arguments)
     make = functools.partial(Request, extras=extras, text=text, plan=plan)
     use = preparing(make, model, prediction_ids(extras.prediction, extras.tokenizer))
     with cleaning_up(model, arguments.get("generation_config")):

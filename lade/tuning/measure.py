@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from time import perf_counter
 
-from lade.backends.runners import reader_of
 from lade.decoding.tree import ROOT, TokenTree
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
@@ -58,7 +57,7 @@ class StepTimer:
         depth = runner.room(0)
         self.cached = cached if depth is None else min(cached, max(1, depth - _DEPTH))
         self.largest = min(largest, vocabulary)  # nodes must have tokens of their own, else the tree would merge them
-        self._runner, self._batch, self._reader = runner, batch, reader_of(runner)
+        self._runner, self._batch, self._reader = runner, batch, runner.reader
         self._tokens = random.Random(0).sample(range(vocabulary), self.largest)
         self._text = [self._tokens[i % self.largest] for i in range(self.cached)]
         self._room = runner.room(self.cached)

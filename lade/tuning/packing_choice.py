@@ -10,8 +10,9 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from lade.backends.cpu.packing import pack as packing
-from lade.backends.runners import local_runner_for
 from lade.errors import UnsupportedModelError
+from lade.model.backend import runner_for
+from lade.model.facts import ModelFacts
 from lade.model.support.supports import supports
 from lade.tuning.cost_cache import step_cost_for
 from lade.tuning.step_cost import StepCost
@@ -66,4 +67,6 @@ def _cost_of(model: PreTrainedModel, folder: Path | None) -> StepCost | None:
     support = supports(model)
     if not support or model.config.is_encoder_decoder:
         return None
-    return step_cost_for(model, local_runner_for(model, support.require(), model.generation_config), folder=folder)
+    return step_cost_for(
+        model, runner_for(ModelFacts.of(model), support.require(), model.generation_config), folder=folder
+    )

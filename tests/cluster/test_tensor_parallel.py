@@ -12,8 +12,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 import lade
 from lade import LookaheadConfig, Memory, Stats
+from lade.backends.cuda_graphs.backend import why_eager
 from lade.backends.processes import leader as leading
-from lade.backends.runners import why_eager
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 IDS = torch.arange(3, 15)[None]

@@ -12,9 +12,9 @@ from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, St
 
 import lade
 from lade import Grammar, InputError, LookaheadConfig, MissingExtraError, Stats
+from lade.backends.grammar.compiled import vocabulary_of_tokenizer
 from lade.embedded.files import model_path
 from lade.hf.batch_rules import must_go_together
-from lade.hf.grammar.compiled import vocabulary_of_tokenizer
 from lade.testing import toy_model
 
 TOKENIZER = AutoTokenizer.from_pretrained(model_path())

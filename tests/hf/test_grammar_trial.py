@@ -6,8 +6,8 @@ import pytest
 from test_grammar import END, TOKENIZER
 
 from lade import Grammar
-from lade.hf.grammar.compiled import SlowGrammarError, Vocabulary
-from lade.hf.grammar.trial import GrammarTrial
+from lade.backends.grammar.compiled import SlowGrammarError, Vocabulary
+from lade.backends.grammar.trial import GrammarTrial
 
 SLOW = {
     "a large multiple": Grammar.json_schema({"type": "integer", "multipleOf": 999_983}),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lade
-from lade.backends import runners
+from lade.backends.cuda_graphs import backend as graphs
 from lade.backends.cuda_graphs import pool as model_pools
 from lade.backends.cuda_graphs.capture import EagerReplay
 from lade.backends.cuda_graphs.pool import BufferPool, pool_of, setup_of
@@ -215,7 +215,7 @@ def test_on_a_device_the_memory_is_for_others_too(monkeypatch):
     monkeypatch.setitem(model_pools._pools, model, BufferPool(EagerReplay))
     lade.release(model)
     assert not emptied
-    monkeypatch.setattr(runners, "input_device", lambda model: torch.device("cuda"))
+    monkeypatch.setattr(graphs, "input_device", lambda model: torch.device("cuda"))
     lade.release(model)
     assert emptied
 

@@ -10,10 +10,10 @@ from tape import Counted, Counts, Tape
 from transformers import GenerationConfig, PreTrainedModel
 
 import lade
+from lade.backends.cuda_graphs.backend import why_eager
 from lade.backends.cuda_graphs.capture import CudaCapture
 from lade.backends.cuda_graphs.pool import BufferPool, new_pool
 from lade.backends.cuda_graphs.runner import GraphRunner
-from lade.backends.runners import why_eager
 from lade.model.facts import ModelFacts
 from lade.model.runner import EagerRunner
 
@@ -28,14 +28,15 @@ class Graphs:
 
     def runner_for(
         self,
-        model: PreTrainedModel,
+        facts: ModelFacts,
         plan: Any,
         generation_config: GenerationConfig,
         *,
         own_cache: bool = True,
-        facts: ModelFacts | None = None,
+        captures: bool = True,
     ) -> EagerRunner:
-        if not own_cache or why_eager(model, facts):
+        model = facts.model
+        if not own_cache or not captures or why_eager(model, facts):
             return EagerRunner(model, plan, generation_config, facts)
         return GraphRunner(model, plan, generation_config, self.pool(model), facts)
 

@@ -15,7 +15,7 @@ from transformers import Florence2Config, Florence2ForConditionalGeneration, Sto
 from transformers.generation.streamers import BaseStreamer
 
 import lade
-from lade.backends.encoder_decoder.arguments import source_of
+from lade.backends.encoder_decoder.backend import source_of
 from lade.model.prepared import Prepared, preparing
 from lade.model.support.supports import ENCODER_DECODERS
 from lade.model.support.tree_check import worst_error

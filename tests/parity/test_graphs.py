@@ -22,19 +22,22 @@ from test_batch_families import batch, build
 from transformers import GenerationConfig
 
 import lade
-from lade.backends import runners as choice
+from lade.backends.cuda_graphs import backend as choice
 from lade.backends.cuda_graphs import static_cache
+from lade.backends.cuda_graphs.backend import why_eager
 from lade.backends.cuda_graphs.buffers import Buffers
 from lade.backends.cuda_graphs.capture import CudaCapture, EagerReplay
 from lade.backends.cuda_graphs.pool import BufferPool, pool_of, setup_of
 from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.backends.cuda_graphs.static_cache import StaticCache
-from lade.backends.runners import local_runner_for, why_eager
 from lade.backends.tree_attention import attention as tree_attention
 from lade.decoding import loop, readout
 from lade.errors import CaptureWarning
 from lade.hf import job
 from lade.hf import processors as hf_row
+from lade.model import backend as select_runner
+from lade.model.backend import runner_for
+from lade.model.facts import ModelFacts
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 
@@ -396,19 +399,20 @@ def test_who_is_served_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     model = family("llama").build()
     plan = lade.supports(model).require()
     config = GenerationConfig()
-    assert type(local_runner_for(model, plan, config)) is EagerRunner, "never on a CPU"
-    monkeypatch.setattr(choice, "input_device", lambda model: torch.device("cuda"))
+    assert type(runner_for(ModelFacts.of(model), plan, config)) is EagerRunner, "never on a CPU"
+    for module in (choice, select_runner):
+        monkeypatch.setattr(module, "input_device", lambda model: torch.device("cuda"))
     monkeypatch.setattr(choice, "why_eager", lambda model, facts: "")
     pool = BufferPool(EagerReplay)
     monkeypatch.setattr(choice, "pool_of", lambda model, device: pool)
-    assert type(local_runner_for(model, plan, config)) is GraphRunner
-    assert type(local_runner_for(model, plan, config, own_cache=False)) is EagerRunner
+    assert type(runner_for(ModelFacts.of(model), plan, config)) is GraphRunner
+    assert type(runner_for(ModelFacts.of(model), plan, config, own_cache=False)) is EagerRunner
     with pytest.warns(CaptureWarning, match="RuntimeError: the reason"):
         pool.capture_failed(setup_of(model), RuntimeError("the reason\nand more"))
-    assert type(local_runner_for(model, plan, config)) is EagerRunner, "not a second time"
+    assert type(runner_for(ModelFacts.of(model), plan, config)) is EagerRunner, "not a second time"
     pool.capture_failed_in = None
     monkeypatch.setattr(choice, "why_eager", lambda model, facts: "something")
-    assert type(local_runner_for(model, plan, config)) is EagerRunner
+    assert type(runner_for(ModelFacts.of(model), plan, config)) is EagerRunner
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from transformers.generation import utils
 
 import lade
-from lade.backends.recurrent.cores import is_recurrent
 from lade.hf import job
+from lade.model.facts import ModelFacts
 from lade.serving import prefix_cache
 
 LONG = {"max_new_tokens": 50, "do_sample": False}
@@ -229,7 +229,7 @@ def _compare_requests(model: Any, case: Multimodal) -> None:
     lengths = (25, 40, 12, 30, 25)
     options = [{"max_new_tokens": length, "do_sample": False} for length in lengths]
     expected = [model.generate(**each, **more) for each, more in zip(given, options, strict=True)]
-    kept = 0 if is_recurrent(model) else 2**20
+    kept = 0 if ModelFacts.of(model).recurrent else 2**20
     with (
         patch.object(prefix_cache, "LEAST", 3),
         lade.Engine(model, max_rows=3, prefill_tokens=5, prefix_cache=kept) as engine,

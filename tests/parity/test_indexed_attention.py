@@ -11,7 +11,7 @@ from families import family
 from transformers import DynamicCache
 
 import lade
-from lade.backends.runners import why_eager
+from lade.backends.cuda_graphs.backend import why_eager
 from lade.model import cache_layers
 from lade.model.masks import KeyPicks
 from lade.model.support.tree_check import worst_error

@@ -10,7 +10,7 @@ from comparing import CONFIGS, PAPER, Watch, assert_same, lookahead, plain
 from multimodal import GEMMA3, OTHERS, QWEN2_5_VL, REFUSED, USUAL, Multimodal, text, with_image
 
 import lade
-from lade.backends.recurrent.cores import is_recurrent
+from lade.model.facts import ModelFacts
 from lade.model.prepared import is_empty
 
 CLASSES = [pytest.param(case, id=str(case)) for case in USUAL] + [
@@ -46,7 +46,7 @@ def test_a_prompt_of_text_is_served(case: Multimodal, watch: Watch) -> None:
 def test_its_samples_and_its_beams_are_plains(case: Multimodal) -> None:
     model = case.build()
     ways: list[dict[str, Any]] = [{"do_sample": True, "temperature": 0.8}, {"num_beams": 3}]
-    for arguments in ways[:1] if is_recurrent(model) else ways:
+    for arguments in ways[:1] if ModelFacts.of(model).recurrent else ways:
         torch.manual_seed(5)
         expected = plain(model, text(20), max_new_tokens=25, **arguments)
         torch.manual_seed(5)

@@ -18,11 +18,12 @@ from transformers import DynamicCache, LogitsProcessor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import lade
-from lade.backends.recurrent.cores import CORES, NodeStates, delta_rule, is_recurrent, mamba2, selective_scan
+from lade.backends.recurrent.cores import CORES, NodeStates, delta_rule, mamba2, selective_scan
 from lade.backends.recurrent.layer import RecurrentLayer
 from lade.backends.recurrent.tree_pass import LinearFolding, TreePass, convolution
-from lade.backends.runners import local_runner_for
 from lade.model import facts
+from lade.model.backend import runner_for
+from lade.model.facts import ModelFacts
 from lade.model.support import supports
 from lade.model.support.supports import RECURRENT
 from lade.model.support.tree_check import worst_error
@@ -288,7 +289,7 @@ def test_an_empty_cache_that_nobody_has_begun_is_refused() -> None:
 
 def test_a_family_with_recurrent_layers_built_without_any() -> None:
     model = recurrent("lfm2").build(layer_types=["full_attention"] * 4)
-    assert not is_recurrent(model)
+    assert not ModelFacts.of(model).recurrent
     assert_same(model, prompt(20), CONFIGS[:1], max_new_tokens=30)
 
 
@@ -467,7 +468,7 @@ def test_plain_decoding_and_ours_take_turns_on_one_cache(name: str) -> None:
 )
 def test_the_cost_of_passes_is_measured(name: str) -> None:
     model = recurrent(name).build()
-    runner = local_runner_for(model, lade.supports(model).require(), model.generation_config)
+    runner = runner_for(ModelFacts.of(model), lade.supports(model).require(), model.generation_config)
     cost = measure_step_cost(runner, vocabulary=64, sizes=(1, 8), cached=40, budget_s=0.1)
     assert cost.seconds(8) > 0
 

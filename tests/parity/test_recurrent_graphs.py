@@ -20,8 +20,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import lade
 from lade.backends.cuda_graphs import static_cache
+from lade.backends.cuda_graphs.backend import why_eager
 from lade.backends.cuda_graphs.buffers import Buffers, NodeBuffers
-from lade.backends.runners import why_eager
 from lade.decoding.tree import TokenTree
 from lade.errors import CaptureWarning
 from lade.hf import job

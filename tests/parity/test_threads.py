@@ -22,7 +22,7 @@ from transformers import BloomForCausalLM
 
 import lade
 from lade.backends.cuda_graphs import pool as model_pools
-from lade.backends.runners import why_eager
+from lade.backends.cuda_graphs.backend import why_eager
 from lade.hf import job
 from lade.hf.plain import metered
 from lade.model.thread_patches import hooked

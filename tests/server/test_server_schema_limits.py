@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from served import byte_tokenizer
 
-from lade.hf.grammar.compiled import vocabulary_of_tokenizer
-from lade.hf.grammar.grammar import Grammar
+from lade.backends.grammar.compiled import vocabulary_of_tokenizer
+from lade.grammar import Grammar
 from lade.server.errors import ApiError
 from lade.server.messages import MessagesRequest
 from lade.server.messages import as_chat as from_blocks

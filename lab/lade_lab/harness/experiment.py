@@ -23,9 +23,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from lade.backends.runners import local_runner_for
 from lade.errors import InputError, UnsupportedError
 from lade.memory import Memory
+from lade.model.backend import runner_for
+from lade.model.facts import ModelFacts
 from lade.model.support.supports import supports
 from lade.tuning.measure import SIZES, StepTimer, samples_of
 from lade_lab.harness.arms import Arm, Completion, Models, Place
@@ -54,7 +55,7 @@ def step_curve(
     plan = supports(model).plan
     if plan is None:
         return None
-    runner = local_runner_for(model, plan, model.generation_config)
+    runner = runner_for(ModelFacts.of(model), plan, model.generation_config)
     embeddings: Any = model.get_input_embeddings()
     timer = StepTimer(runner, vocabulary=embeddings.weight.shape[0], largest=max(sizes), cached=cached)
     samples: dict[int, list[float]] = {}

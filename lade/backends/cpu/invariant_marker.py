@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from lade.errors import UnsupportedModelError
-from lade.model.facts import ModelFacts
+from lade.model.facts import INVARIANCE, ModelFacts
 from lade.model.in_place_subclassing import Changed
 
-_NOTE = "batch_invariance"
 _AGAIN = "call lade.invariant(model) again"
 
 
@@ -51,16 +50,16 @@ def _revived(*values: Any) -> Invariance:
 
 def invariance_of(model: nn.Module) -> Invariance | None:
     """The note on a model; None if it was not made invariant."""
-    note: Invariance | None = vars(model).get(_NOTE)
+    note: Invariance | None = vars(model).get(INVARIANCE)
     return note
 
 
 def note_invariance(model: nn.Module, invariance: Invariance | None) -> None:
     """Leave the note, or take it away; copies of the model bear it, too."""
     if invariance is None:
-        vars(model).pop(_NOTE, None)
+        vars(model).pop(INVARIANCE, None)
     else:
-        vars(model)[_NOTE] = invariance
+        vars(model)[INVARIANCE] = invariance
 
 
 def why_tried_in_vain(facts: ModelFacts, attention: bool) -> str:

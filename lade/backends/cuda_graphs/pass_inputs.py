@@ -19,10 +19,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lade.backends.cuda_graphs.buffers import Buffers, StepShape
 from lade.backends.recurrent.layer import RecurrentLayer
-from lade.backends.recurrent.tree_pass import Ancestry
 from lade.backends.tree_attention.tree_mask import TreeInputs, TreeSlots, words_of
 from lade.decoding.tree import TokenTree
-from lade.model.cache_layers import TreeLayer
+from lade.model.cache_layers import Ancestry, TreeLayer
 from lade.model.inputs import Layout
 from lade.model.kv_cache import PositionOffsets
 from lade.model.masks import StepInputs

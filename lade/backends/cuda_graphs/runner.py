@@ -55,7 +55,7 @@ class GraphRunner(EagerRunner):
     """Pads each step to one of a few shapes, and replays what was captured of it.
 
     Args:
-        model: see `EagerRunner`; `lade.backends.runners.why_eager` says which models can be captured.
+        model: see `EagerRunner`; `why_eager` in `backend.py` says which models can be captured.
         plan: how the model takes its masks.
         generation_config: see `EagerRunner`.
         pool: holds the buffers and what is captured on them.
@@ -74,7 +74,9 @@ class GraphRunner(EagerRunner):
     ) -> None:
         super().__init__(model, plan, generation_config, facts)
         self._pool = pool
-        self._least_step = 2 if self._core_patches else 1  # models change their states by themselves for one token
+        self._least_step = (
+            1 if self._recurrence is None else 2
+        )  # models change their states by themselves for one token
         self.step_sizes = [size for size in STEP_SIZES if size >= self._least_step]
 
     def eager(self) -> EagerRunner:
@@ -161,7 +163,7 @@ class GraphRunner(EagerRunner):
         inputs.fill(trees, cache.lengths, cache.rows.offsets)
         logits = step.captured.recording.replay(lambda: self._static_pass(shape, cache.rows, inputs, nodes))
         self._stopwatch.stop(logits.device)
-        cache.rows.fed(size, shape, nodes if self._core_patches else None)
+        cache.rows.fed(size, shape, None if self._recurrence is None else nodes)
         return logits[: len(trees), :size]
 
     def _static_pass(
@@ -173,10 +175,10 @@ class GraphRunner(EagerRunner):
         arguments = self._arguments(step, view, inputs.offsets)
         with ExitStack() as stack:
             stack.enter_context(self._slot_patches.patched_for(step))
-            if self._core_patches:
+            if self._recurrence is not None:
                 ancestry = ClosureAncestry(inputs.closure)
                 view.begin(ancestry)
-                stack.enter_context(self._core_patches.patched_for(ancestry))
+                stack.enter_context(self._recurrence.patched_for(ancestry))
             logits: torch.Tensor = self.model(**arguments).logits
         nodes.take(view.recurrent)
         return logits

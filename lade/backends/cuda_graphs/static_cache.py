@@ -15,7 +15,7 @@ is not zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -309,7 +309,8 @@ class StaticCache:
         lengths, offsets = self._rows.lengths, self._rows.offsets
         self._pool.discard(self._rows.buffers)
         self._rows = None
-        for layer in cache.recurrent:
+        recurrent: list[Any] = cache.recurrent
+        for layer in recurrent:
             layer.become(layer, lambda states, layer=layer: states[0].to(layer.device), [layer])
         for keys, values in held:
             for row, length in enumerate(lengths):  # after the rows' ends lies what a failed capture has left
@@ -368,7 +369,7 @@ def _layers_of(cache: TreeCache) -> Layers:
         assert layer.keys is not None and layer.values is not None
         assert layer.indexer_keys is None, "models with indexers run eagerly: there is no place for their keys"
         layers.append((States.of(layer.keys), States.of(layer.values)))
-    return [*layers, *(kind for layer in cache.recurrent for kind in kinds_of(layer))]
+    return [*layers, *(kind for layer in cast(list[RecurrentLayer], cache.recurrent) for kind in kinds_of(layer))]
 
 
 def _fill(

@@ -356,6 +356,11 @@ class LeadingPartRunner(LeadingRunner, PartRunner):
     shares_head = False
 
     @property
+    def reader(self) -> LeadingPartRunner:
+        """See `DecodeLoop.reader`."""
+        return self
+
+    @property
     def parts(self) -> int:
         """See `EagerRunner`."""
         return self.processes

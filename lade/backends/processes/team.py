@@ -22,10 +22,9 @@ from lade.backends.processes.channel import NOT_CONNECTED, Channel, connect, gen
 from lade.backends.processes.follower import Follower, Plainly
 from lade.backends.processes.leader import Leader
 from lade.backends.processes.lookahead_parallel import PartRunner
-from lade.backends.processes.tensor_parallel import tensor_parallel_size
-from lade.backends.recurrent.cores import is_recurrent
 from lade.errors import ClusterError, UnsupportedModelError
 from lade.model.config import Positions
+from lade.model.facts import ModelFacts, tensor_parallel_size
 from lade.model.runner import EagerRunner
 from lade.model.support.supports import supports, unwrap
 from lade.stats import Step
@@ -409,7 +408,7 @@ def _why_not(model: PreTrainedModel) -> str:
         return "its layers are split over the processes already"
     if model.config.is_encoder_decoder:
         return "it has an encoder, whose states would be needed in each process"
-    if is_recurrent(model):
+    if ModelFacts.of(model).recurrent:
         return "the states of its recurrent layers would be needed in each process"
     if Positions.of(model.config.get_text_config(decoder=True)).longrope_switch is not None:
         return "at some length it computes its text again"

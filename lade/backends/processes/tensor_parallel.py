@@ -14,24 +14,11 @@ from typing import Any
 
 from torch import distributed as dist
 from transformers import PretrainedConfig
-from transformers.generation import utils as generation
 
 from lade.model.config import Positions, field
-from lade.model.facts import ModelFacts
+from lade.model.facts import ModelFacts, in_step, tensor_parallel_size
 
-HOME = "transformers.distributed.tensor_parallel"
-"""The module whose functions it puts in place of the forwards of layers."""
 _KEYS = ("k_proj", "qkv_proj", "query_key_value")
-
-
-def tensor_parallel_size(model: Any) -> int:
-    """Over how many processes its layers are split; 1 where they are not."""
-    return getattr(model, "_tp_size", None) or 1
-
-
-def is_tensor_parallel(forward: Any) -> bool:
-    """Whether a forward that a module has of its own is one of transformers' for a split layer."""
-    return getattr(forward, "__module__", "") == HOME
 
 
 def why_not_split(facts: ModelFacts, config: PretrainedConfig) -> str:
@@ -60,13 +47,6 @@ def why_not_split(facts: ModelFacts, config: PretrainedConfig) -> str:
         if met:
             return f"{split}, and {what}, which is not served there: load it with device_map"
     return ""
-
-
-def in_step(model: Any) -> bool:
-    """Whether all processes have to make as many passes, as `model.generate` finds it out."""
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    asked: Any = generation
-    return several and bool(asked.is_deepspeed_zero3_enabled() or asked.is_fsdp_managed_module(model))
 
 
 def why_not_in_step(model: Any) -> str:

@@ -6,7 +6,7 @@ runs the pass, and for its length: prefill, plain decoding and other threads cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,18 +15,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn import functional
 
+from lade.backends.recurrent.layer import layers_for
 from lade.backends.recurrent.tree_pass import (
-    Ancestry,
     LinearFolding,
     TreePass,
     convolution,
     decayed_products,
     path_sums,
 )
+from lade.decoding.tree import TokenTree
 from lade.errors import UnsupportedModelError
+from lade.model.cache_layers import Ancestry
 from lade.model.facts import ModelFacts
 from lade.model.inputs import upload
 from lade.model.thread_patches import Override, overridden
@@ -234,20 +235,23 @@ CORES: dict[str, Callable[..., Any]] = {
 and its arguments."""
 
 
-def is_recurrent(model: nn.Module) -> bool:
-    """Whether a model has recurrent layers whose functions are known."""
-    return ModelFacts.of(model).recurrent
-
-
 class CorePatches:
-    """Replaces the functions that the recurrent layers of one model call; most models have none."""
+    """Replaces the functions that the recurrent layers of one model call; see `joint.Recurrence`.
+
+    Args:
+        facts: of a model with such layers.
+    """
 
     def __init__(self, facts: ModelFacts) -> None:
-        self._found = facts.recurrent_functions
+        self._found, self._config = facts.recurrent_functions, facts.model.config
 
-    def __bool__(self) -> bool:
-        """Whether the model has such functions, and so recurrent layers."""
-        return bool(self._found)
+    def layers(self) -> list[Any]:
+        """Return the empty layers of a `TreeCache` for the model."""
+        return layers_for(self._config)
+
+    def ancestry(self, trees: Sequence[TokenTree]) -> TreePass:
+        """Return who descends from whom in one pass over trees, one a row."""
+        return TreePass(trees)
 
     @property
     def forgets(self) -> bool:

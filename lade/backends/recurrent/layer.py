@@ -9,8 +9,8 @@ import torch
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from lade.backends.recurrent.tree_pass import Ancestry, Folding, columns_of, is_folding
-from lade.model.cache_layers import TreeLayer, empty, selected, writable
+from lade.backends.recurrent.tree_pass import Folding, columns_of, is_folding
+from lade.model.cache_layers import Ancestry, StatefulLayer, TokenCounter, TreeLayer, empty, selected, writable
 
 States = dict[int, torch.Tensor | None]
 _KINDS = ("conv_states", "recurrent_states")
@@ -18,7 +18,7 @@ _FLAGS = ("conv_kernel_size", "is_conv_states_initialized", "is_recurrent_states
 """Of transformers' class, by the number of the state."""
 
 
-class RecurrentLayer(LinearAttentionLayer):
+class RecurrentLayer(StatefulLayer, LinearAttentionLayer):
     """The states of one layer, `[B, ...]` each, and between a pass over trees and `keep` what its nodes need.
 
     A pass over trees leaves the states alone, so an interrupted one does no harm.
@@ -90,7 +90,7 @@ class RecurrentLayer(LinearAttentionLayer):
             folding.fold(state, last.to(state.device))
         self.begin(None)
 
-    def join(self, parts: Sequence[RecurrentLayer], places: Sequence[tuple[int, int]]) -> None:
+    def join(self, parts: Sequence[Any], places: Sequence[tuple[int, int]]) -> None:
         """Take over rows of other layers; see `TreeCache.join`."""
 
         def joined(states: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -106,7 +106,7 @@ class RecurrentLayer(LinearAttentionLayer):
                 if state is not None:
                     states[idx] = _moved(state, max(rows, len(state)))
 
-    def take(self, part: RecurrentLayer) -> None:
+    def take(self, part: Any) -> None:
         """Append the only row of another layer; see `TreeCache.take`. The others are copied if there is no room."""
         for states, others in ((self.conv_states, part.conv_states), (self.recurrent_states, part.recurrent_states)):
             for idx, state in states.items():
@@ -134,6 +134,10 @@ class RecurrentLayer(LinearAttentionLayer):
     def reset(self) -> None:
         """Forget everything, and free the states."""
         vars(self).update(vars(type(self)(self.number_of_states)))
+
+    def blank(self) -> Any:
+        """Return an empty layer of the same kind."""
+        return type(self)(self.number_of_states)
 
     @property
     def states(self) -> dict[tuple[str, int], torch.Tensor]:
@@ -189,22 +193,14 @@ class RecurrentTreeLayer(RecurrentLayer, TreeLayer):
         RecurrentLayer.reserve(self, rows, slots)
         TreeLayer.reserve(self, rows, slots)
 
+    def blank(self) -> Any:
+        """Return an empty layer of the same kind."""
+        return RecurrentLayer.blank(self)
+
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only these rows, in this order."""
         RecurrentLayer.batch_select_indices(self, indices)
         TreeLayer.batch_select_indices(self, indices)
-
-
-class TokenCounter(TreeLayer):
-    """Counts the tokens of rows whose states do not tell: stands after the layers of a model without attention.
-
-    To the cache it is a layer like others, whose keys and values are of no width.
-    """
-
-    def count(self, rows: int, tokens: int) -> None:
-        """Each of the rows was fed `tokens` more."""
-        nothing = torch.empty(rows, 1, tokens, 0)
-        self.update(nothing, nothing)
 
 
 def _moved(state: torch.Tensor, rows: int) -> torch.Tensor:
@@ -235,6 +231,6 @@ def empty_like(layer: Any) -> Any:
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         kind = RecurrentTreeLayer if isinstance(layer, CacheLayerMixin) else RecurrentLayer
         return kind(layer.number_of_states)
-    if isinstance(layer, TokenCounter):
-        return TokenCounter()
+    if isinstance(layer, TreeLayer):
+        return layer.blank()
     return TreeLayer() if isinstance(layer, CacheLayerMixin) else layer

@@ -11,36 +11,8 @@ import torch
 from transformers.activations import ACT2FN
 
 from lade.decoding.tree import TokenTree
+from lade.model.cache_layers import Ancestry
 from lade.model.inputs import upload
-
-
-class Ancestry(Protocol):
-    """Who descends from whom in the trees of one pass.
-
-    Attributes:
-        size: S, nodes of each row.
-        state: the text's state in the layer whose convolution came last, for cores that mixers do not pass it to.
-    """
-
-    size: int
-    state: torch.Tensor | None
-
-    def closure(self, device: torch.device) -> torch.Tensor:
-        """`[B, S, S]` bool, true where the row's node is the column's node or descends from it."""
-        ...
-
-    def windows(self, width: int, cached: int, device: torch.device) -> torch.Tensor:
-        """Where the last inputs of each node lie: its own, those of its ancestors, and of the text before them.
-
-        Args:
-            width: number of inputs that a convolution sees, at least 1.
-            cached: number of inputs of the text that are kept, in front of those of the nodes.
-            device: where the result goes.
-
-        Returns:
-            `[B, S, width]` int64, columns of the `cached + S` inputs, the node's own one last.
-        """
-        ...
 
 
 class TreePass:

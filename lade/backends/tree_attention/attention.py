@@ -22,8 +22,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lade.backends.tree_attention.tree_mask import TreeMask
+from lade.model.masks import TREE_ATTENTION
 
-NAME = "lade_tree"
+NAME = TREE_ATTENTION
 HAS_TRITON = find_spec("triton") is not None
 """Torch for CUDA on Linux brings it along; it is imported when a tree comes."""
 

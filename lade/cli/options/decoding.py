@@ -22,7 +22,7 @@ from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from lade.hf.grammar.grammar import Grammar
+    from lade.grammar import Grammar
 
 
 grouped = grouping.grouped
@@ -340,7 +340,7 @@ class AnswerForm:
         if len(self._given) > 1:
             (first, _), (name, value), *_ = self._given
             raise ConfigError(name, value, f"leave out --{first}, or this")
-        from lade.hf.grammar.grammar import Grammar
+        from lade.grammar import Grammar
 
         if self.json_schema is not None:
             schema = read_text(self.json_schema, "JSON schema")

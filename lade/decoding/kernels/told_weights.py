@@ -7,6 +7,8 @@ followed each, and a bias.
 
 from __future__ import annotations
 
+from functools import cache
+
 Row = tuple[float, ...]
 
 # An eighth of what they become where a text is quoted: what a model writes by itself wants them small.
@@ -67,7 +69,8 @@ _SHORT = 4  # of the first rows: one or two tokens agree
 _CAUTION = 0.3  # of the rate of learning: ends of a text come in many lengths, few of them often
 
 
-def told_weights() -> list[Row]:
+@cache
+def told_weights() -> tuple[Row, ...]:
     """Four sets: for places in the prompt and in the answer, and the same for a text that is being quoted.
 
     Where nothing has been copied yet, three tokens of the prompt tell half as much as later, fewer next to nothing.
@@ -77,7 +80,7 @@ def told_weights() -> list[Row]:
     """
     calm, of_prompt, of_answer = [(*row, _CAUTION) for row in _CALM], _at_once(_OF_PROMPT), _at_once(_OF_ANSWER)
     early = [(*(each / 2 for each in row[:-1]), 1.0) for row in of_prompt[_SHORT:]]
-    return [*calm[:_SHORT], *early, *calm, *of_prompt, *of_answer]
+    return (*calm[:_SHORT], *early, *calm, *of_prompt, *of_answer)
 
 
 def _at_once(rows: tuple[Row, ...]) -> list[Row]:

@@ -23,12 +23,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lade.backends.cpu.invariant_marker import invariance_of
-from lade.backends.cpu.packing.int8 import Int8Linear
-from lade.backends.cpu.packing.linear import PackedLinear
-from lade.backends.cpu.packing.weight import short
-from lade.backends.processes.tensor_parallel import is_tensor_parallel
-from lade.model.facts import ModelFacts
+from lade.model import joint
+from lade.model.config import dtype_name
+from lade.model.facts import ModelFacts, is_invariant, is_tensor_parallel
 from lade.model.in_place_subclassing import own_class
 from lade.model.runner import input_device
 
@@ -66,8 +63,8 @@ def why_inexact(facts: ModelFacts) -> str:
         return ""
     model: PreTrainedModel = facts.model
     for name, layer in foreign_layers(model, type(model).__module__):
-        if isinstance(layer, Int8Linear):
-            if invariance_of(model) is None:
+        if _is_int8(layer):
+            if not is_invariant(model):
                 return f"its layer {name!r} is packed in int8 and rounds what it is fed, {INT8_REMEDY}"
             continue  # fed the same bits, it gives the same bits
         weight = getattr(layer, "weight", None)
@@ -84,15 +81,29 @@ def why_inexact(facts: ModelFacts) -> str:
 
 def _all_known(facts: ModelFacts) -> bool:
     """Whether a glance shows that there are no `foreign_layers`, as in most models; if not, each is looked at."""
-    linear, packed = (facts.kinds.get(kind, []) for kind in (nn.Linear, PackedLinear))
+    linear = facts.kinds.get(nn.Linear, [])
+    packed = [layer for kind in _packed_kinds() for layer in facts.kinds.get(kind, [])]
     if facts.replaced or len(facts.having("in_features")) > len(linear) + len(packed):
         return False
-    if any(layer._parameters.get("weight") is None for layer in linear):
+    if [layer for layer in linear if layer._parameters.get("weight") is None]:
         return False
     known = {id(weight) for layer in packed for weight in layer._parameters.values()}
-    return all(
-        (type(weight) is nn.Parameter and weight.dtype.itemsize > 1) or id(weight) in known for weight in facts.weights
-    )
+    return not [
+        weight
+        for weight in facts.weights
+        if id(weight) not in known and (type(weight) is not nn.Parameter or weight.dtype.itemsize == 1)
+    ]
+
+
+def _packed_kinds() -> tuple[type[nn.Module], ...]:
+    """Classes of packed layers that give the bits of the layers they replace."""
+    cpu = joint.loaded("cpu")
+    return () if cpu is None else (cpu.packed_layer,)
+
+
+def _is_int8(layer: nn.Module) -> bool:
+    cpu = joint.loaded("cpu")
+    return cpu is not None and isinstance(layer, cpu.int8_layer)
 
 
 def foreign_layers(module: nn.Module, home: str, name: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -116,7 +127,7 @@ def foreign_layers(module: nn.Module, home: str, name: str = "") -> Iterator[tup
 
 def _is_known(module: Any, home: str) -> bool:
     kind = own_class(module)
-    if kind is PackedLinear or _has(module, "num_embeddings"):  # embeddings only look up
+    if kind in _packed_kinds() or _has(module, "num_embeddings"):  # embeddings only look up
         return True
     part = kind.__module__ == home or kind.__module__.startswith("transformers.models.")
     if kind is not nn.Linear and not (part and isinstance(module, nn.Linear)):
@@ -181,7 +192,8 @@ def _reason_of_trial(layer: Any, features: int, dtype: torch.dtype, device: torc
     if not error <= HALF_TOLERANCE:
         return f"rounds what it is fed (by {error:.1g} of it), which magnifies every other rounding: {REMEDY}"
     if dtype.itemsize > 2 and error > TOLERANCE:
-        return f"computes in 16 bits, and the model is in {short(dtype)}: load it with dtype=torch.bfloat16 or float16"
+        remedy = "load it with dtype=torch.bfloat16 or float16"
+        return f"computes in 16 bits, and the model is in {dtype_name(dtype)}: {remedy}"
     return ""
 
 

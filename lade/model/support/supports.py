@@ -9,15 +9,21 @@ from weakref import WeakKeyDictionary, ref
 
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 
-from lade.backends.cpu.invariant.attention import NAME as INVARIANT_ATTENTION
-from lade.backends.cpu.invariant_marker import why_tried_in_vain
-from lade.backends.processes.tensor_parallel import why_not_in_step, why_not_split
-from lade.backends.tree_attention.attention import NAME as TREE_ATTENTION
 from lade.errors import UnsupportedModelError
+from lade.model import joint
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
 from lade.model.config import config_of_text, field
-from lade.model.facts import CACHE_NAMES, ModelFacts, is_one_graph
-from lade.model.masks import INDEXED, LAYER_TYPES, RECURRENT_TYPES, MaskPlan, plan_for, window_too_short
+from lade.model.facts import CACHE_NAMES, ModelFacts, in_step, is_invariant, is_one_graph, tensor_parallel_size
+from lade.model.masks import (
+    INDEXED,
+    INVARIANT_ATTENTION,
+    LAYER_TYPES,
+    RECURRENT_TYPES,
+    TREE_ATTENTION,
+    MaskPlan,
+    plan_for,
+    window_too_short,
+)
 from lade.model.support.adapters import why_adapted_otherwise
 from lade.model.support.causality_check import can_be_padded
 from lade.model.support.lengths import named_lengths
@@ -216,8 +222,10 @@ def _refusal_as_it_is_set_up(facts: ModelFacts, config: PretrainedConfig) -> str
         return (
             "it is split into pipeline stages (pp_size), and each process has but one of them: load it with device_map"
         )
-    if reason := why_not_split(facts, config) or why_not_in_step(model):
-        return reason
+    if (tensor_parallel_size(model) > 1 or in_step(model)) and (
+        reason := joint.load("processes").refusal(facts, config)
+    ):
+        return str(reason)
     backend = config._attn_implementation or "eager"
     ours = backend in (TREE_ATTENTION, INVARIANT_ATTENTION)
     if not (ours or backend in ("sdpa", "eager")) or (ours and (_has_encoder(model) or facts.indexers)):
@@ -225,8 +233,8 @@ def _refusal_as_it_is_set_up(facts: ModelFacts, config: PretrainedConfig) -> str
     if ours and not model._can_set_attn_implementation():
         remedy = 'load it with attn_implementation="eager"'
         return f"its attention does not go through transformers' interface, so it does not know {backend!r}: {remedy}"
-    if reason := why_tried_in_vain(facts, backend == INVARIANT_ATTENTION):
-        return reason
+    if is_invariant(model) and (reason := joint.load("cpu").refusal(facts, config)):
+        return str(reason)
     if any(map(is_one_graph, facts.compiled)):
         return "it is compiled with fullgraph=True, and the cache of a tree breaks graphs: compile it without"
     if field(config, "use_bidirectional_attention") not in (None, False, "vision"):  # of images, which are no text

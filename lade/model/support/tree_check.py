@@ -17,10 +17,8 @@ from typing import Any, cast
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from lade.backends.encoder_decoder.runner import Encoded, EncoderDecoderRunner
-from lade.backends.recurrent.cores import is_recurrent
-from lade.backends.recurrent.layer import layers_for
 from lade.decoding.tree import ROOT, TokenTree
+from lade.model import joint
 from lade.model.config import config_of_text, token_embeddings
 from lade.model.facts import ModelFacts, cache_name
 from lade.model.kv_cache import TreeCache
@@ -64,7 +62,7 @@ def worst_error(model: PreTrainedModel, plan: MaskPlan, beyond: int = 0) -> floa
 
 def tolerance(model: PreTrainedModel) -> float:
     """Greatest `worst_error` that rounding explains; recurrent layers compute in float32 even in float64 models."""
-    rounded = model.dtype == torch.float64 and is_recurrent(model)
+    rounded = model.dtype == torch.float64 and ModelFacts.of(model).recurrent
     return TOLERANCE.get(torch.float32 if rounded else model.dtype, HALF_TOLERANCE)
 
 
@@ -79,7 +77,7 @@ def _worst_error(model: PreTrainedModel, plan: MaskPlan, prefix_length: int) -> 
     encoded = _encoded(model, distinct[:ENCODER_TOKENS]) if model.config.is_encoder_decoder else None
     runner = EagerRunner(model, plan, model.generation_config)
     if encoded is not None:
-        runner = EncoderDecoderRunner(model, plan, model.generation_config, encoded)
+        runner = joint.load("encoder_decoder").runner_of(ModelFacts.of(model), plan, model.generation_config, encoded)
     cache = runner.tree_cache()
     runner.prefill([prefix[:-1]], cache)
     tree = TokenTree(prefix[-1])
@@ -101,8 +99,8 @@ def _worst_error(model: PreTrainedModel, plan: MaskPlan, prefix_length: int) -> 
     return max(errors)
 
 
-def _encoded(model: PreTrainedModel, ids: Sequence[int]) -> Encoded:
-    return Encoded.run(model, torch.tensor([ids], device=input_device(model)))
+def _encoded(model: PreTrainedModel, ids: Sequence[int]) -> Any:
+    return joint.load("encoder_decoder").encode(model, torch.tensor([ids], device=input_device(model)))
 
 
 def _nodes(tree: TokenTree, path: Sequence[int]) -> list[int]:
@@ -137,9 +135,7 @@ class PlainDecoding:
         logits: after the last token, `[V]`.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, prefix: Sequence[int], encoded: Encoded | None = None, rows: int = 1
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, prefix: Sequence[int], encoded: Any = None, rows: int = 1) -> None:
         self._model = cast(Any, model)
         self._cache_name = cache_name(model) or "past_key_values"
         self._encoder_arguments = {} if encoded is None else encoded.arguments()
@@ -211,15 +207,15 @@ def _error_of_cache(model: Any) -> float:
     On recurrent layers that may be another function, so only what their cache holds counts.
     """
     ids = torch.arange(3, device=input_device(model))[None]
-    cache, recurrent = TreeCache(), is_recurrent(model)
-    cache.layers += layers_for(model.config) if recurrent else []
+    cache, recurrence = TreeCache(), ModelFacts.of(model).recurrence
+    cache.layers += [] if recurrence is None else recurrence.layers()
     kwargs: dict[str, Any] = {cache_name(model) or "past_key_values": cache, "use_cache": True, "return_dict": True}
     model(input_ids=ids[:, :2], **kwargs)
     last = model(input_ids=ids[:, 2:], **kwargs).logits[0, -1]
     cache.count(1, 3)
     if not all(layer.lengths == [3] for layer in cache.attending):
         return float("inf")
-    if recurrent:
+    if recurrence is not None:
         return 0.0 if all(layer.state_bytes for layer in cache.recurrent) else float("inf")
     return distance(model(input_ids=ids, use_cache=False, return_dict=True).logits[0, -1], last)
 

@@ -21,6 +21,7 @@ from lade.backends.cpu.kernels.attention import CHUNK, Call, attend, scratch_siz
 from lade.backends.cpu.kernels.kinds import is_plain, kind_of, refuse
 from lade.backends.cpu.kernels.vectors import QUAD
 from lade.backends.cpu.worker_threads import bits, in_team
+from lade.model.masks import INVARIANT_ATTENTION
 
 
 class PlacedMask(torch.Tensor):
@@ -199,7 +200,7 @@ def _places(states: torch.Tensor) -> tuple[int, int, int, int, int]:
     return states.data_ptr(), row * item, head * item, step * item, kind_of(states.dtype)
 
 
-NAME = "lade_invariant"
+NAME = INVARIANT_ATTENTION
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 

@@ -33,11 +33,9 @@ from lade.backends.cpu.invariant.trials import Heads, ModelTrial, attention_keep
 from lade.backends.cpu.invariant.weights import NAME as EXPERTS
 from lade.backends.cpu.invariant.weights import has_mixtures, lay_out, pad_all
 from lade.backends.cpu.invariant_marker import Invariance, changed_modules, invariance_of, note_invariance
-from lade.backends.cpu.packing.weight import short
-from lade.backends.recurrent.cores import is_recurrent
 from lade.errors import UnsupportedModelError
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
-from lade.model.config import config_of_text, field
+from lade.model.config import config_of_text, dtype_name, field
 from lade.model.facts import ModelFacts
 from lade.model.in_place_subclassing import restore
 from lade.model.masks import windows_of
@@ -191,7 +189,7 @@ def _check_model(model: Any, *, compiled: bool) -> None:
     if any(type(weight.data).__module__.startswith("torch.distributed") for weight in model.parameters()):
         raise UnsupportedModelError(_says(model, "its weights are sharded over processes"), "load it whole")
     if model.dtype not in DTYPES:
-        reason = f"it is in {short(model.dtype)}, and this is for bfloat16, float16 and float32"
+        reason = f"it is in {dtype_name(model.dtype)}, and this is for bfloat16, float16 and float32"
         raise UnsupportedModelError(_says(model, reason), "load it in one of these, or use it as it is")
     if reason := _refusal_of_architecture(model):
         raise UnsupportedModelError(_says(model, reason), REMEDY)
@@ -200,7 +198,7 @@ def _check_model(model: Any, *, compiled: bool) -> None:
 def _refusal_of_architecture(model: PreTrainedModel) -> str:
     if model.config.is_encoder_decoder:
         return "it has an encoder, whose keys have no positions in the text"
-    if is_recurrent(model):
+    if ModelFacts.of(model).recurrent:
         return "its recurrent layers sum over the text in an order that depends on how it is cut"
     if ModelFacts.of(model).indexers:
         return "its indexers pick keys by scores that are rounded as it comes"

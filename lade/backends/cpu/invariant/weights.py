@@ -31,8 +31,9 @@ from lade.backends.cpu.invariant.padded_rows import (
 from lade.backends.cpu.packing.int8 import Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.tile_products import in_panels
-from lade.backends.cpu.packing.weight import HugePages, packed_weight, short
+from lade.backends.cpu.packing.weight import HugePages, packed_weight
 from lade.errors import UnsupportedModelError
+from lade.model.config import dtype_name
 
 NAME = "lade_invariant"
 
@@ -140,7 +141,7 @@ def pad_all(model: nn.Module, dtype: torch.dtype) -> None:
         more = _is_router(layer) or (_is_mixture(layer) and has_own_gate(layer))
         padding = _joined([*paddings, VECTORS] if more else paddings)
         if padding is None:
-            what = f"layer {name!r} ({type(layer).__name__} in {short(products[0].dtype)})"
+            what = f"layer {name!r} ({type(layer).__name__} in {dtype_name(products[0].dtype)})"
             raise UnsupportedModelError(
                 f"{what} rounds a token otherwise beside other tokens, however many there are",
                 "use the model as it is, or in another dtype",

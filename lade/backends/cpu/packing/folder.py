@@ -29,9 +29,9 @@ from lade.backends.cpu.packing.int8 import Int8Linear, input_form
 from lade.backends.cpu.packing.integer_products import Codes
 from lade.backends.cpu.packing.linear import PackedLinear, weight_of
 from lade.backends.cpu.packing.pack import guard, pack_layers, shared_weights
-from lade.backends.cpu.packing.weight import short
 from lade.errors import InputError, UnsupportedModelError
 from lade.files import write_whole
+from lade.model.config import dtype_name
 from lade.model.randomness import DrawsFrom
 
 INDEX = "packed.json"
@@ -118,7 +118,7 @@ def _tensors(model: PreTrainedModel, index: Index) -> Iterator[tuple[str, torch.
             left_out = "weight"  # of a packed layer it is in another layout, or another module's too
             if isinstance(module, Int8Linear):
                 codes = module.codes()
-                index.int8[name] = short(module.dtype)
+                index.int8[name] = dtype_name(module.dtype)
                 yield from ((f"{dot}weight", codes.values), (f"{dot}weight{SCALE}", codes.scale))
             else:
                 index.packed.append(name)

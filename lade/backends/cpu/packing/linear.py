@@ -20,10 +20,10 @@ from lade.backends.cpu.packing.weight import (
     like,
     packed_weight,
     same_bits,
-    short,
     state_of,
 )
 from lade.errors import UnsupportedModelError
+from lade.model.config import dtype_name
 
 GUARD = "packing_guard"
 
@@ -97,7 +97,7 @@ class PackedLinear(nn.Module):
         inputs, outputs = self.in_features, self.out_features
         shape = (inputs, outputs) if self.transposed else (outputs, inputs)
         if weight.shape != shape or weight.dtype != self.dtype or not is_plain(weight) or hasattr(self, "_hf_hook"):
-            what = f"{list(weight.shape)} in {short(weight.dtype)}, as of offloaded layers or resized ones"
+            what = f"{list(weight.shape)} in {dtype_name(weight.dtype)}, as of offloaded layers or resized ones"
             raise UnsupportedModelError(f"the weight of a packed layer was replaced by {what}", UNPACK_REMEDY)
         self._pack_weight()
 
@@ -171,12 +171,14 @@ class PackedLinear(nn.Module):
     def _refuse_input(self, x: torch.Tensor, bias: torch.Tensor | None) -> NoReturn:
         """Raise in the words of the layer that this one stands for; oneDNN's own say nothing of the reason."""
         nn.functional.linear(x, torch.empty(self.out_features, self.in_features, dtype=self.dtype), bias)
-        what = f"{short(x.dtype)} {list(x.shape)} on {x.device}"
-        raise UnsupportedModelError(f"a layer packed in {short(self.dtype)} was given {what}", UNPACK_REMEDY)
+        what = f"{dtype_name(x.dtype)} {list(x.shape)} on {x.device}"
+        raise UnsupportedModelError(f"a layer packed in {dtype_name(self.dtype)} was given {what}", UNPACK_REMEDY)
 
     def _refuse_bias(self, bias: torch.Tensor) -> NoReturn:
-        given = f"{short(bias.dtype)} {list(bias.shape)} on {bias.device}{'' if bias.is_contiguous() else ', strided'}"
-        wanted = f"contiguous {short(self.dtype)} [{self.out_features}] on the CPU"
+        given = (
+            f"{dtype_name(bias.dtype)} {list(bias.shape)} on {bias.device}{'' if bias.is_contiguous() else ', strided'}"
+        )
+        wanted = f"contiguous {dtype_name(self.dtype)} [{self.out_features}] on the CPU"
         raise UnsupportedModelError(f"the bias of a packed layer is {given}, and has to be {wanted}", UNPACK_REMEDY)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
@@ -207,7 +209,7 @@ class PackedLinear(nn.Module):
         dtype = torch.get_autocast_dtype("cpu")
         if dtype != self.dtype:
             raise UnsupportedModelError(
-                f"a layer packed in {short(self.dtype)} cannot run under autocast to {short(dtype)}",
+                f"a layer packed in {dtype_name(self.dtype)} cannot run under autocast to {dtype_name(dtype)}",
                 f"leave torch.autocast, or {UNPACK_REMEDY}",
             )
         return dtype

@@ -27,10 +27,11 @@ from lade.backends.cpu.invariant_marker import refuse_invariant
 from lade.backends.cpu.packing.int8 import MOST_INPUTS, RELOAD_REMEDY, Int8Linear, SharedInputs, input_form
 from lade.backends.cpu.packing.integer_products import Codes, required, scale_of
 from lade.backends.cpu.packing.linear import Guard, PackedLinear, weight_of
-from lade.backends.cpu.packing.weight import UNPACK_REMEDY, HugePages, packed_weight, same_bits, short
+from lade.backends.cpu.packing.weight import UNPACK_REMEDY, HugePages, packed_weight, same_bits
 from lade.errors import ConfigError, UnsupportedModelError
 from lade.locks import ForkSafeLock
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
+from lade.model.config import dtype_name
 from lade.model.facts import ModelFacts
 from lade.model.in_place_subclassing import HOOKS_REMEDY, has_own_forward
 
@@ -88,7 +89,7 @@ def check_layer(name: str, layer: nn.Module) -> None:
     if weight.device.type != "cpu" or weight.layout != torch.strided:
         raise UnsupportedModelError(f"layer {name!r} is on {weight.device}, and packing is for the CPU", CPU_REMEDY)
     if weight.dtype not in DTYPES:
-        raise UnsupportedModelError(f"layer {name!r} is in {short(weight.dtype)}", CPU_REMEDY)
+        raise UnsupportedModelError(f"layer {name!r} is in {dtype_name(weight.dtype)}", CPU_REMEDY)
 
 
 @torch.no_grad()
@@ -99,14 +100,16 @@ def try_kernel(dtype: torch.dtype) -> None:
     """
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in ((3, 64), (64, 64)))
-    with required(f"packed {short(dtype)} kernel", CPU_REMEDY):
+    with required(f"packed {dtype_name(dtype)} kernel", CPU_REMEDY):
         packed = packed_weight(weight)
         found = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
         right = same_bits(packed.to_dense(), weight)
     expected = x.double() @ weight.double().t()
     error = ((found.double() - expected).abs().max() / expected.abs().max()).item()
     if not right or error > 4 * torch.finfo(dtype).eps:
-        raise UnsupportedModelError(f"PyTorch's packed {short(dtype)} kernel is wrong here by {error:.1g}", CPU_REMEDY)
+        raise UnsupportedModelError(
+            f"PyTorch's packed {dtype_name(dtype)} kernel is wrong here by {error:.1g}", CPU_REMEDY
+        )
 
 
 def check_int8_layer(name: str, layer: Any) -> None:
@@ -114,7 +117,7 @@ def check_int8_layer(name: str, layer: Any) -> None:
     keep = f"keep it as it is, with keep=[{name!r}]"
     if isinstance(layer, PackedLinear):
         raise UnsupportedModelError(
-            f"layer {name!r} is packed in {short(layer.dtype)} already", f"{UNPACK_REMEDY}, or {keep}"
+            f"layer {name!r} is packed in {dtype_name(layer.dtype)} already", f"{UNPACK_REMEDY}, or {keep}"
         )
     weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
     if weight.shape[1] > MOST_INPUTS:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lade.errors import UnsupportedModelError
+from lade.model.config import dtype_name
 
 MOST_INPUTS = 4096
 """Up to so many inputs a weight lies in blocks of 64 outputs on processors with tiles."""
@@ -91,7 +92,8 @@ def check_move(fn: Any, dtype: torch.dtype) -> None:
     after = fn(torch.empty(0, dtype=dtype))
     if after.dtype != dtype or after.device.type != "cpu":
         raise UnsupportedModelError(
-            f"layers packed in {short(dtype)} for the CPU cannot become {short(after.dtype)} on {after.device}",
+            f"layers packed in {dtype_name(dtype)} for the CPU "
+            f"cannot become {dtype_name(after.dtype)} on {after.device}",
             f"{UNPACK_REMEDY}, and pack it again afterwards",
         )
 
@@ -133,8 +135,3 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equality in which a NaN equals itself, and zeros have signs."""
     as_integers = {2: torch.int16, 4: torch.int32}[one.element_size()]
     return torch.equal(one.contiguous().view(as_integers), other.contiguous().view(as_integers))
-
-
-def short(dtype: torch.dtype) -> str:
-    """Such as "float32"."""
-    return str(dtype).removeprefix("torch.")

@@ -12,6 +12,7 @@ import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lade.errors import UnsupportedArgumentError
+from lade.model.backend import Backend
 from lade.model.config import Positions
 from lade.model.kv_cache import PositionOffsets, TreeCache
 from lade.model.prefill import PreparedPrompts
@@ -87,3 +88,12 @@ def _offsets(prepared: Prepared, position: torch.Tensor | None, texts: PromptTex
 
 def _refuse(what: str, why: str) -> None:
     raise UnsupportedArgumentError(f"{what} cannot be used with lookahead decoding: {why}", REMEDY)
+
+
+class MediaBackend(Backend):
+    """Prompts with images, videos or audio; see `lade.model.joint`."""
+
+    prompts = staticmethod(media_prompts)
+
+
+BACKEND = MediaBackend()

@@ -1,20 +1,21 @@
-"""The `grammar=` argument, and the constraint that it puts on drafts."""
+"""The grammar backend's public object: the `grammar=` argument, and the constraint that it puts on drafts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import takewhile
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from lade.backends.grammar.compiled import GrammarError, Matcher, vocabulary_of_tokenizer
+from lade.backends.grammar.processor import GrammarProcessor, processor_of, processor_of_tokenizer
 from lade.errors import InputError
-from lade.hf.arguments import argument_of, prompts_in
-from lade.hf.grammar.compiled import GrammarError, Matcher, vocabulary_of_tokenizer
-from lade.hf.grammar.grammar import Grammar, GrammarProcessor, processor_of
-from lade.model.prepared import Prepared, ids_of, vocabulary_of
+from lade.grammar import Grammar, GrammarArgument
+from lade.model.backend import Backend
+from lade.model.prepared import Prepared, argument_of, ids_of, prompts_in, vocabulary_of
 
 
 class GrammarConstraint:
@@ -68,11 +69,7 @@ class GrammarConstraint:
         return len(self._taken) == len(answer)
 
 
-GrammarArgument: TypeAlias = Grammar | Sequence[Grammar]
-"""One for all prompts, or one for each prompt of a batch."""
-
-
-def with_grammar(model: PreTrainedModel, grammar: GrammarArgument | None, arguments: dict[str, Any]) -> dict[str, Any]:
+def with_grammar(model: PreTrainedModel, grammar: GrammarArgument, arguments: dict[str, Any]) -> dict[str, Any]:
     """The same arguments of `generate`, with the processor of a grammar among them, behind the caller's own.
 
     Args:
@@ -84,8 +81,6 @@ def with_grammar(model: PreTrainedModel, grammar: GrammarArgument | None, argume
         InputError: it is none, or cannot be used with this tokenizer, or there are more or fewer than prompts.
         MissingExtraError: llguidance is not installed.
     """
-    if grammar is None:
-        return arguments
     several = [grammar] if isinstance(grammar, Grammar) else grammar
     if not isinstance(several, Sequence) or not several or not all(isinstance(each, Grammar) for each in several):
         raise InputError(f"grammar={grammar!r:.60} is not valid: give a lade.Grammar, or one for each prompt")
@@ -113,3 +108,15 @@ def constraints_for(prepared: Prepared, prompts: Sequence[Sequence[int]]) -> lis
         GrammarConstraint(processor.of_row(row, len(prompts)).matcher(), len(prompt), vocabulary)
         for row, prompt in enumerate(prompts)
     ]
+
+
+class GrammarBackend(Backend):
+    """Structured output by llguidance; see `lade.model.joint`."""
+
+    constraints_for = staticmethod(constraints_for)
+    with_grammar = staticmethod(with_grammar)
+    processor = GrammarProcessor
+    processor_of_tokenizer = staticmethod(processor_of_tokenizer)
+
+
+BACKEND = GrammarBackend()

@@ -19,7 +19,7 @@ from time import process_time, sleep
 from typing import NoReturn
 from weakref import finalize
 
-from lade.hf.grammar.compiled import LIMITS, SlowGrammarError
+from lade.backends.grammar.compiled import LIMITS, SlowGrammarError
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from lade.errors import InputError, MissingExtraError
+from lade.grammar import shortened
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -29,7 +30,6 @@ LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 """Less than llguidance allows, against grammars that are made to be slow; the schemas of JSONSchemaBench take half."""
-_LONGEST_REASON = 300
 
 Trial = Callable[[str], None]
 """Is given a grammar before it is compiled; raises `SlowGrammarError` for one that is not to be."""
@@ -156,12 +156,6 @@ class Vocabulary:
         if made.is_error():
             raise InputError(f"the grammar cannot be used: {shortened(made.get_error())}")
         return made
-
-
-def shortened(message: str) -> str:
-    """A message of llguidance on one line."""
-    line = " ".join(message.replace("<non-verbose/>", "").split())
-    return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]}..."
 
 
 class Budget:

@@ -5,19 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from lade.backends.encoder_decoder.runner import Encoded, EncoderDecoderRunner
+from lade.model.backend import Backend
 from lade.model.config import token_embeddings
+from lade.model.facts import ModelFacts
 from lade.model.masks import MaskPlan
 from lade.model.prepared import Prepared
-
-ENCODER_KWARGS = frozenset({"encoder_outputs", "attention_mask", "inputs_embeds"})
-"""What of the prepared arguments concerns the encoder alone."""
-
-
-def has_encoder(prepared: Prepared) -> bool:
-    """Whether the model is an encoder-decoder model."""
-    return bool(prepared.model.config.is_encoder_decoder)
 
 
 def runner_on_encoded(prepared: Prepared, plan: MaskPlan) -> EncoderDecoderRunner:
@@ -37,7 +32,7 @@ def source_of(prepared: Prepared, number: int) -> list[int]:
         number: of the row, among all that are decoded.
     """
     inputs = prepared.inputs_tensor
-    if not has_encoder(prepared) or inputs is None or inputs.ndim != 2 or torch.is_floating_point(inputs):
+    if inputs is None or inputs.ndim != 2 or torch.is_floating_point(inputs):
         return []
     if not _share_vocabulary(prepared.model):
         return []
@@ -55,3 +50,20 @@ def _share_vocabulary(model: Any) -> bool:
     if getattr(model.config, "share_encoder_decoder_embeddings", None) is False:
         return False
     return encoder is not None and encoder.weight.shape == decoder.weight.shape
+
+
+class EncoderDecoderBackend(Backend):
+    """Token trees in the decoder of an encoder-decoder model; see `lade.model.joint`."""
+
+    source_of = staticmethod(source_of)
+    runner_on_encoded = staticmethod(runner_on_encoded)
+    encode = staticmethod(Encoded.run)
+
+    def runner_of(
+        self, facts: ModelFacts, plan: MaskPlan, generation_config: GenerationConfig, encoded: Encoded
+    ) -> EncoderDecoderRunner:
+        """Return the runner of a decoder behind what its encoder has returned."""
+        return EncoderDecoderRunner(facts.model, plan, generation_config, encoded, facts)
+
+
+BACKEND = EncoderDecoderBackend()
