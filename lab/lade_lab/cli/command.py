@@ -78,7 +78,7 @@ def run(plan: Plan, term: Terminal) -> None:
 
 
 def _refuse_options(context: typer.Context) -> None:
-    """What stands before the name of another command would be lost."""
+    """Refuse options before the name of a subcommand, which would be lost."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     if given:

@@ -74,7 +74,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Answers:
-    """How answers are written and timed; see `Settings`."""
+    """Options of generation and timing; see `Settings`."""
 
     max_new_tokens: Annotated[
         int, _answers("--max-new-tokens", "-n", metavar="N", help="Tokens to generate at most.")
@@ -107,7 +107,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Files:
-    """What becomes of the results.
+    """Options: output files.
 
     Attributes:
         out: folder for everything.
@@ -130,7 +130,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Weights:
-    """How the weights are laid out and run.
+    """Options of weights and threads.
 
     Attributes:
         inflate: number of parameters to grow the model to.
@@ -206,5 +206,5 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """Of the model, for the record."""
+        """Name of the model in the record."""
         return self.loading.labelled(*(["invariant"] if self.weights.invariant else []))

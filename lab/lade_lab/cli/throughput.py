@@ -26,7 +26,7 @@ _option = in_panel("Many prompts")
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How many prompts are decoded together, or how often one arrives.
+    """Batch sizes and arrival rates of a throughput run.
 
     Attributes:
         batch_size: rows, with commas between several numbers of them.
@@ -43,7 +43,7 @@ class LoadOptions:
 
     @property
     def given(self) -> bool:
-        """Whether many prompts are to be decoded together."""
+        """True if prompts are decoded in batches or as they arrive."""
         return self.batch_size is not None or self.arrivals is not None
 
     def rows(self, runs: Runs, files: Files, *, sampling: bool) -> list[int]:
