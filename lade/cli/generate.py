@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from lade.cli.batch.command import Batch, BatchOptions
+from lade.cli.batch.options import Batch, BatchOptions
 from lade.cli.options import decoding as options
 from lade.cli.options.decoding import AnswerForm
 from lade.cli.options.model import Template
@@ -20,7 +19,6 @@ from lade.errors import ConfigError
 
 if TYPE_CHECKING:
     from lade.cli.options.decoding import Choices
-    from lade.cli.processes import Crew
     from lade.cli.prompts import Prompt
     from lade.cli.run import Generation, GenerationPlan
     from lade.config import Lookahead
@@ -38,7 +36,7 @@ def generate(
     prediction_file: options.PredictionFile = None,
     *,
     template: options.Template,
-    many: BatchOptions,
+    batching: BatchOptions,
     choices: options.Choices,
     form: AnswerForm,
     speed: options.Speed,
@@ -59,9 +57,13 @@ def generate(
         loading.check_layout(speed.pack, invariant=speed.invariant)
         options.check_max_new_tokens(max_new_tokens)
         template.check()
-        crew = _crew(term) if many.replicas else None
-        batch = many.batch(source, writes=crew is None or crew.first)
-        choices = _settled(choices, batch, crew, image)
+        batch = batching.batch(source)
+        choices = _settled(choices, batch, image)
+        if batch is not None and not batch.prompts:
+            if batch.file is not None:
+                batch.file.truncate()
+            term.say(f"no prompts in shard {batching.shard}", "dim")
+            return
         prompts = [] if batch else _read(source, image, template, term)
         grammar = form.read()
         predicted = _predicted(prediction_file, prompts, lookahead, choices)
@@ -70,35 +72,32 @@ def generate(
         from lade.cli.processes import connected, leading
         from lade.cli.run import GenerationPlan
 
-        split, pack, invariant = connected(term) if crew is None else 1, speed.pack, speed.invariant
+        split, pack, invariant = connected(term), speed.pack, speed.invariant
         loaded = load(loading, term=term, pack=pack, images=bool(image), invariant=invariant, processes=split)
         form.check(grammar, loaded.tokenizer, loaded.model.generation_config.eos_token_id)
         lookahead = remembering(loaded, lookahead, speed.memory)
         plan = GenerationPlan(loaded, Encoder(loaded, template), lookahead, choices, max_new_tokens, grammar)
         with leading(loaded.model, split) as leads:
             if leads and batch:
-                from lade.cli.batch.engine_run import carry_out
+                from lade.cli.batch.prompt_job import PromptJob
+                from lade.cli.batch.runner import run
 
-                carry_out(batch, plan, term, quiet=json, crew=crew)
+                run(PromptJob(batch, plan, term), term, quiet=json)
             elif leads:
                 _run(plan, prompts, term, image or [], predicted, json=json)
 
 
-def _crew(term: Terminal) -> Crew:
-    from lade.cli.processes import crew_of
+def _settled(choices: Choices, batch: Batch | None, images: list[Path] | None) -> Choices:
+    """Return the choices with a seed, that of the run which is continued if there is one.
 
-    return crew_of(term)
-
-
-def _settled(choices: Choices, batch: Batch | None, crew: Crew | None, images: list[Path] | None) -> Choices:
-    """With a seed that a file, or other processes, have already; raises `ConfigError` for what is for one prompt."""
+    Raises:
+        ConfigError: an option is for single prompts, and there is a batch.
+    """
     choices = choices.settled(batch.seed if batch else None)
-    if crew is not None:
-        choices = replace(choices, seed=crew.agreed("seed", choices.seed))
     if batch and choices.num_beams > 1:
-        raise ConfigError("num-beams", choices.num_beams, "a beam search is for one prompt: leave out --batch-size")
+        raise ConfigError("num-beams", choices.num_beams, "not available with --batch-size")
     if batch and images:
-        raise ConfigError("image", str(images[0]), "images are for one prompt: leave out --batch-size")
+        raise ConfigError("image", str(images[0]), "not available with --batch-size")
     return choices
 
 
@@ -110,7 +109,7 @@ def _read(source: Source, images: list[Path] | None, template: Template, term: T
     if not images:
         return prompts
     given = str(images[0])
-    if source.prompt_file is not None and (len(prompts) != 1 or prompts[0].messages is not None):
+    if source.prompts is not None and (len(prompts) != 1 or prompts[0].messages is not None):
         raise ConfigError("image", given, "images are for one prompt of text: give it as an argument")
     if template.raw:
         raise ConfigError("image", given, "its place is the chat template's to choose: leave out --raw")

@@ -40,7 +40,7 @@ class Source:
     Attributes:
         text: the positional argument: a prompt; "-" is standard input, of which one newline at the end is taken off.
         prompt: `--prompt`.
-        prompt_file: `.jsonl`: one prompt a line under the key `prompt`, or one conversation under the key `messages`;
+        prompts: `.jsonl`: one prompt a line under the key `prompt`, or one conversation under the key `messages`;
             anything else: one prompt, exactly as it is.
     """
 
@@ -48,21 +48,24 @@ class Source:
         str | None, typer.Argument(metavar="PROMPT", help="The prompt. Not given, or -: standard input.")
     ] = None
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt, too.")] = None
-    prompt_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="One prompt, or of .jsonl one a line: prompt or messages.")
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts", metavar="FILE", help="A text file with one prompt, or a .jsonl file with one per line."
+        ),
     ] = None
 
     @property
     def piped(self) -> bool:
         """Whether it is standard input."""
-        return self.text in (None, "-") and self.prompt is None and self.prompt_file is None
+        return self.text in (None, "-") and self.prompt is None and self.prompts is None
 
     def check(self) -> None:
         """Raise `InputError` if several prompts are named, or none and there is only a keyboard."""
-        given = sum(each is not None for each in (self.text, self.prompt, self.prompt_file))
+        given = sum(each is not None for each in (self.text, self.prompt, self.prompts))
         if given > 1 or (not given and sys.stdin.isatty()):
             raise InputError(
-                "exactly one prompt is needed: give it as an argument, as --prompt-file FILE, or through a pipe"
+                "exactly one prompt is needed: give it as an argument, as --prompts FILE, or through a pipe"
             )
 
     def read(self) -> list[Prompt]:
@@ -72,15 +75,13 @@ class Source:
             InputError: see `check`; or one cannot be read.
         """
         self.check()
-        if self.prompt_file is not None:
-            return read_file(self.prompt_file)
+        if self.prompts is not None:
+            return read_file(self.prompts)
         given = self.text if self.prompt is None else self.prompt
         if given is None or given == self.text == "-":
             given = _utf8(sys.stdin.buffer.read(), "standard input").removesuffix("\n")
             if not given:
-                raise InputError(
-                    "standard input is empty: give a prompt there, as an argument, or as --prompt-file FILE"
-                )
+                raise InputError("standard input is empty: give a prompt there, as an argument, or as --prompts FILE")
         check_text(given, "the prompt")
         return [Prompt(given)]
 

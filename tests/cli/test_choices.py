@@ -110,7 +110,7 @@ def test_the_seed_is_in_the_statistics_line(lade, folder):
 def test_each_line_of_a_file_can_be_repeated_on_its_own(lade, folder, generate, tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
-    result = lade("generate", "-m", folder, "--prompt-file", file, "-n", NEW, "--json", "--do-sample", "--top-k", 20)
+    result = lade("generate", "-m", folder, "--prompts", file, "-n", NEW, "--json", "--do-sample", "--top-k", 20)
     for line, prompt in zip(result.stdout.splitlines(), ("one", "two"), strict=True):
         report = json.loads(line)
         again = generate("--do-sample", "--top-k", 20, "--seed", report["seed"], prompt=prompt)

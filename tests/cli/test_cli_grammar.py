@@ -47,7 +47,7 @@ def test_answers_follow_it_alone_and_in_batches(lade, folder, model, tokenizer, 
     assert json.loads(alone.stdout)["token_ids"] == plain
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     prompts.write_text(json.dumps({"prompt": PROMPT}) + "\n")
-    many = ["--prompt-file", prompts, "--batch-size", 2, "--out", out]
+    many = ["--prompts", prompts, "--batch-size", 2, "--out", out]
     assert lade("generate", *many, *common).exit_code == 0
     assert json.loads(out.read_text())["token_ids"] == plain
     if kind != "schema":  # the lines are of another form

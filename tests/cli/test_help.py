@@ -12,9 +12,9 @@ from lade.cli.options.model import DEVICES, DTYPES, QUANTIZATIONS
 
 PANELS = {
     "Arguments": ["PROMPT"],
-    "Options": ["--prompt", "--prompt-file", "--max-new-tokens", "--image", "--prediction-file", "--help"],
+    "Options": ["--prompt", "--prompts", "--max-new-tokens", "--image", "--prediction-file", "--help"],
     "Chat template": ["--raw", "--system", "--chat-template-kwargs"],
-    "Many prompts": ["--batch-size", "--out", "--resume", "--replicas"],
+    "Batches": ["--batch-size", "--out", "--resume", "--shard"],
     "Choosing tokens": [
         "--do-sample", "--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--repetition-penalty",
         "--num-beams", "--stop",

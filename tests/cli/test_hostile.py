@@ -39,7 +39,7 @@ def files(tmp_path):
 
 
 GENERATE = ["generate", "-p", "x"]
-MANY = ["generate", "--prompt-file", "PROMPTS.jsonl"]
+MANY = ["generate", "--prompts", "PROMPTS.jsonl"]
 BENCH = ["bench", "--out", "OUT"]
 SCALING = ["bench", "scaling", "--out", "OUT"]
 PLAN = ["bench", "plan"]
@@ -68,9 +68,9 @@ CASES = [
     ([*GENERATE, "--device", "cuda:-1"], ["device='cuda:-1'"]),
     ([*GENERATE, "--chat-template-kwargs", DEEP], ["chat-template-kwargs=", "no JSON"]),
     ([*GENERATE, "--system", "\ud800"], ["--system", "UTF-8"]),
-    (["generate", "--prompt-file", "DEEP.jsonl"], ["line 1", "no JSON", "recursion"]),
-    (["generate", "--prompt-file", "DIGITS.jsonl"], ["line 1", "no JSON"]),
-    (["generate", "--prompt-file", LONG], ["cannot be read: File name too long"]),
+    (["generate", "--prompts", "DEEP.jsonl"], ["line 1", "no JSON", "recursion"]),
+    (["generate", "--prompts", "DIGITS.jsonl"], ["line 1", "no JSON"]),
+    (["generate", "--prompts", LONG], ["cannot be read: File name too long"]),
     ([*MANY, "--batch-size", HUGE], [f"batch-size={HUGE}", "<= 4096"]),
     ([*MANY, "--batch-size", "2", "--out", LONG], ["File name too long"]),
     ([*MANY, "--batch-size", "2", "--out", "ANSWERS.jsonl", "--resume"], ["damaged at line 1", "recursion"]),

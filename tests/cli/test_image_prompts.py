@@ -161,7 +161,7 @@ def test_what_images_do_not_go_with(
     fails(lade("generate", "hi", "--image", tmp_path / "text.png", "--model", seeing), "cannot be read", "PNG or JPEG")
     lines = tmp_path / "two.jsonl"
     lines.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    many = ("generate", "--prompt-file", lines, "--image", pictures[0], "--model", seeing)
+    many = ("generate", "--prompts", lines, "--image", pictures[0], "--model", seeing)
     fails(lade(*many), "images are for one prompt")
     fails(lade(*many, "--batch-size", 2), "images are for one prompt", "--batch-size")
 

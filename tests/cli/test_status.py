@@ -103,7 +103,7 @@ def test_an_error_takes_its_place(generate, tmp_path):
 def test_a_chat_a_demo_and_a_run_of_many_prompts_begin_with_it(folder, tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_text(json.dumps({"prompt": PROMPT}) + "\n")
-    many = ["--prompt-file", str(file), "--batch-size", "2", "--out", str(tmp_path / "o")]
+    many = ["--prompts", str(file), "--batch-size", "2", "--out", str(tmp_path / "o")]
     for words, stdin in (
         (["chat"], "/quit\n"),
         (["demo", "-p", PROMPT, "--plain-text"], None),
