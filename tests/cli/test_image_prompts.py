@@ -155,7 +155,7 @@ def test_what_images_do_not_go_with(
 ) -> None:
     ask = ("generate", "hi", "--image", pictures[0], "--model")
     fails(lade(*ask, templated), "takes no images", "leave them out")
-    fails(lade(*ask, seeing, "--raw"), "image=", "leave out --raw")
+    fails(lade(*ask, seeing, "--raw"), "--image", "leave out --raw")
     fails(lade("generate", "hi", "--image", tmp_path / "none.png", "--model", seeing), "none.png", "No such file")
     (tmp_path / "text.png").write_text("no image")
     fails(lade("generate", "hi", "--image", tmp_path / "text.png", "--model", seeing), "cannot be read", "PNG or JPEG")

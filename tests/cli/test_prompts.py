@@ -177,13 +177,13 @@ def test_a_template_that_refuses_is_one_line(generate, moody, lines):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--system", "be kind"], ["system='be kind'", "no chat template"]),
-        (["--chat-template-kwargs", "{}"], ["chat-template-kwargs='{}'", "no chat template"]),
-        (["--raw", "--system", "be kind"], ["system='be kind'", "--raw"]),
+        (["--system", "be kind"], ["--system 'be kind'", "no chat template"]),
+        (["--chat-template-kwargs", "{}"], ["--chat-template-kwargs", "no chat template"]),
+        (["--raw", "--system", "be kind"], ["--system 'be kind'", "--raw"]),
         (["--system", ""], ["--system", "empty"]),
-        (["--chat-template-kwargs", "{"], ["chat-template-kwargs='{'", "no JSON"]),
-        (["--chat-template-kwargs", "[" * 100_000], ["chat-template-kwargs=", "no JSON"]),
-        (["--chat-template-kwargs", "[]"], ["chat-template-kwargs='[]'", "no object"]),
+        (["--chat-template-kwargs", "{"], ["--chat-template-kwargs", "no JSON"]),
+        (["--chat-template-kwargs", "[" * 100_000], ["--chat-template-kwargs", "no JSON"]),
+        (["--chat-template-kwargs", "[]"], ["--chat-template-kwargs", "no object"]),
         (["--chat-template-kwargs", '{"tokenize": false}'], ["'tokenize'", "leave it out"]),
     ],
 )

@@ -23,7 +23,7 @@ SECONDS = 240
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     import torch
-    from tests.cli.conftest import byte_tokenizer, only_printable
+    from shell_fixtures import byte_tokenizer, only_printable
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)

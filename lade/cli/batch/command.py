@@ -13,14 +13,11 @@ from lade.cli.batch import requests
 from lade.cli.batch.options import Shard, ShardOption
 from lade.cli.batch.result_file import RequestResults
 from lade.cli.options import decoding as options
-from lade.cli.options.grouping import in_panel
-from lade.cli.serve.options import ServedTemplate, check_all
+from lade.cli.serve.options import EngineLimits, ServedTemplate, check_all, served_names
 from lade.cli.terminal import terminal
-from lade.errors import ConfigError
 
 EXAMPLE = "Example:  [bold]lade batch -i requests.jsonl -o results.jsonl --model Qwen/Qwen3-0.6B[/bold]"
 _MAX_BODY = 2**30
-_limits = in_panel("Limits")
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Files:
 
     input: Annotated[Path, typer.Option("--input", "-i", metavar="FILE", help="OpenAI batch file with the requests.")]
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Write the results to this file.")]
-    resume: Annotated[bool, typer.Option("--resume", metavar="", help="Continue the run that wrote --out.")] = False
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run that wrote --out.")] = False
     shard: ShardOption = None
     name: Annotated[
         list[str] | None,
@@ -45,31 +42,11 @@ class Files:
     ] = None
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of the engine; see `lade.Engine`."""
-
-    max_rows: Annotated[int, _limits(metavar="N", help="Requests decoded at a time.")] = 16
-    max_tokens: Annotated[
-        int | None, _limits(metavar="N", help="KV cache slots: rows times the longest text. Default: what fits.")
-    ] = None
-    answer_tokens: Annotated[
-        int, _limits(metavar="N", help="Most tokens of an answer, if the request sets no limit.")
-    ] = 1024
-
-    def check(self) -> None:
-        """Raise `ConfigError` for a limit below 1."""
-        for name in ("max_rows", "max_tokens", "answer_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(name.replace("_", "-"), value, "give a whole number >= 1")
-
-
 @options.grouped
 def batch(
     *,
     files: Files,
-    limits: Limits,
+    limits: EngineLimits,
     template: ServedTemplate,
     speed: options.Speed,
     loading: options.Loading,
@@ -97,7 +74,7 @@ def batch(
         from lade.server.settings import MOST_CHOICES, MOST_PROMPTS, Settings
 
         settings = Settings(
-            names=tuple(files.name or [loading.name.rstrip("/").rpartition("/")[2]]),
+            names=served_names(files.name, loading),
             max_rows=limits.max_rows,
             max_waiting=2 * limits.max_rows * MOST_CHOICES * MOST_PROMPTS,
             max_tokens=limits.max_tokens,

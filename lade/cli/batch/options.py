@@ -99,7 +99,7 @@ class BatchOptions:
         int | None, _option(metavar="B", help="Decode B prompts of a .jsonl file at a time; results are JSON lines.")
     ] = None
     out: Annotated[Path | None, _option(metavar="FILE", help="Write the results to this file.")] = None
-    resume: Annotated[bool, _option("--resume", metavar="", help="Continue the run that wrote --out.")] = False
+    resume: Annotated[bool, _option("--resume", help="Continue the run that wrote --out.")] = False
     shard: ShardOption = None
 
     def batch(self, source: Source) -> Batch | None:

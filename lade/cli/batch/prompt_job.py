@@ -79,7 +79,7 @@ class PromptJob(Job[int]):
             lookahead=self._lookahead,
             seed=plan.choices.seed,
             max_new_tokens=plan.loaded.room(ids, plan.max_new_tokens),
-            **{**generate_arguments(plan.loaded, plan.choices), **plan.form},
+            **{**generate_arguments(plan.loaded, plan.choices), **plan.grammar_arguments},
         )
 
     def write(self, item: int, pending: Pending) -> bool:

@@ -23,7 +23,7 @@ class RequestJob(Job[Request]):
 
     Args:
         service: not yet started; `running` starts and closes it.
-        file: result file.
+        file: result file of the requests.
         total: number of requests, those answered by an earlier run included.
     """
 

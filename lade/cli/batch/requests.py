@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lade.cli.prompts import read_utf8
 from lade.errors import InputError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -44,12 +45,7 @@ def read(path: Path) -> list[Request]:
     Raises:
         InputError: the file cannot be read, a line is no request, or a `custom_id` occurs twice.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as problem:
-        reason = getattr(problem, "strerror", None) or "not UTF-8"
-        raise InputError(f"request file {str(path)!r} cannot be read: {reason}; check path and permissions") from None
-    requests = list(_parsed(lines, path))
+    requests = list(_parsed(read_utf8(path, "request file").split("\n"), path))
     if not requests:
         raise InputError(f"{str(path)!r} has no requests: write one per line")
     lines_of: dict[str, int] = {}

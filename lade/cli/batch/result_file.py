@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from lade.cli.batch.requests import Request
+from lade.cli.options.grouping import check_out
 from lade.cli.prompts import Prompt
-from lade.errors import ConfigError, InputError
+from lade.errors import InputError
 from lade.files import require_same, whole_lines, write_whole
 
 Entry = dict[str, Any]
@@ -39,7 +40,7 @@ class ResultFile:
     """
 
     def __init__(self, path: Path, *, resume: bool) -> None:
-        check_place(path)
+        check_out(path)
         raw = path.read_bytes() if path.exists() else b""
         if raw and not resume:
             raise InputError(f"{str(path)!r} exists and has lines: continue it with --resume, or {REMEDY}")
@@ -154,17 +155,6 @@ def is_success(line: Entry) -> bool:
     """Return True for a line of an OpenAI result file with HTTP status 200."""
     response = line.get("response")
     return isinstance(response, dict) and response.get("status_code") == _OK
-
-
-def check_place(path: Path) -> None:
-    """Raise `ConfigError` if no file can be written at `path`."""
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise ConfigError("out", str(path), f"the folder {folder} does not exist: create it")
-    if path.exists() and not path.is_file():
-        raise ConfigError("out", str(path), "not a regular file: give the name of a file")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError("out", str(path), "not writable: check the permissions")
 
 
 def _encoded(line: Entry) -> str:

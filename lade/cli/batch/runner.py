@@ -89,7 +89,7 @@ def run(job: Job[Item], term: Terminal, *, quiet: bool = False) -> None:
     Args:
         job: the batch to run.
         term: terminal for the progress bar, the summary and warnings.
-        quiet: omit the summary.
+        quiet: omit the summary line at the end.
 
     Raises:
         ConfigError, InputError, UnsupportedModelError: an item or an option cannot be served.
