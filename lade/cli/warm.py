@@ -220,7 +220,7 @@ class _Filling:
                 task = progress.add_task("prompts", total=len(prompts))
                 for done, (name, prompt) in enumerate(prompts, start=1):
                     self._answer(name, prompt)
-                    progress.update(task, completed=done, description=f"prompts · {result.rate:.2f} tokens a step")
+                    progress.update(task, completed=done, description=f"prompts · {result.rate:.2f} tokens per step")
                     if perf_counter() - saved_at > SAVE_EVERY_S:
                         self._save()
                         saved_at = perf_counter()

@@ -216,7 +216,7 @@ def test_a_bar_on_a_terminal(folder, prompts, out):
     terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "100"}
     result = CliRunner().invoke(app, arguments, env=terminal)
     assert result.exit_code == 0, result.output
-    assert "3/3" in result.stderr and "tokens a step" in result.stderr
+    assert "3/3" in result.stderr and "tokens per step" in result.stderr
 
 
 def test_tenths():
