@@ -42,7 +42,7 @@ def bench(
         return
     with terminal(output) as term:
         if many.given:
-            rows = many.rows(runs, files, sampling=answers.temperature is not None)
+            rows = many.rows(runs, files, sampling=bool(answers.temperature))
             measure(Plan.of(loading, runs, answers, files, weights), rows, many.arrivals, term)
         else:
             run(Plan.of(loading, runs, answers, files, weights), term)

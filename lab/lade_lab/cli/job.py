@@ -81,7 +81,7 @@ class Answers:
     ] = 128
     ignore_eos: Annotated[bool, _answers("--ignore-eos", help="Write on after the end of a text.")] = False
     temperature: Annotated[
-        float | None, _answers(metavar="T", help="Draw tokens at this temperature. Default: greedy.")
+        float | None, _answers(metavar="T", help="Above 0: sample at this temperature. Default: greedy.")
     ] = None
     top_k: Annotated[int | None, _answers(metavar="K", help="Draw only among the K likeliest.")] = None
     top_p: Annotated[float | None, _answers(metavar="P", help="Draw only among the likeliest that add up to P.")] = None
@@ -100,7 +100,7 @@ class Answers:
         options.check_max_new_tokens(self.max_new_tokens)
         options.check_ranges(vars(self))
         seeds = options.whole_numbers("seeds", self.seeds, 0, "0,1,2")
-        settings = Settings(**{**vars(self), "seeds": seeds})
+        settings = Settings(**{**vars(self), "temperature": self.temperature or None, "seeds": seeds})
         check_settings(settings)
         return settings
 
@@ -207,4 +207,4 @@ class Plan:
     @property
     def name(self) -> str:
         """Name of the model in the record."""
-        return self.loading.labelled(*(["invariant"] if self.weights.invariant else []))
+        return self.loading.label(*(["invariant"] if self.weights.invariant else []))

@@ -131,7 +131,7 @@ def scaling(
             import torch
 
             torch.set_num_threads(wanted.threads)
-        _run(_study(loaded, loading.label, source, sizes, wanted, results), results, term)
+        _run(_study(loaded, loading.label(), source, sizes, wanted, results), results, term)
 
 
 def _study(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 EXIT_MISMATCH = 1
 _ROWS = 8
-_option = in_panel("Many prompts")
+_option = in_panel("Batches")
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def measure(plan: Plan, rows: list[int], arrivals: float | None, term: Terminal)
 
 
 def _measured(load: Load, rows: int, arrivals: float | None, term: Terminal, *, json: bool) -> dict[str, Any]:
-    term.working(f"{rows} rows")
+    term.show_status(f"{rows} rows")
     trials = load.batches(rows) if arrivals is None else load.arrivals(rows, arrivals)
     arms = [trial.as_dict(trials[0]) for trial in trials]
     if not json:
