@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 # Each process takes a part of the tests in their order, so that what a module's tests share is mostly made once.
 PARALLEL := -n 2 --dist worksteal
 
-.PHONY: help demo test test-fast test-slow test-gpu test-distributed test-oldest test-kernel test-quantised test-frameworks test-clients test-scale test-schema test-page lint figures docs traces wheel clean
+.PHONY: help demo test test-core test-fast test-slow test-gpu test-distributed test-oldest test-kernel test-quantised test-frameworks test-clients test-scale test-schema test-page lint figures docs traces wheel clean
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -51,7 +51,7 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt constraints-frameworks.
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-frameworks.txt \
-		-e '.[dev]' langchain-huggingface lm-eval outlines smolagents 'transformers[serving]'
+		-e '.[dev]' langchain-huggingface lm-eval outlines smolagents
 	@touch $@
 
 $(PAGE)/.installed: $(VENV)/.installed constraints-page.txt
@@ -82,6 +82,9 @@ test: lint test-fast ## lint, types and the default tests: what CI runs
 test-fast: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
 
+test-core: $(VENV)/.installed ## the algorithm and the integration alone: a minute
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) tests/decoding tests/hf tests/test_imports.py tests/test_house.py
+
 test-slow: $(VENV)/.installed ## the full cross products, and more examples of each property (some 30 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m '(slow or hypothesis) and not gpu' --hypothesis-profile thorough
 
@@ -101,7 +104,7 @@ test-kernel: $(KERNEL)/.installed ## the attention kernel without a GPU: interpr
 test-quantised: $(QUANTISED)/.installed ## models quantised by torchao and bitsandbytes (50 MB are fetched)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(QUANTISED) $(BIN)/python -m pytest $(PARALLEL) $(QUANTISED_TESTS)
 
-test-frameworks: $(FRAMEWORKS)/.installed ## the recipe in LangChain, smolagents, lm-eval, Outlines and transformers serve (300 MB are fetched)
+test-frameworks: $(FRAMEWORKS)/.installed ## the recipe in LangChain, smolagents, lm-eval and Outlines (300 MB are fetched)
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest $(PARALLEL) $(FRAMEWORKS_TESTS)
 
 test-clients: $(VENV)/.installed $(CLIENTS)/.installed ## clients at a server: LangChain, LiteLLM, an older openai, transformers chat (200 MB are fetched)

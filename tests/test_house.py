@@ -13,7 +13,7 @@ from scripts.house import House
 PACKAGE = Path(lade.__file__).parent
 MOST = {
     "files": 275,
-    "lines": 46000,
+    "lines": 46500,
     "files under 40 lines of code": 27,
     "lines of the largest file": 600,
     "imports, per cent of code": 11.7,

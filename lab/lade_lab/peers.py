@@ -35,11 +35,11 @@ from lade.decoding.tree import ROOT, TokenTree
 from lade.decoding.verify import Verdict
 
 LENGTHS = (4, 3, 2, 1)
-"""Of the n-grams that are looked up, in this order."""
+"""Lengths of the n-grams that are looked up, in this order."""
 GUESSED = 16
 """Tokens taken from one place, at most."""
 PLACES = 64
-"""Of an n-gram, at most: the latest."""
+"""Occurrences kept per n-gram: the latest."""
 
 
 class PromptLookupDrafter(Drafter):
@@ -58,7 +58,7 @@ class PromptLookupDrafter(Drafter):
         self._note(tokens)
 
     def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
-        """What followed, until the tree is full."""
+        """Return a tree of continuations of the longest matches, filled up to the budget."""
         tree = TokenTree(context[-1], max_depth)
         for length in LENGTHS:
             places = self._places.get(tuple(context[-length:]), ()) if length <= len(context) else ()
@@ -151,7 +151,7 @@ class SuffixDrafter(Drafter):
 
 
 RIGHT = (0.5, 0.14, 0.07, 0.04, 0.03, 0.02)
-"""How often a successor of each rank is right, about."""
+"""Approximate acceptance rate of a successor by rank."""
 
 
 class TokenRecyclingDrafter(Drafter):

@@ -1,4 +1,4 @@
-"""How methods are written on the command line."""
+"""Method syntax on the command line."""
 
 import pytest
 

@@ -13,6 +13,7 @@ import lade
 from lade import Grammar, InputError
 from lade.backends.grammar import compiled as matchers
 from lade.backends.grammar.compiled import LIMITS, Budget, GrammarError, Matcher, Vocabulary, vocabulary_of_tokenizer
+from lade.backends.grammar.processor import processor_of
 
 ENDLESS = Grammar.regex("(?s:.*)a(?s:.{200})")
 """Its lexer finds states as long as an answer goes on."""
@@ -218,7 +219,7 @@ def test_answers_to_one_request_share_its_time(vocabulary, monkeypatch):
 
 def test_an_engine_ends_the_answer_alone_whose_time_is_over():
     vocabulary = vocabulary_of_tokenizer(TOKENIZER)
-    spent = lade.grammar.processor_of([CHOICE], vocabulary, Budget(0.0, 0.0))
+    spent = processor_of([CHOICE], vocabulary, Budget(0.0, 0.0))
     with lade.Engine(MODEL) as engine:
         handles = [engine.add(PROMPT, max_new_tokens=8, logits_processor=own) for own in ([], [spent], [])]
         with pytest.raises(GrammarError, match="too long to follow"):

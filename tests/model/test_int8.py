@@ -156,11 +156,11 @@ def test_rows_of_zeros_and_inputs_of_any_shape():
 @pytest.fixture
 def rounded(monkeypatch):
     """Shapes of the inputs that were rounded."""
-    shapes = []
+    shapes, original = [], int8.rounded
 
     def noted(x, form):
         shapes.append(tuple(x.shape))
-        return int8.rounded(x, form)
+        return original(x, form)
 
     monkeypatch.setattr(int8, "rounded", noted)
     return shapes

@@ -207,7 +207,7 @@ _DRAFTERS: dict[str, Callable[..., Drafter]] = {
 
 @dataclass(frozen=True)
 class Models:
-    """What answers.
+    """The models under test.
 
     Attributes:
         record: of the model.

@@ -92,7 +92,7 @@ _SIZES = {
     "adaptive": {"B": "budget"},
     "adaptive-warm": {"B": "budget"},
 }
-"""What may follow the equals sign, by its letters."""
+"""Parameters allowed after the equals sign, by letter."""
 
 _DRAW_OTHERWISE = frozenset({"hf-prompt-lookup", "hf-assisted", "hf-mtp"})
 
