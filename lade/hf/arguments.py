@@ -23,7 +23,7 @@ from lade.errors import ConfigError, InputError, UnsupportedArgumentError, Unsup
 from lade.hf.refusals import check_shape, refuse
 from lade.model import joint
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
-from lade.model.facts import in_step
+from lade.model.facts import needs_synced_passes
 from lade.model.prepared import REMEDY, argument_of, holds_media, prompts_in
 from lade.model.support.supports import PLAIN_REMEDY, supports, unwrap
 from lade.stats import Stats
@@ -97,7 +97,7 @@ def arguments_for_callable(model: Any, arguments: dict[str, Any]) -> dict[str, A
     inner = unwrap(model)
     if getattr(type(inner), "generate", None) is not GenerationMixin.generate:
         supports(model).require()  # a `generate` of its own may do anything with our callable, or not be there at all
-    if in_step(inner):  # of which a callable hears nothing, and has to see to itself
+    if needs_synced_passes(inner):  # of which a callable hears nothing, and has to see to itself
         supports(model).require()
     check_generate(model)
     for name, what in KEPT.items():

@@ -42,7 +42,7 @@ from lade.hf.predictions import Prediction, prediction_ids, refuse_without_guess
 from lade.hf.refusals import falling_back, refuse_slow_beams, resolve
 from lade.hf.session import Session
 from lade.model import joint
-from lade.model.prepared import Prepared, preparing
+from lade.model.prepared import Prepared, custom_generate_for
 from lade.model.support.supports import unwrap
 from lade.stats import Stats, Step
 
@@ -311,7 +311,7 @@ def _generate(
         if prepared is not None:
             use = functools.partial(_decode_with, config, stats=stats, streamer=streamer, auto=auto, unassisted=False)
             with suppress(NeedsGenerateError):
-                output: Generated = model.generate(custom_generate=preparing(use, model, texts), **prepared)
+                output: Generated = model.generate(custom_generate=custom_generate_for(use, model, texts), **prepared)
                 return output
         with sharing_plainly(model, arguments):
             return generate_plainly(model, stats, streamer, arguments)
@@ -365,6 +365,6 @@ def _stream(
                 refuse_streamed_segments(inner)
                 make = functools.partial(Session, config=config, stats=Stats() if stats is None else stats)
                 prepared = arguments_for_callable(model, arguments)
-                return iter(model.generate(custom_generate=preparing(make, model, texts), **prepared))
+                return iter(model.generate(custom_generate=custom_generate_for(make, model, texts), **prepared))
         refuse_shared_steps(model)
         return plain_steps(model, stats, arguments)

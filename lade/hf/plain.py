@@ -22,11 +22,11 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateOutp
 from lade.errors import LadeError, UnsupportedArgumentError
 from lade.hf.arguments import original_generate, refuse_autocast
 from lade.hf.generation_config import clean_up
-from lade.model.facts import in_step
+from lade.model.facts import needs_synced_passes
 from lade.model.prepared import Prepared, argument_of, ids_of
 from lade.model.support.supports import unwrap
 from lade.model.thread_patches import hooked
-from lade.model.user_cache import begin_plainly, cache_in
+from lade.model.user_cache import cache_in, prepare_for_plain
 from lade.stats import Stats, Step
 
 EVERY_PASS = sys.maxsize
@@ -142,12 +142,12 @@ def decode_prepared(
         NeedsGenerateError: see `decoding_method`.
     """
     method = decoding_method(prepared, unassisted=unassisted)
-    begin_plainly(prepared.user_cache, prepared.model)
+    prepare_for_plain(prepared.user_cache, prepared.model)
     streamed = {} if streamer is None else {"streamer": streamer}
     if streamer is not None:
         streamer.put(prepared.input_ids.cpu())
     with metered(prepared.model, stats) as rows:
-        more = {**streamed, "synced_gpus": True} if in_step(prepared.model) else streamed
+        more = {**streamed, "synced_gpus": True} if needs_synced_passes(prepared.model) else streamed
         output: Generated = method(prepared.model, *prepared.positional, **prepared.model_kwargs, **more)
         if stats is not None:
             prompts, width = len(prepared.prompts), prepared.input_ids.shape[1]
@@ -168,7 +168,7 @@ def generate_plainly(
     """
     inner = unwrap(model)
     refuse_autocast(inner)
-    begin_plainly(cache_in(arguments), inner)
+    prepare_for_plain(cache_in(arguments), inner)
     if streamer is not None:
         arguments = {**arguments, "streamer": streamer}
     with metered(model, stats) as rows, original_generate(model) as generate:
@@ -259,7 +259,7 @@ def plain_steps(model: Any, stats: Stats | None, arguments: dict[str, Any]) -> I
         LadeError: it is read in a process that was forked meanwhile, which has no thread that generates.
     """
     channel, casting = _Channel(), _autocasts(unwrap(model))
-    begin_plainly(cache_in(arguments), unwrap(model))
+    prepare_for_plain(cache_in(arguments), unwrap(model))
 
     def work() -> None:
         try:

@@ -37,16 +37,16 @@ from lade.model.prepared import (
     Prepared,
     PromptTexts,
     has_more_than_text,
-    is_empty,
+    is_unset,
+    marks_only_text,
     placeholder_ids,
-    says_text,
     vocabulary_of,
 )
 from lade.model.runner import EagerRunner, input_device
 from lade.model.slot_patches import padding_counts_from
 from lade.model.support.causality_check import counts_padding
 from lade.model.support.supports import is_listed, support_by, unwrap
-from lade.model.user_cache import can_borrow, lacks_indexer, why_unfit
+from lade.model.user_cache import can_borrow, lacks_indexer, unfit_reason
 from lade.stats import Stats
 
 ENCODER_KWARGS = frozenset({"encoder_outputs", "attention_mask", "inputs_embeds"})
@@ -139,7 +139,7 @@ def _refuse_arguments(prepared: Prepared, modes: Collection[GenerationMode]) -> 
         return _refuse_caches(prepared)  # the rest is found out from what plain decoding would feed
     known = KNOWN_MODEL_KWARGS | ENCODER_KWARGS if encoded else KNOWN_MODEL_KWARGS
     for name, value in prepared.model_kwargs.items():
-        if name not in known and not is_empty(value) and not says_text(prepared.model, name, value):
+        if name not in known and not is_unset(value) and not marks_only_text(prepared.model, name, value):
             refuse(name, "its values for tokens ahead of the text are not known")
     _refuse_caches(prepared)
 
@@ -266,7 +266,7 @@ def _check_user_cache(prepared: Prepared, texts: PromptTexts) -> None:
         )
     if prepared.embeddings is not None and cache.get_seq_length():
         refuse("inputs_embeds with past_key_values", "which of them are cached is not known; leave one of them out")
-    if reason := why_unfit(cache, texts.width, prepared.generation_config.max_length + texts.width - texts.shown):
+    if reason := unfit_reason(cache, texts.width, prepared.generation_config.max_length + texts.width - texts.shown):
         refuse("past_key_values", reason)
 
 

@@ -27,7 +27,7 @@ from lade.hf.sampling import LoneSampler
 from lade.model import joint
 from lade.model.config import LEARNED_POSITIONS, Positions
 from lade.model.masks import MaskPlan
-from lade.model.prepared import Prepared, ids_of, preparing, vocabulary_of
+from lade.model.prepared import Prepared, custom_generate_for, ids_of, vocabulary_of
 from lade.model.prompt_logits import PromptLogprobs
 from lade.model.runner import input_device
 from lade.model.support.supports import unwrap
@@ -239,7 +239,7 @@ def prepare(
     if extras.grammar is not None:
         arguments = joint.load("grammar").with_grammar(unwrap(model), extras.grammar, arguments)
     make = functools.partial(Request, extras=extras, text=text, plan=plan)
-    use = preparing(make, model, prediction_ids(extras.prediction, extras.tokenizer))
+    use = custom_generate_for(make, model, prediction_ids(extras.prediction, extras.tokenizer))
     with cleaning_up(model, arguments.get("generation_config")):
         try:
             _refuse_contexts(unwrap(model), arguments)

@@ -12,8 +12,15 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from lade.errors import UnsupportedModelError
 from lade.model import joint
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
-from lade.model.config import config_of_text, field
-from lade.model.facts import CACHE_NAMES, ModelFacts, in_step, is_invariant, is_one_graph, tensor_parallel_size
+from lade.model.config import decoder_config, field
+from lade.model.facts import (
+    CACHE_NAMES,
+    ModelFacts,
+    is_invariant,
+    is_one_graph,
+    needs_synced_passes,
+    tensor_parallel_size,
+)
 from lade.model.masks import (
     INDEXED,
     INVARIANT_ATTENTION,
@@ -137,7 +144,7 @@ def support_by(facts: ModelFacts, wrapped: Any) -> Support:
         wrapped: the model as the caller has it.
     """
     model = facts.model
-    name, config = type(model).__name__, config_of_text(model)
+    name, config = type(model).__name__, decoder_config(model)
     reason = (
         _refusal_of_architecture(facts, config)
         or _refusal_as_it_is_set_up(facts, config)
@@ -184,7 +191,7 @@ def unwrap(model: Any) -> Any:
 
 def is_listed(model: PreTrainedModel) -> bool:
     """Whether it is of an architecture that this package tests; others are checked on the model itself."""
-    return _is_listed(model, config_of_text(model))
+    return _is_listed(model, decoder_config(model))
 
 
 def _refusal_of_architecture(facts: ModelFacts, config: PretrainedConfig) -> str:
@@ -222,7 +229,7 @@ def _refusal_as_it_is_set_up(facts: ModelFacts, config: PretrainedConfig) -> str
         return (
             "it is split into pipeline stages (pp_size), and each process has but one of them: load it with device_map"
         )
-    if (tensor_parallel_size(model) > 1 or in_step(model)) and (
+    if (tensor_parallel_size(model) > 1 or needs_synced_passes(model)) and (
         reason := joint.load("processes").refusal(facts, config)
     ):
         return str(reason)

@@ -19,7 +19,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from lade.decoding.tree import ROOT, TokenTree
 from lade.model import joint
-from lade.model.config import config_of_text, token_embeddings
+from lade.model.config import decoder_config, token_embeddings
 from lade.model.facts import ModelFacts, cache_name
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
@@ -140,7 +140,7 @@ class PlainDecoding:
         self._cache_name = cache_name(model) or "past_key_values"
         self._encoder_arguments = {} if encoded is None else encoded.arguments()
         self._ids = torch.tensor([prefix[:-1]] * rows, device=input_device(model))
-        cache: Any = DynamicCache(config=config_of_text(model))
+        cache: Any = DynamicCache(config=decoder_config(model))
         if encoded is not None:
             cache = EncoderDecoderCache(cache, DynamicCache())
         kwargs = self._kwargs(cache)
