@@ -79,7 +79,7 @@ def main(
     limit: Annotated[int, typer.Option(help="prompts")] = 12,
     new_tokens: Annotated[int, typer.Option(help="tokens to write for each")] = 100,
 ) -> None:
-    support.why_inexact = lambda model: ""  # what is refused is what is looked at
+    support.linear_refusal = lambda model: ""  # what is refused is what is looked at
     tokenizer = AutoTokenizer.from_pretrained(model)
     lines = prompts.read_text(encoding="utf-8").splitlines()[:limit]
     ids = [tokenizer(json.loads(line)["prompt"], return_tensors="pt").input_ids for line in lines]

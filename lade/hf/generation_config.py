@@ -17,7 +17,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from lade.errors import LadeError, UnsupportedArgumentError
-from lade.model.support.adapters import remove_hooks_of_one_call, values_of_one_call
+from lade.model.support.adapters import call_values, remove_call_hooks
 from lade.model.support.supports import unwrap
 
 
@@ -209,7 +209,7 @@ def refuse_values_of_one_call(arguments: dict[str, Any], where: str) -> None:
 
 def refuse_hooks_of_one_call(model: PreTrainedModel, where: str) -> None:
     """Raise `UnsupportedArgumentError` where PEFT has hooks of one generation on the model."""
-    refuse_values_of_one_call(dict.fromkeys(values_of_one_call(model), True), where)
+    refuse_values_of_one_call(dict.fromkeys(call_values(model), True), where)
 
 
 @contextmanager
@@ -232,7 +232,7 @@ def clean_up(model: Any, problem: BaseException, given: object) -> None:
     """
     model = unwrap(model)
     if isinstance(model, nn.Module):
-        remove_hooks_of_one_call(model)
+        remove_call_hooks(model)
     if isinstance(problem, LadeError):
         return
     for config in (given, getattr(model, "generation_config", None)):

@@ -43,8 +43,8 @@ from lade.model.prepared import (
     vocabulary_of,
 )
 from lade.model.runner import EagerRunner, input_device
-from lade.model.slot_patches import padding_counts_from
-from lade.model.support.causality_check import counts_padding
+from lade.model.slot_patches import padding_matters_from
+from lade.model.support.causality_check import depends_on_padding
 from lade.model.support.supports import is_listed, support_by, unwrap
 from lade.model.user_cache import can_borrow, lacks_indexer, unfit_reason
 from lade.stats import Stats
@@ -239,7 +239,7 @@ def _check_padding(facts: ModelFacts, padding: int, generation_config: Generatio
     """Refuse left padding where plain decoding counts it as text."""
     if not padding:
         return
-    model, limit = facts.model, padding_counts_from(facts.text_config)
+    model, limit = facts.model, padding_matters_from(facts.text_config)
     if limit is not None and generation_config.max_length >= limit:
         refuse("left padding", f"from {limit} tokens on this model counts the padding; give the prompt without it")
     if generation_config.prefill_chunk_size is not None and facts.recurrent:
@@ -248,7 +248,7 @@ def _check_padding(facts: ModelFacts, padding: int, generation_config: Generatio
     unknown = not is_listed(model) or facts.recurrent
     if unknown and tensor_parallel_size(model) > 1:
         refuse("left padding", "trying whether this model counts it takes passes of all its processes")
-    if unknown and counts_padding(model):
+    if unknown and depends_on_padding(model):
         refuse("left padding", "plain decoding counts it as text on this model; give the prompt without it")
 
 

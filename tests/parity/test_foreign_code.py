@@ -316,7 +316,7 @@ class WithItsOwnLoop(LlamaForCausalLM):
 def test_a_class_with_a_loop_of_its_own_is_refused() -> None:
     model = family("llama").build()
     model.__class__ = WithItsOwnLoop
-    assert "chooses tokens in a way of its own" in lade.supports(model).reason
+    assert "overrides the choice of tokens" in lade.supports(model).reason
 
 
 class WithoutPositions(GPT2LMHeadModel):

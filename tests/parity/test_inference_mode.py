@@ -155,13 +155,13 @@ def int8(model: Any) -> None:
 
 
 CHANGES: list[tuple[str, Callable[[Any], Any]]] = [
-    ("elsewhere", lambda model: model.model.layers[1].register_forward_hook(lambda *given: None)),
+    ("foreign code", lambda model: model.model.layers[1].register_forward_hook(lambda *given: None)),
     ("hooks", lambda model: model.model.layers[1].register_forward_hook(forward_hook_of_torch)),
     ("replaced", lambda model: setattr(model, "forward", model.forward)),
     ("other packages", lambda model: setattr(model, "lm_head", Foreign(*reversed(model.lm_head.weight.shape)))),
     ("versions", int8),
     ("compiled", lambda model: model.model.layers[0].compile(backend="eager")),
-    ("class of their own", lambda model: model.lm_head.register_parameter("weight", Weight(model.lm_head.weight))),
+    ("custom class", lambda model: model.lm_head.register_parameter("weight", Weight(model.lm_head.weight))),
     ("CPUs", lambda model: model.lm_head.to("meta")),
 ]
 
