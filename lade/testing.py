@@ -126,7 +126,7 @@ class ListCache:
         return [len(row) for row in self.rows]
 
     def keep(self, paths: Sequence[Sequence[int]], fed: int) -> None:
-        """Of the last `fed` ids of each row keep those on its path."""
+        """Keep the ids on each row's path, out of its last `fed` ones."""
         for row, path in zip(self.rows, paths, strict=True):
             start = len(row) - fed
             row[start:] = [row[start + node] for node in path]

@@ -22,7 +22,7 @@ from lade.backends.processes.channel import connect
 from lade.backends.processes.team import dismiss, team_of
 from lade.cli.terminal import Terminal
 from lade.errors import ConfigError
-from lade.hf.distributed import follow_to_the_end
+from lade.hf.distributed import follow_until_dismissed
 from lade.model.support.supports import supports
 
 SILENCE_S = 10.0
@@ -244,5 +244,5 @@ def leading(model: Any, processes: int) -> Iterator[bool]:
         return
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.SIG_IGN)
-    follow_to_the_end(model)
+    follow_until_dismissed(model)
     yield False

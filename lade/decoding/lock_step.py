@@ -87,7 +87,7 @@ class LockStepRow:
 
     @property
     def wants_entries(self) -> bool:
-        """Whether the next pass is to read the top tokens at each node."""
+        """True if the next pass is to read the top tokens at each node."""
         return self._draft is not None and self._draft.wants_entries
 
     @property
@@ -147,7 +147,7 @@ class LockStepRow:
 
     @property
     def drafts(self) -> bool:
-        """Whether there is anything for the drafter to propose in the next pass."""
+        """True if there is anything for the drafter to propose in the next pass."""
         return self._root is not None and not self._expects_padding
 
     def candidates(self) -> Candidates:
@@ -207,7 +207,7 @@ class LockStepRunner(Protocol[CacheT_contra]):
 
     @property
     def refeeds(self) -> bool:
-        """Whether `extend` feeds the held nodes again."""
+        """True if `extend` feeds the held nodes again."""
         ...
 
     def room(self, cached: int) -> int | None:

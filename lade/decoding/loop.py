@@ -36,7 +36,7 @@ class KVCache(Protocol):
         ...
 
     def keep(self, paths: Sequence[Sequence[int]], fed: int) -> None:
-        """Of the last `fed` tokens of each row, keep those on its path and drop the others."""
+        """Keep the tokens on each row's path, out of its last `fed` ones, and drop the others."""
         ...
 
     def leave(self, row: int) -> None:

@@ -99,12 +99,12 @@ class RowStep:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the row takes the argmax, so that its logits are not needed on the host."""
+        """True if the row takes the argmax, so that its logits are not needed on the host."""
         return isinstance(self.row.chooser, Greedy)
 
     @property
     def wants_readout(self) -> bool:
-        """Whether the drafter or the walk needs a readout of the logits."""
+        """True if the drafter or the walk needs a readout of the logits."""
         return self.draft.teaches or self.choices is not None or self.is_greedy
 
     def choose_all(self) -> None:

@@ -60,7 +60,7 @@ class Move(NamedTuple):
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the tokens are in adjacent slots."""
+        """True if the tokens are in adjacent slots."""
         return self.sources[-1] - self.sources[0] == len(self.sources) - 1
 
     def apply_on_host(self, array: npt.NDArray[Any]) -> None:
@@ -150,7 +150,7 @@ class Recurrence(Protocol):
 
     @property
     def forgets(self) -> bool:
-        """Whether a pass over several tokens begins with an empty state."""
+        """True if a pass over several tokens begins with an empty state."""
         ...
 
     def layers(self) -> list[Any]:

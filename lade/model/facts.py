@@ -233,7 +233,7 @@ class ModelFacts:
 
     @property
     def recurrent(self) -> bool:
-        """Whether it has recurrent layers with known functions."""
+        """True if it has recurrent layers with known functions."""
         return bool(self.recurrent_functions)
 
     @cached_property
@@ -244,7 +244,7 @@ class ModelFacts:
 
     @property
     def has_encoder(self) -> bool:
-        """Whether it is an encoder-decoder model."""
+        """True if it is an encoder-decoder model."""
         return bool(self.model.config.is_encoder_decoder)
 
     @cached_property

@@ -217,7 +217,7 @@ class TreeCache(Cache):
         self.offsets = PositionOffsets()
 
     def keep(self, paths: Sequence[Sequence[int]], fed: int, held: Sequence[int] | None = None) -> None:
-        """Of the last tokens of each row, keep those on its path and drop the others.
+        """Keep the tokens on each row's path, and drop the others among the row's last ones.
 
         Args:
             paths: for each row the indices to keep, ascending, counted from the first of the `fed` tokens, or of the

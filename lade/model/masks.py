@@ -156,7 +156,7 @@ class MaskPlan:
 
     @property
     def attends(self) -> bool:
-        """Whether any layer takes a mask."""
+        """True if any layer takes a mask."""
         return any(span is not None for span in self.spans.values())
 
     def inputs(

@@ -230,7 +230,7 @@ class PromptPasses:
 
     @property
     def pad(self) -> bool:
-        """Whether prompts of several lengths may share a pass; not in chunked prefill: last tokens differ by chunk."""
+        """True if prompts of several lengths may share a pass; not in chunked prefill: last tokens differ by chunk."""
         return self._plan.pads and self._plan.attends and self._generation_config.prefill_chunk_size is None
 
     def with_all_logits(self) -> PromptPasses:

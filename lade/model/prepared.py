@@ -273,7 +273,7 @@ class PromptTexts:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether any column is masked after one that is not."""
+        """True if any column is masked after one that is not."""
         return any(list(seen) != list(range(self.width - len(seen), self.width)) for seen in self.columns)
 
 

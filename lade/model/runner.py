@@ -85,7 +85,7 @@ class EagerRunner:
     sizing: BufferSizes = TreeCache
     """Buffer sizes of its caches."""
     refeeds = False
-    """Whether `extend` feeds the held nodes again."""
+    """True if `extend` feeds the held nodes again."""
     processes = 1
     """Number of processes that make its passes together."""
     step_sizes: Sequence[int] = ()
@@ -198,7 +198,7 @@ class EagerRunner:
 
     @property
     def pads(self) -> bool:
-        """Whether prompts of several lengths are padded into one pass where that costs less than separate passes."""
+        """True if prompts of several lengths are padded into one pass where that costs less than separate passes."""
         return self._prompt_passes.pad and self.pieces.anywhere
 
     @property

@@ -72,7 +72,7 @@ class Override:
 
     @property
     def used(self) -> bool:
-        """Whether this thread has read its own value."""
+        """True if this thread has read its own value."""
         return getattr(self._here, "used", False)
 
     @contextmanager

@@ -191,7 +191,7 @@ def test_padding_that_a_wrapper_makes_transformers_count_is_refused() -> None:
     assert torch.equal(lookahead(model, rows["ids"], PAPER, **arguments), seen)
     taking_anything(model)
     assert not torch.equal(plain(model, rows["ids"], **arguments), seen), "nothing is hidden from transformers"
-    with pytest.raises(lade.UnsupportedArgumentError, match=r"left padding .* sees no position_ids"):
+    with pytest.raises(lade.UnsupportedArgumentError, match=r"left padding .* takes no position_ids"):
         lookahead(model, rows["ids"], PAPER, **arguments)
 
 

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from lade.cli.options.decoding import Choices
 from lade.errors import InputError
-from lade.hf.generation_config import ALWAYS, BEAMS, LOADING, SAMPLING, Nonsense, is_whole, nonsense_in
+from lade.hf.generation_config import ALWAYS, BEAMS, LOADING, SAMPLING, InvalidField, find_invalid, is_whole
 
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 BEAM_FIELDS = ("early_stopping", "length_penalty")
@@ -77,7 +77,7 @@ def check(model: Any, name: str, source: str) -> None:
         source: its folder, or its id on the hub.
     """
     vocabulary = model.get_input_embeddings().num_embeddings
-    wrong = nonsense_in(model.generation_config.to_dict(), ALWAYS, vocabulary=vocabulary)
+    wrong = find_invalid(model.generation_config.to_dict(), ALWAYS, vocabulary=vocabulary)
     if wrong:  # old checkpoints say in their config.json how to generate
         raise InputError(_line(name, GENERATION if wrong.field in _values(source, GENERATION) else CONFIG, wrong))
     wrong = _nonsense_in_a_decoder(model)
@@ -92,7 +92,7 @@ def check_choices(values: Mapping[str, Any], name: str) -> None:
         values: by the names of the fields: those in use.
         name: of the model, as the user gave it.
     """
-    wrong = nonsense_in(values, SAMPLING if values.get("do_sample") else {}, BEAMS)
+    wrong = find_invalid(values, SAMPLING if values.get("do_sample") else {}, BEAMS)
     if wrong:
         named = wrong.field in {field.name for field in fields(Choices)}
         option = f", there or with --{wrong.field.replace('_', '-')}" if named else ""
@@ -109,13 +109,13 @@ def why_not_loaded(source: str, problem: Exception) -> str:
     if "ignore_mismatched_sizes" in str(problem):
         return f"the sizes in its {CONFIG} are not those of its weights: give the {CONFIG} that was saved with them"
     generation, config = (_values(source, file) for file in (GENERATION, CONFIG))
-    wrong, file = nonsense_in(generation, ALWAYS, LOADING), GENERATION
+    wrong, file = find_invalid(generation, ALWAYS, LOADING), GENERATION
     if not wrong:
         wrong, file = _nonsense_in_config(config, problem), CONFIG
     return f"its {file} has {wrong}" if wrong else ""
 
 
-def _line(name: str, file: str, wrong: Nonsense) -> str:
+def _line(name: str, file: str, wrong: InvalidField) -> str:
     return f"model {name!r}: its {file} has {wrong}"
 
 
@@ -133,44 +133,44 @@ def _values(source: str, file: str) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _nonsense_in_a_decoder(model: Any) -> Nonsense | None:
+def _nonsense_in_a_decoder(model: Any) -> InvalidField | None:
     config = model.config
     if config.is_encoder_decoder:
         remedy = f"set it to false, as {type(model).__name__} has no encoder"
-        return Nonsense("is_encoder_decoder", config.is_encoder_decoder, remedy)
+        return InvalidField("is_encoder_decoder", config.is_encoder_decoder, remedy)
     if getattr(config, "return_dict", True) is False:
-        return Nonsense("return_dict", False, "leave it out: generation needs the names of the outputs")
+        return InvalidField("return_dict", False, "leave it out: generation needs the names of the outputs")
     window = getattr(config.get_text_config(decoder=True), "sliding_window", None)
     if window is not None and not is_whole(window):
-        return Nonsense("sliding_window", window, "give a whole number, or null for no window")
+        return InvalidField("sliding_window", window, "give a whole number, or null for no window")
     return None
 
 
-def _nonsense_in_config(config: dict[str, Any], problem: Exception) -> Nonsense | None:
+def _nonsense_in_config(config: dict[str, Any], problem: Exception) -> InvalidField | None:
     """What in a config that was not loaded may be the reason."""
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     suspects = (wrong for part in parts for wrong in (*_out_of_range(part), *_named_by(problem, part)))
     return next(suspects, None)
 
 
-def _out_of_range(config: dict[str, Any]) -> Iterator[Nonsense]:
+def _out_of_range(config: dict[str, Any]) -> Iterator[InvalidField]:
     for field, (fits, remedy) in _CONFIG_FIELDS.items():
         value = config.get(field)
         if value is not None and not fits(value):
-            yield Nonsense(field, value, remedy)
+            yield InvalidField(field, value, remedy)
     padding, vocabulary = config.get("pad_token_id"), config.get("vocab_size")
     if is_whole(vocabulary, 1) and is_whole(padding, vocabulary or 0):
-        yield Nonsense("pad_token_id", padding, f"give an id below vocab_size, which is {vocabulary}, or null")
+        yield InvalidField("pad_token_id", padding, f"give an id below vocab_size, which is {vocabulary}, or null")
 
 
-def _named_by(problem: Exception, config: dict[str, Any]) -> Iterator[Nonsense]:
+def _named_by(problem: Exception, config: dict[str, Any]) -> Iterator[InvalidField]:
     """Fields that an error of transformers is about."""
     looked_up = problem.args if isinstance(problem, KeyError) else ()
     for field, value in config.items():
         if isinstance(value, str) and value in looked_up:
-            yield Nonsense(field, value, "give a name that transformers knows")
+            yield InvalidField(field, value, "give a name that transformers knows")
         elif f"Field '{field}' " in str(problem):
-            yield Nonsense(field, value, _type_wanted(str(problem)))
+            yield InvalidField(field, value, _type_wanted(str(problem)))
 
 
 def _type_wanted(message: str) -> str:

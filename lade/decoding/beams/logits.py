@@ -69,7 +69,7 @@ class BeamRow:
 
     @property
     def known(self) -> bool:
-        """Whether the logits after the beams are available without a forward pass."""
+        """True if the logits after the beams are available without a forward pass."""
         return all(node in self.branches.logits for node in self.beams)
 
     @property
@@ -113,7 +113,7 @@ class BeamCache(Protocol):
     """Keys and values of B rows; see `lade.decoding.loop.KVCache`."""
 
     def keep(self, paths: Sequence[Sequence[int]], fed: int, held: Sequence[int] | None = None) -> None:
-        """Of the last `fed` tokens of each row, and the `held[b]` before them, keep those on its path."""
+        """Keep the tokens on each row's path, out of its last `fed` ones and the `held[b]` before them."""
         ...
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
