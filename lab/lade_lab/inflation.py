@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from lade.errors import ConfigError, UnsupportedModelError
-from lade.model.facts import parts_of
+from lade.model.facts import inner_tensors
 
 Axis = Literal["vocabulary", "hidden", "heads", "feed_forward", "head"]
 """Unit of a dimension: tokens, hidden values, values of all heads, feed-forward values, values of one head."""
@@ -336,7 +336,7 @@ def _require_llama(model: PreTrainedModel) -> None:
         names = ", ".join(cls.__name__ for cls in SUPPORTED)
         raise UnsupportedModelError(f"{type(model).__name__} cannot be inflated", f"give one of {names}")
     remedy = "load the model without quantization, adapters or offloading"
-    wrapped = any(part is not weight for weight in model.parameters() for part in parts_of(weight))
+    wrapped = any(part is not weight for weight in model.parameters() for part in inner_tensors(weight))
     if wrapped or getattr(model, "hf_quantizer", None) is not None:
         raise UnsupportedModelError("a quantized model cannot be inflated", remedy)
     promised = {name: weight.shape for name, weight in _skeleton(type(model), model.config).named_parameters()}

@@ -12,7 +12,7 @@ from torch import distributed as dist
 from lade.backends.processes.channel import connect
 from lade.backends.processes.team import dismiss, team_of
 from lade.cli.terminal import Terminal
-from lade.hf.distributed import follow_to_the_end
+from lade.hf.distributed import follow_until_dismissed
 from lade.model.support.supports import supports
 
 
@@ -58,5 +58,5 @@ def leading(model: Any, processes: int) -> Iterator[bool]:
         return
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.SIG_IGN)
-    follow_to_the_end(model)
+    follow_until_dismissed(model)
     yield False

@@ -1,12 +1,12 @@
 """The composition of one generation: runner, step cost, tree budget, drafters, output.
 
 A generation of one row or several (`Session`), a batch in lock-step and an engine all decode through a `DecodeJob`, so
-that whatever is learned of a model, its passes and its texts reaches all of them.
+that everything learned about a model, its passes and its texts is shared by all of them.
 
     runner      makes the forward passes: eager or captured, in one process or several, behind an encoder
     cost        seconds of a pass by its size: the curve of this model on this machine, refreshed by every step
-    budget      one size for the trees of all rows; None where a row decides for itself
-    drafters    one for each row, from its `DraftSpec`
+    budget      one size for the trees of all rows; None where each row chooses its own
+    drafters    one per row, from its `DraftSpec`
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.loop import Reader
 from lade.decoding.mtp import FIXED_PASSES, MOST_PASSES, MtpHabits, MtpPasses
 from lade.errors import ConfigError, UnsupportedArgumentError
-from lade.hf.predictions import text_of_rows
+from lade.hf.predictions import predictions_by_row
 from lade.hf.processors import Record
 from lade.model import joint
 from lade.model.backend import runner_for
@@ -46,8 +46,8 @@ from lade.tuning.cost_cache import habits_of, save_refreshed, step_cost_for
 from lade.tuning.step_cost import StepCost
 
 
-def kind_of_text(prepared: Prepared, config: LookaheadConfig) -> str:
-    """A name of the kind of text that a call asks for, such as "sampled at 0.7, with a memory"."""
+def text_kind(prepared: Prepared, config: LookaheadConfig) -> str:
+    """Return a label for the kind of text that a call generates, such as "sampled at 0.7, with a memory"."""
     generation_config = prepared.generation_config
     kind = f"sampled at {generation_config.temperature or 1.0:.1f}" if generation_config.do_sample else "greedy"
     grammar = joint.loaded("grammar")
@@ -60,18 +60,17 @@ Output = torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput
 
 
 def output_of(prepared: Prepared, written: list[list[int]], record: Record, cache: Cache | None = None) -> Output:
-    """What `model.generate` returns, given the new tokens of each row.
+    """Return the result of `model.generate`, given the new tokens of each row.
 
     Args:
-        prepared: has the prompts, and says whether an output object is wanted and what a row that ended early is
-            padded with.
-        written: the new tokens of each row.
+        prepared: inputs prepared by `model.generate`, with the prompts, the output options and the padding id.
+        written: new tokens of each row.
         record: scores and logits for the output object.
-        cache: the cache for the output object; None for none.
+        cache: cache for the output object; None for none.
     """
     prompts, config = prepared.input_ids, prepared.generation_config
     longest = max(map(len, written))
-    pad: Any = config._pad_token_tensor  # which is the end of sequence where there is no pad_token_id
+    pad: Any = config._pad_token_tensor  # EOS if there is no pad_token_id
     pad = None if pad is None else int(pad)
     new = [tokens + [pad] * (longest - len(tokens)) for tokens in written]
     ids = torch.cat([prompts, prompts.new_tensor(new)], dim=1)
@@ -85,7 +84,7 @@ def output_of(prepared: Prepared, written: list[list[int]], record: Record, cach
 
 
 def record_for(generation_config: GenerationConfig, top: int | None = None) -> Record:
-    """An empty record of what the output object is to have; see `Record` for `top`."""
+    """Return an empty record of the requested outputs; see `Record` for `top`."""
     wanted = generation_config.return_dict_in_generate
     return Record(
         scores=() if wanted and generation_config.output_scores else None,
@@ -96,16 +95,16 @@ def record_for(generation_config: GenerationConfig, top: int | None = None) -> R
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """What the drafter of one row is made from; checked before anything is fed.
+    """Specification of one row's drafter; checked before anything is fed.
 
     Attributes:
         config: the method and its sizes.
-        memory: shared by the rows of one call; None for the config's own, or a new one.
-        excluded: ids after which nothing is drafted: end of sequence, padding, placeholders of images.
+        memory: memory shared by the rows of one call; None for the config's own, or a new one.
+        excluded: ids after which nothing is drafted: EOS, padding, placeholders of media inputs.
         vocabulary: V; ids below it can be fed.
-        source_text: ids of what an encoder was fed, drafted from as if it stood before the prompt.
-        prediction: ids of the text that the answer is expected to follow; None without one.
-        constraint: what a grammar forces and forbids; None without one.
+        source_text: ids of the encoder's input, drafted from as if they preceded the prompt.
+        prediction: ids of the expected answer; None without one.
+        constraint: tokens that a grammar forces and forbids; None without one.
     """
 
     config: LookaheadConfig
@@ -118,28 +117,28 @@ class DraftSpec:
 
     @property
     def sizes_trees(self) -> bool:
-        """Whether tree sizes are chosen by what passes cost, rather than given."""
+        """True if tree sizes are chosen by the cost of passes, not fixed."""
         return self.config.adaptive and self.config.budget is None
 
     @classmethod
     def of_rows(cls, prepared: Prepared, config: LookaheadConfig, prompts: Sequence[list[int]]) -> list[DraftSpec]:
-        """One for each row.
+        """Return one specification per row.
 
         Args:
-            prepared: what `model.generate` has prepared.
+            prepared: inputs prepared by `model.generate`.
             config: the method and its sizes.
-            prompts: `[B]`, the tokens of each row's prompt, without padding.
+            prompts: `[B]`, tokens of each row's prompt, without padding.
 
         Raises:
-            InputError: there are more or fewer predictions than prompts, or they have ids out of the vocabulary.
-            UnsupportedArgumentError: a prediction with a method that drafts from no text.
+            InputError: the number of predictions differs from that of prompts, or they have ids outside the vocabulary.
+            UnsupportedArgumentError: there is a prediction, but the method drafts from no text.
         """
         rows = len(prompts)
         excluded = special_ids(prepared.generation_config) | placeholder_ids(prepared.model)
         vocabulary = vocabulary_of(prepared.model)
         shares = rows > 1 and config.adaptive and config.memory is None
         memory = ContextMemory() if shares else None  # the rows of one call may learn from each other
-        predictions = text_of_rows(prepared, config, rows)
+        predictions = predictions_by_row(prepared, config, rows)
         grammar = joint.loaded("grammar")
         constraints = [None] * rows if grammar is None else grammar.constraints_for(prepared, prompts)
         return [
@@ -149,20 +148,20 @@ class DraftSpec:
 
 
 class DecodeJob:
-    """What rows of one model are decoded with.
+    """Components that decode the rows of one model.
 
     Args:
-        model: one that `lade.supports`.
-        runner: see `runner_of`.
-        kind: of text; what is learned of one kind is not used for another.
-        rows: B at first.
-        batched: whether the rows share the size of their trees, however many they are.
-        most: tokens that a row feeds in a step at most; None for what the runner's processes can take.
-        without_mtp: why its loop makes no passes of MTP layers; empty where it does.
+        model: a model that `lade.supports`.
+        runner: runner of its passes, see `runner_of`.
+        kind: kind of text; observations about one kind are not used for another.
+        rows: B, the initial number of rows.
+        batched: whether the rows share one tree size, even if there is only one.
+        most: maximum number of tokens that a row feeds in a step; None for the runner's limit.
+        without_mtp: reason for which the loop makes no passes of MTP layers; empty where it does.
 
     Attributes:
-        runner: as given.
-        budget: one size for the trees of all rows, from the first drafter on that needs one; None without.
+        runner: the runner given.
+        budget: chooses one tree size for all rows, once a drafter needs it; None before that or without one.
         mtp: makes the passes of the checkpoint's MTP layer, from the first drafter on that has one; None without.
     """
 
@@ -188,20 +187,20 @@ class DecodeJob:
 
     @property
     def reader(self) -> Reader[Any] | None:
-        """See `DecodeLoop.reader`."""
+        """Reader of the logits, see `DecodeLoop.reader`."""
         return self.runner.reader
 
     def drafter(self, spec: DraftSpec, *, alone: bool = False) -> Drafter:
-        """A drafter for one row.
+        """Return a drafter for one row.
 
         Args:
-            spec: what it is made from.
-            alone: whether the row is the only one of its batch for now, so that it learns from its prompt anyway.
+            spec: specification of the drafter.
+            alone: whether the row is the only one of its batch for now, so that it learns from its prompt regardless.
         """
         return self.drafters([spec], alone=alone)[0]
 
     def drafters(self, specs: Sequence[DraftSpec], *, alone: bool = False) -> list[Drafter]:
-        """One for each row; the step cost is looked up, or measured, if they need it and it was not before."""
+        """Return one drafter per row; the step cost is looked up or measured if they need it for the first time."""
         if self._cost is None and any(spec.sizes_trees for spec in specs):
             self._begin_sizing()
         if self._habits is not None:
@@ -254,7 +253,7 @@ class DecodeJob:
         )
 
     def _sources(self, spec: DraftSpec) -> list[Source]:
-        """Drafts from text: from the one that is expected, and from the row's own."""
+        """Return the sources of drafts from text: the prediction, and the row's own text."""
         sources = list[Source]()
         if spec.prediction is not None:
             sources.append(Prediction(spec.prediction, spec.excluded))
@@ -264,24 +263,25 @@ class DecodeJob:
         return sources
 
     def resize(self, rows: int) -> None:
-        """`rows` are decoded from now on, 0 when all have ended; flushes what was observed of as many as there were."""
+        """Set the number of rows, 0 when all have ended; pending observations of the old number are flushed."""
         if isinstance(self._cost, BatchCost) and rows != self._cost.rows:
             if self.budget is not None:
                 self.budget.settle()
             self._cost.resize(rows)
 
     def save(self) -> None:
-        """Save the step costs that have moved; for the end of a generation."""
+        """Save the step costs that have changed, at the end of a generation."""
         save_refreshed(self._model)
 
 
 def runner_of(prepared: Prepared, plan: MaskPlan, *, lock_step: bool = False) -> EagerRunner:
-    """The runner of one call: behind its encoder, if the model has one.
+    """Return the runner of one call, behind an encoder if the model has one.
 
     Args:
-        prepared: what `model.generate` has prepared.
-        plan: how the model takes its masks.
-        lock_step: whether transformers' own loop decodes, which sees the logits of every pass; then none is captured.
+        prepared: inputs prepared by `model.generate`.
+        plan: the model's mask format.
+        lock_step: whether transformers' own loop decodes, which needs the logits of every pass: no pass is captured
+            then.
     """
     if prepared.facts.has_encoder:
         behind_encoder: EagerRunner = joint.load("encoder_decoder").runner_on_encoded(prepared, plan)
@@ -296,7 +296,7 @@ def runner_of(prepared: Prepared, plan: MaskPlan, *, lock_step: bool = False) ->
 
 
 def engine_runner(model: PreTrainedModel, plan: MaskPlan) -> EagerRunner:
-    """Return the runner of all requests of an engine."""
+    """Return the runner for all requests of an engine."""
     return runner_for(ModelFacts.of(model), plan, GenerationConfig())
 
 

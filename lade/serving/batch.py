@@ -56,7 +56,7 @@ def feed_piece(active: ActiveRequest, row: Row, runner: EagerRunner, most: int) 
     hook = None if row.written else prompt_hook([row])
     feeding = runner.for_prompts(images)
     if (logprobs := active.prompt_logprobs) is not None:
-        feeding, hook = feeding.with_all_logits(), logprobs.beside(hook)
+        feeding, hook = feeding.with_all_logits(), logprobs.chained_with(hook)
         most = min(most, logprobs.piece_tokens)
     end = prompt if images else pieces.end(active.fed, most, prompt)
     if logprobs is not None:
@@ -320,7 +320,7 @@ class Batch:
         """The row of a request whose text is going to be fed; it takes what is known of the text."""
         if active.row is None:
             active.handle.begin()
-            self._runner.look_again()
+            self._runner.refresh_facts()
             active.row = active.request.row(self._drafter(active.request))
         if not active.fed:
             active.cache = self._prefill_runner.tree_cache()

@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import lade
 from lade.backends.encoder_decoder.backend import source_of
-from lade.model.prepared import Prepared, preparing
+from lade.model.prepared import Prepared, custom_generate_for
 from lade.model.support.supports import ENCODER_DECODERS
 from lade.model.support.tree_check import worst_error
 
@@ -268,7 +268,7 @@ def test_what_is_read_of_the_encoders_text() -> None:
         return [source_of(prepared, number) for number in range(len(prepared.input_ids))]
 
     def read(case: EncoderDecoder, **arguments: Any) -> Any:
-        return case.build().generate(custom_generate=preparing(sources), **{**beginning, **arguments})
+        return case.build().generate(custom_generate=custom_generate_for(sources), **{**beginning, **arguments})
 
     words = [rows["ids"][0].tolist(), rows["ids"][1, :3].tolist()]
     given = {"input_ids": rows["ids"], "attention_mask": rows["attention_mask"]}

@@ -537,10 +537,10 @@ def test_the_host_looks_at_a_tensor_once_a_step(
         pytest.skip("there, torch itself counts: see the next test")
 
     def read(logits: torch.Tensor, choices: torch.Tensor | None = None, *, wants_entries: bool = True) -> Any:
-        return readout._read_remotely(logits, choices, wants_entries=wants_entries)
+        return readout._read_on_device(logits, choices, wants_entries=wants_entries)
 
     monkeypatch.setattr(loop, "read", read)  # as if they lay elsewhere
-    monkeypatch.setattr(hf_row, "pays_at_once", lambda device: True)
+    monkeypatch.setattr(hf_row, "prefers_batched", lambda device: True)
     model, ids = built("llama", graphs.device, dtype=torch.float32), prompt(20).repeat(rows, 1)
     ids[:, 0] = torch.arange(1, rows + 1)
     looks: Counter[str] = Counter()

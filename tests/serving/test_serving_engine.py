@@ -268,7 +268,7 @@ def test_what_cannot_be_served_is_refused_at_once(engine, more, problem, said):
         ([1, -1], "the id -1"),
         ("a text", r"input_ids is a text, 'a text': encode it with the tokenizer: tokenizer\("),
         (["a"], "input_ids is a text, 'a'"),
-        ({"input_ids": [1]}, r"input_ids is a dict: give what it holds as arguments, \*\*input_ids"),
+        ({"input_ids": [1]}, r"input_ids is a dict: pass its items as arguments, \*\*input_ids"),
         ([1.0], "input_ids are no whole numbers"),
         ([[1, 2]], "input_ids are no whole numbers"),
     ],

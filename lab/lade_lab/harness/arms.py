@@ -24,7 +24,7 @@ from lade.errors import UnsupportedModelError
 from lade.hf.arguments import original_generate
 from lade.hf.session import Session
 from lade.memory import Memory
-from lade.model.prepared import preparing
+from lade.model.prepared import custom_generate_for
 from lade.model.support.supports import supports
 from lade.serving.request import PLAIN
 from lade.stats import Stats, Step, distinct_ngrams
@@ -296,7 +296,7 @@ class OwnArm:
         with seeded(seed, self._model):
             start = perf_counter()
             session: Any = self._model.generate(
-                **inputs, **self._arguments, max_new_tokens=new_tokens, custom_generate=preparing(make)
+                **inputs, **self._arguments, max_new_tokens=new_tokens, custom_generate=custom_generate_for(make)
             )
             steps: list[Step] = list(session)
             seconds = perf_counter() - start

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from lade.backends.cuda_graphs.pool import free_idle_buffers, pool_of
 from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.model.backend import Backend
-from lade.model.capture_blockers import attached
+from lade.model.capture_blockers import capture_blocker
 from lade.model.facts import ModelFacts, tensor_parallel_size
 from lade.model.masks import MaskPlan
 from lade.model.runner import EagerRunner, input_device
@@ -36,7 +36,7 @@ def why_eager(model: Any, facts: ModelFacts | None = None) -> str:
         return "autocast decides about dtypes from call to call"
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "the caller is capturing a graph"
-    return attached(facts)
+    return capture_blocker(facts)
 
 
 def release(model: Any) -> None:

@@ -22,7 +22,7 @@ from lade.backends.recurrent.layer import RecurrentLayer
 from lade.backends.tree_attention.tree_mask import TreeInputs, TreeSlots, words_of
 from lade.decoding.tree import TokenTree
 from lade.model.cache_layers import Ancestry, TreeLayer
-from lade.model.inputs import Layout
+from lade.model.inputs import PackedLayout
 from lade.model.kv_cache import PositionOffsets
 from lade.model.masks import StepInputs
 
@@ -80,7 +80,7 @@ class StaticInputs:
     def __init__(self, rows: int, size: int, device: torch.device, axes: int = 0) -> None:
         self.rows, self.size, self._device = rows, size, device
         numbers = [(np.int64, (rows, size)), (np.int64, (rows, size)), (np.int64, (rows,))]
-        self._layout = Layout([*numbers, (np.bool_, (rows, size, size)), (np.int64, (axes, rows, 1))])
+        self._layout = PackedLayout([*numbers, (np.bool_, (rows, size, size)), (np.int64, (axes, rows, 1))])
         self.memory = self._layout.memory(device)
         self.ids, self.positions, self.lengths, self.closure, offsets = self._layout.tensors(self.memory)
         self.offsets = offsets if axes else None

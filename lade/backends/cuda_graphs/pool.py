@@ -25,7 +25,7 @@ from lade.backends.cuda_graphs.buffers import Buffers, Layers
 from lade.backends.cuda_graphs.capture import Call, Capture, CudaCapture, EagerReplay, Recording
 from lade.errors import CaptureWarning
 from lade.locks import ForkSafeLock
-from lade.model.facts import parts_of
+from lade.model.facts import inner_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ def setup_of(model: Any) -> Hashable:
         model.training,
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
-        tuple((id(tensor), *map(_address, parts_of(tensor))) for tensor in tensors),
+        tuple((id(tensor), *map(_address, inner_tensors(tensor))) for tensor in tensors),
     )
 
 

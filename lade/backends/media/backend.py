@@ -16,7 +16,7 @@ from lade.model.backend import Backend
 from lade.model.config import Positions
 from lade.model.kv_cache import PositionOffsets, TreeCache
 from lade.model.prefill import PreparedPrompts
-from lade.model.prepared import KINDS_OF_TOKENS, Prepared, PromptTexts, is_empty
+from lade.model.prepared import TOKEN_TYPE_ARGUMENTS, Prepared, PromptTexts, is_unset
 
 _WHAT = "a prompt with more than text in it"
 REMEDY = 'use plain model.generate, or lookahead="auto", which falls back to it'
@@ -47,9 +47,9 @@ def media_prompts(prepared: Prepared, texts: PromptTexts) -> PreparedPrompts:
         _refuse(_WHAT, f"beyond {switch} tokens this model computes the text again, without it")
     following = _first_step(prepared, texts)
     for name, value in following.items():
-        if name in STEP | OF_PIXELS or is_empty(value):
+        if name in STEP | OF_PIXELS or is_unset(value):
             continue
-        if name not in KINDS_OF_TOKENS or value[:, -1:].any():
+        if name not in TOKEN_TYPE_ARGUMENTS or value[:, -1:].any():
             _refuse(name, "plain decoding feeds it with each token, and its values for a tree are not known")
     arguments = {name: value for name, value in prepared.model_kwargs.items() if name != "past_key_values"}
     offsets = _offsets(prepared, following.get("position_ids"), texts)

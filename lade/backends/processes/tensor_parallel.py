@@ -16,7 +16,7 @@ from torch import distributed as dist
 from transformers import PretrainedConfig
 
 from lade.model.config import Positions, field
-from lade.model.facts import ModelFacts, in_step, tensor_parallel_size
+from lade.model.facts import ModelFacts, needs_synced_passes, tensor_parallel_size
 
 _KEYS = ("k_proj", "qkv_proj", "query_key_value")
 
@@ -51,7 +51,7 @@ def why_not_split(facts: ModelFacts, config: PretrainedConfig) -> str:
 
 def why_not_in_step(model: Any) -> str:
     """Why a model whose weights are sharded cannot be served; empty if they are not."""
-    if not in_step(model):
+    if not needs_synced_passes(model):
         return ""
     many = f"its weights are sharded over {dist.get_world_size()} processes (FSDP, ZeRO-3)"
     return f"{many}, which have to make as many passes: load it with tp_plan, or whole in each of them"

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from lade.cli.options.decoding import Choices
 from lade.errors import InputError
-from lade.hf.generation_config import ALWAYS, BEAMS, LOADING, SAMPLING, Nonsense, is_whole, nonsense_in
+from lade.hf.generation_config import ALWAYS, BEAMS, LOADING, SAMPLING, InvalidField, find_invalid, is_whole
 
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 BEAM_FIELDS = ("early_stopping", "length_penalty")
@@ -72,7 +72,7 @@ def check(model: Any, name: str, source: str) -> None:
         source: folder of the model, or its hub id.
     """
     vocabulary = model.get_input_embeddings().num_embeddings
-    wrong = nonsense_in(model.generation_config.to_dict(), ALWAYS, vocabulary=vocabulary)
+    wrong = find_invalid(model.generation_config.to_dict(), ALWAYS, vocabulary=vocabulary)
     if wrong:  # old checkpoints have generation settings in config.json
         raise InputError(_line(name, GENERATION if wrong.field in _values(source, GENERATION) else CONFIG, wrong))
 
@@ -84,7 +84,7 @@ def check_choices(values: Mapping[str, Any], name: str) -> None:
         values: settings in use, by their field names.
         name: name of the model as the user gave it.
     """
-    wrong = nonsense_in(values, SAMPLING if values.get("do_sample") else {}, BEAMS)
+    wrong = find_invalid(values, SAMPLING if values.get("do_sample") else {}, BEAMS)
     if wrong:
         named = wrong.field in {field.name for field in fields(Choices)}
         option = f", there or with --{wrong.field.replace('_', '-')}" if named else ""
@@ -101,13 +101,13 @@ def why_not_loaded(source: str, problem: Exception) -> str:
     if "ignore_mismatched_sizes" in str(problem):
         return f"the sizes in its {CONFIG} are not those of its weights: give the {CONFIG} that was saved with them"
     generation, config = (_values(source, file) for file in (GENERATION, CONFIG))
-    wrong, file = nonsense_in(generation, ALWAYS, LOADING), GENERATION
+    wrong, file = find_invalid(generation, ALWAYS, LOADING), GENERATION
     if not wrong:
         wrong, file = _invalid_in_config(config, problem), CONFIG
     return f"its {file} has {wrong}" if wrong else ""
 
 
-def _line(name: str, file: str, wrong: Nonsense) -> str:
+def _line(name: str, file: str, wrong: InvalidField) -> str:
     return f"model {name!r}: its {file} has {wrong}"
 
 
@@ -125,30 +125,30 @@ def _values(source: str, file: str) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _invalid_in_config(config: dict[str, Any], problem: Exception) -> Nonsense | None:
+def _invalid_in_config(config: dict[str, Any], problem: Exception) -> InvalidField | None:
     """Return a value of a config.json that may have kept the model from being loaded."""
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     return next((wrong for part in parts for wrong in (*_out_of_range(part), *_named_by(problem, part))), None)
 
 
-def _out_of_range(config: dict[str, Any]) -> Iterator[Nonsense]:
+def _out_of_range(config: dict[str, Any]) -> Iterator[InvalidField]:
     for field in ("dtype", "torch_dtype"):
         value = config.get(field)
         if value is not None and not _is_dtype(value):
-            yield Nonsense(field, value, "give float32, bfloat16 or float16")
+            yield InvalidField(field, value, "give float32, bfloat16 or float16")
     padding, vocabulary = config.get("pad_token_id"), config.get("vocab_size")
     if is_whole(vocabulary, 1) and is_whole(padding, vocabulary or 0):
-        yield Nonsense("pad_token_id", padding, f"give an id below vocab_size, which is {vocabulary}, or null")
+        yield InvalidField("pad_token_id", padding, f"give an id below vocab_size, which is {vocabulary}, or null")
 
 
-def _named_by(problem: Exception, config: dict[str, Any]) -> Iterator[Nonsense]:
+def _named_by(problem: Exception, config: dict[str, Any]) -> Iterator[InvalidField]:
     """Yield fields that an error of transformers names."""
     looked_up = problem.args if isinstance(problem, KeyError) else ()
     for field, value in config.items():
         if isinstance(value, str) and value in looked_up:
-            yield Nonsense(field, value, "give a name that transformers knows")
+            yield InvalidField(field, value, "give a name that transformers knows")
         elif f"Field '{field}' " in str(problem):
-            yield Nonsense(field, value, _type_wanted(str(problem)))
+            yield InvalidField(field, value, _type_wanted(str(problem)))
 
 
 def _type_wanted(message: str) -> str:

@@ -35,10 +35,10 @@ from lade.backends.cpu.invariant.weights import has_mixtures, lay_out, pad_all
 from lade.backends.cpu.invariant_marker import Invariance, changed_modules, invariance_of, note_invariance
 from lade.errors import UnsupportedModelError
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
-from lade.model.config import config_of_text, dtype_name, field
+from lade.model.config import decoder_config, dtype_name, field
 from lade.model.facts import ModelFacts
 from lade.model.in_place_subclassing import restore
-from lade.model.masks import windows_of
+from lade.model.masks import window_lengths
 from lade.model.support.supports import LONGEST_PROBE_TOKENS, supports, unwrap
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ def can_be_tried(model: Any) -> bool:
 
 def _change(model: PreTrainedModel, decoder: Any, *, mixtures: bool) -> None:
     decoder.set_attn_implementation(ATTENTION)
-    if config_of_text(model)._attn_implementation != ATTENTION:
+    if decoder_config(model)._attn_implementation != ATTENTION:
         raise UnsupportedModelError(_says(model, "its attention cannot be replaced"), REMEDY)
     if mixtures:
         decoder.set_experts_implementation(EXPERTS)
@@ -151,13 +151,13 @@ def _change(model: PreTrainedModel, decoder: Any, *, mixtures: bool) -> None:
 
 def _try(model: PreTrainedModel) -> None:
     """Raise `UnsupportedModelError` unless passes over trees have the bits of passes over single tokens."""
-    config = config_of_text(model)
+    config = decoder_config(model)
     heads = _heads(config)
     if heads is not None and not attention_keeps_order(heads):
         reason = "its attention, as compiled here, does not keep its order of summation"
         raise UnsupportedModelError(_says(model, reason), REMEDY)
     plan = supports(model).require()
-    windows = [window for window in windows_of(config) if window <= LONGEST_PROBE_TOKENS]
+    windows = [window for window in window_lengths(config) if window <= LONGEST_PROBE_TOKENS]
     limit = field(config, "max_position_embeddings") or LONGEST_PROBE_TOKENS
     for tokens in sorted({*TEXTS, *(window + PAST for window in windows)}):
         if tokens + len(TEXTS) * PAST > limit:
