@@ -184,7 +184,7 @@ def test_a_template_that_refuses_is_one_line(generate, moody, lines):
         (["--chat-template-kwargs", "{"], ["--chat-template-kwargs", "no JSON"]),
         (["--chat-template-kwargs", "[" * 100_000], ["--chat-template-kwargs", "no JSON"]),
         (["--chat-template-kwargs", "[]"], ["--chat-template-kwargs", "no object"]),
-        (["--chat-template-kwargs", '{"tokenize": false}'], ["'tokenize'", "leave it out"]),
+        (["--chat-template-kwargs", '{"tokenize": false}'], ["'tokenize'"]),
     ],
 )
 def test_what_no_template_can_use(generate, arguments, words):
