@@ -36,7 +36,7 @@ from lade.backends.cpu.invariant.padded_rows import (
     padding_for,
     padding_of,
 )
-from lade.backends.cpu.invariant.trials import Place, first_difference
+from lade.backends.cpu.invariant.trials import TokenIndex, first_difference
 from lade.backends.cpu.invariant.weights import _joined
 from lade.backends.cpu.invariant_marker import invariance_of
 from lade.backends.cpu.packing.linear import PackedLinear
@@ -213,7 +213,7 @@ def test_rows_of_a_batch_that_are_multiplied_apart_are_caught_and_named(monkeypa
     nn.init.normal_(model.lm_head.bias)
     lade.invariant(model)
     monkeypatch.setattr("lade.backends.cpu.invariant.weights.pad_rows", lambda layer, padding: None)
-    monkeypatch.setattr("lade.backends.cpu.invariant.trials.ModelTrial.differing", lambda self: None)
+    monkeypatch.setattr("lade.backends.cpu.invariant.trials.ModelTrial.first_mismatch", lambda self: None)
     with pytest.raises(lade.UnsupportedModelError, match="'lm_head' is the first part"):
         lade.invariant(model)
 
@@ -252,10 +252,12 @@ def test_what_is_times_a_logistic_function_is_so_at_the_ends_too(dtype):
 
 def test_threads_share_the_numbers_and_change_nothing(monkeypatch):
     x = 3 * torch.randn(200_001)
-    alone, team = times_logistic(x), activations.in_team
+    alone, team = times_logistic(x), activations.run_on_team
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     shared = []
-    monkeypatch.setattr(activations, "in_team", lambda *args, **kwargs: (shared.append(args[2]), team(*args, **kwargs)))
+    monkeypatch.setattr(
+        activations, "run_on_team", lambda *args, **kwargs: (shared.append(args[2]), team(*args, **kwargs))
+    )
     assert torch.equal(times_logistic(x), alone) and shared == [3]
 
 
@@ -315,7 +317,7 @@ def test_an_activation_that_rounds_by_place_is_caught_and_named(monkeypatch):
         for layer in model.model.layers:
             layer.mlp.act_fn = OtherBesideOthers()
 
-    monkeypatch.setattr(make_invariant, "compose_activations", left_as_they_are)
+    monkeypatch.setattr(make_invariant, "replace_activations", left_as_they_are)
     with pytest.raises(lade.UnsupportedModelError, match=r"'model.layers.\d.mlp.act_fn' is the first part"):
         lade.invariant(toy_model(dtype=torch.float32))
 
@@ -330,16 +332,16 @@ def test_attention_that_keeps_no_order_is_caught(monkeypatch):
 
 
 def test_the_first_difference_is_that_of_the_innermost_module():
-    x, y, places = torch.zeros(1, 1, 4), torch.zeros(1, 3, 4), (Place(1, 1), Place(1, 3, 2))
+    x, y, places = torch.zeros(1, 1, 4), torch.zeros(1, 3, 4), (TokenIndex(1, 1), TokenIndex(1, 3, 2))
     other = y.clone()
     other[0, 2, 1] = 1
     alone = [("a", x), ("b.inner", x), ("b", x)]
     tree = [("a", y), ("b.inner", other), ("b", other)]
     assert first_difference(alone, tree, *places) == "b.inner"
-    assert first_difference(alone, tree, places[0], Place(1, 3, 1)) is None
+    assert first_difference(alone, tree, places[0], TokenIndex(1, 3, 1)) is None
     rows = other.unflatten(1, (3, 1)).flatten(0, 1)  # [3, 1, 4]
     for batch in (rows, rows[:, 0]):
-        assert first_difference([("a", x)], [("a", batch)], places[0], Place(3, 1)) == "a"
+        assert first_difference([("a", x)], [("a", batch)], places[0], TokenIndex(3, 1)) == "a"
 
 
 def encoder_decoder():
