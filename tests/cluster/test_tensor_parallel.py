@@ -12,7 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 import lade
 from lade import LookaheadConfig, Memory, Stats
-from lade.backends.cuda_graphs.backend import why_eager
+from lade.backends.cuda_graphs.backend import capture_refusal
 from lade.backends.processes import leader as leading
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
@@ -262,7 +262,7 @@ def refusals(place, size):
     steps = raised(lambda: lade.stream(model, IDS, max_new_tokens=3, lookahead=None) if dist.get_rank() == 0 else 1)
     if dist.get_rank():
         raised(lambda: lade.follow(model))
-    return [train, cache, door, steps, why_eager(model)]
+    return [train, cache, door, steps, capture_refusal(model)]
 
 
 @pytest.mark.distributed
