@@ -327,7 +327,7 @@ def test_attention_that_keeps_no_order_is_caught(monkeypatch):
         return attention_of(query, *states) + query.shape[2]
 
     monkeypatch.setattr(attention, "attention_of", shifted_by_number)
-    with pytest.raises(lade.UnsupportedModelError, match="does not keep its order of summation"):
+    with pytest.raises(lade.UnsupportedModelError, match="does not keep its summation order"):
         lade.invariant(toy_model(dtype=torch.float32))
 
 
@@ -359,12 +359,12 @@ def bloom():
     [
         (lambda: toy_model(dtype=torch.float64), "it is in float64"),
         (lambda: toy_model(dtype=HALF).train(), "training mode"),
-        (lambda: toy_model(dtype=HALF).to("meta"), "it lies on meta"),
-        (lambda: nn.Linear(4, 4), "no transformers model that generates"),
-        (lambda: "a name", "str cannot be made invariant: it is no transformers model"),
+        (lambda: toy_model(dtype=HALF).to("meta"), "it is on meta"),
+        (lambda: nn.Linear(4, 4), "not a transformers model that generates"),
+        (lambda: "a name", "str cannot be made invariant: it is not a transformers model"),
         (lambda: torch.compile(toy_model(dtype=HALF), backend="eager"), "it is compiled"),
         (encoder_decoder, "it has an encoder"),
-        (bloom, "does not go through transformers' interface"),
+        (bloom, "does not use transformers' attention interface"),
     ],
 )
 def test_what_cannot_be_made_invariant_is_refused(make, reason):
@@ -378,7 +378,7 @@ def test_another_number_of_threads_is_decoded_plainly():
     try:
         torch.set_num_threads(threads + 1)
         support = lade.supports(model)
-        assert not support and re.search(f"for {threads} threads?, and torch has {threads + 1} now", support.reason)
+        assert not support and re.search(f"for {threads} threads?, but torch now uses {threads + 1}", support.reason)
         ids = torch.arange(1, 9)[None]
         with pytest.warns(lade.FallbackWarning, match="call lade.invariant"):
             ours = lade.generate(model, input_ids=ids, max_new_tokens=5)
@@ -391,13 +391,13 @@ def test_another_number_of_threads_is_decoded_plainly():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda model: model.half(), "invariant in bfloat16, and is in float16 now: call lade.invariant"),
-        (lambda model: model.set_attn_implementation("sdpa"), "given another attention implementation since"),
-        (lambda model: setattr(model, "more", nn.Linear(2, 2)), r"with \d+ modules, and has \d+ now: call lade"),
-        (lambda model: model.compile(backend="eager"), "compilers choose kernels anew: leave it uncompiled"),
+        (lambda model: model.half(), "invariant in bfloat16, but is now in float16: call lade.invariant"),
+        (lambda model: model.set_attn_implementation("sdpa"), "attention implementation was changed"),
+        (lambda model: setattr(model, "more", nn.Linear(2, 2)), r"with \d+ modules, but now has \d+: call lade"),
+        (lambda model: model.compile(backend="eager"), "compilers choose other kernels: leave it uncompiled"),
         (
             lambda model: model.resize_token_embeddings(64, mean_resizing=False),
-            r"\d+ modules changed, of which \d+ are",
+            r"changing \d+ modules, of which only \d+ are",
         ),
         (lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.SiLU()), r"modules changed, .*: call lade"),
     ],
@@ -590,7 +590,7 @@ def test_a_product_in_panels_that_depends_on_its_rows_is_caught(monkeypatch):
 
     monkeypatch.setattr("lade.backends.cpu.packing.linear.panel_product", product)
     model = lade.pack(toy_model(dtype=HALF), min_weights=1)
-    with pytest.raises(lade.UnsupportedModelError, match="rounds a token otherwise"):
+    with pytest.raises(lade.UnsupportedModelError, match="rounds a token differently"):
         lade.invariant(model)
     assert not any(part.panel for part in packed_parts(model)), "it is as it was"
 

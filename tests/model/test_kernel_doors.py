@@ -187,9 +187,9 @@ def test_a_model_that_is_cast_after_it_was_made_invariant_goes_on(before, after,
 def test_an_invariant_model_says_what_it_cannot_become(monkeypatch):
     monkeypatch.setattr("lade.backends.cpu.invariant.make_invariant.TEXTS", (5,))
     model, ids = lade.invariant(toy_model(dtype=torch.float32)), torch.arange(1, 9)[None]
-    with pytest.raises(ValueError, match=r"torch.float64, and is for 16 and 32 bits: use lade.variant\(model\)"):
+    with pytest.raises(ValueError, match=r"torch.float64, but is for 16 and 32 bits: call lade.variant\(model\)"):
         model.double()(ids)
-    with pytest.raises(ValueError, match=r"on meta, and is for the CPU: use lade.variant\(model\)"):
+    with pytest.raises(ValueError, match=r"on meta, but is for the CPU: call lade.variant\(model\)"):
         model.float().to("meta")(ids.to("meta"))
 
 

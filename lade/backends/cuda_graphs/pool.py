@@ -59,8 +59,8 @@ class BufferPool:
 
     Args:
         make_capture: returns the capture for a set of buffers; called once for each.
-        setup: returns the setup that captures depend on, see `capture_setup`. Read at each `acquire`; only buffers of the
-            same setup are reused.
+        setup: returns the setup that captures depend on, see `capture_setup`. Read at each `acquire`; only buffers of
+            the same setup are reused.
 
     Attributes:
         capture_failed_in: setup in which a capture has failed; None if none has.

@@ -267,9 +267,7 @@ class StaticCache:
         return self._rows
 
     def reserve(self, rows: int, slots: int) -> None:
-        """Resize the buffers to this size, rounded up, or to what the rows need; takes effect later if the cache is
-        empty.
-        """
+        """Resize the buffers to this size, rounded up, or to what the rows need; an empty cache does so later."""
         wanted = batch_bucket(rows), key_bucket(slots)
         if self._rows is None:
             self._reserved = wanted

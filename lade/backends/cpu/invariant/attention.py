@@ -242,14 +242,14 @@ def invariant_attention(
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         raise ValueError(f"{NAME!r} has no gradients: call the model under torch.no_grad()")
     if query.device.type != "cpu":
-        raise ValueError(f"{NAME!r} runs on the CPU only, not on {query.device}: call lade.variant(model)")
+        raise ValueError(f"{NAME!r} was given states on {query.device}, but is for the CPU: call lade.variant(model)")
     if query.dtype not in DTYPES:
-        raise ValueError(f"{NAME!r} supports 16-bit and 32-bit floats, not {query.dtype}: call lade.variant(model)")
+        raise ValueError(f"{NAME!r} was given {query.dtype}, but is for 16 and 32 bits: call lade.variant(model)")
     if attention_mask is None:
         attention_mask = _mask_of(query, key, causal=_is_causal(module, kwargs))
     if not isinstance(attention_mask, PlacedMask):
         raise ValueError(
-            f"{NAME!r} needs the positions of keys, which a mask {list(attention_mask.shape)} does not carry: "
+            f"{NAME!r} was given a mask {list(attention_mask.shape)} without the positions of keys: "
             'give a two-dimensional mask, or use attn_implementation="sdpa"'
         )
     scale = max(query.shape[-1], 1) ** -0.5 if scaling is None else scaling

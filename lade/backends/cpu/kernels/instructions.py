@@ -118,7 +118,7 @@ def dtype_code(dtype: torch.dtype) -> int:
     """
     kind = _KINDS.get(dtype)
     if kind is None:
-        raise ValueError(f"no kernel is compiled for {dtype}: use one of {', '.join(map(str, _KINDS))}")
+        raise ValueError(f"a kernel was given {dtype}; it takes {', '.join(map(str, _KINDS))}")
     return kind
 
 
