@@ -1,4 +1,4 @@
-"""The public object of decoding by several processes."""
+"""The backend of decoding by several processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lade.backends.processes import channel, team
 from lade.backends.processes.follower import DismissedError
 from lade.backends.processes.leader import LeadingRunner
 from lade.backends.processes.lookahead_parallel import LeadingPartRunner
-from lade.backends.processes.tensor_parallel import why_not_in_step, why_not_split
+from lade.backends.processes.tensor_parallel import sharding_refusal, split_refusal
 from lade.errors import UnsupportedArgumentError
 from lade.model.backend import Backend
 from lade.model.facts import ModelFacts
@@ -17,7 +17,7 @@ from lade.model.runner import EagerRunner
 
 
 class ProcessesBackend(Backend):
-    """Several processes that decode one model: tensor parallelism, and `lade.parallel`; see `lade.model.joint`."""
+    """Several processes that decode one model: tensor parallelism and `lade.parallel`, see `lade.model.joint`."""
 
     DismissedError = DismissedError
     follow_call = staticmethod(team.follow_call)
@@ -32,8 +32,8 @@ class ProcessesBackend(Backend):
     together = staticmethod(team.together)
 
     def refusal(self, facts: ModelFacts, config: PretrainedConfig) -> str:
-        """Return why a split or sharded model cannot be served."""
-        return why_not_split(facts, config) or why_not_in_step(facts.model)
+        """Return why a split or sharded model cannot be served; an empty string if it can be."""
+        return split_refusal(facts, config) or sharding_refusal(facts.model)
 
     def runner(
         self,
@@ -44,10 +44,10 @@ class ProcessesBackend(Backend):
         own_cache: bool,
         captures: bool,
     ) -> EagerRunner | None:
-        """Return a runner whose passes all processes make; None for a model that this process decodes alone.
+        """Return a runner whose passes run in all processes; None for a model that this process decodes alone.
 
         Raises:
-            UnsupportedArgumentError: each process feeds a part of every tree, and the caller needs whole passes.
+            UnsupportedArgumentError: each process feeds a part of every tree, but the caller needs whole passes.
         """
         model = facts.model
         leader = team.leader_of(model)
@@ -57,7 +57,7 @@ class ProcessesBackend(Backend):
             return LeadingRunner(model, plan, generation_config, leader, facts)
         if not captures:
             raise UnsupportedArgumentError(
-                "num_beams, or processors and streamers that see a whole batch, cannot be used with lade.parallel",
+                "num_beams, and processors or streamers of a whole batch, cannot be used with lade.parallel",
                 "leave them out, or split the model over the processes (tp_plan)",
             )
         return LeadingPartRunner(model, plan, generation_config, leader, facts)
