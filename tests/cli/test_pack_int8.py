@@ -116,7 +116,7 @@ def test_what_would_be_wrong_at_the_end_is_said_before_the_text_is_read(lade, fo
         "other' holds another model": ["--save", tmp_path / "other"],
         "older' holds another model": ["--save", tmp_path / "older"],
         "is not a folder": ["--save", text],
-        f"'{text}' cannot be written to": ["--save", text / "folder"],
+        f"'{text}' is not writable": ["--save", text / "folder"],
         "has 1 token: give a longer one": ["--check", tmp_path / "letter.txt"],
     }
     for says, arguments in {"there is nothing to round": [], **wrong}.items():

@@ -399,7 +399,10 @@ def test_another_number_of_threads_is_decoded_plainly():
             lambda model: model.resize_token_embeddings(64, mean_resizing=False),
             r"changing \d+ modules, of which only \d+ are",
         ),
-        (lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.SiLU()), r"modules changed, .*: call lade"),
+        (
+            lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.SiLU()),
+            r"by changing \d+ modules, .*: call lade",
+        ),
     ],
     ids=["dtype", "attention", "modules", "compiled", "embeddings", "activation"],
 )

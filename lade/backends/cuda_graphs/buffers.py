@@ -19,7 +19,7 @@ import torch
 
 from lade.backends.cuda_graphs.capture import ResultMemory
 from lade.backends.recurrent.layer import RecurrentLayer
-from lade.backends.recurrent.tree_pass import LinearFolding, columns_of
+from lade.backends.recurrent.tree_pass import LinearFolding, gather_columns
 from lade.model.inputs import upload
 
 _CONVOLUTION = "conv_states"
@@ -126,7 +126,7 @@ class NodeBuffers:
             if kind.name == _CONVOLUTION:
                 inputs = self._node_tensors(kind, "inputs", rows)  # [B * N, L, C]
                 (columns,) = upload([_windows(paths, kind.shape[-1]).repeat(count, axis=0)], kind.device)
-                state.copy_(columns_of(inputs, columns).mT)
+                state.copy_(gather_columns(inputs, columns).mT)
                 continue
             keys, values, decay = (self._node_tensors(kind, part, rows) for part in ("keys", "values", "decay"))
             on_path, last = upload([each.repeat(count, axis=0) for each in _paths(paths, keys.shape[2])], kind.device)

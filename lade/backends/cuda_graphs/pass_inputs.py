@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lade.backends.cuda_graphs.buffers import Buffers, StepShape
 from lade.backends.recurrent.layer import RecurrentLayer
-from lade.backends.tree_attention.tree_mask import TreeInputs, TreeSlots, words_of
+from lade.backends.tree_attention.tree_mask import TreeInputs, TreeSlots, pack_bits
 from lade.decoding.tree import TokenTree
 from lade.model.cache_layers import Ancestry, TreeLayer
 from lade.model.inputs import Layout
@@ -123,7 +123,7 @@ class StaticInputs:
     def tree_step(self, keys: int) -> TreeInputs:
         """Return the inputs of a pass for attention that reads `TreeMask`; padding sees the cached text as well."""
         lengths, positions = self.lengths.int(), self.positions.int()
-        slots = TreeSlots(lengths, lengths, positions, positions, words_of(self.closure), keys)
+        slots = TreeSlots(lengths, lengths, positions, positions, pack_bits(self.closure), keys)
         return TreeInputs(self.ids, self.positions, slots)
 
 

@@ -1,4 +1,4 @@
-"""The recurrent backend's public object; see `lade.model.joint`."""
+"""The recurrent backend."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lade.model.runner import EagerRunner
 
 
 class RecurrentBackend(Backend):
-    """Token trees through recurrent layers."""
+    """Token trees through recurrent layers, see `lade.model.joint`."""
 
     def of(self, facts: ModelFacts) -> Recurrence:
-        """Return how the recurrent layers of a model take part in passes over trees."""
+        """Return the patches with which a model's recurrent layers process token trees."""
         return CorePatches(facts)
 
     def refeeding(self, runner: EagerRunner) -> tuple[RefeedingRunner, RefedCache]:
-        """Return a runner for trees that outlast a pass, and its empty cache."""
+        """Return a runner for trees kept over several passes, and its empty cache."""
         return RefeedingRunner(runner), RefedCache()
 
 

@@ -1,9 +1,9 @@
-"""Trees that outlast a pass on recurrent layers: pending nodes are fed again.
+"""Trees kept over several passes on recurrent layers: pending nodes are fed again.
 
-States take in text alone, and cannot go back. So between two passes a cache holds the text before the root of each
-tree, and a pass feeds the whole tree, also the nodes that an earlier one has fed:
+States can only move forward through text. So between two passes the cache holds the text before the root of each tree,
+and a pass feeds the whole tree, including nodes that earlier passes have fed:
 
-    text, in the states           tree, fed by each pass until it is text or cannot become text any more
+    text, in the states           tree, fed by each pass until it is accepted or rejected
     Once upon a time there ────── was ── a ── little ─┬─ girl
                                                       └─ boy
 """
@@ -23,22 +23,22 @@ from lade.model.runner import EagerRunner
 
 
 class RefedCache(TreeCache):
-    """Holds the text of rows up to the roots of their trees, which are text, too, and move with every pass."""
+    """Holds the text of rows up to the roots of their trees; roots are text as well, and advance with every pass."""
 
     def __init__(self) -> None:
         super().__init__()
         self._paths: Sequence[Sequence[int]] = ()
-        self._slots: int | None = None  # that the last pass took; None before the first one
+        self._slots: int | None = None  # slots of the last pass; None before the first one
 
     def keep(self, paths: Sequence[Sequence[int]], fed: int, held: Sequence[int] | None = None) -> None:
-        """Remember what of the last trees is to stay: its first nodes are text, as `commit` finds out how many."""
+        """Record the paths to keep; `commit` learns how many of their nodes have become text."""
         self._paths = paths
 
     def commit(self, held: Sequence[int]) -> None:
-        """Have the states take in what of the last trees is text before the new roots, and forget the other nodes.
+        """Fold the text before the new roots into the states, and drop the other nodes.
 
         Args:
-            held: `[B]`, how many of the nodes that were to stay are in the new trees.
+            held: `[B]`, number of kept nodes that are in the new trees.
         """
         texts = [path[: len(path) - own] for path, own in zip(self._paths, held, strict=True)]
         if self._slots is None:  # the roots are the last tokens of the prompts
@@ -47,15 +47,15 @@ class RefedCache(TreeCache):
             super().keep(texts, self._slots)
 
     def fed(self, slots: int) -> None:
-        """A pass has fed trees of at most `slots` nodes."""
+        """Record a pass over trees of at most `slots` nodes."""
         self._slots = slots
 
 
 class RefeedingRunner:
-    """Feeds whole trees where `EagerRunner.extend` feeds the nodes that are not in the cache.
+    """Feeds whole trees, where `EagerRunner.extend` feeds only nodes that are not cached.
 
     Args:
-        runner: of a model with recurrent layers.
+        runner: runner of a model with recurrent layers.
     """
 
     refeeds = True
@@ -65,7 +65,7 @@ class RefeedingRunner:
 
     @property
     def clock(self) -> Clock:
-        """See `EagerRunner`."""
+        """See `EagerRunner.clock`."""
         return self._runner.clock
 
     @property
@@ -84,12 +84,12 @@ class RefeedingRunner:
         return self._runner.prefill(rows, cache, hook)
 
     def extend(self, trees: Sequence[TokenTree], held: Sequence[int], cache: RefedCache) -> torch.Tensor:
-        """Feed one tree a row.
+        """Feed one tree per row.
 
         Args:
-            trees: their roots are text.
-            held: `[B]`, how many of their first nodes an earlier pass has fed.
-            cache: was told which nodes these are.
+            trees: one tree per row, whose root is text.
+            held: `[B]`, number of leading nodes that an earlier pass has fed.
+            cache: cache whose `keep` was called with these nodes.
 
         Returns:
             Logits of the other nodes, `[B, S, V]`; see `EagerRunner.extend`.

@@ -3,11 +3,11 @@
 >>> import lade
 >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="lade_tree")
 
-In an ordinary pass it is SDPA. A step over trees brings a `TreeMask`; then our own kernel reads the cache once, without
-a dense mask and without copies of the keys for each head that shares them. Where the kernel cannot run (no CUDA, no
-Triton, a dtype or a size it was not written for) the mask is made dense, and the result is the same up to rounding.
+An ordinary pass uses SDPA. A step over trees brings a `TreeMask`; then the Triton kernel reads the cache once, without
+a dense mask and without copies of keys for the query heads that share them. Where the kernel cannot run (no CUDA, no
+Triton, an unsupported dtype or size) the mask is made dense, and results are equal up to rounding.
 
-Soft caps and attention sinks, which SDPA has not, are computed in plain torch in an ordinary pass.
+Soft caps and attention sinks, which SDPA lacks, are computed in plain torch in an ordinary pass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lade.model.masks import TREE_ATTENTION
 
 NAME = TREE_ATTENTION
 HAS_TRITON = find_spec("triton") is not None
-"""Torch for CUDA on Linux brings it along; it is imported when a tree comes."""
+"""True if Triton is installed, as with torch for CUDA on Linux; it is imported with the first tree."""
 
 
 def tree_attention(
@@ -41,22 +41,22 @@ def tree_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers' interface wants it.
+    """Compute attention as transformers' attention interface asks for it.
 
     Args:
-        module: the attention layer.
-        query: `[B, H, S, D]`.
-        key: `[B, Hkv, K, D]`.
-        value: `[B, Hkv, K, Dv]`.
-        attention_mask: `[B, 1, S, K]`, a `TreeMask`, boolean, or added to the scores; None for causal attention.
-        dropout: probability.
-        scaling: factor of the scores; `D ** -0.5` if not given.
-        softcap: scores s become softcap * tanh(s / softcap).
-        s_aux: `[H]`, attention sinks: the score of one more key of each head, which has no value.
-        kwargs: other arguments, which SDPA takes.
+        module: attention layer that calls this function.
+        query: `[B, H, S, D]` queries.
+        key: `[B, Hkv, K, D]` keys.
+        value: `[B, Hkv, K, Dv]` values.
+        attention_mask: `[B, 1, S, K]`, a `TreeMask`, a boolean or an additive mask; None for causal attention.
+        dropout: dropout probability of the weights.
+        scaling: factor of the scores; None for `D ** -0.5`.
+        softcap: logit soft cap: scores s become softcap * tanh(s / softcap); None for none.
+        s_aux: `[H]`, attention sinks: score of an extra key per head that has no value; None for none.
+        kwargs: other arguments of the interface, passed on to SDPA.
 
     Returns:
-        `[B, S, H, Dv]`, and no weights.
+        `[B, S, H, Dv]`, and None in place of attention weights.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(attention_mask, TreeMask):
@@ -69,7 +69,7 @@ def tree_attention(
         found, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scale, **kwargs)
         return found, None
     if kwargs.get("position_bias") is not None:
-        raise ValueError(f"{NAME} computes no position bias beside soft caps or sinks: use attn_implementation='eager'")
+        raise ValueError(f"{NAME} supports no position bias with soft caps or sinks: use attn_implementation='eager'")
     is_causal = kwargs.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -81,7 +81,7 @@ def tree_attention(
 
 
 def kernel_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> ModuleType | None:
-    """The module whose kernel serves such queries, keys and values; None where there is none."""
+    """Return the module whose kernel supports these tensors; None if there is none."""
     if torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value)):
         return None
     kernel = _kernel()
@@ -89,7 +89,7 @@ def kernel_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> M
 
 
 def _kernel() -> ModuleType | None:
-    """The kernel's module; None without Triton."""
+    """Return the kernel's module; None without Triton."""
     if not HAS_TRITON:
         return None
     from lade.backends.tree_attention import launch as tree_launch
@@ -105,7 +105,7 @@ def _weights(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention weights `[B, H, S, K]`; the softmax is in float32 at least."""
+    """Return attention weights `[B, H, S, K]`; the softmax is computed in float32 or wider."""
     scores = query @ _shared(key, query.shape[1]).transpose(-1, -2) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -120,7 +120,7 @@ def _weights(
 
 
 def _shared(states: torch.Tensor, heads: int) -> torch.Tensor:
-    """Keys or values `[B, Hkv, K, D]` for each query head: `[B, H, K, D]`."""
+    """Repeat keys or values `[B, Hkv, K, D]` for each query head: `[B, H, K, D]`."""
     return states.repeat_interleave(heads // states.shape[1], dim=1)
 
 

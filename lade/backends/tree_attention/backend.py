@@ -1,4 +1,4 @@
-"""The public object of `lade_tree`; importing it makes the name known to transformers."""
+"""The tree attention backend; importing it registers `lade_tree` with transformers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lade.model.masks import Inputs
 
 
 class TreeAttentionBackend(Backend):
-    """Compact masks for attention that knows token trees; see `lade.model.joint`."""
+    """Compact masks for attention over token trees, see `lade.model.joint`."""
 
     def inputs(self, trees: Sequence[TokenTree], lengths: Sequence[int], device: torch.device, held: int) -> Inputs:
-        """Return the tensors of a step over one tree a row, whose mask is a `TreeMask`; see `StepInputs.of`.
+        """Return the inputs of a step over one tree per row, whose mask is a `TreeMask`; see `StepInputs.of`.
 
         Args:
-            trees: one for each row.
+            trees: one tree per row.
             lengths: `[B]`, cached tokens of each row.
-            device: where the tensors go.
-            held: how many of a lone row's cached tokens are the first nodes of its tree.
+            device: device of the tensors.
+            held: number of cached tokens of a single row that are the first nodes of its tree.
         """
         return TreeInputs.of(trees, lengths, device, held)
 
