@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 # Each process takes a part of the tests in their order, so that what a module's tests share is mostly made once.
 PARALLEL := -n 2 --dist worksteal
 
-.PHONY: help demo test test-fast test-slow test-gpu test-distributed test-oldest test-kernel test-quantised test-frameworks test-clients test-scale test-schema test-page lint figures docs traces wheel clean
+.PHONY: help demo test test-core test-fast test-slow test-gpu test-distributed test-oldest test-kernel test-quantised test-frameworks test-clients test-scale test-schema test-page lint figures docs traces wheel clean
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -81,6 +81,9 @@ test: lint test-fast ## lint, types and the default tests: what CI runs
 
 test-fast: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
+
+test-core: $(VENV)/.installed ## the algorithm and the integration alone: a minute
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) tests/decoding tests/hf tests/test_imports.py tests/test_house.py
 
 test-slow: $(VENV)/.installed ## the full cross products, and more examples of each property (some 30 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m '(slow or hypothesis) and not gpu' --hypothesis-profile thorough

@@ -26,7 +26,7 @@ from lade.server.serialization import Json, padded
 from lade.server.served_model import TextTooLongError
 from lade.server.service import Service
 from lade.server.settings import MASK_SECONDS, MASK_TOKEN_SECONDS
-from lade.server.structured_output import asked_form, refuse_other_ends
+from lade.server.structured_output import UntriedGrammarError, asked_form, refuse_other_ends
 from lade.serving.handle import Place
 
 
@@ -54,7 +54,7 @@ class Answer(ABC):
     def __init__(self, service: Service, exchange: Exchange, body: Decoding, asked: Decoding | None = None) -> None:
         self.service, self.body, self.asked = service, body, asked or body
         self._flight = service.fly(exchange, self.endpoint)
-        self._request_id, self._key, self._size = exchange.id, exchange.key, exchange.size
+        self._request_id, self._owner, self._size = exchange.id, exchange.owner, exchange.size
         self._headers: dict[str, str] = {}
         self._id = f"{self.id_prefix}{secrets.token_hex(16)}"
         self._created = int(time.time())
@@ -130,7 +130,7 @@ class Answer(ABC):
             await unless_gone(request, self._begin())
             if self.body.stream:
                 return serialization.EventStream(self._events(), self._headers)
-            return Json(await unless_gone(request, self._whole()), headers=self._headers)
+            return await unless_gone(request, self._whole())
         except ClientLeftError:
             return Response(status_code=GONE)
         except Exception as problem:  # noqa: BLE001 - whatever it is, the client is told
@@ -147,7 +147,10 @@ class Answer(ABC):
         self._check()
         for _ in range(self.count):
             self._flight.places.append(self._engine.reserve())
-        self.choices = await self.service.prepared(self._size, self._prepare)
+        try:
+            self.choices = await self.service.prepared(self._size, self._prepare)
+        except UntriedGrammarError:  # before any choice has begun, as all of them have this grammar
+            self.choices = await self.service.tried(self._owner, self._prepare)
 
     def _check(self) -> None:
         body, settings = self.body, self.service.settings
@@ -201,7 +204,7 @@ class Answer(ABC):
         """Of `Engine.add`."""
         body, settings = self.body, self.service.settings
         memories = self.service.memories
-        scope = memories.scope(self._key, body.cache_salt)
+        scope = memories.scope(self._owner, body.cache_salt)
         wanted = settings.answer_tokens if body.most_tokens is None else body.most_tokens
         context = self.service.context
         room = max(1, wanted if context is None else min(wanted, context - len(prompt.ids)))
@@ -218,7 +221,7 @@ class Answer(ABC):
             "skip_special_tokens": body.skip_special_tokens and not self.has_special_marks,
             "logprobs": self.top_logprobs,
             "scope": scope,
-            "client": self._key,
+            "client": self._owner,
             **({"min_new_tokens": least} if least else {}),
             "max_new_tokens": room,
             "prediction": self._predicted,
@@ -239,16 +242,23 @@ class Answer(ABC):
                     self._flight.saw_token()
                 yield choice, choice.finish() if step is None else choice.take(step)
 
-    async def _whole(self) -> dict[str, Any]:
+    async def _whole(self) -> Response:
         async for _ in self._steps(None):
             pass
         self.ended()
-        return {
+        if self.top_logprobs is None:
+            return self._answered()
+        return await self.service.prepared(self._size, self._answered)  # all tokens, each with its likeliest ones
+
+    def _answered(self) -> Response:
+        """Return the whole answer."""
+        told = {
             **self._head(self.kind),
             "choices": [self.whole_choice(choice) for choice in self.choices],
             "usage": self.usage(),
             "lade": figures_of(self.choices),
         }
+        return Json(told, headers=self._headers)
 
     async def _events(self) -> AsyncIterator[bytes]:
         """What a stream consists of, in whatever form its events are."""

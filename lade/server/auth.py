@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lade.server.errors import AUTHENTICATION, PERMISSION, ApiError, overloaded
 from lade.server.request_context import Exchange
-from lade.server.settings import PROBES, Keys, Settings
+from lade.server.settings import PROBES, Key, Keys, Settings
 
 OPEN = PROBES - {"/metrics"}
 """Paths that orchestrators ask without a key."""
@@ -63,7 +63,8 @@ class Guard:
             why = f"pages of {origin[:100]!r} may not ask: start the server with --cors-origin to allow it"
             raise ApiError(403, PERMISSION, why, code="forbidden_origin")
         if self._keys().all and not _is_open(scope):
-            Exchange.of(scope).key = self._key(headers)
+            key, exchange = self._key(headers), Exchange.of(scope)
+            exchange.key, exchange.owner = key.name, key.owner
 
     def _knows(self, host: str) -> bool:
         try:
@@ -76,17 +77,17 @@ class Guard:
         allowed = self._settings.cors_origins
         return "*" in allowed or origin in allowed or origin.partition("://")[2] == host
 
-    def _key(self, headers: Headers) -> str:
-        """The name of the key that was sent."""
+    def _key(self, headers: Headers) -> Key:
+        """Return the key that was sent."""
         scheme, _, secret = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             secret = headers.get("x-api-key", "")
-        name = self._keys().find(secret.strip())
-        if name is None:
+        key = self._keys().find(secret.strip())
+        if key is None:
             why = "no key, or a wrong one: send the header  Authorization: Bearer KEY"
             headers_out = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, AUTHENTICATION, why, code="invalid_api_key", headers=headers_out)
-        return name
+        return key
 
 
 def _is_open(scope: Scope) -> bool:

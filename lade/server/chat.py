@@ -6,6 +6,8 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from starlette.responses import Response
+
 from lade.grammar import Grammar
 from lade.server import serialization
 from lade.server.answer import Answer
@@ -16,6 +18,7 @@ from lade.server.output_parser import MarkupParser, PlainParser
 from lade.server.request_context import Exchange
 from lade.server.sampling_parameters import with_generation_config
 from lade.server.schemas import ChatRequest, Decoding
+from lade.server.serialization import Json
 from lade.server.service import Service
 from lade.server.structured_output import CHAT_NAMES, asked_calls, asked_form, message_grammar
 from lade.stats import Step
@@ -170,12 +173,12 @@ class ItemAnswer(ChatAnswer):
         name, others = event
         return serialization.event({"type": name, **others}, name)
 
-    async def _whole(self) -> dict[str, Any]:
+    async def _whole(self) -> Response:
         async for found in self._steps(None):
             if found is not None:
                 list(self._changes(found[1]))
         self.ended()
-        return self.message()
+        return Json(self.message(), headers=self._headers)
 
     def _first(self) -> Iterator[bytes]:
         return map(self.encoded, self.first())

@@ -194,6 +194,8 @@ _AS_IT_IS = {"type": "function", "function": "{content}"}
 """What response templates say of a call that is written as `{"name": ..., "arguments": ...}`."""
 _SURE = 5
 """Characters of a mark, at least, that are one and nothing else."""
+_SPACES = r"\s{0,64}"
+"""Around marks, left out. Were any number of them, a search through many would take a time that is quadratic in it."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """What response templates call thoughts."""
 
@@ -374,11 +376,20 @@ class Markup:
             return PlainParser()
         fields: dict[str, Any] = {"content": {"content": "text"}}
         if self._thinks:
-            thoughts = {"open_pattern": r"\s*<think>\s*", "close_pattern": r"\s*</think>\s*", "content": "text"}
+            thoughts = {
+                "open_pattern": f"{_SPACES}<think>{_SPACES}",
+                "close_pattern": f"{_SPACES}</think>{_SPACES}",
+                "content": "text",
+            }
             fields["reasoning_content"] = thoughts
         if self._calls and tools:
             opening_mark, closing_mark = _CALL_MARKS
-            call = {"open_pattern": rf"\s*{opening_mark}", "close": closing_mark, "repeats": True, "content": "text"}
+            call = {
+                "open_pattern": f"{_SPACES}{opening_mark}",
+                "close": closing_mark,
+                "repeats": True,
+                "content": "text",
+            }
             fields["tool_calls"] = call
         template = {"start_anchor": "\0", "fields": fields}
         opening = "<think>" if self._thinks and prompt.rstrip().endswith("<think>") else ""

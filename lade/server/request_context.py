@@ -116,6 +116,7 @@ class Exchange:
         method: of HTTP.
         path: asked for.
         key: name of the key that it was sent with; "-" where there are none.
+        owner: whose key that is; see `Key.owner`.
         size: bytes of its body.
         status: of the answer; 0 before it begins.
         flight: what it has decoded, if anything.
@@ -126,6 +127,7 @@ class Exchange:
     path: str
     method: str = "-"
     key: str = "-"
+    owner: str = "-"
     size: int = 0
     status: int = 0
     flight: Flight | None = None

@@ -32,6 +32,7 @@ from lade.server.request_context import Exchange, Flight
 from lade.server.served_model import ServedModel, TextEncoder, TokenText
 from lade.server.settings import Settings
 from lade.server.structured_output import Forms
+from lade.server.turns import Turns
 from lade.serving.capacity import default_max_tokens, weight_shares
 from lade.serving.engine import Engine
 from lade.serving.handle import Handle
@@ -188,6 +189,7 @@ class Service:
         self.fingerprint = f"lade-{__version__}"
         self._preparing = ThreadPoolExecutor(PREPARING, thread_name_prefix="lade.serve")
         self._preparing_large = ThreadPoolExecutor(PREPARING_LARGE, thread_name_prefix="lade.serve large")
+        self._trials = Turns("lade.serve trial")
         self._model: ServedModel | None = None
         self._engine: Engine | None = None
         self._warm: Snapshot | None = None
@@ -343,6 +345,10 @@ class Service:
         pool = self._preparing if size <= SMALL else self._preparing_large
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
+    async def tried(self, client: str, work: Callable[[], T]) -> T:
+        """Return what comes of preparing a request whose grammar has to be tried first; clients take turns."""
+        return await self._trials.run(client, lambda: self.forms.trying(work))
+
     def fly(self, exchange: Exchange, endpoint: str) -> Flight:
         """Something to be decoded for a request; it ends by itself where it waits longer than it may."""
         flight = exchange.flight = Flight(endpoint)
@@ -374,6 +380,7 @@ class Service:
         """End everything."""
         self._preparing.shutdown(wait=False, cancel_futures=True)
         self._preparing_large.shutdown(wait=False, cancel_futures=True)
+        self._trials.close()
         if self._engine is not None:
             self._engine.close()
         if self._model is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import logging
 import re
@@ -27,10 +28,20 @@ class Key:
     Attributes:
         name: what logs call it; its number where the file has none.
         secret: what a client sends.
+        named: whether the file or the environment gives the name.
     """
 
     name: str
     secret: str = field(repr=False)
+    named: bool = True
+
+    @property
+    def owner(self) -> str:
+        """Return who shares what requests leave behind: the name, or a digest of the secret where it has none.
+
+        A number is no owner: once keys are read again, it may be the number of somebody else's key.
+        """
+        return f"name:{self.name}" if self.named else f"sha256:{hashlib.sha256(self.secret.encode()).hexdigest()}"
 
 
 @dataclass(frozen=True)
@@ -62,12 +73,12 @@ class Keys:
             _gather(found, environment.split(), ENVIRONMENT, "key", "give some with spaces between them, or unset it")
         return cls(tuple(found))
 
-    def find(self, secret: str) -> str | None:
-        """The name of the key with this secret. All are compared, in a time that does not tell how far they agree."""
+    def find(self, secret: str) -> Key | None:
+        """Return the key with this secret. All are compared, in a time that does not tell how far they agree."""
         found = None
         for key in self.all:
             if hmac.compare_digest(key.secret.encode(), secret.encode(errors="replace")):
-                found = key.name
+                found = key
         return found
 
 
@@ -96,7 +107,7 @@ def _gather(found: list[Key], lines: Sequence[str], source: str, unit: str, reme
         secret = named[2] if named else line
         if re.search(r"\s", secret) or not secret.isascii():
             raise InputError(f"{source}, {unit} {number}: a key has no spaces and only ASCII in it")
-        found.append(Key(named[1] if named else f"key-{len(found) + 1}", secret))
+        found.append(Key(named[1] if named else f"key-{len(found) + 1}", secret, named=named is not None))
     if len(found) == before:
         raise InputError(f"{source} has no keys: {remedy}")
 
@@ -109,6 +120,8 @@ MOST_IMAGES, MOST_PIXELS = 64, 32 * 2**20
 """Of a request."""
 MOST_PARTS, MOST_WORDS, MOST_MEMBERS, MOST_IDS = 4096, 16384, 1024, 2**20
 """Parts of a message, words of a choice, members of an object, token ids of a text."""
+MOST_DETOKENIZED = 2**17
+"""Token ids at a time: a tokenizer holds up all threads while it takes them."""
 MOST_ECHOED = 2**18
 """Log-probabilities of prompts that a request may have told with `echo`."""
 PROBES = frozenset(["/live", "/ready", "/health", "/v1/health", "/metrics"])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import thread_time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from lade.backends.grammar.compiled import GrammarBudget, SlowGrammarError, Vocabulary, vocabulary_of_tokenizer
+from lade.backends.grammar.compiled import KEPT, GrammarBudget, SlowGrammarError, Vocabulary, vocabulary_of_tokenizer
 from lade.backends.grammar.processor import GrammarProcessor, processor_of
 from lade.backends.grammar.trial import GrammarTrial
 from lade.errors import InputError, MissingExtraError
@@ -20,6 +22,7 @@ from lade.server.schemas import ChatRequest, Decoding, StructuredOutputs
 from lade.server.served_model import ServedModel
 from lade.server.settings import LONGEST_SCHEMA, LONGEST_TOOLS, SLOWEST_TOOLS
 
+T = TypeVar("T")
 _ANY_TEXT = ("text", None)
 _NOTES = frozenset(["description", "title", "$comment", "$schema"])
 _VALUES = frozenset(["const", "enum", "default", "examples"])
@@ -36,8 +39,14 @@ class FormatNames(NamedTuple):
 CHAT_NAMES = FormatNames()
 
 
+class UntriedGrammarError(Exception):
+    """A grammar has to be tried before it is compiled, which may take long: see `Forms.trying`."""
+
+
 class Forms:
     """Makes processors of the grammars that requests ask for.
+
+    All that is asked of it may raise `UntriedGrammarError`, but within `trying`.
 
     Args:
         model: whose answers follow them. What its tokenizer takes to be prepared is done here, once.
@@ -48,14 +57,38 @@ class Forms:
         self._unfit: InputError | None = None
         self._vocabulary: Vocabulary | None = None
         self._trial: GrammarTrial | None = None
+        self._trying = threading.local()
+        self._slow: OrderedDict[str, str] = OrderedDict()  # grammars that have failed, and why
         try:
             vocabulary = vocabulary_of_tokenizer(model.tokenizer, model.ends)
             self._trial = GrammarTrial(vocabulary.specials)
-            self._vocabulary = vocabulary.with_trial(self._trial)
+            self._vocabulary = vocabulary.with_trial(self._try)
         except MissingExtraError as problem:
             self._missing = problem
         except InputError as problem:
             self._unfit = problem
+
+    def trying(self, work: Callable[[], T]) -> T:
+        """Return what comes of some work, in which grammars are tried before they are compiled."""
+        self._trying.on = True
+        try:
+            return work()
+        finally:
+            self._trying.on = False
+
+    def _try(self, grammar: str) -> None:
+        if (why := self._slow.get(grammar)) is not None:
+            raise SlowGrammarError(why)
+        if not getattr(self._trying, "on", False):
+            raise UntriedGrammarError
+        assert self._trial is not None
+        try:
+            self._trial(grammar)
+        except SlowGrammarError as problem:
+            self._slow[grammar] = str(problem)
+            if len(self._slow) > KEPT:
+                self._slow.popitem(last=False)
+            raise
 
     @property
     def available(self) -> bool:

@@ -7,6 +7,7 @@ ids: a few dozen texts take less than a millisecond, and nothing is ever taken f
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -36,12 +37,14 @@ class ShelvedText:
         tokens: `[L]`.
         cache: keys and values of them.
         said: what the logits said at them.
+        client: whose request left it here.
     """
 
     scope: str | None
     tokens: Tokens
     cache: TreeCache
     said: Said
+    client: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -50,7 +53,9 @@ class ShelvedText:
 
 
 class Shelf:
-    """Texts of at most so many bytes; the one that was used least lately goes first.
+    """Texts of at most so many bytes; of the client with most of them, the one used least recently goes first.
+
+    Otherwise one client that sends many texts, under as many scopes as it likes, would evict all others'.
 
     Args:
         max_bytes: of all texts together.
@@ -99,9 +104,18 @@ class Shelf:
             if common(other.tokens, text.tokens) == len(other.tokens):
                 self._drop(number)
         while self.nbytes + text.nbytes > self.max_bytes:
-            self._drop(0)
+            self._drop(self._first_to_go(text))
         self._texts.append(text)
         self.nbytes += text.nbytes
+
+    def _first_to_go(self, coming: ShelvedText) -> int:
+        """Return the number of the text that makes room for another one, which counts as its client's already."""
+        taken = Counter({coming.client: coming.nbytes})
+        for text in self._texts:
+            taken[text.client] += text.nbytes
+        here = {text.client for text in self._texts}
+        most = max(here, key=taken.__getitem__)
+        return next(number for number, text in enumerate(self._texts) if text.client == most)
 
     def clear(self) -> None:
         """Forget all."""
@@ -193,7 +207,8 @@ class Reuse:
             return
         said = row.drafter.said.first(tokens) if isinstance(row.drafter, NotingDrafter) else Said()
         try:
-            self.shelf.put(ShelvedText(scope, np.array(text, dtype=np.int64), copy_row(place, tokens), said))
+            ids, client = np.array(text, dtype=np.int64), active.request.client
+            self.shelf.put(ShelvedText(scope, ids, copy_row(place, tokens), said, client))
         except (MemoryError, torch.OutOfMemoryError) as problem:
             logger.info("no memory for texts that are kept for later prompts, they are dropped: %s", problem)
             self.shelf.clear()

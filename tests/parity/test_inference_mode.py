@@ -16,12 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Log
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lade
+from lade.backends.cpu.invariant.attention import NAME as INVARIANT_ATTENTION
+from lade.backends.tree_attention.attention import NAME as TREE_ATTENTION
 from lade.decoding.tree import TokenTree
 from lade.model import capture_blockers
 from lade.model.capture_blockers import ordinary, why_recorded
 from lade.model.facts import ModelFacts
 from lade.model.kv_cache import TreeCache
-from lade.model.masks import INVARIANT_ATTENTION, TREE_ATTENTION
 from lade.model.runner import EagerRunner
 from lade.serving.engine import Engine
 from lade.testing import toy_model

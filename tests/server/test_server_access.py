@@ -79,7 +79,7 @@ def test_keys_of_the_environment_come_on_top(tmp_path):
     assert [(key.name, key.secret) for key in Keys.read(file, "bob:three\n four").all] == [
         ("alice", "one"), ("key-2", "two"), ("bob", "three"), ("key-4", "four"),
     ]  # fmt: skip
-    assert Keys.read(None) == NO_KEYS and Keys.read(None, "x").find("x") == "key-1"
+    assert Keys.read(None) == NO_KEYS and Keys.read(None, "x").find("x").name == "key-1"
     with pytest.raises(InputError, match="LADE_API_KEYS has no keys"):
         Keys.read(file, " ")
     with pytest.raises(InputError, match="LADE_API_KEYS, key 2"):
@@ -117,6 +117,26 @@ def test_keys_that_have_changed_are_read_again(tmp_path, caplog):
         reread()
         until(lambda: "the keys stay as they are" in caplog.text)
         assert (status("old"), status("new")) == (401, 200)
+
+
+def test_who_gets_the_number_of_another_key_gets_nothing_else_of_it(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("one\ntwo\nalice:three")
+    read = functools.partial(Keys.read, file)
+    with running(keys=read(), read_keys=read, prefix_cache=2**24) as server:
+
+        def cached(secret):
+            body = {"prompt": "a text that somebody has said before, long enough to be kept", "max_tokens": 1}
+            answer = server.http.post("/v1/completions", json=body, headers={"x-api-key": secret}).json()
+            return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        assert cached("two") == 0 < cached("two") and cached("three") == 0
+        file.write_text("four\nfive\nkey-2:six\nalice:seven")  # the second key was two's
+        server.service.keys_changed = True
+        until(lambda: not server.service.keys_changed)
+        until(lambda: server.service.keys.find("five") is not None)
+        assert server.service.keys.find("five").name == "key-2"
+        assert cached("five") == cached("six") == 0 < cached("seven"), "alice has a new key"
 
 
 def test_no_answer_is_taken_for_something_else(guarded):
@@ -182,4 +202,5 @@ def test_a_salt_buys_no_turn(guarded, monkeypatch):
     for secret, salt in ((SECRET, "one"), (SECRET, "two"), ("sk-another", "one")):
         body = {"prompt": "a", "max_tokens": 1, "cache_salt": salt}
         assert guarded.http.post("/v1/completions", json=body, headers={"x-api-key": secret}).status_code == 200
-    assert [client for client, _ in asked] == ["alice", "alice", "key-2"] and len(set(asked)) == 3
+    clients = [client for client, _ in asked]
+    assert clients[:2] == ["name:alice"] * 2 and clients[2] != clients[1] and len(set(asked)) == 3

@@ -1,5 +1,6 @@
 """`echo` with `logprobs`: how likely the model finds a prompt, as programs ask that compare likelihoods of texts."""
 
+import threading
 from dataclasses import replace
 
 import openai
@@ -7,7 +8,7 @@ import pytest
 import torch
 from served import CONTEXT, MODEL, SERVED, TOKENIZER, byte_model, plain, running, text_of, until
 
-from lade.server import completions
+from lade.server import choice_stream, completions
 from lade.server.choice_stream import CompletionLogprobs
 from lade.server.served_model import TokenText
 from lade.stats import TokenLogprobs
@@ -74,7 +75,7 @@ def test_likelihoods_are_had_as_an_evaluation_harness_asks_for_them(server):
             model="toy",
             prompt=[a + b for a, b in encoded],
             max_tokens=1,
-            logprobs=1,
+            choice_stream=1,
             echo=True,
             temperature=0,
             seed=1234,
@@ -110,6 +111,22 @@ def test_many_logprobs_are_spelled_beside_the_event_loop(monkeypatch):
         assert server.complete("abcdef", echo=True, logprobs=1, max_tokens=0).status_code == 200
         until(server.at_rest)
     assert seen == [5]
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_logprobs_of_whole_answers_are_spelled_beside_the_event_loop(server, monkeypatch, path):
+    threads, entries = set(), choice_stream.TokenText.text
+
+    def text(self, token):
+        threads.add(threading.current_thread())
+        return entries(self, token)
+
+    monkeypatch.setattr(choice_stream.TokenText, "text", text)
+    chat = path.startswith("chat")
+    asked = {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2} if chat else {"prompt": "a"}
+    answer = server.http.post(f"/v1/{path}", json={**asked, "logprobs": True if chat else 2, "max_tokens": 5})
+    assert answer.status_code == 200, answer.text
+    assert threads and server.thread not in threads
 
 
 def test_of_tokens_that_are_spelled_alike_the_likeliest_counts():

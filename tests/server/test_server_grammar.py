@@ -4,17 +4,33 @@ import json
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx2 as httpx
 import jsonschema
 import pytest
-from served import MODEL, TOKENIZER, byte_model, byte_tokenizer, plain, running, slow_served, templated, text_of
+from served import (
+    MODEL,
+    SOON,
+    TOKENIZER,
+    byte_model,
+    byte_tokenizer,
+    plain,
+    running,
+    slow_served,
+    templated,
+    text_of,
+    until,
+)
 
 from lade import Grammar
-from lade.backends.grammar.compiled import vocabulary_of_tokenizer
+from lade.backends.grammar.compiled import SlowGrammarError, vocabulary_of_tokenizer
 from lade.server import answer as answers
+from lade.server import structured_output
 from lade.server.errors import ApiError
 from lade.server.schemas import ChatRequest
 from lade.server.served_model import ServedModel
+from lade.server.settings import Key, Keys
 from lade.server.structured_output import asked_calls, asked_form, message_grammar
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -160,6 +176,82 @@ def test_hostile_schemas_are_refused_at_once_while_another_stream_goes_on():
             stop.set()
             reader.join()
         assert gaps and max(gaps) < 1
+
+
+class HeldTrial:
+    """Notes each grammar, and waits until a test lets it go on; "slow" ones fail."""
+
+    def __init__(self, specials):
+        self.tried, self.let = [], threading.Semaphore(0)
+
+    def __call__(self, grammar):
+        self.tried.append(next(name for name in ("slow", "a0", "a1", "a2", "a3", "a4", "b0") if name in grammar))
+        assert self.let.acquire(timeout=SOON)
+        if "slow" in grammar:
+            raise SlowGrammarError("too slow")
+
+    def close(self):
+        self.let.release(100)
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """A server with the keys "ka" and "kb", whose trials wait to be let; and threads that ask it."""
+    monkeypatch.setattr(structured_output, "GrammarTrial", HeldTrial)
+    with running(keys=Keys((Key("a", "ka"), Key("b", "kb")))) as server, ThreadPoolExecutor(8) as threads:
+        trial = server.service.forms._trial
+        try:
+            yield server, trial, lambda *given: threads.submit(ask, server, *given)
+        finally:
+            trial.close()
+
+
+def ask(server, regex=None, key="ka", timeout=SOON):
+    body = {"prompt": "x", "max_tokens": 3, "guided_regex": regex}
+    return server.http.post("/v1/completions", json=body, headers={"x-api-key": key}, timeout=timeout)
+
+
+def waiting(server):
+    return sum(not turn.done() for line in list(server.service._trials._waiting.values()) for turn in list(line))
+
+
+def test_nobody_waits_for_grammars_of_others_to_be_tried(held):
+    server, trial, submit = held
+    many = [submit(f"a{number}") for number in range(5)]
+    until(lambda: trial.tried)
+    assert ask(server).status_code == 200, "without a grammar"
+    until(lambda: waiting(server) == 4)
+    other = submit("b0", "kb")
+    until(lambda: waiting(server) == 5)
+    trial.let.release(2)
+    until(lambda: len(trial.tried) == 3)
+    assert "b0" in trial.tried, "the next turn but one at most"
+    trial.let.release(100)
+    assert all(each.result(SOON).status_code == 200 for each in [*many, other])
+    assert ask(server, "a0").status_code == 200 and len(trial.tried) == 6, "it is compiled"
+
+
+def test_a_grammar_that_has_failed_its_trial_is_not_tried_again(held):
+    server, trial, _ = held
+    trial.let.release(1)
+    for _ in range(3):
+        answer = ask(server, "slow")
+        assert answer.status_code == 400 and "too slow" in answer.json()["error"]["message"]
+    assert trial.tried == ["slow"]
+
+
+def test_grammars_that_nobody_waits_for_any_more_are_not_tried(held):
+    server, trial, submit = held
+    first = submit("a0")
+    until(lambda: trial.tried)
+    for regex in ("a1", "a2"):
+        with pytest.raises(httpx.ReadTimeout):
+            ask(server, regex, timeout=0.3)
+    last = submit("b0", "kb")
+    until(lambda: waiting(server) == 1)
+    trial.let.release(100)
+    assert first.result(SOON).status_code == last.result(SOON).status_code == 200
+    assert trial.tried == ["a0", "b0"]
 
 
 def test_a_grammar_that_takes_too_long_to_follow_ends_its_request_alone(monkeypatch):

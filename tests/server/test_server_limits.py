@@ -126,6 +126,7 @@ LARGE_BODIES = [
     ("/tokenize", b'{"messages":[', b"-1"),
     ("/tokenize", b'{"prompt":[', b"0"),
     ("/detokenize", b'{"tokens":[', b"-1"),
+    ("/detokenize", b'{"tokens":[', b"0"),
 ]
 
 

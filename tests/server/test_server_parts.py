@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 
 import pytest
 from served import MODEL, TOKENIZER, byte_tokenizer
@@ -50,6 +51,15 @@ def test_calls_of_tools_are_told_apart(size):
     assert json.loads(parts.tool_calls[0].arguments) == {"a": 1}
     assert len({call.id for call in parts.tool_calls}) == 2
     assert parsed(CALL, size=size).content == CALL, "without tools it is text"
+
+
+@pytest.mark.parametrize(("before", "after"), [("", "x"), ("", "<think>so</think>x"), ("<think>", "so</think>x")])
+def test_many_spaces_cost_as_much_as_other_text(before, after):
+    """By CPU time: a search that begins anew at each of them would take some 20 s."""
+    start = time.thread_time()
+    parts = parsed(before + " " * 80_000 + after, size=1000, tools=TOOLS)
+    assert time.thread_time() - start < 2.0
+    assert parts.content.strip() == "x" and parts.reasoning.strip() == ("" if after == "x" else "so")
 
 
 @pytest.mark.parametrize("size", [1, 1000])

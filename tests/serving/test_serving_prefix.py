@@ -205,9 +205,9 @@ def test_on_captured_passes(monkeypatch, seed):
 # --- the shelf -------------------------------------------------------------------------------------------------------
 
 
-def text(*tokens, scope=None):
+def text(*tokens, scope=None, client=None):
     """A text of these numbers, each 8 times, that takes 8 bytes a token."""
-    return ShelvedText(scope, np.repeat(np.array(tokens, dtype=np.int64), 8), TreeCache(), Said())
+    return ShelvedText(scope, np.repeat(np.array(tokens, dtype=np.int64), 8), TreeCache(), Said(), client)
 
 
 def ids(*tokens):
@@ -245,6 +245,27 @@ def test_the_text_used_least_lately_goes_first():
     assert [each.tokens[0] for each in shelf._texts] == [30, 10, 40] and shelf.nbytes == shelf.max_bytes
     shelf.put(text(*range(16)))
     assert len(shelf) == 3, "too large for all of it"
+
+
+def test_a_client_with_many_texts_makes_room_by_its_own():
+    shelf, others = Shelf(4 * 8 * 40), text(1, 2, 3, 4, 5, client="one", scope="one")
+    shelf.put(others)
+    for number in range(9):
+        shelf.put(text(number, 2, 3, 4, 5, client="two", scope=f"two {number}"))
+    assert [each.scope for each in shelf._texts] == ["one", "two 6", "two 7", "two 8"]
+    for number in range(3):
+        shelf.put(text(number, 3, 3, 4, 5, client="one", scope="one"))
+    assert [each.client for each in shelf._texts] == ["two", "two", "one", "one"], "each has half"
+
+
+def test_a_text_is_kept_as_that_of_its_client():
+    with Engine(LLAMA, prefix_cache=MEGABYTE) as engine:
+        for client, scope in (("a", "a 1"), ("a", "a 2"), (None, "b")):
+            ids = random_ids(40, 7)
+            engine.add(ids, client=client, scope=scope, max_new_tokens=2, **whole(ids)).result(SOON)
+        at_rest(engine)
+        kept = engine._scheduler._batch._reuse.shelf._texts
+        assert [(each.client, each.scope) for each in kept] == [("a", "a 1"), ("a", "a 2"), ("b", "b")]
 
 
 def test_what_was_said_is_told_in_runs():

@@ -235,7 +235,9 @@ class Running:
     def __init__(self, script: Script) -> None:
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}/"
-        config = uvicorn.Config(ScriptedServer(script).app, log_level="error", ws="none", timeout_graceful_shutdown=1)
+        app = ScriptedServer(script).app
+        # without a configuration of logs, which would be that of the whole process
+        config = uvicorn.Config(app, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=1)
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
         self.thread.start()
