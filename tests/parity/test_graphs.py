@@ -30,7 +30,7 @@ from lade.backends.cuda_graphs.capture import CudaCapture, EagerReplay
 from lade.backends.cuda_graphs.pool import BufferPool, capture_setup, pool_of
 from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.backends.cuda_graphs.static_cache import StaticCache
-from lade.backends.tree_attention import attention as tree_attention
+from lade.backends.tree_attention import backend as tree_attention
 from lade.decoding import loop, readout
 from lade.errors import CaptureWarning
 from lade.hf import job

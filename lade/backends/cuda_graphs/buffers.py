@@ -35,122 +35,6 @@ class StateShape:
     device: torch.device
 
 
-def state_shapes(layer: RecurrentLayer) -> list[StateShape]:
-    """Return the shapes of one layer's states, in the layer's order."""
-    return [
-        StateShape(name, tuple(state.shape[1:]), state.dtype, state.device) for (name, _), state in layer.states.items()
-    ]
-
-
-class StateBuffers:
-    """Recurrent states of all layers, at fixed addresses; states of equal shape are views of one tensor.
-
-    Args:
-        kinds: shape of each state, layer by layer.
-        rows: number of rows of a batch.
-
-    Attributes:
-        groups: `[rows, N, ...]` per shape, for the N states of that shape.
-        states: `[rows, ...]` per state.
-        memory: memory for node inputs, shared by passes of all shapes, since one is replayed at a time.
-    """
-
-    def __init__(self, kinds: Sequence[StateShape], rows: int) -> None:
-        self.groups: dict[StateShape, torch.Tensor] = {}
-        found: dict[int, torch.Tensor] = {}
-        for kind in dict.fromkeys(kinds):
-            equal = [number for number, other in enumerate(kinds) if other == kind]
-            with torch.inference_mode(False):  # as in `Buffers`
-                group = torch.zeros(rows, len(equal), *kind.shape, dtype=kind.dtype, device=kind.device)
-            self.groups[kind] = group
-            found.update(zip(equal, group.unbind(1), strict=True))
-        self.states = [found[number] for number in range(len(kinds))]
-        self.memory: defaultdict[tuple[StateShape, str], ResultMemory] = defaultdict(ResultMemory)
-
-    def clear(self) -> None:
-        """Set all states to zero."""
-        for group in self.groups.values():
-            group.zero_()
-
-    def copy_from(self, other: StateBuffers, rows: int) -> None:
-        """Copy the first rows of other buffers of the same shapes."""
-        for kind, group in self.groups.items():
-            group[:rows] = other.groups[kind][:rows]
-
-    def select(self, targets: Sequence[int], sources: Sequence[int]) -> None:
-        """Copy some rows to others, all at once."""
-        for group in self.groups.values():
-            into, rows = upload([np.array(targets), np.array(sources)], group.device)
-            group[into] = group[rows]
-
-
-class NodeBuffers:
-    """Inputs of the state update that the nodes of a pass of one shape leave, at fixed addresses.
-
-    Args:
-        states: states to update; passes of other shapes on these states share the same memory.
-    """
-
-    def __init__(self, states: StateBuffers) -> None:
-        self._states = states
-        self._tensors: dict[tuple[StateShape, str], torch.Tensor] = {}
-        self._value_first: dict[StateShape, bool] = {}
-
-    def take(self, layers: Sequence[RecurrentLayer]) -> None:
-        """Copy the node inputs of these layers into the buffers; the captured end of a pass."""
-        left: defaultdict[tuple[StateShape, str], list[torch.Tensor]] = defaultdict(list)
-        for layer in layers:
-            for kind, (name, idx) in zip(state_shapes(layer), layer.states, strict=True):
-                if name == _CONVOLUTION:
-                    left[kind, "inputs"].append(layer.inputs[idx])
-                    continue
-                folding = layer.foldings[idx]
-                assert isinstance(folding, LinearFolding), "models with other cores run eagerly"
-                self._value_first[kind] = folding.value_first
-                for part in ("keys", "values", "decay"):
-                    left[kind, part].append(getattr(folding, part))
-        for key, tensors in left.items():
-            if key not in self._tensors:
-                self._tensors[key] = self._states.memory[key].like(torch.stack(tensors, dim=1))
-            torch.stack(tensors, dim=1, out=self._tensors[key])  # [B, N, ...]
-
-    def fold(self, paths: Sequence[Sequence[int]]) -> None:
-        """Fold the accepted path of each row into its states, in all layers at once.
-
-        Args:
-            paths: nodes of the pass per row, from the root on; none is empty.
-        """
-        for kind, group in self._states.groups.items():
-            rows, count = len(paths), group.shape[1]
-            state = group[:rows].flatten(0, 1)  # [B * N, ...], a view
-            if kind.name == _CONVOLUTION:
-                inputs = self._node_tensors(kind, "inputs", rows)  # [B * N, L, C]
-                (columns,) = upload([_windows(paths, kind.shape[-1]).repeat(count, axis=0)], kind.device)
-                state.copy_(gather_columns(inputs, columns).mT)
-                continue
-            keys, values, decay = (self._node_tensors(kind, part, rows) for part in ("keys", "values", "decay"))
-            on_path, last = upload([each.repeat(count, axis=0) for each in _paths(paths, keys.shape[2])], kind.device)
-            closure = on_path[:, None].expand(-1, keys.shape[2], -1)  # only the entries of the last nodes are read
-            LinearFolding(keys, values, decay, closure, self._value_first[kind]).fold(state, last)
-
-    def _node_tensors(self, kind: StateShape, part: str, rows: int) -> torch.Tensor:
-        """Return `[B * N, ...]` node inputs, a view."""
-        return self._tensors[kind, part][:rows].flatten(0, 1)
-
-
-def _windows(paths: Sequence[Sequence[int]], width: int) -> npt.NDArray[np.int64]:
-    """Return columns of the last inputs of each path, `[B, width]`; inputs of the text precede those of nodes."""
-    return np.array([[*range(width), *(width + node for node in path)][-width:] for path in paths])
-
-
-def _paths(paths: Sequence[Sequence[int]], size: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
-    """Return `[B, S]` bool, true for nodes on the path of their row, and the last node of each path, `[B]` int64."""
-    on_path = np.zeros((len(paths), size), dtype=np.bool_)
-    for row, path in enumerate(paths):
-        on_path[row, list(path)] = True
-    return on_path, np.array([path[-1] for path in paths])
-
-
 @dataclass(frozen=True)
 class KVShape:
     """Shape, dtype and device of the keys, or of the values, of one layer."""
@@ -253,3 +137,119 @@ class Buffers:
         for group in self.groups:
             targets, sources = upload(numbers, group.device)
             group[:, targets, :, :used] = group[:, sources, :, :used]
+
+
+class StateBuffers:
+    """Recurrent states of all layers, at fixed addresses; states of equal shape are views of one tensor.
+
+    Args:
+        kinds: shape of each state, layer by layer.
+        rows: number of rows of a batch.
+
+    Attributes:
+        groups: `[rows, N, ...]` per shape, for the N states of that shape.
+        states: `[rows, ...]` per state.
+        memory: memory for node inputs, shared by passes of all shapes, since one is replayed at a time.
+    """
+
+    def __init__(self, kinds: Sequence[StateShape], rows: int) -> None:
+        self.groups: dict[StateShape, torch.Tensor] = {}
+        found: dict[int, torch.Tensor] = {}
+        for kind in dict.fromkeys(kinds):
+            equal = [number for number, other in enumerate(kinds) if other == kind]
+            with torch.inference_mode(False):  # as in `Buffers`
+                group = torch.zeros(rows, len(equal), *kind.shape, dtype=kind.dtype, device=kind.device)
+            self.groups[kind] = group
+            found.update(zip(equal, group.unbind(1), strict=True))
+        self.states = [found[number] for number in range(len(kinds))]
+        self.memory: defaultdict[tuple[StateShape, str], ResultMemory] = defaultdict(ResultMemory)
+
+    def clear(self) -> None:
+        """Set all states to zero."""
+        for group in self.groups.values():
+            group.zero_()
+
+    def copy_from(self, other: StateBuffers, rows: int) -> None:
+        """Copy the first rows of other buffers of the same shapes."""
+        for kind, group in self.groups.items():
+            group[:rows] = other.groups[kind][:rows]
+
+    def select(self, targets: Sequence[int], sources: Sequence[int]) -> None:
+        """Copy some rows to others, all at once."""
+        for group in self.groups.values():
+            into, rows = upload([np.array(targets), np.array(sources)], group.device)
+            group[into] = group[rows]
+
+
+class NodeBuffers:
+    """Inputs of the state update that the nodes of a pass of one shape leave, at fixed addresses.
+
+    Args:
+        states: states to update; passes of other shapes on these states share the same memory.
+    """
+
+    def __init__(self, states: StateBuffers) -> None:
+        self._states = states
+        self._tensors: dict[tuple[StateShape, str], torch.Tensor] = {}
+        self._value_first: dict[StateShape, bool] = {}
+
+    def take(self, layers: Sequence[RecurrentLayer]) -> None:
+        """Copy the node inputs of these layers into the buffers; the captured end of a pass."""
+        left: defaultdict[tuple[StateShape, str], list[torch.Tensor]] = defaultdict(list)
+        for layer in layers:
+            for kind, (name, idx) in zip(state_shapes(layer), layer.states, strict=True):
+                if name == _CONVOLUTION:
+                    left[kind, "inputs"].append(layer.inputs[idx])
+                    continue
+                folding = layer.foldings[idx]
+                assert isinstance(folding, LinearFolding), "models with other cores run eagerly"
+                self._value_first[kind] = folding.value_first
+                for part in ("keys", "values", "decay"):
+                    left[kind, part].append(getattr(folding, part))
+        for key, tensors in left.items():
+            if key not in self._tensors:
+                self._tensors[key] = self._states.memory[key].like(torch.stack(tensors, dim=1))
+            torch.stack(tensors, dim=1, out=self._tensors[key])  # [B, N, ...]
+
+    def fold(self, paths: Sequence[Sequence[int]]) -> None:
+        """Fold the accepted path of each row into its states, in all layers at once.
+
+        Args:
+            paths: nodes of the pass per row, from the root on; none is empty.
+        """
+        for kind, group in self._states.groups.items():
+            rows, count = len(paths), group.shape[1]
+            state = group[:rows].flatten(0, 1)  # [B * N, ...], a view
+            if kind.name == _CONVOLUTION:
+                inputs = self._node_tensors(kind, "inputs", rows)  # [B * N, L, C]
+                (columns,) = upload([_windows(paths, kind.shape[-1]).repeat(count, axis=0)], kind.device)
+                state.copy_(gather_columns(inputs, columns).mT)
+                continue
+            keys, values, decay = (self._node_tensors(kind, part, rows) for part in ("keys", "values", "decay"))
+            on_path, last = upload([each.repeat(count, axis=0) for each in _paths(paths, keys.shape[2])], kind.device)
+            closure = on_path[:, None].expand(-1, keys.shape[2], -1)  # only the entries of the last nodes are read
+            LinearFolding(keys, values, decay, closure, self._value_first[kind]).fold(state, last)
+
+    def _node_tensors(self, kind: StateShape, part: str, rows: int) -> torch.Tensor:
+        """Return `[B * N, ...]` node inputs, a view."""
+        return self._tensors[kind, part][:rows].flatten(0, 1)
+
+
+def state_shapes(layer: RecurrentLayer) -> list[StateShape]:
+    """Return the shapes of one layer's states, in the layer's order."""
+    return [
+        StateShape(name, tuple(state.shape[1:]), state.dtype, state.device) for (name, _), state in layer.states.items()
+    ]
+
+
+def _windows(paths: Sequence[Sequence[int]], width: int) -> npt.NDArray[np.int64]:
+    """Return columns of the last inputs of each path, `[B, width]`; inputs of the text precede those of nodes."""
+    return np.array([[*range(width), *(width + node for node in path)][-width:] for path in paths])
+
+
+def _paths(paths: Sequence[Sequence[int]], size: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
+    """Return `[B, S]` bool, true for nodes on the path of their row, and the last node of each path, `[B]` int64."""
+    on_path = np.zeros((len(paths), size), dtype=np.bool_)
+    for row, path in enumerate(paths):
+        on_path[row, list(path)] = True
+    return on_path, np.array([path[-1] for path in paths])

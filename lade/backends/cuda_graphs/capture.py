@@ -14,10 +14,9 @@ from typing import Protocol
 import torch
 
 Call = Callable[[], torch.Tensor]
-
-_one_at_a_time = threading.Lock()  # torch captures one graph at a time in a process
 _WARM_UPS = 2
 """Calls before a capture: in the first one, libraries choose kernels and allocate workspaces."""
+_one_at_a_time = threading.Lock()  # torch captures one graph at a time in a process
 
 
 class Recording(Protocol):
@@ -50,56 +49,6 @@ class Capture(Protocol):
             RuntimeError: the call does something that cannot be captured, such as waiting for the device.
         """
         ...
-
-
-class ResultMemory:
-    """Memory shared by the results of recordings that are replayed one at a time.
-
-    Otherwise every recording would keep its own result: the logits of 128 tokens over a vocabulary of 128k take 33 MB
-    per row in bfloat16, for every captured shape.
-    """
-
-    def __init__(self) -> None:
-        self._memory: torch.Tensor | None = None
-
-    def like(self, result: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the same shape and dtype at a fixed address, in the shared memory."""
-        if self._memory is None or self._memory.nbytes < result.nbytes or self._memory.device != result.device:
-            with torch.inference_mode(False):  # as in `Buffers`
-                self._memory = torch.empty(result.nbytes, dtype=torch.uint8, device=result.device)
-        return self._memory[: result.nbytes].view(result.dtype).view(result.shape)
-
-
-class EagerReplay:
-    """Captures nothing: a replay calls again."""
-
-    def __init__(self) -> None:
-        self._results = ResultMemory()
-
-    def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
-        """See `Capture.record`."""
-        return _EagerRecording(fixed, self._results)
-
-
-class _EagerRecording:
-    def __init__(self, fixed: Sequence[torch.Tensor], results: ResultMemory) -> None:
-        self._fixed, self._addresses, self._results = fixed, _addresses(fixed), results
-        self._result: torch.Tensor | None = None
-
-    def replay(self, call: Call) -> torch.Tensor:
-        """See `Recording.replay`."""
-        result = call()
-        if _addresses(self._fixed) != self._addresses:
-            raise RuntimeError("a captured tensor has moved: a graph would read its old address")
-        if self._result is None:
-            self._result = self._results.like(result)
-        elif self._result.shape != result.shape:
-            raise RuntimeError(f"a call returned {list(result.shape)} after {list(self._result.shape)}")
-        return self._result.copy_(result)
-
-
-def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors]
 
 
 class CudaCapture:
@@ -143,3 +92,53 @@ class _GraphRecording:
         """See `Recording.replay`."""
         self._graph.replay()
         return self._result
+
+
+class EagerReplay:
+    """Captures nothing: a replay calls again."""
+
+    def __init__(self) -> None:
+        self._results = ResultMemory()
+
+    def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
+        """See `Capture.record`."""
+        return _EagerRecording(fixed, self._results)
+
+
+class _EagerRecording:
+    def __init__(self, fixed: Sequence[torch.Tensor], results: ResultMemory) -> None:
+        self._fixed, self._addresses, self._results = fixed, _addresses(fixed), results
+        self._result: torch.Tensor | None = None
+
+    def replay(self, call: Call) -> torch.Tensor:
+        """See `Recording.replay`."""
+        result = call()
+        if _addresses(self._fixed) != self._addresses:
+            raise RuntimeError("a captured tensor has moved: a graph would read its old address")
+        if self._result is None:
+            self._result = self._results.like(result)
+        elif self._result.shape != result.shape:
+            raise RuntimeError(f"a call returned {list(result.shape)} after {list(self._result.shape)}")
+        return self._result.copy_(result)
+
+
+class ResultMemory:
+    """Memory shared by the results of recordings that are replayed one at a time.
+
+    Otherwise every recording would keep its own result: the logits of 128 tokens over a vocabulary of 128k take 33 MB
+    per row in bfloat16, for every captured shape.
+    """
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+
+    def like(self, result: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the same shape and dtype at a fixed address, in the shared memory."""
+        if self._memory is None or self._memory.nbytes < result.nbytes or self._memory.device != result.device:
+            with torch.inference_mode(False):  # as in `Buffers`
+                self._memory = torch.empty(result.nbytes, dtype=torch.uint8, device=result.device)
+        return self._memory[: result.nbytes].view(result.dtype).view(result.shape)
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]

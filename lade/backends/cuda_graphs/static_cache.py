@@ -27,147 +27,8 @@ from lade.model.cache_layers import TreeLayer
 from lade.model.inputs import LARGEST_STEP, batch_bucket, key_bucket, step_bucket
 from lade.model.kv_cache import PositionOffsets, TreeCache
 
-
-class StaticRows:
-    """The first rows of some buffers, each with its own length. Nothing here allocates memory.
-
-    Args:
-        buffers: buffers to use, all zero.
-
-    Attributes:
-        lengths: `[B]`, cached tokens of each row; `[0]` while there are no rows.
-        ends: `[B]`, slots from which on each row is zero.
-        offsets: offsets of the positions that follow the cached tokens.
-        layers: layers of the model's cache, in order. The states of recurrent ones are views of the buffers; keys and
-            values are not in them.
-    """
-
-    def __init__(self, buffers: Buffers) -> None:
-        self.buffers = buffers
-        self.lengths: list[int] = [0]
-        self.ends: list[int] = []
-        self.offsets = PositionOffsets()
-        self.layers: list[Any] = []
-        self._nodes: NodeBuffers | None = None  # node inputs of the last pass, until `keep`
-        self._padded: StepShape | None = None  # shape of the last pass, if it wrote to unused rows
-
-    def append(self, parts: Sequence[TreeCache], places: Sequence[tuple[int, int]]) -> None:
-        """Copy in rows of other caches, emptying these layer by layer; see `TreeCache.join`."""
-        first, lengths = len(self.ends), [parts[part].lengths[row] for part, row in places]
-        others = [(parts[part].offsets, row) for part, row in places]
-        self.offsets = PositionOffsets.collected([*((self.offsets, row) for row in range(first)), *others])
-        if not self.layers:
-            self.layers = [empty_like(layer) for layer in parts[0].layers]
-            self._lay_states(parts[0].layers)
-        pairs = zip(self.buffers.keys, self.buffers.values, strict=True)
-        for number, own in enumerate(self.layers):
-            held = [part.layers[number] for part in parts]
-            if isinstance(own, TreeLayer):
-                keys, values = next(pairs)
-                for target, ((part, row), length) in enumerate(zip(places, lengths, strict=True), first):
-                    keys[target, :, :length] = held[part].keys[row, :, :length]
-                    values[target, :, :length] = held[part].values[row, :, :length]
-            if isinstance(own, RecurrentLayer):
-                for key, state in own.states.items():
-                    for target, (part, row) in enumerate(places, first):
-                        state[target] = held[part].states[key][row]
-            for layer in held:
-                layer.reset()
-        for each in parts:
-            each.reset()
-        self.ends = [*self.ends, *lengths]
-        self.lengths = list(self.ends)
-
-    def _lay_states(self, like: Sequence[Any]) -> None:
-        """Make the states of recurrent layers views of the buffers; flags are copied from the layers in `like`."""
-        states = iter(self.buffers.states.states)
-        for own, layer in zip(self.layers, like, strict=True):
-            if isinstance(own, RecurrentLayer):
-                own.become(layer, lambda _: next(states), [layer])
-
-    def move_to(self, buffers: Buffers) -> None:
-        """Copy the rows to other buffers, all zero, and use those from now on."""
-        count, used = len(self.ends), max(self.ends, default=0)
-        for new, old in zip(buffers.groups, self.buffers.groups, strict=True):
-            new[:, :count, :, :used] = old[:, :count, :, :used]
-        buffers.states.copy_from(self.buffers.states, count)
-        self.buffers = buffers
-        self._lay_states(self.layers)
-
-    def layers_with(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
-        """Return layers of a `TreeCache` with these rows' states, mapped by `copied`, without keys and values."""
-        rows = len(self.lengths)
-        layers = [empty_like(layer) for layer in self.layers]
-        for layer, own in zip(layers, self.layers, strict=True):
-            if isinstance(own, RecurrentLayer):
-                layer.become(own, lambda states: copied(states[0][:rows]), [own])
-        return layers
-
-    def states(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return keys and values `[B, H, longest, D]` of each layer, views of the buffers."""
-        rows, longest = len(self.lengths), max(self.lengths)
-        pairs = zip(self.buffers.keys, self.buffers.values, strict=True)
-        return [(keys[:rows, :, :longest], values[:rows, :, :longest]) for keys, values in pairs]
-
-    def fed(self, size: int, shape: StepShape, nodes: NodeBuffers | None = None) -> None:
-        """Record a pass of this shape that wrote `size` tokens and padding to each row, leaving inputs in `nodes`."""
-        self._nodes = nodes
-        self.ends = [max(length + shape.size, end) for length, end in zip(self.lengths, self.ends, strict=True)]
-        self.lengths = [length + size for length in self.lengths]
-        if shape.rows > len(self.lengths):
-            self._padded = shape
-
-    def keep(self, paths: Sequence[Sequence[int]], fed: int) -> None:
-        """Keep, of the last `fed` tokens, those on the path, and set the others to zero.
-
-        Args:
-            paths: indices to keep for each row, ascending, counted from the first of the `fed` tokens.
-            fed: number of tokens that the last pass appended to every row.
-        """
-        if self._nodes is not None and all(paths):  # states no longer matter if a row keeps nothing
-            self._nodes.fold(paths)
-        self._nodes = None
-        starts = [length - fed for length in self.lengths]
-        in_place = [next((i for i, node in enumerate(path) if node != i), len(path)) for path in paths]
-        if all(kept == len(path) for kept, path in zip(in_place, paths, strict=True)):
-            for row, (start, kept, end) in enumerate(zip(starts, in_place, self.ends, strict=True)):
-                if start + kept < end:
-                    self.buffers.clear_rows(row, slice(start + kept, end))
-        else:
-            self._move(paths, starts, in_place)
-        self.lengths = [start + len(path) for start, path in zip(starts, paths, strict=True)]
-        self.ends = list(self.lengths)
-        if self._padded is not None:
-            self.buffers.clear_rows(slice(len(paths), self._padded.rows), slice(0, self._padded.size))
-            self._padded = None
-
-    def _move(self, paths: Sequence[Sequence[int]], starts: Sequence[int], in_place: Sequence[int]) -> None:
-        """Move nodes that are not in place, and copy zeros to the slots after them."""
-        zero = self.buffers.slots - 1
-        firsts = [start + kept for start, kept in zip(starts, in_place, strict=True)]
-        width = max(end - first for end, first in zip(self.ends, firsts, strict=True))
-        sources = np.full((len(paths), width), zero)
-        targets = np.full((len(paths), width), zero)
-        for row, (path, start, kept) in enumerate(zip(paths, starts, in_place, strict=True)):
-            moved, places = path[kept:], self.ends[row] - firsts[row]
-            sources[row, : len(moved)] = [start + node for node in moved]
-            targets[row, :places] = np.arange(firsts[row], self.ends[row])
-        self.buffers.move(sources, targets)
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
-        before, used = len(self.ends), max(self.ends)
-        self.buffers.select(rows, used)
-        self.offsets = self.offsets.selected(rows)
-        self.ends = [self.ends[row] for row in rows]
-        self.lengths = [self.lengths[row] for row in rows] or [0]
-        for row in range(max(before, len(rows))):
-            self.buffers.clear_rows(row, slice(self.ends[row] if row < len(rows) else 0, used))
-
-
 AHEAD_TOKENS = 4096
 """Most slots beyond a text in initial buffers: requests may allow far more tokens than they will use."""
-
 T = TypeVar("T")
 
 
@@ -356,6 +217,143 @@ class StaticCache:
         if self._rows is not None:
             self._pool.release(self._rows.buffers)
         self._rows = self._reserved = None
+
+
+class StaticRows:
+    """The first rows of some buffers, each with its own length. Nothing here allocates memory.
+
+    Args:
+        buffers: buffers to use, all zero.
+
+    Attributes:
+        lengths: `[B]`, cached tokens of each row; `[0]` while there are no rows.
+        ends: `[B]`, slots from which on each row is zero.
+        offsets: offsets of the positions that follow the cached tokens.
+        layers: layers of the model's cache, in order. The states of recurrent ones are views of the buffers; keys and
+            values are not in them.
+    """
+
+    def __init__(self, buffers: Buffers) -> None:
+        self.buffers = buffers
+        self.lengths: list[int] = [0]
+        self.ends: list[int] = []
+        self.offsets = PositionOffsets()
+        self.layers: list[Any] = []
+        self._nodes: NodeBuffers | None = None  # node inputs of the last pass, until `keep`
+        self._padded: StepShape | None = None  # shape of the last pass, if it wrote to unused rows
+
+    def append(self, parts: Sequence[TreeCache], places: Sequence[tuple[int, int]]) -> None:
+        """Copy in rows of other caches, emptying these layer by layer; see `TreeCache.join`."""
+        first, lengths = len(self.ends), [parts[part].lengths[row] for part, row in places]
+        others = [(parts[part].offsets, row) for part, row in places]
+        self.offsets = PositionOffsets.collected([*((self.offsets, row) for row in range(first)), *others])
+        if not self.layers:
+            self.layers = [empty_like(layer) for layer in parts[0].layers]
+            self._lay_states(parts[0].layers)
+        pairs = zip(self.buffers.keys, self.buffers.values, strict=True)
+        for number, own in enumerate(self.layers):
+            held = [part.layers[number] for part in parts]
+            if isinstance(own, TreeLayer):
+                keys, values = next(pairs)
+                for target, ((part, row), length) in enumerate(zip(places, lengths, strict=True), first):
+                    keys[target, :, :length] = held[part].keys[row, :, :length]
+                    values[target, :, :length] = held[part].values[row, :, :length]
+            if isinstance(own, RecurrentLayer):
+                for key, state in own.states.items():
+                    for target, (part, row) in enumerate(places, first):
+                        state[target] = held[part].states[key][row]
+            for layer in held:
+                layer.reset()
+        for each in parts:
+            each.reset()
+        self.ends = [*self.ends, *lengths]
+        self.lengths = list(self.ends)
+
+    def _lay_states(self, like: Sequence[Any]) -> None:
+        """Make the states of recurrent layers views of the buffers; flags are copied from the layers in `like`."""
+        states = iter(self.buffers.states.states)
+        for own, layer in zip(self.layers, like, strict=True):
+            if isinstance(own, RecurrentLayer):
+                own.become(layer, lambda _: next(states), [layer])
+
+    def move_to(self, buffers: Buffers) -> None:
+        """Copy the rows to other buffers, all zero, and use those from now on."""
+        count, used = len(self.ends), max(self.ends, default=0)
+        for new, old in zip(buffers.groups, self.buffers.groups, strict=True):
+            new[:, :count, :, :used] = old[:, :count, :, :used]
+        buffers.states.copy_from(self.buffers.states, count)
+        self.buffers = buffers
+        self._lay_states(self.layers)
+
+    def layers_with(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+        """Return layers of a `TreeCache` with these rows' states, mapped by `copied`, without keys and values."""
+        rows = len(self.lengths)
+        layers = [empty_like(layer) for layer in self.layers]
+        for layer, own in zip(layers, self.layers, strict=True):
+            if isinstance(own, RecurrentLayer):
+                layer.become(own, lambda states: copied(states[0][:rows]), [own])
+        return layers
+
+    def states(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return keys and values `[B, H, longest, D]` of each layer, views of the buffers."""
+        rows, longest = len(self.lengths), max(self.lengths)
+        pairs = zip(self.buffers.keys, self.buffers.values, strict=True)
+        return [(keys[:rows, :, :longest], values[:rows, :, :longest]) for keys, values in pairs]
+
+    def fed(self, size: int, shape: StepShape, nodes: NodeBuffers | None = None) -> None:
+        """Record a pass of this shape that wrote `size` tokens and padding to each row, leaving inputs in `nodes`."""
+        self._nodes = nodes
+        self.ends = [max(length + shape.size, end) for length, end in zip(self.lengths, self.ends, strict=True)]
+        self.lengths = [length + size for length in self.lengths]
+        if shape.rows > len(self.lengths):
+            self._padded = shape
+
+    def keep(self, paths: Sequence[Sequence[int]], fed: int) -> None:
+        """Keep, of the last `fed` tokens, those on the path, and set the others to zero.
+
+        Args:
+            paths: indices to keep for each row, ascending, counted from the first of the `fed` tokens.
+            fed: number of tokens that the last pass appended to every row.
+        """
+        if self._nodes is not None and all(paths):  # states no longer matter if a row keeps nothing
+            self._nodes.fold(paths)
+        self._nodes = None
+        starts = [length - fed for length in self.lengths]
+        in_place = [next((i for i, node in enumerate(path) if node != i), len(path)) for path in paths]
+        if all(kept == len(path) for kept, path in zip(in_place, paths, strict=True)):
+            for row, (start, kept, end) in enumerate(zip(starts, in_place, self.ends, strict=True)):
+                if start + kept < end:
+                    self.buffers.clear_rows(row, slice(start + kept, end))
+        else:
+            self._move(paths, starts, in_place)
+        self.lengths = [start + len(path) for start, path in zip(starts, paths, strict=True)]
+        self.ends = list(self.lengths)
+        if self._padded is not None:
+            self.buffers.clear_rows(slice(len(paths), self._padded.rows), slice(0, self._padded.size))
+            self._padded = None
+
+    def _move(self, paths: Sequence[Sequence[int]], starts: Sequence[int], in_place: Sequence[int]) -> None:
+        """Move nodes that are not in place, and copy zeros to the slots after them."""
+        zero = self.buffers.slots - 1
+        firsts = [start + kept for start, kept in zip(starts, in_place, strict=True)]
+        width = max(end - first for end, first in zip(self.ends, firsts, strict=True))
+        sources = np.full((len(paths), width), zero)
+        targets = np.full((len(paths), width), zero)
+        for row, (path, start, kept) in enumerate(zip(paths, starts, in_place, strict=True)):
+            moved, places = path[kept:], self.ends[row] - firsts[row]
+            sources[row, : len(moved)] = [start + node for node in moved]
+            targets[row, :places] = np.arange(firsts[row], self.ends[row])
+        self.buffers.move(sources, targets)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order."""
+        before, used = len(self.ends), max(self.ends)
+        self.buffers.select(rows, used)
+        self.offsets = self.offsets.selected(rows)
+        self.ends = [self.ends[row] for row in rows]
+        self.lengths = [self.lengths[row] for row in rows] or [0]
+        for row in range(max(before, len(rows))):
+            self.buffers.clear_rows(row, slice(self.ends[row] if row < len(rows) else 0, used))
 
 
 def _larger(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:

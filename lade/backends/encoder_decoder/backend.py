@@ -28,7 +28,7 @@ def source_of(prepared: Prepared, number: int) -> list[int]:
     """Return the encoder's input ids for one row, without padding; empty if they are not tokens of the decoder.
 
     Args:
-        prepared: prepared generation.
+        prepared: the prepared generation of the call.
         number: index of the row among all decoded rows.
     """
     inputs = prepared.inputs_tensor

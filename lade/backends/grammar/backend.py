@@ -98,7 +98,7 @@ def constraints_for(prepared: Prepared, prompts: Sequence[Sequence[int]]) -> lis
     """Return the constraint that a grammar processor puts on each row's drafts; None for rows without one.
 
     Args:
-        prepared: prepared batch.
+        prepared: the prepared batch of the call.
         prompts: prompt tokens of each row, without padding.
     """
     processor = next((each for each in prepared.logits_processor if isinstance(each, GrammarProcessor)), None)

@@ -156,10 +156,6 @@ class _Row:
         return only
 
 
-_VALUES = frozenset(["const", "enum", "default", "examples"])
-"""Members of a JSON schema that are not schemas."""
-
-
 def processor_of(
     grammars: Sequence[Grammar], vocabulary: Vocabulary, budget: GrammarBudget | None = None
 ) -> GrammarProcessor:

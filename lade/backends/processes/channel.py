@@ -26,78 +26,13 @@ from torch import distributed as dist
 from lade.decoding.tree import TokenTree
 from lade.errors import ClusterError
 
-
-def packed(thing: Any) -> bytes:
-    """Serialise any object that can be pickled, tensors included."""
-    buffer = BytesIO()
-    torch.save(thing, buffer)
-    return buffer.getvalue()
-
-
-def unpacked(data: bytes, device: torch.device) -> Any:
-    """Deserialise the output of `packed`; tensors go to this process's device, those of the CPU stay there."""
-
-    def moved(storage: Any, where: str) -> Any:
-        return storage if where == "cpu" else storage.to(device=device)
-
-    return torch.load(BytesIO(data), map_location=moved, weights_only=False)
-
-
-def sendable(problem: BaseException) -> BaseException:
-    """Return the error itself if it can be pickled; otherwise a `ClusterError` with its message."""
-    try:
-        copy = pickle.loads(pickle.dumps(problem))
-    except Exception:  # noqa: BLE001 - any class may fail in its own way, and the words are enough
-        copy = None
-    if type(copy) is type(problem) and str(copy) == str(problem):
-        return problem
-    return ClusterError(f"process 0 failed with {type(problem).__name__}: {problem}")
-
-
-def generator_states(device: torch.device) -> list[torch.Tensor]:
-    """Return the states of torch's generators that a generation on this device draws from."""
-    states = [torch.get_rng_state()]
-    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
-
-
-def set_generator_states(device: torch.device, states: list[torch.Tensor]) -> None:
-    """Set the generators to the states of another process."""
-    torch.set_rng_state(states[0])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[1], device)
-
-
 FlatTree = tuple[list[int], list[int]]
 """Ids and parents of the nodes of a tree."""
-
-
-def flattened(tree: TokenTree) -> FlatTree:
-    """Return the form in which a tree is sent."""
-    return tree.ids, tree.parents
-
-
-def unflattened(ids: Sequence[int], parents: Sequence[int]) -> TokenTree:
-    """Rebuild a tree from the form in which it was sent."""
-    tree = TokenTree(ids[0])
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1)
-    tree.extend(ids[1:], parents[1:], depths[1:], "sent")
-    return tree
-
-
-def digest(trees: Sequence[TokenTree], lengths: Sequence[int]) -> int:
-    """Return a checksum of trees, and of the number of cached tokens before each of them."""
-    numbers = [number for tree in trees for number in (len(tree), *tree.ids, *tree.parents)]
-    return zlib.crc32(np.array([*numbers, *lengths], dtype=np.int64).tobytes())
-
-
+T = TypeVar("T")
+NOT_CONNECTED = "the processes of this model are no longer connected: restart all of them"
 _FIXED_BYTES = 4096
 _SIZE_BYTES = 8
 _PATIENCE = timedelta(days=3650)
-NOT_CONNECTED = "the processes of this model are no longer connected: restart all of them"
-
-T = TypeVar("T")
 
 
 class Channel:
@@ -182,6 +117,72 @@ def connect() -> None:
         weakref.finalize(dist, _close, weakref.ref(dist.group.WORLD))
 
 
+def is_connected() -> bool:
+    """Return True if this process is connected to the others of its job."""
+    return dist.is_initialized()
+
+
+def packed(thing: Any) -> bytes:
+    """Serialise any object that can be pickled, tensors included."""
+    buffer = BytesIO()
+    torch.save(thing, buffer)
+    return buffer.getvalue()
+
+
+def unpacked(data: bytes, device: torch.device) -> Any:
+    """Deserialise the output of `packed`; tensors go to this process's device, those of the CPU stay there."""
+
+    def moved(storage: Any, where: str) -> Any:
+        return storage if where == "cpu" else storage.to(device=device)
+
+    return torch.load(BytesIO(data), map_location=moved, weights_only=False)
+
+
+def sendable(problem: BaseException) -> BaseException:
+    """Return the error itself if it can be pickled; otherwise a `ClusterError` with its message."""
+    try:
+        copy = pickle.loads(pickle.dumps(problem))
+    except Exception:  # noqa: BLE001 - any class may fail in its own way, and the words are enough
+        copy = None
+    if type(copy) is type(problem) and str(copy) == str(problem):
+        return problem
+    return ClusterError(f"process 0 failed with {type(problem).__name__}: {problem}")
+
+
+def generator_states(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of torch's generators that a generation on this device draws from."""
+    states = [torch.get_rng_state()]
+    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
+
+
+def set_generator_states(device: torch.device, states: list[torch.Tensor]) -> None:
+    """Set the generators to the states of another process."""
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1], device)
+
+
+def flattened(tree: TokenTree) -> FlatTree:
+    """Return the form in which a tree is sent."""
+    return tree.ids, tree.parents
+
+
+def unflattened(ids: Sequence[int], parents: Sequence[int]) -> TokenTree:
+    """Rebuild a tree from the form in which it was sent."""
+    tree = TokenTree(ids[0])
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    tree.extend(ids[1:], parents[1:], depths[1:], "sent")
+    return tree
+
+
+def digest(trees: Sequence[TokenTree], lengths: Sequence[int]) -> int:
+    """Return a checksum of trees, and of the number of cached tokens before each of them."""
+    numbers = [number for tree in trees for number in (len(tree), *tree.ids, *tree.parents)]
+    return zlib.crc32(np.array([*numbers, *lengths], dtype=np.int64).tobytes())
+
+
 def _close(group: weakref.ref[Any]) -> None:
     """Destroy the process group, unless that is done; a group opened by others since then is left alone."""
     if dist.is_initialized() and dist.group.WORLD is group():
@@ -193,11 +194,6 @@ def _destroy(groups: list[Any]) -> None:
     while groups:
         with suppress(ValueError, AssertionError):  # the default group was destroyed, and this group with it
             dist.destroy_process_group(groups.pop())
-
-
-def is_connected() -> bool:
-    """Return True if this process is connected to the others of its job."""
-    return dist.is_initialized()
 
 
 def _fill(buffer: torch.Tensor, data: bytes) -> None:

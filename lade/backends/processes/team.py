@@ -31,81 +31,67 @@ from lade.model.support.supports import supports, unwrap
 from lade.stats import Step
 from lade.version import __version__
 
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
-_WEIGHT_FILES = ("*.safetensors", "*.bin")
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+ModelT = TypeVar("ModelT")
 _OWN_FIELDS = ("_name_or_path", "distributed_config")
 """Configuration fields that may differ between hosts, such as the folder of the model."""
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+_WEIGHT_FILES = ("*.safetensors", "*.bin")
+_teams: weakref.WeakKeyDictionary[PreTrainedModel, Team] = weakref.WeakKeyDictionary()
 
 
-def identity_of(model: PreTrainedModel) -> dict[str, object]:
-    """Return what must be equal in all processes, by readable names."""
-    return {
-        "lade's version": __version__,
-        "torch's version": torch.__version__,
-        "transformers' version": transformers.__version__,
-        "the model's class": type(model).__name__,
-        "the model's configuration": _config_digest(model),
-        "the model's dtype": str(model.dtype),
-        "the model's files": _files_identity(model),
-        "the model's weights": _weights_digest(model),
-    }
+def parallel(model: ModelT) -> ModelT:
+    """Decode a model by all processes of this job together: lookahead parallelism.
+
+    Every process has the whole model, and feeds a part of each token tree. From then on all of them call
+    `lade.generate` or `lade.stream`, and all return the tokens of plain `model.generate` in one process. Instead, the
+    first one may open a `lade.Engine`, while the others call `lade.follow(model)`. docs/several-devices.md tells where
+    this pays, and where splitting the model pays more.
+
+        # torchrun --nproc-per-node 2 script.py
+        model = lade.parallel(AutoModelForCausalLM.from_pretrained(name))
+        ids = lade.generate(model, input_ids=ids)
+
+    Args:
+        model: a transformers causal language model, or one wrapped by PEFT; the same in all processes, each of which
+            may have it on its own device. Processes that are not connected yet are connected as torchrun configures it.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnsupportedModelError: the model cannot be served, or not by several processes.
+        ClusterError: models or versions differ between processes.
+    """
+    supports(model).require()
+    inner = unwrap(model)
+    if reason := _refusal(inner):
+        raise UnsupportedModelError(
+            f"{type(inner).__name__}: {reason}", "decode it in one process, without lade.parallel"
+        )
+    connect()
+    share_parts(inner)
+    return model
 
 
-def check_identical(identities: Sequence[dict[str, object]]) -> None:
-    """Raise `ClusterError`, in all processes alike, if their identities differ."""
-    for rank, other in enumerate(identities):
-        if wrong := [name for name, value in identities[0].items() if other[name] != value]:
-            raise ClusterError(
-                f"{', '.join(wrong)} differ between process {rank} and process 0, which decode together: "
-                "start all of them with the same versions and the same model"
-            )
-
-
-def _config_digest(model: PreTrainedModel) -> int:
-    fields: dict[str, Any] = model.config.to_dict()
-    return zlib.crc32(repr(sorted((k, repr(v)) for k, v in fields.items() if k not in _OWN_FIELDS)).encode())
-
-
-def _files_identity(model: PreTrainedModel) -> object:
-    """Return the commit on the hub, or the sizes and sampled contents of the weight files in a folder."""
-    folder = Path(str(getattr(model.config, "_name_or_path", "")))
-    if not folder.is_dir():
-        return getattr(model.config, "_commit_hash", None)
-    files = sorted(file for pattern in _WEIGHT_FILES for file in folder.glob(pattern))
-    return [(file.name, file.stat().st_size, _sampled(file)) for file in files]
-
-
-def _sampled(file: Path) -> int:
-    size, digest = file.stat().st_size, 0
-    with file.open("rb") as opened:
-        for number in range(_SAMPLES):
-            opened.seek(size * number // _SAMPLES)
-            digest = zlib.crc32(opened.read(_SAMPLE_BYTES), digest)
-    return digest
-
-
-def _weights_digest(model: PreTrainedModel) -> int:
-    """Return a checksum of weights that are not split, such as those of norms, over the first elements of each."""
-    from torch.distributed.tensor import DTensor  # slow to import, and missing in some builds of torch
-
-    digest = 0
-    for weight in model.parameters():
-        if not isinstance(weight, DTensor) and weight.device.type != "meta":
-            few = weight.detach().flatten()[:_SAMPLE_BYTES].view(torch.uint8).cpu()
-            digest = zlib.crc32(few.numpy().tobytes(), digest)
-    return digest
-
-
-T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
+def _refusal(model: PreTrainedModel) -> str:
+    if tensor_parallel_size(model) > 1:
+        return "its layers are already split over the processes"
+    if model.config.is_encoder_decoder:
+        return "it has an encoder, whose output every process would need"
+    if ModelFacts.of(model).recurrent:
+        return "it has recurrent layers, whose states every process would need"
+    if Positions.of(model.config.get_text_config(decoder=True)).longrope_switch is not None:
+        return "it recomputes its text at some length"
+    return ""
 
 
 class Team:
     """All processes of a job, each with the model or its part of it. Creating one is a collective operation.
 
     Args:
-        model: model to decode.
+        model: model that the processes decode.
         parts: true if each process has the whole model and feeds a part of each tree.
 
     Attributes:
@@ -125,9 +111,6 @@ class Team:
     def leads(self) -> bool:
         """True in the leader process, rank 0."""
         return self.channel.rank == 0
-
-
-_teams: weakref.WeakKeyDictionary[PreTrainedModel, Team] = weakref.WeakKeyDictionary()
 
 
 def team_of(model: PreTrainedModel) -> Team | None:
@@ -167,7 +150,7 @@ class LedCall:
 
     Args:
         team: team of the model.
-        model: model to decode.
+        model: model that the team decodes.
 
     Raises:
         ClusterError: another call is in progress, such as that of an open engine, or a process has exited.
@@ -233,7 +216,7 @@ def together(model: PreTrainedModel, call: Callable[[], T], plain_decode: PlainD
     """Make a call in the leader, and follow it in the other processes; all return its result.
 
     Args:
-        model: model without wrappers.
+        model: transformers model, without PEFT or other wrappers.
         call: makes the call, in the leader.
         plain_decode: runs plain decoding, in followers.
     """
@@ -268,6 +251,38 @@ def steps_together(
     except BaseException as problem:
         led.end(problem=problem)
         raise
+
+
+class LedSteps:
+    """Steps of a stream in the leader; followers get them with the next message."""
+
+    def __init__(self, steps: Iterator[Step], led: LedCall, team: Team) -> None:
+        self._steps, self._led, self._leader = steps, led, team.leader
+        self._abandoned = weakref.finalize(self, _abandon, steps, led)
+
+    def __iter__(self) -> LedSteps:
+        return self
+
+    def __next__(self) -> Step:
+        try:
+            step = next(self._steps)
+        except StopIteration:
+            self._led.end()
+            raise
+        except BaseException as problem:
+            self._led.end(problem=problem)
+            raise
+        assert self._leader is not None
+        self._leader.defer("step", step)
+        return step
+
+    def close(self) -> None:
+        """Stop early, in all processes."""
+        self._abandoned.detach()
+        try:
+            _close(self._steps)
+        finally:
+            self._led.end()
 
 
 def dismiss(model: PreTrainedModel) -> None:
@@ -318,38 +333,6 @@ def _steps(team: Team, model: PreTrainedModel, plain_decode: PlainDecode) -> Gen
         ) from problem
 
 
-class LedSteps:
-    """Steps of a stream in the leader; followers get them with the next message."""
-
-    def __init__(self, steps: Iterator[Step], led: LedCall, team: Team) -> None:
-        self._steps, self._led, self._leader = steps, led, team.leader
-        self._abandoned = weakref.finalize(self, _abandon, steps, led)
-
-    def __iter__(self) -> LedSteps:
-        return self
-
-    def __next__(self) -> Step:
-        try:
-            step = next(self._steps)
-        except StopIteration:
-            self._led.end()
-            raise
-        except BaseException as problem:
-            self._led.end(problem=problem)
-            raise
-        assert self._leader is not None
-        self._leader.defer("step", step)
-        return step
-
-    def close(self) -> None:
-        """Stop early, in all processes."""
-        self._abandoned.detach()
-        try:
-            _close(self._steps)
-        finally:
-            self._led.end()
-
-
 def _abandon(steps: Iterator[Step], led: LedCall) -> None:
     """End the call of a stream that was garbage collected, or is open at interpreter exit."""
     try:
@@ -368,50 +351,60 @@ def _check_connected() -> None:
         raise ClusterError(NOT_CONNECTED)
 
 
-ModelT = TypeVar("ModelT")
+def identity_of(model: PreTrainedModel) -> dict[str, object]:
+    """Return what must be equal in all processes, by readable names."""
+    return {
+        "lade's version": __version__,
+        "torch's version": torch.__version__,
+        "transformers' version": transformers.__version__,
+        "the model's class": type(model).__name__,
+        "the model's configuration": _config_digest(model),
+        "the model's dtype": str(model.dtype),
+        "the model's files": _files_identity(model),
+        "the model's weights": _weights_digest(model),
+    }
 
 
-def parallel(model: ModelT) -> ModelT:
-    """Decode a model by all processes of this job together: lookahead parallelism.
-
-    Every process has the whole model, and feeds a part of each token tree. From then on all of them call
-    `lade.generate` or `lade.stream`, and all return the tokens of plain `model.generate` in one process. Instead, the
-    first one may open a `lade.Engine`, while the others call `lade.follow(model)`. docs/several-devices.md tells where
-    this pays, and where splitting the model pays more.
-
-        # torchrun --nproc-per-node 2 script.py
-        model = lade.parallel(AutoModelForCausalLM.from_pretrained(name))
-        ids = lade.generate(model, input_ids=ids)
-
-    Args:
-        model: a transformers causal language model, or one wrapped by PEFT; the same in all processes, each of which
-            may have it on its own device. Processes that are not connected yet are connected as torchrun configures it.
-
-    Returns:
-        The same model.
-
-    Raises:
-        UnsupportedModelError: the model cannot be served, or not by several processes.
-        ClusterError: models or versions differ between processes.
-    """
-    supports(model).require()
-    inner = unwrap(model)
-    if reason := _refusal(inner):
-        raise UnsupportedModelError(
-            f"{type(inner).__name__}: {reason}", "decode it in one process, without lade.parallel"
-        )
-    connect()
-    share_parts(inner)
-    return model
+def check_identical(identities: Sequence[dict[str, object]]) -> None:
+    """Raise `ClusterError`, in all processes alike, if their identities differ."""
+    for rank, other in enumerate(identities):
+        if wrong := [name for name, value in identities[0].items() if other[name] != value]:
+            raise ClusterError(
+                f"{', '.join(wrong)} differ between process {rank} and process 0, which decode together: "
+                "start all of them with the same versions and the same model"
+            )
 
 
-def _refusal(model: PreTrainedModel) -> str:
-    if tensor_parallel_size(model) > 1:
-        return "its layers are already split over the processes"
-    if model.config.is_encoder_decoder:
-        return "it has an encoder, whose output every process would need"
-    if ModelFacts.of(model).recurrent:
-        return "it has recurrent layers, whose states every process would need"
-    if Positions.of(model.config.get_text_config(decoder=True)).longrope_switch is not None:
-        return "it recomputes its text at some length"
-    return ""
+def _config_digest(model: PreTrainedModel) -> int:
+    fields: dict[str, Any] = model.config.to_dict()
+    return zlib.crc32(repr(sorted((k, repr(v)) for k, v in fields.items() if k not in _OWN_FIELDS)).encode())
+
+
+def _files_identity(model: PreTrainedModel) -> object:
+    """Return the commit on the hub, or the sizes and sampled contents of the weight files in a folder."""
+    folder = Path(str(getattr(model.config, "_name_or_path", "")))
+    if not folder.is_dir():
+        return getattr(model.config, "_commit_hash", None)
+    files = sorted(file for pattern in _WEIGHT_FILES for file in folder.glob(pattern))
+    return [(file.name, file.stat().st_size, _sampled(file)) for file in files]
+
+
+def _sampled(file: Path) -> int:
+    size, digest = file.stat().st_size, 0
+    with file.open("rb") as opened:
+        for number in range(_SAMPLES):
+            opened.seek(size * number // _SAMPLES)
+            digest = zlib.crc32(opened.read(_SAMPLE_BYTES), digest)
+    return digest
+
+
+def _weights_digest(model: PreTrainedModel) -> int:
+    """Return a checksum of weights that are not split, such as those of norms, over the first elements of each."""
+    from torch.distributed.tensor import DTensor  # slow to import, and missing in some builds of torch
+
+    digest = 0
+    for weight in model.parameters():
+        if not isinstance(weight, DTensor) and weight.device.type != "meta":
+            few = weight.detach().flatten()[:_SAMPLE_BYTES].view(torch.uint8).cpu()
+            digest = zlib.crc32(few.numpy().tobytes(), digest)
+    return digest

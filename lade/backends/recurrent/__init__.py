@@ -10,5 +10,5 @@ verification, `keep` folds the accepted path into the state:
     tree_pass.py      ancestry, convolutions, decays along paths, folding of a path into a state
     cores.py          gated DeltaNet and KDA, Mamba 1, Mamba 2, replacing the functions of transformers' mixers
     layer.py          cache layers with states
-    refeeding.py      trees kept over several passes
+    backend.py        trees kept over several passes, and the public object
 """

@@ -23,45 +23,11 @@ from lade.backends.cpu.kernels.vectors import WIDEST
 from lade.backends.cpu.worker_threads import float_bits, run_on_team
 from lade.model.in_place_subclassing import Changed, change
 
-_MANY = 2**14  # least numbers per thread
-_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
-
-
-def takes(x: torch.Tensor) -> bool:
-    """Return True if the kernel supports this tensor, and no gradients are needed."""
-    return is_plain(x) and x.dtype in _DTYPES and not (torch.is_grad_enabled() and x.requires_grad)
-
-
-def times_logistic(x: torch.Tensor, slope: float = 1.0, cubic: float = 0.0) -> torch.Tensor:
-    """Return x times the logistic function of `slope * x + cubic * x ** 3`, computed in float32, without gradients.
-
-    Args:
-        x: float32, bfloat16 or float16 tensor on the CPU.
-        slope: coefficient of x in the argument of the logistic function.
-        cubic: coefficient of x ** 3 in the argument of the logistic function.
-
-    Raises:
-        ValueError: x has another dtype or device, or requires gradients.
-    """
-    if not takes(x):
-        refuse("x times a logistic function", "float32, bfloat16 and float16 on the CPU, without gradients", x=x)
-    if x.dtype == torch.float16:
-        return times_logistic(x.float(), slope, cubic).to(x.dtype)
-    numbers = x.numel()
-    if numbers < WIDEST:  # shorter than the widest vector
-        padded = torch.nn.functional.pad(x.reshape(-1), (0, WIDEST - numbers))
-        return times_logistic(padded, slope, cubic)[:numbers].view(x.shape)
-    x = x.contiguous()
-    found = torch.empty_like(x)
-    fields = x.data_ptr(), found.data_ptr(), dtype_code(x.dtype), float_bits(-slope), float_bits(-cubic), numbers
-    run_on_team(logistic_product, fields, max(1, min(torch.get_num_threads(), numbers // _MANY)), holds=(x, found))
-    return found
-
-
 Function = Callable[[torch.Tensor], torch.Tensor]
-
+_MANY = 2**14  # least numbers per thread
 AT_A_TIME = 2**17
 """Numbers per piece: half a megabyte in float32, which fits a typical L2 cache."""
+_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 _OF_TANH = (
     nn.GELU,
     activations.PytorchGELUTanh,  # has this name in all versions
@@ -69,31 +35,6 @@ _OF_TANH = (
     activations.FastGELUActivation,
     activations.AccurateGELUActivation,
 )
-
-
-def silu(x: torch.Tensor) -> torch.Tensor:
-    """Return x times its logistic function."""
-    return times_logistic(x)
-
-
-def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """Return GELU approximated by the logistic function."""
-    return times_logistic(x, 1.702)
-
-
-def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """Return GELU approximated by tanh, using 1 + tanh(u) = 2 * logistic(2 u)."""
-    slope = 2 * math.sqrt(2 / math.pi)
-    return times_logistic(x, slope, 0.044715 * slope)
-
-
-def gelu(x: torch.Tensor) -> torch.Tensor:
-    """Return x times the normal distribution function."""
-    found = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for part, out in zip(x.flatten().split(AT_A_TIME), found.view(-1).split(AT_A_TIME), strict=True):
-        numbers = part.float()
-        out.copy_(0.5 * numbers * (1 + torch.erf(numbers * math.sqrt(0.5))))
-    return found
 
 
 class InvariantActivation(Changed):
@@ -125,3 +66,59 @@ def _function_of(kind: Any, layer: Any) -> Function | None:
     if kind is activations.GELUActivation or (kind is nn.GELU and layer.approximate == "none"):
         return gelu
     return gelu_tanh if kind in _OF_TANH else None
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """Return x times its logistic function."""
+    return times_logistic(x)
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """Return GELU approximated by the logistic function."""
+    return times_logistic(x, 1.702)
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """Return GELU approximated by tanh, using 1 + tanh(u) = 2 * logistic(2 u)."""
+    slope = 2 * math.sqrt(2 / math.pi)
+    return times_logistic(x, slope, 0.044715 * slope)
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """Return x times the normal distribution function."""
+    found = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for part, out in zip(x.flatten().split(AT_A_TIME), found.view(-1).split(AT_A_TIME), strict=True):
+        numbers = part.float()
+        out.copy_(0.5 * numbers * (1 + torch.erf(numbers * math.sqrt(0.5))))
+    return found
+
+
+def takes(x: torch.Tensor) -> bool:
+    """Return True if the kernel supports this tensor, and no gradients are needed."""
+    return is_plain(x) and x.dtype in _DTYPES and not (torch.is_grad_enabled() and x.requires_grad)
+
+
+def times_logistic(x: torch.Tensor, slope: float = 1.0, cubic: float = 0.0) -> torch.Tensor:
+    """Return x times the logistic function of `slope * x + cubic * x ** 3`, computed in float32, without gradients.
+
+    Args:
+        x: float32, bfloat16 or float16 tensor on the CPU.
+        slope: coefficient of x in the argument of the logistic function.
+        cubic: coefficient of x ** 3 in the argument of the logistic function.
+
+    Raises:
+        ValueError: x has another dtype or device, or requires gradients.
+    """
+    if not takes(x):
+        refuse("x times a logistic function", "float32, bfloat16 and float16 on the CPU, without gradients", x=x)
+    if x.dtype == torch.float16:
+        return times_logistic(x.float(), slope, cubic).to(x.dtype)
+    numbers = x.numel()
+    if numbers < WIDEST:  # shorter than the widest vector
+        padded = torch.nn.functional.pad(x.reshape(-1), (0, WIDEST - numbers))
+        return times_logistic(padded, slope, cubic)[:numbers].view(x.shape)
+    x = x.contiguous()
+    found = torch.empty_like(x)
+    fields = x.data_ptr(), found.data_ptr(), dtype_code(x.dtype), float_bits(-slope), float_bits(-cubic), numbers
+    run_on_team(logistic_product, fields, max(1, min(torch.get_num_threads(), numbers // _MANY)), holds=(x, found))
+    return found

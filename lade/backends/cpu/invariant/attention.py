@@ -23,6 +23,13 @@ from lade.backends.cpu.kernels.vectors import QUAD
 from lade.backends.cpu.worker_threads import float_bits, run_on_team
 from lade.model.masks import INVARIANT_ATTENTION
 
+NAME = INVARIANT_ATTENTION
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+_OUT = {torch.bfloat16: torch.bfloat16}
+_ROWS = 64  # queries that share the converted keys and values
+_SCORES = 2**18  # most scores per block, a megabyte, if that leaves at least a quad
+_MANY = 2**18  # least multiplications per thread
+
 
 class PlacedMask(torch.Tensor):
     """Mask `[B, 1, S, K]` bool, true where a query may see a key; torch operations return ordinary tensors.
@@ -116,10 +123,70 @@ def placed_mask(
     return PlacedMask.of(allowed.expand(batch_size, -1, -1, -1), positions)
 
 
-_ROWS = 64  # queries that share the converted keys and values
-_SCORES = 2**18  # most scores per block, a megabyte, if that leaves at least a quad
-_OUT = {torch.bfloat16: torch.bfloat16}
-_MANY = 2**18  # least multiplications per thread
+def invariant_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention as transformers' attention interface asks for it, for inference.
+
+    Args:
+        module: attention layer that calls this function.
+        query: `[B, H, S, D]`, float32, bfloat16 or float16; sums are in float32.
+        key: `[B, Hkv, K, D]`, in one of the dtypes of queries.
+        value: `[B, Hkv, K, Dv]`, in one of the dtypes of queries.
+        attention_mask: a `PlacedMask`; None if the queries are the last of the keys, or belong to an encoder.
+        dropout: dropout probability; must be 0.
+        scaling: factor of the scores; None for `D ** -0.5`.
+        softcap: logit soft cap: scores s become softcap * tanh(s / softcap); None for none.
+        s_aux: `[H]`, attention sinks: score of an extra key per head that has no value; None for none.
+        kwargs: other arguments of the interface; `position_bias` is refused.
+
+    Returns:
+        `[B, S, H, Dv]` in the dtype of `query`, and None in place of attention weights.
+
+    Raises:
+        ValueError: a mask without key positions, a position bias, dropout, gradients, or states of another dtype,
+            device or shape.
+    """
+    if dropout or kwargs.get("position_bias") is not None:
+        raise ValueError(f'{NAME!r} supports neither dropout nor a position bias: use attn_implementation="eager"')
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        raise ValueError(f"{NAME!r} has no gradients: call the model under torch.no_grad()")
+    if query.device.type != "cpu":
+        raise ValueError(f"{NAME!r} was given states on {query.device}, but is for the CPU: call lade.variant(model)")
+    if query.dtype not in DTYPES:
+        raise ValueError(f"{NAME!r} was given {query.dtype}, but is for 16 and 32 bits: call lade.variant(model)")
+    if attention_mask is None:
+        attention_mask = _mask_of(query, key, causal=_is_causal(module, kwargs))
+    if not isinstance(attention_mask, PlacedMask):
+        raise ValueError(
+            f"{NAME!r} was given a mask {list(attention_mask.shape)} without the positions of keys: "
+            'give a two-dimensional mask, or use attn_implementation="sdpa"'
+        )
+    scale = max(query.shape[-1], 1) ** -0.5 if scaling is None else scaling
+    return attention_of(query, key, value, attention_mask, scale, softcap, s_aux).to(query.dtype), None
+
+
+def _is_causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+    is_causal = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
+
+def _mask_of(query: torch.Tensor, key: torch.Tensor, *, causal: bool) -> PlacedMask:
+    """Return the mask of a pass without one: all keys, or only those up to the query."""
+    rows, step, slots = len(query), query.shape[2], key.shape[2]
+    allowed = torch.ones(step, slots, dtype=torch.bool, device=query.device)
+    allowed = allowed.tril(slots - step) if causal else allowed
+    positions = torch.arange(slots, device=query.device).expand(rows, -1)
+    return PlacedMask.of(allowed.expand(rows, 1, -1, -1), positions)
 
 
 def attention_of(
@@ -200,75 +267,7 @@ def _addresses(states: torch.Tensor) -> tuple[int, int, int, int, int]:
     return states.data_ptr(), row * item, head * item, step * item, dtype_code(states.dtype)
 
 
-NAME = INVARIANT_ATTENTION
-DTYPES = (torch.bfloat16, torch.float32, torch.float16)
-
-
-def invariant_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Compute attention as transformers' attention interface asks for it, for inference.
-
-    Args:
-        module: attention layer that calls this function.
-        query: `[B, H, S, D]`, float32, bfloat16 or float16; sums are in float32.
-        key: `[B, Hkv, K, D]`, in one of the dtypes of queries.
-        value: `[B, Hkv, K, Dv]`, in one of the dtypes of queries.
-        attention_mask: a `PlacedMask`; None if the queries are the last of the keys, or belong to an encoder.
-        dropout: dropout probability; must be 0.
-        scaling: factor of the scores; None for `D ** -0.5`.
-        softcap: logit soft cap: scores s become softcap * tanh(s / softcap); None for none.
-        s_aux: `[H]`, attention sinks: score of an extra key per head that has no value; None for none.
-        kwargs: other arguments of the interface; `position_bias` is refused.
-
-    Returns:
-        `[B, S, H, Dv]` in the dtype of `query`, and None in place of attention weights.
-
-    Raises:
-        ValueError: a mask without key positions, a position bias, dropout, gradients, or states of another dtype,
-            device or shape.
-    """
-    if dropout or kwargs.get("position_bias") is not None:
-        raise ValueError(f'{NAME!r} supports neither dropout nor a position bias: use attn_implementation="eager"')
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        raise ValueError(f"{NAME!r} has no gradients: call the model under torch.no_grad()")
-    if query.device.type != "cpu":
-        raise ValueError(f"{NAME!r} was given states on {query.device}, but is for the CPU: call lade.variant(model)")
-    if query.dtype not in DTYPES:
-        raise ValueError(f"{NAME!r} was given {query.dtype}, but is for 16 and 32 bits: call lade.variant(model)")
-    if attention_mask is None:
-        attention_mask = _mask_of(query, key, causal=_is_causal(module, kwargs))
-    if not isinstance(attention_mask, PlacedMask):
-        raise ValueError(
-            f"{NAME!r} was given a mask {list(attention_mask.shape)} without the positions of keys: "
-            'give a two-dimensional mask, or use attn_implementation="sdpa"'
-        )
-    scale = max(query.shape[-1], 1) ** -0.5 if scaling is None else scaling
-    return attention_of(query, key, value, attention_mask, scale, softcap, s_aux).to(query.dtype), None
-
-
-def _is_causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
-    is_causal = kwargs.get("is_causal")
-    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-
-
-def _mask_of(query: torch.Tensor, key: torch.Tensor, *, causal: bool) -> PlacedMask:
-    """Return the mask of a pass without one: all keys, or only those up to the query."""
-    rows, step, slots = len(query), query.shape[2], key.shape[2]
-    allowed = torch.ones(step, slots, dtype=torch.bool, device=query.device)
-    allowed = allowed.tril(slots - step) if causal else allowed
-    positions = torch.arange(slots, device=query.device).expand(rows, -1)
-    return PlacedMask.of(allowed.expand(rows, 1, -1, -1), positions)
-
-
 AttentionInterface.register(NAME, invariant_attention)
+
+
 AttentionMaskInterface.register(NAME, placed_mask)

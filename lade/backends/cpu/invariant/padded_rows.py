@@ -21,6 +21,14 @@ from torch import nn
 from lade.model.in_place_subclassing import Changed, change
 
 _PADDING = "row_padding"
+ROWS = (*range(1, 129), 200, 500)
+"""Numbers of rows to compare in the trial."""
+_SHIFTS = 64
+_FEW, _SEVERAL = (1, 2, 4), (8, 16, 32)
+_MANY, _LESS = (128, 96, 64), (48, 32)  # rows per call, where other kernels take over for many rows
+_SIZE, _SPREAD = 16.0, 4
+"""Magnitude of the trial's weights and inputs, large enough for float16, and its spread in powers of two."""
+Layer = Callable[[torch.Tensor], Any]
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,15 @@ class RowPadding:
 
 
 NO_PADDING = RowPadding()
+PADDINGS = (
+    *(RowPadding(least, multiple) for least in _FEW for multiple in sorted({1, least})),
+    *(RowPadding(each, each, most) for each in _FEW for most in _MANY),
+    *(RowPadding(each, each) for each in _SEVERAL),
+    *(RowPadding(each, each, most) for each in _FEW for most in _LESS),
+    *(RowPadding(each, each, most) for each in _SEVERAL for most in (*_MANY, *_LESS) if most % each == 0),
+    *(RowPadding(least) for least in (64, 128)),  # for tiny layers, which use other kernels
+)
+"""Candidate paddings, cheapest first."""
 
 
 class PaddedRows(Changed):
@@ -108,26 +125,6 @@ def padding_of(layer: nn.Module) -> RowPadding:
     """Return the recorded padding of a layer; no padding if there is none."""
     padding: RowPadding = layer.__dict__.get(_PADDING, NO_PADDING)
     return padding
-
-
-ROWS = (*range(1, 129), 200, 500)
-"""Numbers of rows to compare in the trial."""
-_SHIFTS = 64
-_FEW, _SEVERAL = (1, 2, 4), (8, 16, 32)
-_MANY, _LESS = (128, 96, 64), (48, 32)  # rows per call, where other kernels take over for many rows
-PADDINGS = (
-    *(RowPadding(least, multiple) for least in _FEW for multiple in sorted({1, least})),
-    *(RowPadding(each, each, most) for each in _FEW for most in _MANY),
-    *(RowPadding(each, each) for each in _SEVERAL),
-    *(RowPadding(each, each, most) for each in _FEW for most in _LESS),
-    *(RowPadding(each, each, most) for each in _SEVERAL for most in (*_MANY, *_LESS) if most % each == 0),
-    *(RowPadding(least) for least in (64, 128)),  # for tiny layers, which use other kernels
-)
-"""Candidate paddings, cheapest first."""
-_SIZE, _SPREAD = 16.0, 4
-"""Magnitude of the trial's weights and inputs, large enough for float16, and its spread in powers of two."""
-
-Layer = Callable[[torch.Tensor], Any]
 
 
 @torch.no_grad()

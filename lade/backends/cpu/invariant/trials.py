@@ -24,6 +24,15 @@ from lade.model.support.tree_check import PlainDecoding
 TEXTS = (1, 17, 60, 64, 130, 257, 700)
 """Numbers of cached tokens in the attention trial."""
 _NODES, _DEPTH = 40, 9
+PATHS = ((0, 1, 2, 3, 4, 5), (0, 1, 6, 7), (8, 9), (8, 10, 11), (12,))
+"""Paths of the trial's tree, as indices into random tokens."""
+KEPT = PATHS[1]  # its keys must move forward
+FOLLOWING = 13
+ROWS = 4
+"""Rows of the batch trial; few paddings are multiples of it."""
+NO_MODULE = "no module by itself"
+Outputs = list[tuple[str, torch.Tensor]]
+"""Outputs of the modules of a model in call order, with their names."""
 
 
 class Heads(NamedTuple):
@@ -88,23 +97,11 @@ def random_tree(nodes: int, deepest: int, generator: torch.Generator) -> TokenTr
     return tree
 
 
-PATHS = ((0, 1, 2, 3, 4, 5), (0, 1, 6, 7), (8, 9), (8, 10, 11), (12,))
-"""Paths of the trial's tree, as indices into random tokens."""
-KEPT = PATHS[1]  # its keys must move forward
-FOLLOWING = 13
-ROWS = 4
-"""Rows of the batch trial; few paddings are multiples of it."""
-
-NO_MODULE = "no module by itself"
-Outputs = list[tuple[str, torch.Tensor]]
-"""Outputs of the modules of a model in call order, with their names."""
-
-
 class ModelTrial:
     """A text with a tree behind it, on which passes of a model are compared.
 
     Args:
-        model: a decoder-only model.
+        model: a decoder-only model, made invariant.
         plan: how the model takes its masks.
         tokens: length of the text.
     """

@@ -36,62 +36,6 @@ from lade.errors import UnsupportedModelError
 from lade.model.config import dtype_name
 
 NAME = "lade_invariant"
-
-
-def invariant_experts(
-    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """Compute the experts of a layer, as transformers' experts interface asks for it.
-
-    Args:
-        self: experts module, marked by transformers' decorator.
-        hidden_states: `[T, hidden]` inputs.
-        top_k_index: `[T, k]` int64, experts of each token.
-        top_k_weights: `[T, k]`, router weights of these experts.
-
-    Returns:
-        `[T, hidden]`.
-    """
-    padding = padding_of(self)
-    found = torch.zeros_like(hidden_states)
-    for number in top_k_index.unique().tolist():
-        tokens, places = torch.where(top_k_index == number)
-        inner = expert_product(self, "gate_up_proj" if self.has_gate else "up_proj", number)
-        outer = expert_product(self, "down_proj", number)
-        states = call_padded(partial(_one_expert, self, inner, outer), hidden_states[tokens], padding)
-        if getattr(self, "has_post_expert_norm", False):
-            states = self.post_expert_norm(states)
-        found.index_add_(0, tokens, (states * top_k_weights[tokens, places, None]).to(found.dtype))
-    return found
-
-
-def _one_expert(experts: Any, inner: Any, outer: Any, rows: torch.Tensor) -> torch.Tensor:
-    states = inner(rows)
-    found: torch.Tensor = outer(experts._apply_gate(states) if experts.has_gate else experts.act_fn(states))
-    return found
-
-
-def has_own_gate(experts: Any) -> bool:
-    """Return True if the experts override the gate, rather than applying their activation module alone."""
-    return type(experts)._apply_gate is not _default_apply_gate
-
-
-def expert_product(experts: Any, name: str, number: int) -> Any:
-    """Return the linear map of one expert, from `[rows, in]` to `[rows, out]`."""
-    weight = getattr(experts, name)[number]
-    bias = getattr(experts, f"{name}_bias")[number] if experts.has_bias else None
-    if experts.is_transposed:
-        return partial(_transposed, weight=weight, bias=bias)
-    return partial(linear, weight=weight, bias=bias)
-
-
-def _transposed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return linear(x, weight.t(), bias)
-
-
-ALL_EXPERTS_FUNCTIONS.register(NAME, invariant_experts)
-
-
 VECTORS = RowPadding(multiple=32)
 """Padding for modules that compute more than products.
 
@@ -172,6 +116,93 @@ def has_mixtures(model: nn.Module) -> bool:
     return any(map(_is_mixture, model.modules()))
 
 
+def invariant_experts(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Compute the experts of a layer, as transformers' experts interface asks for it.
+
+    Args:
+        self: experts module, marked by transformers' decorator.
+        hidden_states: `[T, hidden]` inputs.
+        top_k_index: `[T, k]` int64, experts of each token.
+        top_k_weights: `[T, k]`, router weights of these experts.
+
+    Returns:
+        `[T, hidden]`.
+    """
+    padding = padding_of(self)
+    found = torch.zeros_like(hidden_states)
+    for number in top_k_index.unique().tolist():
+        tokens, places = torch.where(top_k_index == number)
+        inner = expert_product(self, "gate_up_proj" if self.has_gate else "up_proj", number)
+        outer = expert_product(self, "down_proj", number)
+        states = call_padded(partial(_one_expert, self, inner, outer), hidden_states[tokens], padding)
+        if getattr(self, "has_post_expert_norm", False):
+            states = self.post_expert_norm(states)
+        found.index_add_(0, tokens, (states * top_k_weights[tokens, places, None]).to(found.dtype))
+    return found
+
+
+def _one_expert(experts: Any, inner: Any, outer: Any, rows: torch.Tensor) -> torch.Tensor:
+    states = inner(rows)
+    found: torch.Tensor = outer(experts._apply_gate(states) if experts.has_gate else experts.act_fn(states))
+    return found
+
+
+def has_own_gate(experts: Any) -> bool:
+    """Return True if the experts override the gate, rather than applying their activation module alone."""
+    return type(experts)._apply_gate is not _default_apply_gate
+
+
+def expert_product(experts: Any, name: str, number: int) -> Any:
+    """Return the linear map of one expert, from `[rows, in]` to `[rows, out]`."""
+    weight = getattr(experts, name)[number]
+    bias = getattr(experts, f"{name}_bias")[number] if experts.has_bias else None
+    if experts.is_transposed:
+        return partial(_transposed, weight=weight, bias=bias)
+    return partial(linear, weight=weight, bias=bias)
+
+
+def _transposed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return linear(x, weight.t(), bias)
+
+
+def _products(layer: Any, dtype: torch.dtype) -> Iterator[RowProduct]:
+    """Yield the products that a module itself computes, without its children."""
+    if _is_mixture(layer):
+        for name in ("gate_up_proj" if layer.has_gate else "up_proj", "down_proj"):
+            weight = getattr(layer, name)
+            features = weight.shape[1 if layer.is_transposed else 2]
+            kind = (name, type(layer), weight.shape, weight.dtype)
+            yield RowProduct(partial(_first_expert, layer, name), features, weight.dtype, kind)
+        return
+    if isinstance(layer, Int8Linear):  # integer sums are exact, and each row has its own scale
+        return
+    weight = layer._parameters.get("weight")
+    features = getattr(layer, "in_features", None)
+    if isinstance(layer, Conv1D) and weight is not None:
+        features = weight.shape[0]
+    elif _is_router(layer):
+        features = weight.shape[1]
+    if isinstance(features, int) and "base_layer" not in layer._modules:
+        own = weight is not None and weight.is_floating_point() and weight.dtype.itemsize > 1
+        shape = (None, layer) if weight is None else (weight.shape, type(weight.data))
+        given = weight.dtype if own else dtype
+        yield RowProduct(layer, features, given, (type(layer), *shape, given, getattr(layer, "bias", None) is not None))
+
+
+def _is_mixture(layer: Any) -> bool:
+    """Return True for experts, recognised by the attributes that transformers' decorator sets."""
+    return hasattr(layer, "_apply_gate") and hasattr(layer, "has_gate") and hasattr(layer, "is_transposed")
+
+
+def _is_router(layer: Any) -> bool:
+    """Return True for a module with a matrix that is neither a linear layer, an embedding nor a mixture."""
+    weight = layer._parameters.get("weight")
+    known = isinstance(layer, Conv1D) or hasattr(layer, "in_features") or hasattr(layer, "num_embeddings")
+    return weight is not None and weight.ndim == 2 and not known and not _is_mixture(layer)
+
+
 def _joined(paddings: list[RowPadding | None]) -> RowPadding | None:
     """Return a padding that satisfies all of these; None if there is none."""
     known = [padding for padding in paddings if padding is not None]
@@ -182,11 +213,6 @@ def _joined(paddings: list[RowPadding | None]) -> RowPadding | None:
     if most is not None:
         most = most // multiple * multiple
     return RowPadding(least, multiple, most) if most is None or max(least, multiple) <= most else None
-
-
-def _is_mixture(layer: Any) -> bool:
-    """Return True for experts, recognised by the attributes that transformers' decorator sets."""
-    return hasattr(layer, "_apply_gate") and hasattr(layer, "has_gate") and hasattr(layer, "is_transposed")
 
 
 def _first_expert(experts: Any, name: str, rows: torch.Tensor) -> torch.Tensor:
@@ -220,32 +246,4 @@ def _weights_of_trial(layer: Any) -> Iterator[None]:
             vars(layer)["_packed"] = packed
 
 
-def _is_router(layer: Any) -> bool:
-    """Return True for a module with a matrix that is neither a linear layer, an embedding nor a mixture."""
-    weight = layer._parameters.get("weight")
-    known = isinstance(layer, Conv1D) or hasattr(layer, "in_features") or hasattr(layer, "num_embeddings")
-    return weight is not None and weight.ndim == 2 and not known and not _is_mixture(layer)
-
-
-def _products(layer: Any, dtype: torch.dtype) -> Iterator[RowProduct]:
-    """Yield the products that a module itself computes, without its children."""
-    if _is_mixture(layer):
-        for name in ("gate_up_proj" if layer.has_gate else "up_proj", "down_proj"):
-            weight = getattr(layer, name)
-            features = weight.shape[1 if layer.is_transposed else 2]
-            kind = (name, type(layer), weight.shape, weight.dtype)
-            yield RowProduct(partial(_first_expert, layer, name), features, weight.dtype, kind)
-        return
-    if isinstance(layer, Int8Linear):  # integer sums are exact, and each row has its own scale
-        return
-    weight = layer._parameters.get("weight")
-    features = getattr(layer, "in_features", None)
-    if isinstance(layer, Conv1D) and weight is not None:
-        features = weight.shape[0]
-    elif _is_router(layer):
-        features = weight.shape[1]
-    if isinstance(features, int) and "base_layer" not in layer._modules:
-        own = weight is not None and weight.is_floating_point() and weight.dtype.itemsize > 1
-        shape = (None, layer) if weight is None else (weight.shape, type(weight.data))
-        given = weight.dtype if own else dtype
-        yield RowProduct(layer, features, given, (type(layer), *shape, given, getattr(layer, "bias", None) is not None))
+ALL_EXPERTS_FUNCTIONS.register(NAME, invariant_experts)

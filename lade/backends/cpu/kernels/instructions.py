@@ -20,7 +20,56 @@ from lade.compilation import CONSTANT, instruction
 AT, FLOAT, NONE = numba.int64, numba.float32, numba.void
 """Numba types of an address, a float32 number and no result."""
 INT, LONG, BYTE = ir.IntType(32), ir.IntType(64), ir.IntType(8)
+BFLOAT16, FLOAT16 = 1, 2
+"""Dtype codes of two-byte dtypes; float32 is 0."""
+_KINDS = {torch.float32: 0, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _utils = cast(Any, cgutils)
+
+
+@cache
+def has_features(*names: str) -> bool:
+    """Return True if numba compiles for all of these CPU features, such as "avx2"; False if its JIT is disabled."""
+    _, _, found = cast(Any, cpu_target).target_context.codegen().magic_tuple()
+    return {f"+{name}" for name in names} <= set(found.split(",")) and not cast(Any, numba).config.DISABLE_JIT
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """Return the dtype code that kernels take.
+
+    Raises:
+        ValueError: no kernel is compiled for this dtype.
+    """
+    kind = _KINDS.get(dtype)
+    if kind is None:
+        raise ValueError(f"a kernel was given {dtype}; it takes {', '.join(map(str, _KINDS))}")
+    return kind
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return True if a kernel can read a tensor by its address: a plain tensor or parameter on the CPU."""
+    return type(tensor) in _PLAIN and tensor.is_cpu
+
+
+def refuse(kernel: str, takes: str, **given: torch.Tensor | None) -> NoReturn:
+    """Raise for tensors that a kernel does not support. Kernels see addresses only, so callers check first.
+
+    Args:
+        kernel: name of the kernel, for the message.
+        takes: description of what the kernel supports.
+        given: the arguments, by name.
+
+    Raises:
+        ValueError: always.
+    """
+    described = (f"{name} {_described(tensor)}" for name, tensor in given.items() if tensor is not None)
+    raise ValueError(f"{kernel} was given {', '.join(described)}; it takes {takes}")
+
+
+def _described(tensor: torch.Tensor) -> str:
+    kind = "" if type(tensor) in _PLAIN else f"{type(tensor).__name__} "
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{kind}{dtype} {list(tensor.shape)} on {tensor.device}{' with gradients' * tensor.requires_grad}"
 
 
 def pointer(builder: Any, address: Any, kind: Any = BYTE) -> Any:
@@ -95,54 +144,3 @@ def store_one(builder: Any, address: Any, number: Any) -> None:
 def next_part(builder: Any, address: Any) -> Any:
     """Atomically increment the int64 at an address and return its previous value."""
     return builder.atomic_rmw("add", pointer(builder, address, LONG), ir.Constant(LONG, 1), "monotonic")
-
-
-@cache
-def has_features(*names: str) -> bool:
-    """Return True if numba compiles for all of these CPU features, such as "avx2"; False if its JIT is disabled."""
-    _, _, found = cast(Any, cpu_target).target_context.codegen().magic_tuple()
-    return {f"+{name}" for name in names} <= set(found.split(",")) and not cast(Any, numba).config.DISABLE_JIT
-
-
-BFLOAT16, FLOAT16 = 1, 2
-"""Dtype codes of two-byte dtypes; float32 is 0."""
-_KINDS = {torch.float32: 0, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def dtype_code(dtype: torch.dtype) -> int:
-    """Return the dtype code that kernels take.
-
-    Raises:
-        ValueError: no kernel is compiled for this dtype.
-    """
-    kind = _KINDS.get(dtype)
-    if kind is None:
-        raise ValueError(f"a kernel was given {dtype}; it takes {', '.join(map(str, _KINDS))}")
-    return kind
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Return True if a kernel can read a tensor by its address: a plain tensor or parameter on the CPU."""
-    return type(tensor) in _PLAIN and tensor.is_cpu
-
-
-def refuse(kernel: str, takes: str, **given: torch.Tensor | None) -> NoReturn:
-    """Raise for tensors that a kernel does not support. Kernels see addresses only, so callers check first.
-
-    Args:
-        kernel: name of the kernel, for the message.
-        takes: description of what the kernel supports.
-        given: the arguments, by name.
-
-    Raises:
-        ValueError: always.
-    """
-    described = (f"{name} {_described(tensor)}" for name, tensor in given.items() if tensor is not None)
-    raise ValueError(f"{kernel} was given {', '.join(described)}; it takes {takes}")
-
-
-def _described(tensor: torch.Tensor) -> str:
-    kind = "" if type(tensor) in _PLAIN else f"{type(tensor).__name__} "
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{kind}{dtype} {list(tensor.shape)} on {tensor.device}{' with gradients' * tensor.requires_grad}"

@@ -18,33 +18,24 @@ import torch
 
 from lade.errors import UnsupportedModelError
 
-
-@contextmanager
-def required(kernel: str, remedy: str) -> Iterator[None]:
-    """Run a trial of a kernel in this block.
-
-    Args:
-        kernel: description of the kernel for the error, such as "int8 kernel".
-        remedy: advice for users if the kernel is missing.
-
-    Raises:
-        UnsupportedModelError: this build of PyTorch, or this processor, lacks the kernel.
-    """
-    try:
-        if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
-            raise RuntimeError("torch.backends.mkldnn is not available or not enabled")
-        yield
-    except (RuntimeError, AttributeError) as problem:
-        reason = str(problem).partition("\n")[0]
-        raise UnsupportedModelError(f"PyTorch has no {kernel} here ({reason})", remedy) from problem
-
-
 LARGEST = 127
 """Largest code; codes are symmetric, and -128 is unused."""
 ZERO_POINT = 128
 """Unsigned code of zero."""
+ROWS_PACKED_FOR = 4
+"""Number of rows that oneDNN is told when it chooses a layout; some shapes have no layout without it."""
+FEW_RESULTS, MANY_ROWS = 256, 33
+"""Sizes below which oneDNN uses no AMX tiles: up to 256 results, of fewer than 33 rows.
+
+Its fallback for signed inputs is a hundred times slower, so rows are padded.
+"""
+REMEDY = "pack it without weights='int8'"
 _TINY = 1e-30
 """Least scale of an input, to avoid division by zero in rows of zeros."""
+_ROWS, _OUTPUTS = (1, 4, 17, 40), 256
+"""Rows and outputs of the trial: oneDNN changes kernels at 32 rows and at 256 results."""
+_NEAR = 32
+"""Width of the range of large codes: codes in it give sums near the largest possible, odd ones among them."""
 
 
 @dataclass(frozen=True)
@@ -101,15 +92,6 @@ def in_form(codes: torch.Tensor, form: torch.dtype) -> torch.Tensor:
     return codes if form == torch.uint8 else codes.bitwise_xor_(ZERO_POINT).view(torch.int8)
 
 
-ROWS_PACKED_FOR = 4
-"""Number of rows that oneDNN is told when it chooses a layout; some shapes have no layout without it."""
-FEW_RESULTS, MANY_ROWS = 256, 33
-"""Sizes below which oneDNN uses no AMX tiles: up to 256 results, of fewer than 33 rows.
-
-Its fallback for signed inputs is a hundred times slower, so rows are padded.
-"""
-
-
 def prepacked(values: torch.Tensor) -> torch.Tensor:
     """Return codes `[out, in]` in oneDNN's layout, as a tensor `[in, out]`."""
     packed: torch.Tensor = torch.ops.onednn.qlinear_prepack(values.contiguous(), [ROWS_PACKED_FOR, values.shape[1]])
@@ -153,13 +135,6 @@ def _product(
     return y
 
 
-REMEDY = "pack it without weights='int8'"
-_ROWS, _OUTPUTS = (1, 4, 17, 40), 256
-"""Rows and outputs of the trial: oneDNN changes kernels at 32 rows and at 256 results."""
-_NEAR = 32
-"""Width of the range of large codes: codes in it give sums near the largest possible, odd ones among them."""
-
-
 def input_dtype(inputs: int, outputs: int) -> torch.dtype:
     """Return the dtype of input codes, uint8 or int8, whose products are exact on this processor.
 
@@ -179,6 +154,26 @@ def input_dtype(inputs: int, outputs: int) -> torch.dtype:
     if exact is None:
         raise UnsupportedModelError("PyTorch's int8 kernel is not exact on this processor", REMEDY)
     return exact
+
+
+@contextmanager
+def required(kernel: str, remedy: str) -> Iterator[None]:
+    """Run a trial of a kernel in this block.
+
+    Args:
+        kernel: description of the kernel for the error, such as "int8 kernel".
+        remedy: advice for users if the kernel is missing.
+
+    Raises:
+        UnsupportedModelError: this build of PyTorch, or this processor, lacks the kernel.
+    """
+    try:
+        if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
+            raise RuntimeError("torch.backends.mkldnn is not available or not enabled")
+        yield
+    except (RuntimeError, AttributeError) as problem:
+        reason = str(problem).partition("\n")[0]
+        raise UnsupportedModelError(f"PyTorch has no {kernel} here ({reason})", remedy) from problem
 
 
 @cache

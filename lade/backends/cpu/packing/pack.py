@@ -35,103 +35,14 @@ from lade.model.config import dtype_name
 from lade.model.facts import ModelFacts
 from lade.model.in_place_subclassing import HOOKS_REMEDY, has_own_forward
 
+logger = logging.getLogger(__name__)
 UNDERSTOOD: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D)
 """Classes that can be packed. Subclasses are refused, since they may compute something else."""
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CPU_REMEDY = "leave it unpacked, or load it on the CPU with dtype=torch.float32 or torch.bfloat16 and no device_map"
-
-
-def check_model(model: nn.Module) -> None:
-    """Raise `UnsupportedModelError` for a model that cannot be packed as a whole."""
-    name = type(model).__name__
-    if not isinstance(model, nn.Module):
-        raise UnsupportedModelError(f"{name} is not a model", "give a transformers model")
-    refuse_invariant(model)
-    if isinstance(model, (*UNDERSTOOD, PackedLinear)):
-        raise UnsupportedModelError(f"{name} is a layer", "give the model that it belongs to")
-    if wraps_model(model):
-        raise UnsupportedModelError(f"{name} wraps a model", GIVE_INSIDE)
-    if hasattr(model, "_orig_mod") or ModelFacts.of(model).compiled:
-        raise UnsupportedModelError(
-            f"{name} is compiled",
-            "leave it unpacked: inductor can pack by itself, with torch._inductor.config.freezing = True",
-        )
-    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
-        raise UnsupportedModelError(f"{name} is quantised", "leave it unpacked, or load it without quantisation")
-    adapted = next((name for name, module in model.named_modules() if "base_layer" in module._modules), None)
-    if adapted is not None:
-        raise UnsupportedModelError(f"layer {adapted!r} has an adapter", "merge it first, with merge_and_unload()")
-    if model.training:
-        raise UnsupportedModelError(f"{name} is in training mode, but packed layers only infer", "call model.eval()")
-    known = (*UNDERSTOOD, PackedLinear)
-    if not any(isinstance(module, known) for module in model.modules()):
-        raise UnsupportedModelError(f"{name} has no linear layers", "leave it unpacked")
-
-
-def check_layer(name: str, layer: nn.Module) -> None:
-    """Raise `UnsupportedModelError` for a layer that cannot be packed exactly."""
-    weight: Any = layer.weight
-    if type(layer) not in UNDERSTOOD:
-        raise UnsupportedModelError(
-            f"layer {name!r} is a {type(layer).__name__}, which may be more than a linear layer", "leave it unpacked"
-        )
-    if type(weight) is not nn.Parameter or type(weight.data) is not torch.Tensor:
-        raise UnsupportedModelError(
-            f"the weight of layer {name!r} is a {type(weight.data).__name__}",
-            "leave it unpacked, or load it whole and without quantisation",
-        )
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    if any(hooks) or has_own_forward(layer):
-        raise UnsupportedModelError(
-            f"layer {name!r} has hooks, for example of accelerate", f"{HOOKS_REMEDY}, or load it without device_map"
-        )
-    if weight.device.type != "cpu" or weight.layout != torch.strided:
-        raise UnsupportedModelError(f"layer {name!r} is on {weight.device}, but packing is for the CPU", CPU_REMEDY)
-    if weight.dtype not in DTYPES:
-        raise UnsupportedModelError(f"layer {name!r} is in {dtype_name(weight.dtype)}", CPU_REMEDY)
-
-
-@torch.no_grad()
-def try_kernel(dtype: torch.dtype) -> None:
-    """Raise `UnsupportedModelError` unless packing in a dtype works on this build of PyTorch and this processor.
-
-    The operators are private, and the dtypes that they support depend on the processor, so they are tried.
-    """
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in ((3, 64), (64, 64)))
-    with required(f"packed {dtype_name(dtype)} kernel", CPU_REMEDY):
-        packed = packed_weight(weight)
-        found = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-        right = same_bits(packed.to_dense(), weight)
-    expected = x.double() @ weight.double().t()
-    error = ((found.double() - expected).abs().max() / expected.abs().max()).item()
-    if not right or error > 4 * torch.finfo(dtype).eps:
-        raise UnsupportedModelError(
-            f"PyTorch's packed {dtype_name(dtype)} kernel is wrong here by {error:.1g}", CPU_REMEDY
-        )
-
-
-def check_int8_layer(name: str, layer: Any) -> None:
-    """Raise `UnsupportedModelError` for a layer whose weight cannot be quantised, or whose sums may overflow."""
-    keep = f"keep it as it is, with keep=[{name!r}]"
-    if isinstance(layer, PackedLinear):
-        raise UnsupportedModelError(
-            f"layer {name!r} is already packed in {dtype_name(layer.dtype)}", f"{UNPACK_REMEDY}, or {keep}"
-        )
-    weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
-    if weight.shape[1] > MOST_INPUTS:
-        raise UnsupportedModelError(f"layer {name!r} has {weight.shape[1]} inputs, more than {MOST_INPUTS}", keep)
-    if not scale_of(weight.detach()).isfinite().all():
-        raise UnsupportedModelError(f"layer {name!r} has weights that are not finite", keep)
-
-
-logger = logging.getLogger(__name__)
-
 MIN_WEIGHTS = 2**17
 """Layers with fewer weights are not packed: calling the packed kernel costs more than it saves."""
 INT8 = "int8"
-
+CPU_REMEDY = "leave it unpacked, or load it on the CPU with dtype=torch.float32 or torch.bfloat16 and no device_map"
 _Model = TypeVar("_Model", bound=nn.Module)
 _packing = ForkSafeLock()
 
@@ -189,17 +100,61 @@ def pack(
     return model
 
 
-def guard(model: nn.Module) -> None:
-    """Insert guards into transformers models with packed layers, also inside wrappers.
+def unpack(model: _Model) -> _Model:
+    """Undo `pack`, in place: the original layers are back, their weights equal bit for bit, ties included.
 
-    Containers get none, since they would call it as one of their layers.
+    Args:
+        model: a model, packed or not.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        UnsupportedModelError: the model was made invariant after packing; or layers are packed in int8 without their
+            original weights; or layers have hooks, as offloaded ones do. The model is left unchanged.
     """
-    inside = set[nn.Module]()
-    for module in list(model.modules()):  # outermost first
-        if isinstance(module, PreTrainedModel) and module not in inside:
-            inside.update(module.modules())
-            if packed_layers(module):
-                PackingGuard.put_into(module)
+    refuse_invariant(model)
+    with _packing:
+        _check_restorable(model)
+        places_of = _places(model)
+        while places_of:  # popped one by one, so that each packed weight is freed before the next is unpacked
+            module, places = places_of.popitem()
+            if isinstance(module, PackedLinear):
+                _put(module.unpacked(), places)
+            elif isinstance(module, PackingGuard):
+                for parent, _ in places:
+                    PackingGuard.take_out(parent)
+    return model
+
+
+def packable(
+    model: nn.Module, *, weights: str | None = None, keep: Sequence[str] | str = (), min_weights: int = MIN_WEIGHTS
+) -> dict[nn.Module, type[PackedLinear]]:
+    """Return the layers that `pack` would pack, each with its new class; runs only small trials of the kernels.
+
+    Args:
+        model: a model, left unchanged.
+        weights: "int8" or None, see `pack`.
+        keep: patterns of layer names, see `pack`.
+        min_weights: least number of weights of a layer, see `pack`.
+
+    Raises:
+        ConfigError, UnsupportedModelError: see `pack`.
+    """
+    patterns = _patterns(weights, keep)
+    check_model(model)
+    kinds: dict[nn.Module, type[PackedLinear]] = {}
+    names = {name for name, module in model.named_modules() if isinstance(module, (*UNDERSTOOD, PackedLinear))}
+    _check_patterns(patterns, names)
+    for name, module in model.named_modules():
+        in_int8 = weights is not None and not any(matches(name, pattern) for pattern in patterns)
+        if isinstance(module, UNDERSTOOD) and weight_of(module).numel() >= min_weights:
+            check_layer(name, module)
+            kinds[module] = Int8Linear if in_int8 else PackedLinear
+        if in_int8 and (module in kinds or in_own_dtype(module)):
+            check_int8_layer(name, module)
+    _try_kernels(kinds)
+    return kinds
 
 
 def pack_layers(
@@ -233,31 +188,17 @@ def pack_layers(
         raise
 
 
-def unpack(model: _Model) -> _Model:
-    """Undo `pack`, in place: the original layers are back, their weights equal bit for bit, ties included.
+def guard(model: nn.Module) -> None:
+    """Insert guards into transformers models with packed layers, also inside wrappers.
 
-    Args:
-        model: a model, packed or not.
-
-    Returns:
-        The model itself.
-
-    Raises:
-        UnsupportedModelError: the model was made invariant after packing; or layers are packed in int8 without their
-            original weights; or layers have hooks, as offloaded ones do. The model is left unchanged.
+    Containers get none, since they would call it as one of their layers.
     """
-    refuse_invariant(model)
-    with _packing:
-        _check_restorable(model)
-        places_of = _places(model)
-        while places_of:  # popped one by one, so that each packed weight is freed before the next is unpacked
-            module, places = places_of.popitem()
-            if isinstance(module, PackedLinear):
-                _put(module.unpacked(), places)
-            elif isinstance(module, PackingGuard):
-                for parent, _ in places:
-                    PackingGuard.take_out(parent)
-    return model
+    inside = set[nn.Module]()
+    for module in list(model.modules()):  # outermost first
+        if isinstance(module, PreTrainedModel) and module not in inside:
+            inside.update(module.modules())
+            if packed_layers(module):
+                PackingGuard.put_into(module)
 
 
 def packed_layers(model: nn.Module) -> int:
@@ -280,34 +221,96 @@ def kept_layers(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if in_own_dtype(module)]
 
 
-def packable(
-    model: nn.Module, *, weights: str | None = None, keep: Sequence[str] | str = (), min_weights: int = MIN_WEIGHTS
-) -> dict[nn.Module, type[PackedLinear]]:
-    """Return the layers that `pack` would pack, each with its new class; runs only small trials of the kernels.
+def shared_weights(model: nn.Module) -> set[int]:
+    """Return ids of parameters held by more than one module; packing these frees nothing."""
+    holders = Counter(
+        id(weight) for module in model.modules() for weight in module._parameters.values() if weight is not None
+    )
+    return {key for key, count in holders.items() if count > 1}
 
-    Args:
-        model: a model, left unchanged.
-        weights: "int8" or None, see `pack`.
-        keep: patterns of layer names, see `pack`.
-        min_weights: least number of weights of a layer, see `pack`.
 
-    Raises:
-        ConfigError, UnsupportedModelError: see `pack`.
+def check_model(model: nn.Module) -> None:
+    """Raise `UnsupportedModelError` for a model that cannot be packed as a whole."""
+    name = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(f"{name} is not a model", "give a transformers model")
+    refuse_invariant(model)
+    if isinstance(model, (*UNDERSTOOD, PackedLinear)):
+        raise UnsupportedModelError(f"{name} is a layer", "give the model that it belongs to")
+    if wraps_model(model):
+        raise UnsupportedModelError(f"{name} wraps a model", GIVE_INSIDE)
+    if hasattr(model, "_orig_mod") or ModelFacts.of(model).compiled:
+        raise UnsupportedModelError(
+            f"{name} is compiled",
+            "leave it unpacked: inductor can pack by itself, with torch._inductor.config.freezing = True",
+        )
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
+        raise UnsupportedModelError(f"{name} is quantised", "leave it unpacked, or load it without quantisation")
+    adapted = next((name for name, module in model.named_modules() if "base_layer" in module._modules), None)
+    if adapted is not None:
+        raise UnsupportedModelError(f"layer {adapted!r} has an adapter", "merge it first, with merge_and_unload()")
+    if model.training:
+        raise UnsupportedModelError(f"{name} is in training mode, but packed layers only infer", "call model.eval()")
+    known = (*UNDERSTOOD, PackedLinear)
+    if not any(isinstance(module, known) for module in model.modules()):
+        raise UnsupportedModelError(f"{name} has no linear layers", "leave it unpacked")
+
+
+def check_layer(name: str, layer: nn.Module) -> None:
+    """Raise `UnsupportedModelError` for a layer that cannot be packed exactly."""
+    weight: Any = layer.weight
+    if type(layer) not in UNDERSTOOD:
+        raise UnsupportedModelError(
+            f"layer {name!r} is a {type(layer).__name__}, which may be more than a linear layer", "leave it unpacked"
+        )
+    if type(weight) is not nn.Parameter or type(weight.data) is not torch.Tensor:
+        raise UnsupportedModelError(
+            f"the weight of layer {name!r} is a {type(weight.data).__name__}",
+            "leave it unpacked, or load it whole and without quantisation",
+        )
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    if any(hooks) or has_own_forward(layer):
+        raise UnsupportedModelError(
+            f"layer {name!r} has hooks, for example of accelerate", f"{HOOKS_REMEDY}, or load it without device_map"
+        )
+    if weight.device.type != "cpu" or weight.layout != torch.strided:
+        raise UnsupportedModelError(f"layer {name!r} is on {weight.device}, but packing is for the CPU", CPU_REMEDY)
+    if weight.dtype not in DTYPES:
+        raise UnsupportedModelError(f"layer {name!r} is in {dtype_name(weight.dtype)}", CPU_REMEDY)
+
+
+def check_int8_layer(name: str, layer: Any) -> None:
+    """Raise `UnsupportedModelError` for a layer whose weight cannot be quantised, or whose sums may overflow."""
+    keep = f"keep it as it is, with keep=[{name!r}]"
+    if isinstance(layer, PackedLinear):
+        raise UnsupportedModelError(
+            f"layer {name!r} is already packed in {dtype_name(layer.dtype)}", f"{UNPACK_REMEDY}, or {keep}"
+        )
+    weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
+    if weight.shape[1] > MOST_INPUTS:
+        raise UnsupportedModelError(f"layer {name!r} has {weight.shape[1]} inputs, more than {MOST_INPUTS}", keep)
+    if not scale_of(weight.detach()).isfinite().all():
+        raise UnsupportedModelError(f"layer {name!r} has weights that are not finite", keep)
+
+
+@torch.no_grad()
+def try_kernel(dtype: torch.dtype) -> None:
+    """Raise `UnsupportedModelError` unless packing in a dtype works on this build of PyTorch and this processor.
+
+    The operators are private, and the dtypes that they support depend on the processor, so they are tried.
     """
-    patterns = _patterns(weights, keep)
-    check_model(model)
-    kinds: dict[nn.Module, type[PackedLinear]] = {}
-    names = {name for name, module in model.named_modules() if isinstance(module, (*UNDERSTOOD, PackedLinear))}
-    _check_patterns(patterns, names)
-    for name, module in model.named_modules():
-        in_int8 = weights is not None and not any(matches(name, pattern) for pattern in patterns)
-        if isinstance(module, UNDERSTOOD) and weight_of(module).numel() >= min_weights:
-            check_layer(name, module)
-            kinds[module] = Int8Linear if in_int8 else PackedLinear
-        if in_int8 and (module in kinds or in_own_dtype(module)):
-            check_int8_layer(name, module)
-    _try_kernels(kinds)
-    return kinds
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in ((3, 64), (64, 64)))
+    with required(f"packed {dtype_name(dtype)} kernel", CPU_REMEDY):
+        packed = packed_weight(weight)
+        found = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+        right = same_bits(packed.to_dense(), weight)
+    expected = x.double() @ weight.double().t()
+    error = ((found.double() - expected).abs().max() / expected.abs().max()).item()
+    if not right or error > 4 * torch.finfo(dtype).eps:
+        raise UnsupportedModelError(
+            f"PyTorch's packed {dtype_name(dtype)} kernel is wrong here by {error:.1g}", CPU_REMEDY
+        )
 
 
 def _try_kernels(kinds: Mapping[nn.Module, type[PackedLinear]]) -> None:
@@ -353,14 +356,6 @@ def _check_restorable(model: nn.Module) -> None:
             raise UnsupportedModelError(
                 f"layer {name!r} is packed in int8, and its original weight was not kept", RELOAD_REMEDY
             )
-
-
-def shared_weights(model: nn.Module) -> set[int]:
-    """Return ids of parameters held by more than one module; packing these frees nothing."""
-    holders = Counter(
-        id(weight) for module in model.modules() for weight in module._parameters.values() if weight is not None
-    )
-    return {key for key, count in holders.items() if count > 1}
 
 
 def _places(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:

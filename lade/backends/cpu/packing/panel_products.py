@@ -17,6 +17,48 @@ _MANY_WEIGHTS, _MANY_INPUTS = 2**16, 2**15  # least bytes of weights, and of inp
 _SHARES = 4  # parts per thread, so that a delayed thread does not hold up the others
 
 
+def panel_product(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
+    """Multiply rows `[..., in]` by weights in panels; an output does not depend on the rows beside it.
+
+    Args:
+        x: `[..., in]` bfloat16, on the CPU.
+        panels: bfloat16 weights from `in_panels`.
+        bias: `[out]` bfloat16; None for none.
+        outputs: number of outputs, without padding.
+
+    Returns:
+        `[..., out]` bfloat16.
+
+    Raises:
+        ValueError: an argument has another dtype, device or shape.
+    """
+    count, blocks, tiles, columns, inputs = panels.shape
+    fits = is_plain(x) and x.dtype == panels.dtype == torch.bfloat16 and x.dim() and -(-x.shape[-1] // inputs) == blocks
+    own = bias is None or (is_plain(bias) and bias.dtype == x.dtype and bias.shape == (outputs,))
+    if not (fits and own and outputs <= count * tiles * columns):
+        takes = f"bfloat16 on the CPU, [..., in] and [out], up to {count * tiles * columns} outputs"
+        refuse("the panel product", takes, x=x, panels=panels, bias=bias)
+    product = dot_product if panels.shape[2] == 1 else tile_product
+    return product(x, panels, bias, outputs)
+
+
+def panel_for(dtype: torch.dtype) -> int:
+    """Return the outputs per panel for weights of a dtype; 0 if this processor has no panel kernel for it."""
+    if dtype not in (torch.bfloat16, torch.int8):
+        return 0
+    return PANEL if has_tiles() else DOT_PANEL if has_dots(dtype) else 0
+
+
+def groups(rows: int, panels: int, blocks: int) -> tuple[int, int]:
+    """Return the rows and panels per part of the work."""
+    size = blocks * DOT_BLOCK * DOT_PANEL
+    if rows <= FEW:
+        return rows, max(-(-panels // (_SHARES * torch.get_num_threads())), -(-_MANY_WEIGHTS // size))
+    return max(TOGETHER, _NEAR // (blocks * DOT_BLOCK) // TOGETHER * TOGETHER), max(
+        COLUMNS, _GROUP // size // COLUMNS * COLUMNS
+    )
+
+
 def dot_product(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
     """Multiply rows `[..., in]` by weights in panels of 16 outputs; an output does not depend on the rows beside it.
 
@@ -62,45 +104,3 @@ def _in_blocks(x: torch.Tensor, rows: int) -> torch.Tensor:
     parts = max(1, min(rows, _SHARES * torch.get_num_threads(), 2 * x.numel() // _MANY_INPUTS))
     run_on_team(block_rows, RowBlocks(x.data_ptr(), to.data_ptr(), rows, inputs, together), parts, (x, to))
     return to
-
-
-def groups(rows: int, panels: int, blocks: int) -> tuple[int, int]:
-    """Return the rows and panels per part of the work."""
-    size = blocks * DOT_BLOCK * DOT_PANEL
-    if rows <= FEW:
-        return rows, max(-(-panels // (_SHARES * torch.get_num_threads())), -(-_MANY_WEIGHTS // size))
-    return max(TOGETHER, _NEAR // (blocks * DOT_BLOCK) // TOGETHER * TOGETHER), max(
-        COLUMNS, _GROUP // size // COLUMNS * COLUMNS
-    )
-
-
-def panel_for(dtype: torch.dtype) -> int:
-    """Return the outputs per panel for weights of a dtype; 0 if this processor has no panel kernel for it."""
-    if dtype not in (torch.bfloat16, torch.int8):
-        return 0
-    return PANEL if has_tiles() else DOT_PANEL if has_dots(dtype) else 0
-
-
-def panel_product(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
-    """Multiply rows `[..., in]` by weights in panels; an output does not depend on the rows beside it.
-
-    Args:
-        x: `[..., in]` bfloat16, on the CPU.
-        panels: bfloat16 weights from `in_panels`.
-        bias: `[out]` bfloat16; None for none.
-        outputs: number of outputs, without padding.
-
-    Returns:
-        `[..., out]` bfloat16.
-
-    Raises:
-        ValueError: an argument has another dtype, device or shape.
-    """
-    count, blocks, tiles, columns, inputs = panels.shape
-    fits = is_plain(x) and x.dtype == panels.dtype == torch.bfloat16 and x.dim() and -(-x.shape[-1] // inputs) == blocks
-    own = bias is None or (is_plain(bias) and bias.dtype == x.dtype and bias.shape == (outputs,))
-    if not (fits and own and outputs <= count * tiles * columns):
-        takes = f"bfloat16 on the CPU, [..., in] and [out], up to {count * tiles * columns} outputs"
-        refuse("the panel product", takes, x=x, panels=panels, bias=bias)
-    product = dot_product if panels.shape[2] == 1 else tile_product
-    return product(x, panels, bias, outputs)

@@ -10,6 +10,9 @@ from lade.backends.cpu.packing.weight import HugePages
 from lade.backends.cpu.worker_threads import run_on_team
 
 _LINE, _WORD = 64, 4  # bytes per row of a tile, and per output in it
+_MANY = 2**16  # least weights per part
+_CHUNK = 64  # blocks of inputs that pass through all panels together
+_NEAR = 2**20  # bytes of the rows' inputs in a chunk that fit into the L2 cache beside weights
 
 
 def in_panels(weight: torch.Tensor, pages: HugePages | None = None, panel: int = PANEL) -> torch.Tensor:
@@ -40,11 +43,6 @@ def out_of_panels(panels: torch.Tensor, outputs: int, inputs: int) -> torch.Tens
     words = panels.view(torch.int32).permute(0, 2, 4, 1, 3)
     filled = words.reshape(panels.shape[2] * ROWS * len(panels), -1).contiguous().view(panels.dtype)
     return filled[:outputs, :inputs].contiguous()
-
-
-_MANY = 2**16  # least weights per part
-_CHUNK = 64  # blocks of inputs that pass through all panels together
-_NEAR = 2**20  # bytes of the rows' inputs in a chunk that fit into the L2 cache beside weights
 
 
 def tile_product(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:

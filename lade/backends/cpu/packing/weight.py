@@ -14,6 +14,9 @@ from lade.model.config import dtype_name
 
 MOST_INPUTS = 4096
 """On processors with AMX, weights of up to this many inputs are laid out in blocks of 64 outputs."""
+CHUNK = 2**26
+"""Bytes requested from the system at a time; pages that are never written take no memory."""
+UNPACK_REMEDY = "call lade.unpack(model) first"
 
 
 def packed_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -27,10 +30,6 @@ def packed_weight(weight: torch.Tensor) -> torch.Tensor:
     rows = (1,) if in_tiles and weight.shape[1] <= MOST_INPUTS else ()
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, *rows)
     return packed
-
-
-CHUNK = 2**26
-"""Bytes requested from the system at a time; pages that are never written take no memory."""
 
 
 class HugePages:
@@ -60,9 +59,6 @@ def _chunk(size: int) -> torch.Tensor:
     with suppress(OSError):  # systems without huge pages
         chunk.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(chunk, dtype=torch.int8)
-
-
-UNPACK_REMEDY = "call lade.unpack(model) first"
 
 
 class PackedWeight(nn.Parameter):
