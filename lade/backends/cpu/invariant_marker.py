@@ -44,7 +44,7 @@ class Invariance:
 def _unpickled(*values: Any) -> Invariance:
     import_module(
         "lade.backends.cpu.invariant.make_invariant"
-    )  # which registers attention and experts with transformers
+    )  # registers attention and experts with transformers
     return Invariance(*values)
 
 

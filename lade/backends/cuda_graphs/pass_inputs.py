@@ -102,7 +102,7 @@ class StaticInputs:
         self.memory.copy_(staged, non_blocking=True)
 
     def slots(self) -> torch.Tensor:
-        """Return the cache slots of the nodes, `[B, S]` int64: behind the cached tokens of their row."""
+        """Return the cache slots of the nodes, `[B, S]` int64: after the cached tokens of their row."""
         return self.lengths[:, None] + torch.arange(self.size, device=self._device)
 
     def step(self, keys: int) -> StepInputs:
@@ -166,7 +166,7 @@ class StaticLayerView(CacheLayerMixin):
 
 
 class StaticRecurrentTreeLayerView(RecurrentLayer, StaticLayerView):
-    """View of a layer with recurrent states beside keys and values."""
+    """View of a layer with recurrent states along with keys and values."""
 
     dtype: Any
     device: Any

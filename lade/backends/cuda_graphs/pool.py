@@ -197,7 +197,7 @@ def free_idle_buffers(model: PreTrainedModel) -> bool:
 
 
 def capture_setup(model: Any) -> Hashable:
-    """Return what captured passes depend on beside their inputs: addresses of weights, and the choice of kernels."""
+    """Return what captured passes depend on in addition to their inputs: weight addresses and the choice of kernels."""
     config = model.config.get_text_config(decoder=True)
     tensors = chain(model.parameters(), model.buffers())
     return (

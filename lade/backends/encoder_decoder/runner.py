@@ -69,7 +69,7 @@ class Encoded:
 
 
 class DecoderCache(TreeCache):
-    """Keys and values of self-attention, as in any `TreeCache`, with those of cross-attention beside them.
+    """Keys and values of self-attention, as in any `TreeCache`, and those of cross-attention alongside.
 
     Attributes:
         cross: cross-attention keys and values, computed once per row.

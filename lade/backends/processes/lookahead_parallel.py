@@ -12,7 +12,7 @@ Neighbouring runs share the path to the node where they branch, which is fed twi
     process 1   root d e ───┴─ gather readouts of all nodes ─ verify, learn
 
 There is no communication within a pass, so models of any kind can be parallelised this way, also over slow links. After
-the pass the leader gathers what it needs of each node: the argmax and the top tokens, 28 bytes, or a row of logits if
+the pass the leader gathers a readout of each node: the argmax and the top tokens, 28 bytes, or a row of logits if
 tokens are sampled or logits processors run. Of the accepted path, a process has the keys of those nodes that it has
 fed; it feeds the missing ones again before the root of its next part:
 
@@ -169,7 +169,7 @@ class PartialCache(TreeCache):
         return self.own.state_bytes
 
     def partition(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
-        """Return the parts of trees that this process feeds, behind the tokens that it is missing."""
+        """Return the parts of trees that this process feeds, after the tokens that it is missing."""
         self._missing, self._trees = self._missing or [self._nothing_missing() for _ in trees], trees
         self._parts = [
             partition(tree.parents, self._size, list(map(len, gaps)))
@@ -287,7 +287,7 @@ class PartialCache(TreeCache):
 
 
 def _part(tree: TokenTree, nodes: Sequence[int], gap: Sequence[int]) -> TokenTree:
-    """Return some nodes of a tree as a tree of its own, behind a chain of missing tokens."""
+    """Return some nodes of a tree as a tree of its own, after a chain of missing tokens."""
     before, places = len(gap), {node: place for place, node in enumerate(nodes, start=len(gap))}
     ids = [*gap, *(tree.ids[node] for node in nodes)]
     part = TokenTree(ids[0])

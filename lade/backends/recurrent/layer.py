@@ -162,7 +162,7 @@ class RecurrentLayer(StatefulLayer, LinearAttentionLayer):
 
 
 class RecurrentTreeLayer(RecurrentLayer, TreeLayer):
-    """Recurrent states beside keys and values."""
+    """Recurrent states along with keys and values."""
 
     dtype: Any
     device: Any

@@ -98,7 +98,7 @@ def random_tree(nodes: int, deepest: int, generator: torch.Generator) -> TokenTr
 
 
 class ModelTrial:
-    """A text with a tree behind it, on which passes of a model are compared.
+    """A text followed by a tree, on which passes of a model are compared.
 
     Args:
         model: a decoder-only model, made invariant.
@@ -134,7 +134,7 @@ class ModelTrial:
         text = [*self._text, *self._kept, self._following]
         after = self._runner.forward([TokenTree(self._following)], [text], cache)[0, ROOT]
         expected = plain[self._kept].after(self._following).logits
-        return None if torch.equal(expected, after) else "the cache behind an accepted path"
+        return None if torch.equal(expected, after) else "the cache after an accepted path"
 
     @torch.no_grad()
     def first_batch_mismatch(self) -> str | None:

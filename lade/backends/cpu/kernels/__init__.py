@@ -8,7 +8,7 @@ reads constants of this folder only.
     lanes.py               vectors of 16 float32 lanes, whatever the processor
     exponentials.py        exp, tanh and the logistic function on vectors
     quads.py               micro-kernel: four rows by a block of columns
-    attention.py           attention with a fixed summation order; norms.py: RMS norms likewise
+    attention.py           attention, and in norms.py RMS norms, with a fixed summation order
     codes.py               per-row int8 quantisation
     panel_products.py      blocked GEMM: arguments and epilogue
     tiles.py               AMX tile registers; tile_products.py, tile_code_products.py: GEMM with them

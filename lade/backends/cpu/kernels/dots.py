@@ -3,7 +3,7 @@
 An AVX-512 instruction adds to each of 16 float32 accumulators the products of two bfloat16 inputs (with VNNI, to int32
 accumulators those of four int8 inputs). Processors with AVX2 alone have eight accumulators per register, and multiply
 pairs of 16-bit integers instead of four int8 ones. An accumulator takes its inputs in order and sees no other row, so
-an output depends on its row and its weights alone, whatever the number of rows and however the work is split.
+an output depends on its row and its weights alone, regardless of the number of rows and of how the work is split.
 
 Weights lie in panels of 16 outputs, `[N / 16][K / 32][16][16][2]` in bfloat16: panel, block of inputs, and within it
 pairs of inputs by outputs (`[N / 16][K / 64][16][16][4]` in int8, with four inputs instead of a pair). Up to `FEW` rows

@@ -1,4 +1,4 @@
-"""The exponential function of vectors, and what is made of it, to about a unit in the last place."""
+"""The exponential function on vectors, and functions based on it, accurate to about one ulp."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _logistic_product(x: Any, found: Any, kind: Any, slope: Any, cubic: Any, fir
         slope: coefficient of x in the exponent.
         cubic: coefficient of x ** 3 in the exponent.
         first: index of the first number.
-        last: index behind the last number.
+        last: one past the last number.
     """
     item, slopes, cubics = 2 if kind else 4, broadcast(slope), broadcast(cubic)
     for begin in range(first, last, LANES):

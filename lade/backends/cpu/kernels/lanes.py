@@ -154,7 +154,7 @@ def store_rounded(address: Any, numbers: Any, kind: Any) -> None:
 
 @inlined
 def load_padded(address: Any, kind: Any, count: Any, spare: Any) -> Any:
-    """Load up to `LANES` numbers and pad them with zeros; nothing behind them is read."""
+    """Load up to `LANES` numbers and pad them with zeros; nothing past them is read."""
     if count < LANES:
         clear(spare, 4 * LANES)
         copy(spare, address, (2 if kind else 4) * count)

@@ -80,7 +80,7 @@ def _normalise(
             it, else 0.
         sums: address of scratch memory, `2 * WIDEST` float32 numbers.
         first: index of the first row.
-        last: index behind the last row.
+        last: one past the last row.
     """
     item, spare = 2 if kind else 4, sums + WORD * WIDEST
     epsilon, more, rounded = norm

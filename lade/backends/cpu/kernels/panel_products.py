@@ -59,7 +59,7 @@ class PanelProduct(NamedTuple):
 
 @inlined
 def load_product(address: Any) -> Any:
-    """Load the arguments from the fields behind the team header."""
+    """Load the arguments from the fields after the team header."""
     places = field(address, 2), field(address, 3), field(address, 4), field(address, 5), field(address, 6)
     more = field(address, 7), field(address, 8), field(address, 9), field(address, 10), field(address, 11)
     last = field(address, 12), field(address, 13), field(address, 14), field(address, 15), field(address, 16)
@@ -70,7 +70,7 @@ def load_product(address: Any) -> Any:
 def write_results(product: Any, row: Any, rows: Any, output: Any, sums: Any, columns: Any) -> None:
     """Epilogue: scale sums `[rows, columns]`, add the bias, round and store them.
 
-    A partial vector of outputs goes through `spare`, so that nothing behind it is read or written.
+    A partial vector of outputs goes through `spare`, so that nothing past it is read or written.
     """
     spare, item, bias_item = stack_memory(LINE), 2 if product.kind else 4, 2 if product.bias_kind else 4
     for column in range(0, min(columns, product.outputs - output), LANES):

@@ -96,7 +96,7 @@ def multiply(left: Any, right: Any, width: Any, columns: Any, depth: Any, tiles:
 def convert(address: Any, step: Any, kind: Any, count: Any, size: Any, floats: Any, spare: Any) -> Any:
     """Convert `count` rows of a cache to float32 `[count, padded size]`; return the padded width.
 
-    The remainder of a row goes through `spare`, `LANES` numbers, so that nothing behind it is read.
+    The remainder of a row goes through `spare`, `LANES` numbers, so that nothing past it is read.
     """
     item = 2 if kind else 4
     width, whole = -(-size // WIDE) * WIDE, size // LANES * LANES

@@ -51,7 +51,7 @@ class TileProduct(NamedTuple):
 
     Attributes:
         x: address of the rows, `[rows, inputs]`, contiguous.
-        rest: address of the inputs behind the last whole block, `[rows, 32]`, padded with zeros.
+        rest: address of the inputs after the last whole block, `[rows, 32]`, padded with zeros.
         weight: address of the panels.
         bias: address of the bias, `[outputs]`.
         out: address of the result, `[rows, outputs]`, contiguous.
@@ -79,7 +79,7 @@ def partial_sums(rows: int, outputs: int) -> int:
 
 @inlined
 def _product(address: Any) -> Any:
-    """Load the arguments from the fields behind the team header."""
+    """Load the arguments from the fields after the team header."""
     places = field(address, 2), field(address, 3), field(address, 4), field(address, 5), field(address, 6)
     more = field(address, 7), field(address, 8), field(address, 9), field(address, 10), field(address, 11)
     return TileProduct(*places, *more)
@@ -117,7 +117,7 @@ def _round_off_sums(builder: Any, to: Any, address: Any, bias: Any) -> None:
 def _write_results(product: Any, row: Any, rows: Any, output: Any, sums: Any, stride: Any) -> None:
     """Epilogue: add the bias to the sums of some rows and half a panel, round and store them.
 
-    Fewer outputs than half a panel go through `spare`, so that nothing behind them is read or written.
+    Fewer outputs than half a panel go through `spare`, so that nothing past them is read or written.
     """
     spare, count = stack_memory(ROW_BYTES), min(_COLUMNS, product.outputs - output)
     bias, out, step = product.bias + 2 * output, product.out + 2 * output, 2 * product.outputs

@@ -1,9 +1,8 @@
-"""Vectors of as many float32 numbers as the processor has: taken from memory and put there, and what is done with them.
+"""Vectors as wide as the processor's registers: types, loads, stores, conversions and arithmetic.
 
-What a lane holds depends on no other lane. It is written in vectors since a compiler that makes vectors of loops must
-be free to change the order of sums to do it well; here it has no such freedom, and fused products are asked for by
-name.
-Addresses are in bytes.
+A lane depends on no other lane. Vectors are written out by hand since a compiler that vectorises loops well must be
+free to reorder sums; here it has no such freedom, and fused multiply-adds are requested explicitly. Addresses are in
+bytes.
 """
 
 from __future__ import annotations

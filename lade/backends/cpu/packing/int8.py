@@ -2,7 +2,7 @@
 
 Weights have one scale per output, inputs one scale per token. The integer products run on the kernels compiled here on
 processors with AMX tiles, AVX-512 or AVX2 dot products, and on oneDNN elsewhere. Integer sums are exact and scaling
-rounds in the same steps everywhere, so all kernels give the same bits, and a row does not depend on the rows beside it.
+rounds in the same steps everywhere, so all kernels give the same bits, and a row does not depend on the other rows.
 
 The scheme is that of Dettmers et al., "LLM.int8()" (2022), without outliers, and of Xiao et al., "SmoothQuant" (2022),
 with dynamic per-token scales.
@@ -50,7 +50,7 @@ class Int8Linear(PackedLinear):
 
     Args:
         layer: an `nn.Linear`, or a `Conv1D`, whose weight is transposed.
-        keep: true to keep the layer's own weight beside the packed one.
+        keep: true to keep the layer's own weight along with the packed one.
         codes: codes of its weight, if known; computed from the weight otherwise.
         inputs: quantised inputs shared by all layers of a model.
         pages: memory pool shared by all layers of a model.

@@ -68,7 +68,7 @@ def scale_of(weight: torch.Tensor) -> torch.Tensor:
 
 
 def quantised(x: torch.Tensor, form: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise inputs, each row by its own largest magnitude, so that a row does not depend on the rows beside it.
+    """Quantise inputs, each row by its own largest magnitude, so that a row does not depend on the other rows.
 
     Every operation is exact, or rounds each element by itself.
 

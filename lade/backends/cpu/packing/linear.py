@@ -39,7 +39,7 @@ class PackedLinear(nn.Module):
 
     Args:
         layer: an `nn.Linear`, or a `Conv1D`, whose weight is transposed.
-        keep: true to keep the layer's own weight beside the packed one.
+        keep: true to keep the layer's own weight along with the packed one.
 
     Attributes:
         in_features, out_features: sizes of the layer's input and output.

@@ -18,7 +18,7 @@ _SHARES = 4  # parts per thread, so that a delayed thread does not hold up the o
 
 
 def panel_product(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
-    """Multiply rows `[..., in]` by weights in panels; an output does not depend on the rows beside it.
+    """Multiply rows `[..., in]` by weights in panels; an output does not depend on the other rows.
 
     Args:
         x: `[..., in]` bfloat16, on the CPU.
@@ -60,7 +60,7 @@ def groups(rows: int, panels: int, blocks: int) -> tuple[int, int]:
 
 
 def dot_product(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
-    """Multiply rows `[..., in]` by weights in panels of 16 outputs; an output does not depend on the rows beside it.
+    """Multiply rows `[..., in]` by weights in panels of 16 outputs; an output does not depend on the other rows.
 
     Args:
         x: `[..., in]` bfloat16.

@@ -12,7 +12,7 @@ from lade.backends.cpu.worker_threads import run_on_team
 _LINE, _WORD = 64, 4  # bytes per row of a tile, and per output in it
 _MANY = 2**16  # least weights per part
 _CHUNK = 64  # blocks of inputs that pass through all panels together
-_NEAR = 2**20  # bytes of the rows' inputs in a chunk that fit into the L2 cache beside weights
+_NEAR = 2**20  # bytes of the rows' inputs in a chunk that fit into the L2 cache alongside weights
 
 
 def in_panels(weight: torch.Tensor, pages: HugePages | None = None, panel: int = PANEL) -> torch.Tensor:
@@ -46,7 +46,7 @@ def out_of_panels(panels: torch.Tensor, outputs: int, inputs: int) -> torch.Tens
 
 
 def tile_product(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
-    """Multiply rows `[..., in]` by weights in panels of 64 outputs; an output does not depend on the rows beside it.
+    """Multiply rows `[..., in]` by weights in panels of 64 outputs; an output does not depend on the other rows.
 
     Args:
         x: `[..., in]` bfloat16.
@@ -89,6 +89,6 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 
 def _rest(x: torch.Tensor) -> torch.Tensor:
-    """Return the inputs behind the last whole block, padded with zeros, since kernels must not read past a row."""
+    """Return the inputs after the last whole block, padded with zeros, since kernels must not read past a row."""
     left = x.shape[1] % BLOCK_INPUTS
     return torch.nn.functional.pad(x[:, -left:], (0, BLOCK_INPUTS - left))
