@@ -293,7 +293,7 @@ def is_public(name: str) -> bool:
 
 def test_names_in_examples_are_there_after_import_lade():
     named = set(re.findall(r"(?<![\w./`\"'-])lade(?:\.[A-Za-z_]\w*)+", examples()))
-    assert {"lade_lab.workloads.load", "lade.generate", "lade.Memory.load"} <= named
+    assert {"lade.generate", "lade.Memory.load"} <= named
     assert sorted(name for name in named if not is_public(name)) == []
 
 

@@ -125,6 +125,7 @@ def test_what_a_compiled_function_cannot_do_is_refused():
         invariant_attention(LAYER, *[query.to("meta")] * 3, None)
 
 
+ATTENTION = work.attention_of  # which a test replaces
 HEADS = Heads(queries=6, keys=2, size=32, value_size=32)
 
 
@@ -137,14 +138,11 @@ def test_the_trial_passes(few_texts):
     assert attention_keeps_order(HEADS) and attention_keeps_order(HEADS._replace(size=128, value_size=128))
 
 
-intact = work.attention_of
-
-
 def reversed_for_few(query, key, value, mask, *rest):
     """Of a few queries from the last key to the first."""
     if query.shape[2] < 8:
         key, value, mask = key.flip(2), value.flip(2), PlacedMask.of(mask.allowed.flip(-1)[:, None], mask.positions)
-    return intact(query, key, value, mask, *rest)
+    return ATTENTION(query, key, value, mask, *rest)
 
 
 def as_matrix_products(query, key, value, mask, scale, *rest):
@@ -157,7 +155,7 @@ def as_matrix_products(query, key, value, mask, scale, *rest):
 def blind_beside_others(query, key, value, mask, *rest):
     """A query sees what the one before it sees, too."""
     allowed = torch.cat([mask.allowed[:, :1], mask.allowed[:, 1:] | mask.allowed[:, :-1]], 1)
-    return intact(query, key, value, PlacedMask.of(allowed[:, None], mask.positions), *rest)
+    return ATTENTION(query, key, value, PlacedMask.of(allowed[:, None], mask.positions), *rest)
 
 
 @pytest.mark.parametrize("broken", [reversed_for_few, as_matrix_products, blind_beside_others])

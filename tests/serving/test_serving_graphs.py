@@ -213,7 +213,7 @@ def pool(monkeypatch):
     """That of a model, as it has one on a CUDA device."""
     made = new_pool(LLAMA, EagerReplay)
     monkeypatch.setitem(model_pools._pools, LLAMA, made)
-    monkeypatch.setattr(job, "runner_for", lambda *given: GraphRunner(*given, made))
+    monkeypatch.setattr(job, "runner_for", lambda facts, *given: GraphRunner(facts.model, *given, made))
     return made
 
 
@@ -221,7 +221,7 @@ def test_weights_that_have_moved_between_two_bursts_are_captured_again(monkeypat
     """What was captured reads memory that others use by now."""
     model = toy_model("llama", vocabulary=VOCABULARY)
     pool = new_pool(model, EagerReplay)
-    monkeypatch.setattr(job, "runner_for", lambda *given: GraphRunner(*given, pool))
+    monkeypatch.setattr(job, "runner_for", lambda facts, *given: GraphRunner(facts.model, *given, pool))
     driven = Driven(model)
     for number in range(3):
         expected = alone(model, random_ids(5), max_new_tokens=12)

@@ -164,7 +164,7 @@ def run(
 ) -> Results:
     """Compare methods on prompts, as `lade bench` does; outputs are compared before speeds are of interest.
 
-    >>> workload = lade_lab.workloads.load("builtin", limit=5)
+    >>> workload = lade.bench.workloads.load("builtin", limit=5)
     >>> results = lade.bench.run(model, tokenizer, [workload], ["hf", "plain", "adaptive"])
     >>> results.mismatches
     []

@@ -42,9 +42,7 @@ class Invariance:
 
 
 def _unpickled(*values: Any) -> Invariance:
-    import_module(
-        "lade.backends.cpu.invariant.make_invariant"
-    )  # registers attention and experts with transformers
+    import_module("lade.backends.cpu.invariant.make_invariant")  # registers attention and experts with transformers
     return Invariance(*values)
 
 
