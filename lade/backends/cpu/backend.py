@@ -49,6 +49,24 @@ class CpuBackend(Backend):
 
         refuse_autocast(model)
 
+    def packable(self, model: nn.Module) -> bool:
+        """Return True if `pack` would pack some layers; raise `UnsupportedModelError` if it would refuse the model."""
+        from lade.backends.cpu.packing import pack
+
+        return bool(pack.packable(model))
+
+    def pack(self, model: nn.Module) -> None:
+        """Pack a model in its own dtype, in place; see `lade.pack`."""
+        from lade.backends.cpu.packing import pack
+
+        pack.pack(model)
+
+    def unpack(self, model: nn.Module) -> None:
+        """Undo `pack`, in place; see `lade.unpack`."""
+        from lade.backends.cpu.packing import pack
+
+        pack.unpack(model)
+
     def can_be_invariant(self, model: nn.Module) -> bool:
         """Return True if `lade.invariant` would try this model on this machine."""
         from lade.backends.cpu.invariant.make_invariant import is_candidate
