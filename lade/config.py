@@ -34,6 +34,8 @@ class LookaheadConfig:
         budget: tokens fed per step, the root included, by the adaptive method, instead of what it would choose; at
             most, since a text may offer no more. From 1 to 1024.
         memory: a `lade.Memory` for the adaptive method to use and to fill, instead of one that ends with the request.
+        mtp: whether the adaptive method drafts with the multi-token prediction (MTP) layers of the checkpoint, too:
+            None where they are found, can be used and pay; False nowhere; with True it is an error if they cannot be.
         seed: feeds a private generator for the window's first tokens. It changes which guesses are made, hence the
             speed, never the output; torch's global generator is not touched.
 
@@ -54,6 +56,7 @@ class LookaheadConfig:
     budget: int | None = None
     memory: BaseMemory | None = None
     seed: int = 0
+    mtp: bool | None = None
 
     def __post_init__(self) -> None:
         sizes = {"window": self.window, "ngram": self.ngram, "guesses": self.guesses}
@@ -75,13 +78,15 @@ class LookaheadConfig:
         for field in ("prompt_ngrams", "adaptive"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(field, getattr(self, field), "give True or False")
+        if self.mtp is not None and not isinstance(self.mtp, bool):
+            raise ConfigError("mtp", self.mtp, "give True, False, or None to use MTP layers where they pay")
         if self.memory is not None and not isinstance(self.memory, BaseMemory):
             raise ConfigError("memory", self.memory, "give a lade.Memory, or None")
 
     def _check_method(self, given: dict[str, int]) -> None:
         if not self.adaptive:
-            for field in ("budget", "memory"):
-                if getattr(self, field) is not None:
+            for field in ("budget", "memory", "mtp"):
+                if getattr(self, field) not in (None, False):
                     remedy = "it belongs to the adaptive method: leave it out, or leave out window, ngram and guesses"
                     raise ConfigError(field, getattr(self, field), remedy)
             return

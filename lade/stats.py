@@ -33,7 +33,8 @@ class Step:
         index: 0 for prefill, then 1, 2, ...
         tokens: ids emitted by this step, after the stop cut. Never empty.
         sources: for each token its source: `prefill`, `window`, `pool`, `prompt`, `text`, `memory`, `prediction`,
-            `grammar` for one that a grammar left no choice about, or `bonus` for a token that was not proposed and the
+            `mtp` for one that an MTP layer found likelier than all else did, `grammar` for one that a grammar left no
+            choice about, or `bonus` for a token that was not proposed and the
             model chose itself; `beam` for all tokens of a beam search, in the steps that are added to `Stats`.
         fed: tokens fed to the model, the root included (for prefill: the prompt tokens not yet cached).
         seconds: wall-clock time of the step, in a batch of all rows together, without the time its consumer took.

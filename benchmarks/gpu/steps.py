@@ -1,4 +1,4 @@
-"""What one pass of a model takes by the tokens it feeds, launched kernel by kernel and replayed, beside its floors.
+"""Time of a model's pass by tokens fed, launched kernel by kernel and replayed, beside its lower bounds.
 
     python benchmarks/gpu/steps.py --params 7e9 --out results/steps-7B.json
 
@@ -125,7 +125,7 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def line_of(size: int, floors: tuple[float, float], lanes: dict[str, Lane]) -> dict[str, Any]:
-    """All that was found about a size, in milliseconds."""
+    """Return the measurements of a size, in milliseconds."""
     line: dict[str, Any] = {"size": size, "padded": step_bucket(size)}
     line |= {"bytes_floor_ms": 1e3 * floors[0], "operations_floor_ms": 1e3 * floors[1] * size}
     for name, lane in lanes.items():

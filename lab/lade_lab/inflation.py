@@ -37,7 +37,7 @@ from lade.errors import ConfigError, UnsupportedModelError
 from lade.model.facts import parts_of
 
 Axis = Literal["vocabulary", "hidden", "heads", "feed_forward", "head"]
-"""What a dimension counts: tokens, hidden values, values of all heads, feed-forward values, values of one head."""
+"""Unit of a dimension: tokens, hidden values, values of all heads, feed-forward values, values of one head."""
 
 Filling = Literal["noise", "zeros", "ones"]
 
@@ -104,7 +104,7 @@ TOLERANCE = 0.03
 
 FEED_FORWARD_RATIO = 3.3
 FEWEST_LAYERS, MOST_LAYERS = 12, 32
-"""What published models of 0.1 to 8 billion parameters look like: feed-forward width over hidden size, layers."""
+"""Proportions of published models of 0.1 to 8 billion parameters: feed-forward width over hidden size, layers."""
 
 WIDTH_STEPS = 64, 8, 1
 """Feed-forward widths are a multiple of the first of these that comes near enough: kernels like round widths."""
@@ -254,7 +254,7 @@ def _widths(model: PreTrainedModel, given: int | None, ideal: float) -> Iterable
 
 
 def _oddity(sizes: Sizes, hidden: int) -> float:
-    """How far from usual proportions: 0 for the most usual."""
+    """Return the distance from usual proportions; 0 for the most usual."""
     ratio = sizes.intermediate_size / (hidden * sizes.hidden_factor)
     return abs(log(ratio / FEED_FORWARD_RATIO)) + 2 * max(0.0, log(FEWEST_LAYERS / sizes.layers))
 

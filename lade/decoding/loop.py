@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -21,6 +22,7 @@ from torch.nn.functional import pad
 from lade.clock import Clock, Duration
 from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.decoding.drafting.drafter import Drafter
+from lade.decoding.mtp import MtpPasses
 from lade.decoding.readout import Readout, read
 from lade.decoding.row import Row, RowStep
 from lade.decoding.tree import TokenTree
@@ -118,6 +120,7 @@ class DecodeLoop(Generic[CacheT]):
             as its `problem`. Else it ends the step, and `run` raises it.
         reader: makes the passes whose rows all take the argmax; None where `runner` does.
         leaving: called with each row that has ended, and its number in the cache, before the cache loses it.
+        mtp: makes the passes of the checkpoint's MTP layer; None without one.
         settled: `[B]`, how many tokens of each row in the cache are certainly text. After an interrupted forward pass
             some layers or all hold more, which has to be dropped before the cache is used again.
     """
@@ -130,6 +133,7 @@ class DecodeLoop(Generic[CacheT]):
     isolate: bool = False
     reader: Reader[CacheT] | None = None
     leaving: Callable[[Row, int], None] | None = None
+    mtp: MtpPasses | None = None
     settled: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -153,7 +157,9 @@ class DecodeLoop(Generic[CacheT]):
         """Feed the prompts of all rows, and choose the first token of each."""
         start = self.runner.clock.start()
         fed = [len(row.tokens) - self.cache.lengths[0] for row in self.rows]
-        logits = self.runner.prefill([row.tokens for row in self.rows], self.cache, prompt_hook(self.rows))  # [B, V]
+        texts, hook = [row.tokens for row in self.rows], prompt_hook(self.rows)
+        with nullcontext() if self.mtp is None else self.mtp.reading(self.rows):
+            logits = self.runner.prefill(texts, self.cache, hook)  # [B, V]
         self.settled = list(self.cache.lengths)
         ids = read(logits, wants_entries=False).argmax_ids  # [B]
         tokens = [row.choose_first(logits[place : place + 1], [ids[place]]) for place, row in enumerate(self.rows)]
@@ -181,7 +187,8 @@ class DecodeLoop(Generic[CacheT]):
                 for part, readout in zip(parts, readouts, strict=True):
                     part.readout = readout
             else:
-                logits = self.runner.forward(trees, texts, self.cache)  # [B, S, V]
+                with nullcontext() if self.mtp is None else self.mtp.watching():
+                    logits = self.runner.forward(trees, texts, self.cache)  # [B, S, V]
                 fed = logits.shape[1]
                 self._choose(parts, logits, fed)
             self._verify(parts)
@@ -189,6 +196,8 @@ class DecodeLoop(Generic[CacheT]):
         finally:  # after any error, too: drop what was not accepted, report what was emitted
             if fed:
                 self._keep(parts, fed)
+                if self.mtp is not None:
+                    self.mtp.accept(self.rows, [_accepted(part) for part in parts], fed)
             took = self.runner.clock.since(start)
             steps = [part.report(took.wall_s) for part in parts]
             if emitted := [step for step in steps if step.tokens]:
@@ -200,6 +209,8 @@ class DecodeLoop(Generic[CacheT]):
     def _draft(self) -> list[RowStep]:
         """Find the candidates of all rows first, so that rows which share a budget can weigh them together."""
         depths = [self.runner.room(cached) for cached in self.settled]
+        if self.mtp is not None:
+            self.mtp.draft(self.rows, depths)
         candidates = [row.drafter.candidates(row.tokens, depth) for row, depth in zip(self.rows, depths, strict=True)]
         if self.budget is not None:
             self.budget.decide([each.scores for each in candidates])
@@ -244,6 +255,8 @@ class DecodeLoop(Generic[CacheT]):
         if self.budget is not None:
             emitted = sum(len(step.tokens) for step in steps) / len(steps)
             self.budget.observe_pass(fed, emitted, seconds, forward_s, rows=len(steps))
+        if self.mtp is not None:
+            self.mtp.observe(sum(len(step.tokens) for step in steps), seconds)
 
     def _report(self, steps: Sequence[Step], forward_s: float) -> None:
         if self.stats is not None:
@@ -256,6 +269,8 @@ class DecodeLoop(Generic[CacheT]):
         for place, row in enumerate(self.rows):
             if row.done:
                 row.drafter.end()
+                if self.mtp is not None:
+                    self.mtp.leave(row)
                 if self.leaving is not None:
                     self.leaving(row, place)
         if all(row.done for row in self.rows):
@@ -266,9 +281,16 @@ class DecodeLoop(Generic[CacheT]):
     def remove(self, row: Row) -> None:
         """Have a row leave, which may not have ended; the last one takes its place."""
         place = self.rows.index(row)
+        if self.mtp is not None:
+            self.mtp.leave(row)
         self.cache.leave(place)
         self.rows[place] = self.rows[-1]
         self.rows.pop()
+
+
+def _accepted(part: RowStep) -> Sequence[int]:
+    """The nodes at which tokens were emitted; none in a row that has ended."""
+    return () if part.row.done else part.verdict.path[: len(part.verdict.tokens)]
 
 
 class PromptReader(Protocol):

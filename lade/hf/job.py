@@ -29,6 +29,8 @@ from lade.decoding.drafting.factory import drafter_for, reads_logits
 from lade.decoding.drafting.habits import Habits
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.loop import Reader
+from lade.decoding.mtp import FIXED_PASSES, MOST_PASSES, MtpHabits, MtpPasses
+from lade.errors import ConfigError, UnsupportedArgumentError
 from lade.hf.predictions import text_of_rows
 from lade.hf.processors import Record
 from lade.model import joint
@@ -38,6 +40,7 @@ from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.prepared import Prepared, placeholder_ids, special_ids, vocabulary_of
 from lade.model.runner import EagerRunner
+from lade.model.support.supports import why_not_looked_for
 from lade.tuning.batch_cost import BatchCost
 from lade.tuning.cost_cache import habits_of, save_refreshed, step_cost_for
 from lade.tuning.step_cost import StepCost
@@ -155,10 +158,12 @@ class DecodeJob:
         rows: B at first.
         batched: whether the rows share the size of their trees, however many they are.
         most: tokens that a row feeds in a step at most; None for what the runner's processes can take.
+        without_mtp: why its loop makes no passes of MTP layers; empty where it does.
 
     Attributes:
         runner: as given.
         budget: one size for the trees of all rows, from the first drafter on that needs one; None without.
+        mtp: makes the passes of the checkpoint's MTP layer, from the first drafter on that has one; None without.
     """
 
     def __init__(
@@ -170,9 +175,12 @@ class DecodeJob:
         rows: int = 1,
         batched: bool = False,
         most: int | None = None,
+        without_mtp: str = "",
     ) -> None:
         self.runner = runner
         self.budget: BatchBudget | None = None
+        self.mtp: MtpPasses | None = None
+        self._without_mtp = without_mtp
         self._model, self._kind, self._rows, self._batched = model, kind, rows, batched
         self._most = most_fed(runner.parts) if most is None else most
         self._cost: StepCost | BatchCost | None = None
@@ -198,7 +206,25 @@ class DecodeJob:
             self._begin_sizing()
         if self._habits is not None:
             self._habits.copies.begin_text()
+        self._begin_mtp([spec.config for spec in specs])
         return [self._drafter(spec, alone=alone) for spec in specs]
+
+    def adopt(self, drafter: Drafter) -> Drafter:
+        """Take a drafter of the caller's own, for the only row; an MTP layer predicts for it where it listens."""
+        if drafter.mtp is not None:
+            self.mtp = _mtp_passes(self.runner, [LookaheadConfig(budget=1, mtp=True)], self._kind)
+            assert self.mtp is not None  # else it has raised
+            self.mtp.fixed = MOST_PASSES
+        return drafter
+
+    def _begin_mtp(self, configs: Sequence[LookaheadConfig]) -> None:
+        """Look for the model's MTP layer, if a row may draft with it."""
+        if self._without_mtp:
+            _refuse_mtp(configs, self._without_mtp)
+        elif self.mtp is None:
+            self.mtp = _mtp_passes(self.runner, configs, self._kind)
+        if self.mtp is not None and self._cost is not None:
+            self.mtp.fixed = None  # sizes go by times, and so do its passes
 
     def _begin_sizing(self) -> None:
         if self._batched:
@@ -215,6 +241,8 @@ class DecodeJob:
         sizing: dict[str, Any] = {}
         if spec.sizes_trees:
             sizing = {"cost": self._cost, "budget": self.budget, "habits": self._habits, "most": self._most}
+        if self.mtp is not None and spec.config.mtp is not False:
+            sizing["mtp"] = self.mtp.weights
         return drafter_for(
             config,
             spec.excluded,
@@ -270,3 +298,60 @@ def runner_of(prepared: Prepared, plan: MaskPlan, *, lock_step: bool = False) ->
 def engine_runner(model: PreTrainedModel, plan: MaskPlan) -> EagerRunner:
     """Return the runner of all requests of an engine."""
     return runner_for(ModelFacts.of(model), plan, GenerationConfig())
+
+
+def _refuse_mtp(configs: Sequence[LookaheadConfig], reason: str) -> None:
+    """Raise `UnsupportedArgumentError` where a config insists on MTP layers."""
+    if any(config.mtp for config in configs):
+        raise UnsupportedArgumentError(f"mtp=True cannot be used: {reason}", "leave it out: the memory drafts alone")
+
+
+def with_use_mtp(generation_config: GenerationConfig, config: LookaheadConfig) -> LookaheadConfig:
+    """Return the config that transformers' `use_mtp=True` means: the same, but with `mtp=True`.
+
+    Args:
+        generation_config: the prepared one, a copy of this call's own; its `use_mtp` is taken out, since transformers
+            would decode by its own loop, which for a sample draws otherwise than plain decoding.
+        config: the method and its sizes.
+
+    Raises:
+        ConfigError: the config leaves MTP layers out.
+    """
+    if not getattr(generation_config, "use_mtp", None):
+        return config
+    if config.mtp is False:
+        raise ConfigError("mtp", False, "use_mtp=True asks for the model's MTP layers: leave out one of the two")
+    generation_config.use_mtp = None
+    return replace(config, mtp=True)
+
+
+def _mtp_passes(runner: EagerRunner, configs: Sequence[LookaheadConfig], kind: str) -> MtpPasses | None:
+    """Return what makes the passes of a model's MTP layer for the rows of one batch; None where there are none.
+
+    Args:
+        runner: makes the model's passes.
+        configs: those of the rows, one each.
+        kind: kind of text; what is learned of one kind is not used for another.
+
+    Raises:
+        UnsupportedArgumentError: a config insists on MTP layers, and there are none that can be used.
+    """
+    wanting = [config for config in configs if config.mtp is not False and config.adaptive]
+    if not wanting:
+        return None
+    loaded: Any = _why_not_run(runner) or why_not_looked_for(runner.facts)
+    if not loaded:
+        loaded = joint.load("mtp").layer_of(runner.model)
+    if isinstance(loaded, str):
+        _refuse_mtp(wanting, loaded)
+        return None
+    layer = joint.load("mtp").runner_of(runner.model, loaded, runner.facts.cache_name or "past_key_values")
+    fixed = FIXED_PASSES if all(config.budget is not None for config in wanting) else None
+    return MtpPasses(layer, loaded.habits.setdefault(kind, MtpHabits()), runner.clock, fixed)
+
+
+def _why_not_run(runner: EagerRunner) -> str:
+    """Return why a runner's passes cannot feed MTP layers; empty if they can."""
+    if type(runner) is not EagerRunner:
+        return f"passes of a {type(runner).__name__} do not show the states that MTP layers are fed with"
+    return ""

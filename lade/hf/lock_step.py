@@ -72,6 +72,9 @@ def _output(logits: torch.Tensor) -> CausalLMOutputWithPast:
     return CausalLMOutputWithPast(logits=cast(torch.FloatTensor, logits[:, None]))
 
 
+_WITHOUT_MTP = "rows in lock-step are verified by passes of transformers' own loop, whose states are not kept"
+
+
 class LockStepSession:
     """A batch prepared by `model.generate` and not started yet, whose rows emit their tokens together.
 
@@ -96,7 +99,7 @@ class LockStepSession:
         check_lengths(self._runner.positions, texts, prepared.generation_config.max_length)
         warn_of_precision(prepared.wrapper)
         kind = kind_of_text(prepared, config)
-        self._job = DecodeJob(prepared.model, runner, kind, rows=len(texts), batched=True)
+        self._job = DecodeJob(prepared.model, runner, kind, rows=len(texts), batched=True, without_mtp=_WITHOUT_MTP)
         drafters = self._job.drafters(DraftSpec.of_rows(prepared, config, texts.ids))
         rows = [self._row(number, text, drafters[number]) for number, text in enumerate(texts.ids)]
         self._answers: LockStepLogits[Any]

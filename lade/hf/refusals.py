@@ -180,7 +180,15 @@ def _refuse_caches(prepared: Prepared) -> None:
 
 def _mode_arguments(mode: GenerationMode, config: GenerationConfig) -> str:
     """The arguments that led to a generation mode, for the error."""
-    names = ("do_sample", "num_beams", "num_beam_groups", "prompt_lookup_num_tokens", "penalty_alpha", "dola_layers")
+    names = (
+        "do_sample",
+        "num_beams",
+        "num_beam_groups",
+        "prompt_lookup_num_tokens",
+        "use_mtp",
+        "penalty_alpha",
+        "dola_layers",
+    )
     values = {name: getattr(config, name, None) for name in names}
     given = [f"{name}={value!r}" for name, value in values.items() if value is True or value not in (None, False, 1)]
     return ", ".join(given) or f"generation mode {mode.value}"

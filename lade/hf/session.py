@@ -15,7 +15,7 @@ from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.hf.batch_rules import check_lengths
-from lade.hf.job import DecodeJob, DraftSpec, Output, kind_of_text, output_of, record_for, runner_of
+from lade.hf.job import DecodeJob, DraftSpec, Output, kind_of_text, output_of, record_for, runner_of, with_use_mtp
 from lade.hf.processors import row_for
 from lade.hf.refusals import check, check_switch, warn_of_precision
 from lade.hf.sampling import Draws, LoneSampler, RowSampler, Sampler
@@ -53,6 +53,7 @@ class Session:
         drafter: Drafter | None = None,
     ) -> None:
         self._prepared, self._streamer, self._prompt_streamed = prepared, streamer, prompt_streamed
+        config = with_use_mtp(prepared.generation_config, config)
         plan, self._texts, images = check(prepared)
         runner = self._checked_runner(plan)
         warn_of_precision(prepared.wrapper)
@@ -65,12 +66,20 @@ class Session:
         sampled = bool(prepared.generation_config.do_sample)
         self._draws = Draws(len(self._texts)) if self._is_batch and sampled else None
         kind = kind_of_text(prepared, config)
-        self._job = DecodeJob(prepared.model, runner, kind, rows=len(self._texts), batched=self._is_batch)
+        without_mtp = "" if images is None else "prompts with more than text have positions of their own"
+        rows, batched = len(self._texts), self._is_batch
+        self._job = DecodeJob(prepared.model, runner, kind, rows=rows, batched=batched, without_mtp=without_mtp)
         self._rows = self._make_rows(self._drafters(config, drafter))
         self._known = sys.maxsize  # tokens of the text that the caller knows
         cache: Any = self._cache  # of the runner's own kind
         self._loop = DecodeLoop(
-            list(self._rows), runner.for_prompts(images), cache, stats, self._job.budget, reader=self._job.reader
+            list(self._rows),
+            runner.for_prompts(images),
+            cache,
+            stats,
+            self._job.budget,
+            reader=self._job.reader,
+            mtp=self._job.mtp,
         )
 
     @property
@@ -91,7 +100,7 @@ class Session:
         if given is not None:
             if self._is_batch:
                 raise ValueError("a drafter serves one row: give it with one prompt")
-            return [given]
+            return [self._job.adopt(given)]
         return self._job.drafters(DraftSpec.of_rows(self._prepared, config, self._texts.ids))
 
     def _make_rows(self, drafters: list[Drafter]) -> list[Row]:

@@ -11,6 +11,7 @@ call knows of its model (`ModelFacts`) whether one is needed, and loads it then.
     cpu              packed linear layers, batch-invariant models                such layers are in the model
     tree_attention   `attn_implementation="lade_tree"`                           the config names it
     cuda_graphs      forward passes captured as CUDA graphs                      the model is on a CUDA device
+    mtp              drafts by the multi-token prediction layers of a checkpoint  its configuration has such layers
     processes        several processes that decode together                      the model is split, or `lade.parallel`
 """
 
@@ -21,7 +22,17 @@ from importlib import import_module
 from typing import Any
 
 _HOME = "lade.backends"
-BACKENDS = ("recurrent", "encoder_decoder", "media", "grammar", "cpu", "tree_attention", "cuda_graphs", "processes")
+BACKENDS = (
+    "recurrent",
+    "encoder_decoder",
+    "media",
+    "grammar",
+    "cpu",
+    "tree_attention",
+    "cuda_graphs",
+    "mtp",
+    "processes",
+)
 
 
 def load(name: str) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -168,7 +168,7 @@ class Batch:
 
     def _drafter(self, request: Request) -> Drafter:
         drafter = self._job.drafter(request.draft_spec, alone=len(self.seats.active) == 1)
-        self._loop.budget = self._job.budget
+        self._loop.budget, self._loop.mtp = self._job.budget, self._job.mtp
         return self._reuse.drafter(drafter)
 
     def advance(self) -> None:
@@ -227,6 +227,10 @@ class Batch:
             if self._loop.rows and self._cache.room == (0, 0):  # the decoding rows have lost their cache
                 self._end_rows(problem)
 
+    def _reading(self, rows: Sequence[Row]) -> AbstractContextManager[object]:
+        """Return a block in which texts of these rows are fed; an MTP layer is shown the states, if there is one."""
+        return nullcontext() if self._loop.mtp is None else self._loop.mtp.reading(rows)
+
     def _prefill_piece(self, active: ActiveRequest, most: int) -> int:
         """Feed the next piece of a text, see `feed_piece`; after the last one the row joins.
 
@@ -236,7 +240,8 @@ class Batch:
         with self._blaming(active):
             start = perf_counter()
             row, before = self._begun(active), active.fed
-            logits, goes_on = feed_piece(active, row, self._prefill_runner, most), bool(row.written)
+            with self._reading([row]):
+                logits, goes_on = feed_piece(active, row, self._prefill_runner, most), bool(row.written)
             self._spent(start, [] if goes_on else [active])
             if active.fed == len(active.text):
                 argmax_ids = None if goes_on else read(logits, wants_entries=False).argmax_ids
@@ -272,7 +277,8 @@ class Batch:
     def _read_prompts(self, rows: Mapping[ActiveRequest, Row]) -> tuple[torch.Tensor, list[int]]:
         """Feed the prompts of rows, each of which then has its cache; logits `[B, V]` of last tokens, and argmax."""
         texts, cache = [active.text for active in rows], self._prefill_runner.tree_cache()
-        logits = self._prefill_runner.prefill(texts, cache, prompt_hook(list(rows.values())))
+        with self._reading(list(rows.values())):
+            logits = self._prefill_runner.prefill(texts, cache, prompt_hook(list(rows.values())))
         for place, active in enumerate(rows):
             active.cache, active.fed = cache.copy_row(place, len(texts[place])), len(texts[place])
         return logits, read(logits, wants_entries=False).argmax_ids

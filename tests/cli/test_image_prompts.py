@@ -155,13 +155,13 @@ def test_what_images_do_not_go_with(
 ) -> None:
     ask = ("generate", "hi", "--image", pictures[0], "--model")
     fails(lade(*ask, templated), "takes no images", "leave them out")
-    fails(lade(*ask, seeing, "--raw"), "image=", "leave out --raw")
+    fails(lade(*ask, seeing, "--raw"), "--image", "leave out --raw")
     fails(lade("generate", "hi", "--image", tmp_path / "none.png", "--model", seeing), "none.png", "No such file")
     (tmp_path / "text.png").write_text("no image")
     fails(lade("generate", "hi", "--image", tmp_path / "text.png", "--model", seeing), "cannot be read", "PNG or JPEG")
     lines = tmp_path / "two.jsonl"
     lines.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    many = ("generate", "--prompt-file", lines, "--image", pictures[0], "--model", seeing)
+    many = ("generate", "--prompts", lines, "--image", pictures[0], "--model", seeing)
     fails(lade(*many), "images are for one prompt")
     fails(lade(*many, "--batch-size", 2), "images are for one prompt", "--batch-size")
 

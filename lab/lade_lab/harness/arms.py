@@ -30,7 +30,7 @@ from lade.serving.request import PLAIN
 from lade.stats import Stats, Step, distinct_ngrams
 from lade_lab import results
 from lade_lab.harness.methods import TRANSFORMERS
-from lade_lab.peers import PromptLookupDrafter, SuffixDrafter, TokenRecyclingDrafter
+from lade_lab.peers import MtpChainDrafter, PromptLookupDrafter, SuffixDrafter, TokenRecyclingDrafter
 from lade_lab.results import Method, Sample, Settings
 
 
@@ -200,13 +200,14 @@ _DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "prompt-lookup": PromptLookupDrafter,
     "suffix": SuffixDrafter,
     "token-recycling": TokenRecyclingDrafter,
+    "mtp": MtpChainDrafter,
 }
 """Methods that no config describes."""
 
 
 @dataclass(frozen=True)
 class Models:
-    """What answers.
+    """The models under test.
 
     Attributes:
         record: of the model.

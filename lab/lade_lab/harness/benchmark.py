@@ -221,13 +221,13 @@ def _ready(folder: Path, *, resume: bool) -> Path:
 
 
 def _taken_over(earlier: Results, now: Results, path: Path) -> Results:
-    """What an earlier run found; raises `InputError` if it was not made on the same terms."""
+    """Return the earlier run's results as incomplete; raises `InputError` if its settings differ."""
     require_same(_terms(earlier), _terms(now), repr(str(path)))
     return replace(earlier, complete=False)
 
 
 def _terms(results: Results) -> dict[str, Any]:
-    """What must agree when a run is resumed."""
+    """Return the settings that must agree when a run is resumed."""
     return {
         "model": asdict(results.model),
         "settings": asdict(results.settings),

@@ -67,6 +67,7 @@ class NotingDrafter(Drafter):
     def __init__(self, drafter: Drafter) -> None:
         self._drafter, self.said = drafter, Said()
         self.wants_prompt_entries, self.learns_prompts = drafter.wants_prompt_entries, drafter.learns_prompts
+        self.mtp = drafter.mtp
 
     def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:
         """See `Drafter`."""

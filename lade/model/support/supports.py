@@ -72,6 +72,37 @@ LONGEST_PROBE_TOKENS = 1024
 PLAIN_REMEDY = 'use plain model.generate, or lookahead="auto", which falls back to it'
 
 
+_MTP_COUNTS = ("num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers")
+"""Fields of a configuration that tell how many MTP layers a checkpoint has."""
+
+
+@dataclass(frozen=True)
+class MtpSupport:
+    """MTP layers of a model's checkpoint: truthy where they can be used.
+
+    Attributes:
+        reason: why they cannot be; empty where they can.
+        layers: how many the checkpoint has; the first one drafts.
+        nbytes: memory that it takes, or would take, in bytes.
+        loaded: whether it is in memory.
+    """
+
+    reason: str = ""
+    layers: int = 0
+    nbytes: int = 0
+    loaded: bool = False
+
+    def __bool__(self) -> bool:
+        return not self.reason
+
+    def __str__(self) -> str:
+        what = f"{self.layers} in its checkpoint, the first takes {self.nbytes / 2**20:,.1f} MiB"
+        return f"no MTP layers: {self.reason}" if self.reason else f"MTP layers: {what}"
+
+
+_NOT_LOOKED_FOR = MtpSupport("they are not looked for where a model cannot be served")
+
+
 @dataclass(frozen=True)
 class Support:
     """The answer of `supports`: truthy where the model can be served.
@@ -80,11 +111,13 @@ class Support:
         model: class name of the model.
         reason: why not; empty where it can be served.
         plan: how the model takes its masks; None where it cannot be served.
+        mtp: its checkpoint's multi-token prediction layers, and the reason where they cannot be used.
     """
 
     model: str
     reason: str = ""
     plan: MaskPlan | None = None
+    mtp: MtpSupport = _NOT_LOOKED_FOR
 
     def __bool__(self) -> bool:
         return not self.reason
@@ -126,7 +159,38 @@ def supports(model: Any) -> Support:
     if not isinstance(inner, PreTrainedModel) or not inner.can_generate():
         hint = f" itself: {GIVE_INSIDE}" if wraps_model(inner) else ""
         return Support(type(inner).__name__, f"it is not a transformers model with a language modeling head{hint}")
-    return support_by(ModelFacts.of(inner), model)
+    facts = ModelFacts.of(inner)
+    support = support_by(facts, model)
+    return replace(support, mtp=mtp_support(facts)) if support else support
+
+
+def why_not_looked_for(facts: ModelFacts) -> str:
+    """Return why a model's files are not searched for MTP layers; empty if they are. Nothing is imported or read."""
+    model: Any = facts.model
+    if model.config.is_encoder_decoder:
+        return "MTP layers are run for decoders alone, and the model has an encoder"
+    if getattr(model, "_tp_size", None) or getattr(model, "_pp_stage", None) is not None:
+        return "the model is split over processes"
+    if len({weight.device for weight in facts.weights}) > 1:
+        return "the model's weights lie on several devices"
+    config = model.config.get_text_config(decoder=True)
+    counts = [count for name in _MTP_COUNTS if isinstance(count := getattr(config, name, None), int)]
+    dropped = model._keys_to_ignore_on_load_unexpected or ()
+    if 0 in counts or not (counts or any("mtp" in pattern for pattern in dropped)):
+        return f"{type(model).__name__} is configured without MTP layers"
+    return ""
+
+
+def mtp_support(facts: ModelFacts) -> MtpSupport:
+    """Return whether a model's checkpoint has MTP layers that can be used, and what they take. Nothing is loaded.
+
+    Args:
+        facts: those of a transformers model that `lade.supports`.
+    """
+    if reason := why_not_looked_for(facts):
+        return MtpSupport(reason)
+    support: MtpSupport = joint.load("mtp").examine(facts.model, MtpSupport)
+    return support
 
 
 def support_by(facts: ModelFacts, wrapped: Any) -> Support:
