@@ -39,7 +39,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import lade
-from lade.backends.tree_attention.attention import kernel_for
+from lade.backends.tree_attention.backend import kernel_for
 from lade.backends.tree_attention.tree_mask import TreeInputs
 from lade.decoding.tree import TokenTree
 from lade.model.inputs import FULL

@@ -27,7 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import lade
-from lade.backends.cuda_graphs.backend import why_eager
+from lade.backends.cuda_graphs.backend import capture_refusal
 from lade.backends.cuda_graphs.capture import EagerReplay
 from lade.backends.cuda_graphs.pool import new_pool, pool_of
 from lade.backends.cuda_graphs.runner import GraphRunner
@@ -184,7 +184,7 @@ def main(words: Sequence[str] | None = None) -> int:
     )
 
     plan = lade.supports(model).require()
-    graphs = device.type == "cuda" and not why_eager(model)
+    graphs = device.type == "cuda" and not capture_refusal(model)
     pool = pool_of(model, device) if graphs else new_pool(model, EagerReplay)
     runners = {
         "eager": EagerRunner(model, plan, model.generation_config),

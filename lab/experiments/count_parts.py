@@ -15,7 +15,7 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.backends.processes.lookahead_parallel import cut
+from lade.backends.processes.lookahead_parallel import partition
 from lade.decoding.tree import TokenTree
 from lade.embedded.files import builtin_prompts
 from lade.model.runner import EagerRunner
@@ -57,7 +57,9 @@ def main(
             config = lade.LookaheadConfig(budget=int(budget))
             lade.generate(decoder, ids, max_new_tokens=tokens, do_sample=False, lookahead=config, stats=stats)
         fed = sum(map(len, noted.trees)) / len(noted.trees)
-        parts = [sum(max(map(len, cut(parents, size))) for parents in noted.trees) / len(noted.trees) for size in sizes]
+        parts = [
+            sum(max(map(len, partition(parents, size))) for parents in noted.trees) / len(noted.trees) for size in sizes
+        ]
         print(
             f"| {budget} | {stats.tokens_per_step:.2f} | {fed:.1f} |", " | ".join(f"{part:.1f}" for part in parts), "|"
         )

@@ -20,7 +20,7 @@ from typing import Annotated
 import torch
 import typer
 
-from lade.backends.cpu.packing.int8 import coded, first_sums, multiplied_in_panels
+from lade.backends.cpu.packing.int8 import initial_sums, int8_panel_product, quantised_in_blocks
 from lade.backends.cpu.packing.integer_products import in_form, input_dtype, multiplied, prepacked
 from lade.backends.cpu.packing.panel_products import panel_for, panel_product
 from lade.backends.cpu.packing.tile_products import in_panels
@@ -55,12 +55,12 @@ def own_in_int8(outputs: int, inputs: int, count: int) -> Product:
     pages, scale, x = HugePages(), torch.ones(outputs), torch.randn(MOST_ROWS, inputs)
     panel = panel_for(torch.int8)
     values = [torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8) for _ in range(count)]
-    weights = [(in_panels(each, pages, panel), first_sums(each)) for each in values]
-    given = cache(lambda rows: coded(x[:rows], panel))
+    weights = [(in_panels(each, pages, panel), initial_sums(each)) for each in values]
+    given = cache(lambda rows: quantised_in_blocks(x[:rows], panel))
 
     def product(rows: int) -> None:
         for weight, start in weights:
-            multiplied_in_panels(*given(rows), weight, start, scale, None, torch.empty(rows, outputs))
+            int8_panel_product(*given(rows), weight, start, scale, None, torch.empty(rows, outputs))
 
     return product
 

@@ -24,7 +24,7 @@ from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
 from lade.backends.recurrent.cores import delta_rule, mamba2
-from lade.backends.recurrent.tree_pass import TreePass, columns_of, convolution
+from lade.backends.recurrent.tree_pass import TreePass, convolution, gather_columns
 from lade.decoding.tree import TokenTree
 
 WIDTH = 4
@@ -152,7 +152,7 @@ def a_pass(layer: Layer, nodes: int) -> Callable[[], Any]:
     def call() -> Any:
         whole = torch.cat([cached.mT, inputs.mT], dim=1)  # as the cache layer does
         convolution(tree_pass, _unused, whole.mT, weight, None, "silu")
-        cached.copy_(columns_of(whole, tree_pass.windows(WIDTH, WIDTH, whole.device)[:, -1]).mT)
+        cached.copy_(gather_columns(whole, tree_pass.windows(WIDTH, WIDTH, whole.device)[:, -1]).mT)
         core(tree_pass)[1].fold(layer.state, last)
 
     return call

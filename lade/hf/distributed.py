@@ -138,7 +138,7 @@ def sharing_plainly(model: Any, arguments: Mapping[str, Any]) -> Iterator[None]:
     except Exception as problem:
         reason = f"arguments that cannot be pickled ({problem}) cannot be used with plain decoding of {_SPLIT}"
         raise UnsupportedArgumentError(reason, remedy) from problem
-    with leader.passing("plain", sent, processes.generator_states(inner.device)):
+    with leader.announced("plain", sent, processes.generator_states(inner.device)):
         yield
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from time import thread_time
 from typing import Any, NamedTuple, TypeVar
 
-from lade.backends.grammar.compiled import KEPT, Budget, SlowGrammarError, Vocabulary, vocabulary_of_tokenizer
+from lade.backends.grammar.compiled import KEPT, GrammarBudget, SlowGrammarError, Vocabulary, vocabulary_of_tokenizer
 from lade.backends.grammar.processor import GrammarProcessor, processor_of
 from lade.backends.grammar.trial import GrammarTrial
 from lade.errors import InputError, MissingExtraError
@@ -62,7 +62,7 @@ class Forms:
         try:
             vocabulary = vocabulary_of_tokenizer(model.tokenizer, model.ends)
             self._trial = GrammarTrial(vocabulary.specials)
-            self._vocabulary = vocabulary.tried_by(self._try)
+            self._vocabulary = vocabulary.with_trial(self._try)
         except MissingExtraError as problem:
             self._missing = problem
         except InputError as problem:
@@ -109,7 +109,7 @@ class Forms:
         """Raise `ApiError` for a grammar that cannot be used."""
         self.processor(grammar, param)
 
-    def processor(self, grammar: Grammar, param: str, budget: Budget | None = None) -> GrammarProcessor:
+    def processor(self, grammar: Grammar, param: str, budget: GrammarBudget | None = None) -> GrammarProcessor:
         """The processor of one answer, with the budget of all answers to its request; raises like `require`."""
         try:
             return processor_of([grammar], self.vocabulary(param), budget)

@@ -78,7 +78,7 @@ def test_a_model_in_int8_goes_through_every_command(lade, folder, tmp_path, monk
     [
         (["pack"], "nothing to do: give --check FILE"),
         (["pack", "--check", "no-such"], "no-such"),
-        (["pack", "--save", "x", "--keep", "lm_hed"], "no linear layer has such a name"),
+        (["pack", "--save", "x", "--keep", "lm_hed"], "no linear layer matches it"),
         (["pack", "--save", "x", "--tokens", "1"], "--tokens 1"),
         (["serve", "--weights", "int8", "--no-pack"], "--no-pack"),
         (["generate", "--weights", "int4", "-p", PROMPT], "--weights int4: give int8"),
@@ -114,8 +114,8 @@ def test_what_would_be_wrong_at_the_end_is_said_before_the_text_is_read(lade, fo
     wrong = {
         "other' holds another model": ["--save", tmp_path / "other"],
         "older' holds another model": ["--save", tmp_path / "older"],
-        "is no folder": ["--save", text],
-        f"'{text}' cannot be written to": ["--save", text / "folder"],
+        "is not a folder": ["--save", text],
+        f"'{text}' is not writable": ["--save", text / "folder"],
         "has 1 token: give a longer one": ["--check", tmp_path / "letter.txt"],
     }
     for says, arguments in {"nothing to round": [], **wrong}.items():

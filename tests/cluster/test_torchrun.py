@@ -136,8 +136,8 @@ def killed(process, rank):
     return code, [pid for pid in pids if is_there(pid)]
 
 
-LOST = ("another process of this job has gone", "a pass of 2 processes failed")
-"""What the process that is left says, between two passes or within one: `start all of them again` follows."""
+LOST = ("another process of this job has exited", "a pass of 2 processes failed")
+"""What the process that is left says, between two passes or within one: `restart all of them` follows."""
 
 
 @pytest.mark.slow

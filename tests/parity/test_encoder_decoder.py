@@ -452,7 +452,7 @@ def test_positions_that_nobody_asks_for_are_noticed(monkeypatch: pytest.MonkeyPa
     """A decoder that reads its table in another way would see slots."""
     model = BART.build()
     monkeypatch.setattr(type(model.model.decoder), "forward", _forward_of_a_twin(model))
-    with pytest.raises(lade.UnsupportedModelError, match="do not see a tree's positions"):
+    with pytest.raises(lade.UnsupportedModelError, match="did not see a tree's positions"):
         lookahead(model, article(9))
 
 

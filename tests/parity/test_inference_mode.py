@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lade
 from lade.backends.cpu.invariant.attention import NAME as INVARIANT_ATTENTION
-from lade.backends.tree_attention.attention import NAME as TREE_ATTENTION
+from lade.backends.tree_attention.backend import NAME as TREE_ATTENTION
 from lade.decoding.tree import TokenTree
 from lade.model import capture_blockers
 from lade.model.capture_blockers import inference_mode_blocker, ordinary

@@ -127,7 +127,7 @@ def test_what_a_model_feeds_beside_the_text_after_its_images_is_refused_by_name(
         with pytest.raises(lade.UnsupportedArgumentError, match="image_hidden cannot be used"):
             lade.generate(model, lookahead=PAPER, **arguments)
         patch.setattr(model, "prepare_inputs_for_generation", without_positions)
-        with pytest.raises(lade.UnsupportedArgumentError, match="keeps the positions after it to itself"):
+        with pytest.raises(lade.UnsupportedArgumentError, match="does not take the positions after it"):
             lade.generate(model, lookahead=PAPER, **arguments)
     assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments), expected)
 

@@ -32,7 +32,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.backends.cuda_graphs.pool import setup_of
+from lade.backends.cuda_graphs.pool import capture_setup
 from lade.embedded.files import model_path
 from lade.model.runner import EagerRunner
 from lade.model.support import linear_check as layer_trial
@@ -340,11 +340,11 @@ def test_what_is_no_linear_layer_after_all_is_refused(forward: Any, said: str) -
 
 def test_a_captured_pass_is_dropped_when_codes_lie_elsewhere() -> None:
     model = coded_toy()
-    before = setup_of(model)
-    assert setup_of(model) == before
+    before = capture_setup(model)
+    assert capture_setup(model) == before
     weight = model.lm_head.weight
     weight.codes = weight.codes.clone()
-    assert setup_of(model) != before
+    assert capture_setup(model) != before
 
 
 def test_a_quantised_model_has_a_step_cost_of_its_own() -> None:

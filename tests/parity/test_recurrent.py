@@ -315,7 +315,7 @@ def test_passes_over_trees_leave_the_functions_of_transformers_in_place() -> Non
 def test_functions_that_mixers_do_not_call_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = recurrent("qwen3_next").build()
     monkeypatch.setattr(sys.modules[type(model).__module__], "mamba2_chunk_scan", print, raising=False)
-    with pytest.raises(lade.UnsupportedModelError, match="do not call the functions that know of a tree"):
+    with pytest.raises(lade.UnsupportedModelError, match="do not call the functions that are patched"):
         lookahead(model, prompt(20))
 
 

@@ -32,7 +32,7 @@ from lade.backends.cuda_graphs import pool as model_pools
 from lade.backends.cuda_graphs.buffers import Buffers
 from lade.backends.cuda_graphs.capture import CudaCapture, EagerReplay
 from lade.backends.cuda_graphs.fallback_cache import FallbackCache
-from lade.backends.cuda_graphs.pool import BufferPool, new_pool, pool_of, setup_of
+from lade.backends.cuda_graphs.pool import BufferPool, capture_setup, new_pool, pool_of
 from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.backends.cuda_graphs.static_cache import StaticCache
 from lade.errors import CaptureWarning
@@ -229,7 +229,7 @@ def test_weights_that_have_moved_between_two_bursts_are_captured_again(monkeypat
         driven.finish()
         assert handle.tokens == expected
         (entry,) = pool._entries
-        assert entry.setup == setup_of(model), number
+        assert entry.setup == capture_setup(model), number
         for parameter in model.parameters():
             parameter.data = parameter.data.flip(-1).clone()
 
