@@ -18,7 +18,7 @@ from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Greedy, Verdict
 from lade.hf.session import Session
-from lade.model.prepared import preparing
+from lade.model.prepared import custom_generate_for
 from lade.testing import FunctionRunner, ListCache
 from lade_lab.peers import MtpChainDrafter, PromptLookupDrafter, SuffixDrafter, TokenRecyclingDrafter, template
 
@@ -126,6 +126,6 @@ def test_chains_of_the_checkpoints_layer_are_verified(tmp_path: Path) -> None:
     model, prompt = llama_with_mtp(tmp_path), torch.tensor([[3, 1, 4, 1, 5]])
     arguments = {"max_new_tokens": 30, "do_sample": False}
     make = functools.partial(Session, config=LookaheadConfig(), stats=Stats(), drafter=MtpChainDrafter(3))
-    steps = list(model.generate(prompt, **arguments, custom_generate=preparing(make)))
+    steps = list(model.generate(prompt, **arguments, custom_generate=custom_generate_for(make)))
     assert [token for step in steps for token in step.tokens] == model.generate(prompt, **arguments)[0, 5:].tolist()
     assert {step.fed for step in steps[1:]} == {4}

@@ -57,7 +57,7 @@ def test_what_it_cannot_be_served_with() -> None:
     model = family("deepseek_v32").build()
     with pytest.raises(lade.UnsupportedArgumentError, match="from 11 tokens on this model counts the padding"):
         lookahead(model, **batch(9, 5), pad_token_id=0)
-    with pytest.raises(lade.UnsupportedArgumentError, match=r"no keys of theirs; give DynamicCache\(config="):
+    with pytest.raises(lade.UnsupportedArgumentError, match=r"no indexer keys; give DynamicCache\(config="):
         lookahead(model, prompt(5), past_key_values=DynamicCache())
     with (
         lade.Engine(model) as engine,

@@ -50,8 +50,8 @@ class Runs:
         _what(
             metavar="M,M,...",
             help="Of hf, hf-prompt-lookup, hf-assisted, hf-mtp, plain, jacobi[=K], prompt-lookup[=B], suffix[=B], "
-            "token-recycling[=B], mtp[=K], lookahead[=W,N,G], adaptive[=B], adaptive-warm[=B]. Default: all but "
-            "hf-assisted, prompt-lookup, suffix, token-recycling, hf-mtp and mtp.",
+            "token-recycling[=B], mtp[=K], lookahead[=W,N,G], adaptive[=B], adaptive-warm[=B]. Default: all without "
+            "[=B] or mtp, and the last two.",
         ),
     ] = None
     draft: Annotated[
