@@ -224,8 +224,8 @@ def test_what_never_was_a_memory(path, content):
 
 
 def test_a_file_of_another_kind(path):
-    refused(path, container.save({"x": np.zeros(3)}), "something else", "lade.memory")
-    refused(path, container.save({"x": np.zeros(3)}, {"format": "pt"}), "something else")
+    refused(path, container.save({"x": np.zeros(3)}), "not a memory file", "lade.memory")
+    refused(path, container.save({"x": np.zeros(3)}, {"format": "pt"}), "not a memory file")
 
 
 def rewritten(change):
