@@ -156,7 +156,8 @@ class DecodeLoop(Generic[CacheT]):
     def prefill(self) -> list[Step]:
         """Feed the prompts of all rows and choose the first token of each."""
         start = self.runner.clock.start()
-        fed = [len(row.tokens) - self.cache.lengths[0] for row in self.rows]
+        cached = self.cache.lengths[0]
+        fed = [len(row.tokens) - cached for row in self.rows]
         texts, hook = [row.tokens for row in self.rows], prompt_hook(self.rows)
         with nullcontext() if self.mtp is None else self.mtp.reading(self.rows):
             logits = self.runner.prefill(texts, self.cache, hook)  # [B, V]

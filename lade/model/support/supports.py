@@ -12,7 +12,7 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from lade.errors import UnsupportedModelError
 from lade.model import joint
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
-from lade.model.config import decoder_config, field
+from lade.model.config import decoder_config, field, window_too_short
 from lade.model.facts import (
     CACHE_NAMES,
     ModelFacts,
@@ -29,7 +29,6 @@ from lade.model.masks import (
     TREE_ATTENTION,
     MaskPlan,
     plan_for,
-    window_too_short,
 )
 from lade.model.support.adapters import adapter_refusal
 from lade.model.support.causality_check import can_be_padded
