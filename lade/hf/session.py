@@ -67,7 +67,7 @@ class Session:
         sampled = bool(prepared.generation_config.do_sample)
         self._draws = Draws(len(self._texts.ids)) if self._is_batch and sampled else None
         kind = text_kind(prepared, config)
-        without_mtp = "" if images is None else "prompts with more than text have positions of their own"
+        without_mtp = "" if images is None else "prompts with media, embeddings or gaps have different positions"
         rows, batched = len(self._texts.ids), self._is_batch
         self._job = DecodeJob(prepared.model, runner, kind, rows=rows, batched=batched, without_mtp=without_mtp)
         self._rows = self._make_rows(self._drafters(config, drafter))

@@ -284,7 +284,7 @@ def test_an_invariant_model_under_autocast_is_decoded_plainly(monkeypatch: pytes
 def test_a_wrapper_without_generate_names_the_model_inside(door: Any) -> None:
     model = family("llama").build()
     before = list(model.modules())
-    with pytest.raises(lade.UnsupportedModelError, match=r"DataParallel.*give the model inside, its \.module"):
+    with pytest.raises(lade.UnsupportedModelError, match=r"DataParallel.*pass the wrapped model, its \.module"):
         door(torch.nn.DataParallel(model).eval())
     assert list(model.modules()) == before
     with pytest.raises(lade.UnsupportedModelError, match="LlamaModel has no generate; give a transformers"):
