@@ -109,7 +109,7 @@ class Grammar:
         With `custom_generate=lade.decode`, or on an enabled model, tokens that the grammar forces are drafted too.
 
         Args:
-            tokenizer: the model's tokenizer.
+            tokenizer: the tokenizer of the model.
             eos_token_id: ids that end an answer, as in `model.generate`; None for the tokenizer's EOS.
 
         Raises:

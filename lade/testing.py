@@ -46,7 +46,7 @@ def toy_model(
         seed: seeds the weights; torch's global generator is not touched.
         dtype: dtype of the weights.
         attention: attention implementation, `sdpa` or `eager`.
-        positions: maximum context length.
+        positions: maximum context length in tokens.
 
     Raises:
         ValueError: the family is none of these.

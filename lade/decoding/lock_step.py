@@ -275,7 +275,7 @@ class LockStepLogits(Generic[CacheT]):
 
     Args:
         rows: rows of which none has been fed yet.
-        runner: runs the model.
+        runner: runs the model's forward passes.
         cache: an empty cache, which will hold text and tree of each row.
         stats: figures to add to; padding does not count.
         budget: chooses one tree size for all rows; None if each row chooses its own.

@@ -120,7 +120,7 @@ class DecodeLoop(Generic[CacheT]):
             it ends the step, and `run` raises it.
         reader: makes the passes in which all rows are greedy; None to use `runner`.
         leaving: called with each finished row and its index in the cache, before the cache drops it.
-        mtp: makes the passes of the checkpoint's MTP layer; None without one.
+        mtp: passes of the checkpoint's MTP layer; None without one.
         settled: `[B]`, number of cached tokens of each row that are certainly text. An interrupted forward pass may
             leave more in some layers or all, which must be dropped before the cache is used again.
     """
@@ -156,7 +156,8 @@ class DecodeLoop(Generic[CacheT]):
     def prefill(self) -> list[Step]:
         """Feed the prompts of all rows and choose the first token of each."""
         start = self.runner.clock.start()
-        fed = [len(row.tokens) - self.cache.lengths[0] for row in self.rows]
+        cached = self.cache.lengths[0]
+        fed = [len(row.tokens) - cached for row in self.rows]
         texts, hook = [row.tokens for row in self.rows], prompt_hook(self.rows)
         with nullcontext() if self.mtp is None else self.mtp.reading(self.rows):
             logits = self.runner.prefill(texts, self.cache, hook)  # [B, V]
@@ -289,7 +290,7 @@ class DecodeLoop(Generic[CacheT]):
 
 
 def _accepted(part: RowStep) -> Sequence[int]:
-    """The nodes at which tokens were emitted; none in a row that has ended."""
+    """Return the nodes at which tokens were emitted; empty for a row that has ended."""
     return () if part.row.done else part.verdict.path[: len(part.verdict.tokens)]
 
 

@@ -1,15 +1,15 @@
-"""Passes of a checkpoint's MTP layer, which predict what follows the nodes of the next tree.
+"""Passes of a checkpoint's MTP layer, which predict the tokens after the nodes of the next tree.
 
-A multi-token prediction layer takes the model's hidden state at a token and the token that follows it, and predicts the
-token after that (DeepSeek-V3, arXiv 2412.19437, section 2.2). Its output stands for the state of the next token, so
-it can be used again, deeper in a tree:
+A multi-token prediction layer takes the model's hidden state at a token and the token after it, and predicts the next
+one (DeepSeek-V3, arXiv 2412.19437, section 2.2). Its output serves as the state of that token, so the layer can be
+applied again, deeper in a tree:
 
-    accept    the states of accepted tokens are kept, from the pass that verified them
-    predict   they are fed to the layer, with the tokens that follow: the first pass, for the ends of all texts
-    look      the likeliest nodes of each tree are fed, given the layer's outputs at their parents: another pass
-    forget    the nodes leave the layer's cache; only accepted text stays there
+    accept    keep the states of accepted tokens from the pass that verified them
+    predict   first pass: feed them to the layer, with the tokens that follow, and predict after the ends of all texts
+    look      further passes: feed the likeliest nodes of each tree, given the layer's outputs at their parents
+    forget    drop the nodes from the layer's cache; only accepted text stays there
 
-Predictions only draft: they are weighed with all else that is known (`kernels.mixing`), and verified like any draft.
+Predictions only draft: they are mixed with all other evidence (`kernels.mixing`), and verified like any draft.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from lade.decoding.drafting.mtp_tree import MtpWeights
 from lade.decoding.kernels.layout import Doubles, Ints
 
 NODES = 8
-"""Nodes of each row that a pass looks at."""
+"""Maximum number of nodes per row that a further pass feeds."""
 FIXED_PASSES = 3
-"""Passes in each step where the size of its tree is fixed, and nobody weighs times."""
+"""Passes per step if the tree size is fixed, so that times are not compared."""
 MOST_PASSES = 5
-_STEPS = 24  # that averages are over
-_RETRIAL = 64  # steps without a pass that would not pay, until one is made to see whether that still holds
-_FIRST_GAIN, _NEXT_GAIN = 1.0, 0.5  # tokens a pass is supposed to bring at first: see `MtpHabits.gains`
+_STEPS = 24  # time constant of the running means
+_RETRIAL = 64  # steps after which a pass that does not seem to pay is tried again
+_FIRST_GAIN, _NEXT_GAIN = 1.0, 0.5  # initial values of `MtpHabits.gains`
 
 
 class Predictions(NamedTuple):
-    """Predictions of a layer behind E nodes.
+    """Predictions of a layer after E nodes.
 
     Attributes:
-        tokens: int32 `[E, MTP_WIDTH]`, the likeliest tokens, the likeliest first; -1 where there are fewer.
-        odds: float64 `[E, MTP_WIDTH]`, their log-odds.
+        tokens: int32 `[E, MTP_WIDTH]`, top tokens, likeliest first; -1 if there are fewer.
+        odds: float64 `[E, MTP_WIDTH]`, log-odds of the tokens.
     """
 
     tokens: Ints
     odds: Doubles
 
     def rows(self, first: int, count: int) -> Predictions:
-        """Those of `count` nodes from number `first` on."""
+        """Return the predictions of `count` nodes from index `first` on."""
         return Predictions(self.tokens[first : first + count], self.odds[first : first + count])
 
 
 class RowText(Protocol):
-    """A row as a layer knows it, by identity.
+    """A row of a layer, identified by object identity.
 
     Attributes:
         tokens: prompt and output so far.
@@ -61,53 +61,53 @@ class RowText(Protocol):
 
 
 class MtpLayer(Protocol):
-    """Runs an MTP layer for rows that come and go, each with a length of its own."""
+    """Runs an MTP layer for rows of different lengths, which join and leave."""
 
     @property
     def gathers(self) -> bool:
-        """True where it computes the logits of some tokens only, and wants to be told which ones may follow."""
+        """True if it computes the logits of some candidate tokens only, which the caller has to provide."""
         ...
 
     def reading(self, rows: Sequence[RowText]) -> AbstractContextManager[object]:
-        """A block in which the prompts of these rows are fed, or pieces of them; their states are kept."""
+        """Return a context in which the prompts of these rows, or pieces of them, are fed; their states are kept."""
         ...
 
     def watching(self) -> AbstractContextManager[object]:
-        """A block in which one pass feeds a tree for every row; its states are kept until the next one."""
+        """Return a context in which one pass feeds a tree per row; its states are kept until the next one."""
         ...
 
     def accept(self, rows: Sequence[RowText], paths: Sequence[Sequence[int]], fed: int) -> None:
         """Keep the states of the last pass at accepted nodes.
 
         Args:
-            rows: B, in the order of the pass; their texts have the accepted tokens already.
-            paths: for each row the nodes of its tree, in order; none for one that has ended.
+            rows: B rows, in the order of the pass; their texts include the accepted tokens already.
+            paths: for each row the accepted nodes of its tree, in order; empty for a row that has ended.
             fed: S, the size of the largest tree.
         """
         ...
 
     def knows(self, row: RowText) -> bool:
-        """Return True where the states of the end of a row's text are known."""
+        """Return whether the states at the end of a row's text are known."""
         ...
 
     def predict(self, rows: Sequence[RowText], candidates: Sequence[Sequence[int]]) -> Predictions:
-        """Feed accepted tokens, and predict what follows the last token of each of these rows, `[R]`.
+        """Feed accepted tokens, and predict the token after each of these rows, `[R]`.
 
         Args:
-            rows: R rows that it knows; for each a tree begins.
-            candidates: for each row tokens that may follow by what else is known, if it `gathers`.
+            rows: R rows with known states, for each of which a tree begins.
+            candidates: for each row the tokens to consider, if the layer `gathers`.
         """
         ...
 
     def look(
         self, rows: Sequence[RowText], nodes: Sequence[Sequence[Unseen]], candidates: Sequence[Sequence[int]]
     ) -> Predictions:
-        """Feed nodes of trees, and predict what follows them: `[E]`, those of the first row first.
+        """Feed nodes of trees, and predict the tokens after them, `[E]`, row by row.
 
         Args:
             rows: R rows for which trees have begun.
-            nodes: for each row nodes whose parents have been looked at; there may be none.
-            candidates: for each node, see `predict`.
+            nodes: for each row nodes whose parents have been fed; may be empty.
+            candidates: for each node the tokens to consider, if the layer `gathers`.
         """
         ...
 
@@ -116,22 +116,22 @@ class MtpLayer(Protocol):
         ...
 
     def leave(self, row: RowText) -> None:
-        """Forget a row, known or not."""
+        """Remove a row, known or not."""
         ...
 
     def retain(self, rows: Sequence[RowText]) -> None:
-        """Forget all rows but these: after an error rows may end without leaving."""
+        """Remove all rows but these: after an error rows may end without leaving."""
         ...
 
 
 @dataclass
 class DraftPassCost:
-    """Seconds of a pass of an MTP layer by how many nodes it is fed: a running mean for each power of two."""
+    """Seconds of a pass of an MTP layer by number of nodes: a running mean per power of two."""
 
     seconds: dict[int, float] = field(default_factory=dict)
 
     def observe(self, nodes: int, seconds: float) -> None:
-        """Learn from a pass. The first one of a size is left out: it may have compiled or allocated something."""
+        """Add a pass to the mean; the first one of each size is skipped, as it may include compilation."""
         size = max(1, nodes).bit_length()
         known = self.seconds.get(size)
         self.seconds[size] = seconds if not known else known + (min(seconds, 4.0 * known) - known) / _STEPS
@@ -139,7 +139,7 @@ class DraftPassCost:
             self.seconds[size] = 0.0
 
     def of(self, nodes: int) -> float:
-        """Seconds of a pass; by the nearest size where none of this one was made, 0.0 where none was made at all."""
+        """Return the seconds of a pass, by the nearest size that was observed; 0.0 if none was."""
         size = max(1, nodes).bit_length()
         known = {each: seconds for each, seconds in self.seconds.items() if seconds}
         return known[min(known, key=lambda each: abs(each - size))] if known else 0.0
@@ -147,14 +147,14 @@ class DraftPassCost:
 
 @dataclass
 class MtpHabits:
-    """Figures learned of one model's layer, which outlast a text.
+    """Figures of one model's layer that are kept across generations.
 
     Attributes:
-        weights: how far its predictions are trusted.
+        weights: trust in its predictions.
         cost: seconds of its passes.
-        gains: by the number of a pass in its step, tokens that the tree promises more after it, for each token that the
-            nodes looked at promised: of the first pass, which looks at the root, for each row.
-        refused: steps in a row in which not even the first pass would have paid.
+        gains: by index of a pass in its step, expected tokens that it adds to the tree, per expected token of the nodes
+            that it feeds; for the first pass, which feeds the root, per row.
+        refused: number of consecutive steps in which not even the first pass would have paid.
     """
 
     weights: MtpWeights = field(default_factory=MtpWeights)
@@ -163,7 +163,7 @@ class MtpHabits:
     refused: int = 0
 
     def learn_gain(self, number: int, scores: float, more: float) -> None:
-        """Pass `number`, from 0 on, looked at nodes with these scores in all, and promises grew by so many tokens."""
+        """Learn that pass `number` (from 0), over nodes with these scores in total, added `more` expected tokens."""
         self.gains[number] += (max(0.0, more) / scores - self.gains[number]) / _STEPS
 
 
@@ -175,7 +175,7 @@ class _Growing(NamedTuple):
 
 
 class DraftedRow(RowText, Protocol):
-    """A row with the drafter that takes its predictions."""
+    """A row with the drafter that uses its predictions."""
 
     drafter: Drafter
 
@@ -183,18 +183,18 @@ class DraftedRow(RowText, Protocol):
 class MtpPasses:
     """Makes the passes of a layer before each step of a batch, as many as pay.
 
-    A pass is made where what it is expected to bring, the scores of the nodes that it looks at times the gain per unit
-    of score that such passes had of late, is more than what its seconds would bring elsewhere, at the tokens per second
-    of late. It is the rule by which `drafting.controller` chooses the size of a tree, applied to one more pass.
+    A pass pays if its expected tokens, that is the scores of the nodes that it feeds times the recent gain per unit of
+    score, exceed the tokens that its seconds would yield at the recent rate of the batch. It is the rule by which
+    `drafting.controller` chooses the size of a tree, applied to one more pass.
 
     Args:
-        layer: makes the passes.
-        habits: what earlier texts have taught; they learn from every step.
-        clock: times the passes.
-        fixed: passes in each step, whatever they cost; None for as many as pay.
+        layer: MTP layer that makes the passes.
+        habits: figures of earlier texts, updated by every step.
+        clock: clock that times the passes.
+        fixed: number of passes per step; None for as many as pay.
 
     Attributes:
-        fixed: as given; it may be changed.
+        fixed: number of passes per step, which may be changed; None for as many as pay.
     """
 
     def __init__(self, layer: MtpLayer, habits: MtpHabits, clock: Clock, fixed: int | None = None) -> None:
@@ -203,12 +203,12 @@ class MtpPasses:
 
     @property
     def weights(self) -> MtpWeights:
-        """How far predictions are trusted."""
+        """Trust in the layer's predictions."""
         return self._habits.weights
 
     @property
     def rate(self) -> float:
-        """Tokens per second of late, of all rows together; 0.0 before the first step."""
+        """Recent tokens per second of all rows together; 0.0 before the first step."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
     def reading(self, rows: Sequence[RowText]) -> AbstractContextManager[object]:
@@ -228,16 +228,16 @@ class MtpPasses:
         self._layer.leave(row)
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Learn how fast the batch is: a step took so long, all in all, and yielded so many tokens."""
+        """Update the rate of the batch by a step that took `seconds` in total and yielded `tokens`."""
         self._tokens += tokens - self._tokens / _STEPS
         self._seconds += seconds - self._seconds / _STEPS
 
     def draft(self, rows: Sequence[DraftedRow], depths: Sequence[int | None]) -> None:
-        """Have the drafters of these rows hear what the layer predicts, before they are asked for candidates.
+        """Pass the layer's predictions to the drafters of these rows, before these are asked for candidates.
 
         Args:
             rows: all rows of the batch.
-            depths: for each, how deep its tree may be.
+            depths: maximum depth of each row's tree; None for no limit.
         """
         self._layer.retain(rows)
         growing = []
@@ -261,7 +261,7 @@ class MtpPasses:
             self._layer.forget()
 
     def _first_pays(self, rows: int) -> bool:
-        """Return True to make the first pass; where it would not pay, it is made now and then all the same."""
+        """Return whether to make the first pass; one that does not seem to pay is tried again now and then."""
         habits = self._habits
         if self._pays(0, rows, 1) or habits.refused >= _RETRIAL:
             habits.refused = 0
@@ -270,13 +270,13 @@ class MtpPasses:
         return False
 
     def _pays(self, number: int, scores: float, nodes: int) -> bool:
-        """Return True where another pass is worth its seconds, see the class."""
+        """Return whether another pass is worth its seconds, by the rule of the class."""
         if self.fixed is not None:
             return True
         return self._habits.gains[number] * scores >= self.rate * self._habits.cost.of(nodes)
 
     def _predict(self, growing: Sequence[_Growing]) -> float:
-        """The first pass; returns the tokens that the trees promise."""
+        """Make the first pass; return the expected tokens of the trees."""
         promised = sum(each.tree.grow() for each in growing)
         candidates = [each.tree.candidates(0) for each in growing] if self._layer.gathers else [()] * len(growing)
         start = self._clock.start()
@@ -289,7 +289,7 @@ class MtpPasses:
         return more
 
     def _look(self, growing: Sequence[_Growing], nodes: Sequence[Sequence[Unseen]], count: int) -> float:
-        """Another pass, over `count` nodes of a row at most; returns the tokens that the trees promise then."""
+        """Make another pass, over at most `count` nodes per row; return the expected tokens of the trees."""
         pairs = [(each.tree, node) for each, own in zip(growing, nodes, strict=True) for node in own]
         candidates = [tree.candidates(node.node) if self._layer.gathers else () for tree, node in pairs]
         start = self._clock.start()

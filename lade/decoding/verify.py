@@ -82,7 +82,7 @@ def walk(tree: TokenTree, choose: Choose, emit: Callable[[int], bool], verdict: 
     """Choose at the root; while a child carries the chosen token, descend and choose there.
 
     Args:
-        tree: the step's candidates.
+        tree: the token tree of the step.
         choose: the chooser, bound to the logits of `tree`. Called once per emitted token.
         emit: takes each token as soon as it is chosen and returns whether a stop rule ends the row there, so that
             neither chooser nor stop rules see a token that plain decoding would not have reached.

@@ -56,7 +56,10 @@ def check_generate(model: Any) -> None:
 
     Transformers replaces `generate` by that method when it loads the model; it need not accept `custom_generate=`.
     """
-    model = unwrap(model)
+    _check_own_generate(unwrap(model))
+
+
+def _check_own_generate(model: Any) -> None:
     attributes = getattr(model, "__dict__", {})
     own = attributes.get(REPLACED, attributes.get("generate"))
     if isinstance(own, functools.partial) and own.keywords.get("model") is model and not _is_our_recipe(own.func):
@@ -99,7 +102,7 @@ def arguments_for_callable(model: Any, arguments: dict[str, Any]) -> dict[str, A
         supports(model).require()  # an overridden `generate` may do anything with our callable, or be missing
     if needs_synced_passes(inner):  # a callable is not told, and would have to synchronize by itself
         supports(model).require()
-    check_generate(model)
+    _check_own_generate(inner)
     for name, what in UNFORWARDED.items():
         value = arguments.get(name)
         if value is not None and value is not False:

@@ -24,7 +24,7 @@ class Detokenizer:
     new part is returned. A character whose bytes are spread over several tokens is held back until it is complete.
 
     Args:
-        tokenizer: a transformers tokenizer.
+        tokenizer: the transformers tokenizer that decodes the ids.
         context: ids before the first one pushed: after them a word may begin with a space that it would not have at the
             beginning of a text.
         skip_special_tokens: leave out the text of special tokens.
@@ -87,7 +87,7 @@ class AnswerText(StoppingCriteria):
     back until it is decided, and so are the first bytes of a character.
 
     Args:
-        tokenizer: a transformers tokenizer.
+        tokenizer: the transformers tokenizer that decodes the ids.
         context: ids before the first new one: after them a word may begin with a space that it would not have at the
             beginning of a text.
         stops: non-empty texts that end the answer.

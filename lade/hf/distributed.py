@@ -24,6 +24,10 @@ from lade.stats import Step
 T = TypeVar("T")
 
 _SPLIT = "a model that several processes decode"
+_PER_PROCESS = {
+    "past_key_values": "each of them needs a cache of its own",
+    "assistant_model": "the others do not take part in its passes",
+}
 
 
 def _processes(model: Any) -> Any | None:
@@ -144,14 +148,10 @@ def sharing_plainly(model: Any, arguments: Mapping[str, Any]) -> Iterator[None]:
 
 def refuse_shared(model: Any, arguments: Mapping[str, Any]) -> None:
     """Raise `UnsupportedArgumentError` for arguments that each of the processes would need a counterpart of."""
-    inner = unwrap(model)
-    if leader_of(inner) is not None:
-        if arguments.get("past_key_values") is not None:
-            why = "each of them needs a cache of its own"
-            raise UnsupportedArgumentError(f"past_key_values cannot be used with {_SPLIT}: {why}", "leave it out")
-        if arguments.get("assistant_model") is not None:
-            why = "it makes passes that they do not know of"
-            raise UnsupportedArgumentError(f"assistant_model cannot be used with {_SPLIT}: {why}", "leave it out")
+    given = [name for name in _PER_PROCESS if arguments.get(name) is not None]
+    if given and leader_of(unwrap(model)) is not None:
+        name = given[0]
+        raise UnsupportedArgumentError(f"{name} cannot be used with {_SPLIT}: {_PER_PROCESS[name]}", "leave it out")
 
 
 def refuse_unshared(model: PreTrainedModel) -> None:

@@ -40,7 +40,7 @@ from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.prepared import Prepared, placeholder_ids, special_ids, vocabulary_of
 from lade.model.runner import EagerRunner
-from lade.model.support.supports import why_not_looked_for
+from lade.model.support.supports import mtp_search_refusal
 from lade.tuning.batch_cost import BatchCost
 from lade.tuning.cost_cache import habits_of, save_refreshed, step_cost_for
 from lade.tuning.step_cost import StepCost
@@ -157,12 +157,12 @@ class DecodeJob:
         rows: B, the initial number of rows.
         batched: whether the rows share one tree size, even if there is only one.
         most: maximum number of tokens that a row feeds in a step; None for the runner's limit.
-        without_mtp: reason for which the loop makes no passes of MTP layers; empty where it does.
+        without_mtp: reason why the loop makes no passes of MTP layers; empty if it does.
 
     Attributes:
         runner: the runner given.
         budget: chooses one tree size for all rows, once a drafter needs it; None before that or without one.
-        mtp: makes the passes of the checkpoint's MTP layer, from the first drafter on that has one; None without.
+        mtp: passes of the checkpoint's MTP layer, once a drafter needs them; None before that or without a layer.
     """
 
     def __init__(
@@ -209,21 +209,21 @@ class DecodeJob:
         return [self._drafter(spec, alone=alone) for spec in specs]
 
     def adopt(self, drafter: Drafter) -> Drafter:
-        """Take a drafter of the caller's own, for the only row; an MTP layer predicts for it where it listens."""
+        """Use a caller's own drafter for the only row; an MTP layer predicts for it if it takes predictions."""
         if drafter.mtp is not None:
             self.mtp = _mtp_passes(self.runner, [LookaheadConfig(budget=1, mtp=True)], self._kind)
-            assert self.mtp is not None  # else it has raised
+            assert self.mtp is not None  # otherwise `_mtp_passes` has raised
             self.mtp.fixed = MOST_PASSES
         return drafter
 
     def _begin_mtp(self, configs: Sequence[LookaheadConfig]) -> None:
-        """Look for the model's MTP layer, if a row may draft with it."""
+        """Load the model's MTP layer, if a row may draft with it."""
         if self._without_mtp:
             _refuse_mtp(configs, self._without_mtp)
         elif self.mtp is None:
             self.mtp = _mtp_passes(self.runner, configs, self._kind)
         if self.mtp is not None and self._cost is not None:
-            self.mtp.fixed = None  # sizes go by times, and so do its passes
+            self.mtp.fixed = None  # passes are chosen by their cost, as tree sizes are
 
     def _begin_sizing(self) -> None:
         if self._batched:
@@ -301,21 +301,21 @@ def engine_runner(model: PreTrainedModel, plan: MaskPlan) -> EagerRunner:
 
 
 def _refuse_mtp(configs: Sequence[LookaheadConfig], reason: str) -> None:
-    """Raise `UnsupportedArgumentError` where a config insists on MTP layers."""
+    """Raise `UnsupportedArgumentError` if a config requires MTP layers."""
     if any(config.mtp for config in configs):
         raise UnsupportedArgumentError(f"mtp=True cannot be used: {reason}", "leave it out: the memory drafts alone")
 
 
 def with_use_mtp(generation_config: GenerationConfig, config: LookaheadConfig) -> LookaheadConfig:
-    """Return the config that transformers' `use_mtp=True` means: the same, but with `mtp=True`.
+    """Translate transformers' `use_mtp=True`: return the config with `mtp=True`.
 
     Args:
-        generation_config: the prepared one, a copy of this call's own; its `use_mtp` is taken out, since transformers
-            would decode by its own loop, which for a sample draws otherwise than plain decoding.
+        generation_config: the prepared config, a copy for this call; its `use_mtp` is reset, since transformers' own
+            MTP loop draws samples differently from plain decoding.
         config: the method and its sizes.
 
     Raises:
-        ConfigError: the config leaves MTP layers out.
+        ConfigError: the config excludes MTP layers.
     """
     if not getattr(generation_config, "use_mtp", None):
         return config
@@ -326,20 +326,20 @@ def with_use_mtp(generation_config: GenerationConfig, config: LookaheadConfig) -
 
 
 def _mtp_passes(runner: EagerRunner, configs: Sequence[LookaheadConfig], kind: str) -> MtpPasses | None:
-    """Return what makes the passes of a model's MTP layer for the rows of one batch; None where there are none.
+    """Return the passes of a model's MTP layer for the rows of one batch; None without a layer.
 
     Args:
-        runner: makes the model's passes.
-        configs: those of the rows, one each.
-        kind: kind of text; what is learned of one kind is not used for another.
+        runner: runner of the model's passes.
+        configs: the configs of the rows.
+        kind: kind of text; observations about one kind are not used for another.
 
     Raises:
-        UnsupportedArgumentError: a config insists on MTP layers, and there are none that can be used.
+        UnsupportedArgumentError: a config requires MTP layers, and none can be used.
     """
     wanting = [config for config in configs if config.mtp is not False and config.adaptive]
     if not wanting:
         return None
-    loaded: Any = _why_not_run(runner) or why_not_looked_for(runner.facts)
+    loaded: Any = _runner_refusal(runner) or mtp_search_refusal(runner.facts)
     if not loaded:
         loaded = joint.load("mtp").layer_of(runner.model)
     if isinstance(loaded, str):
@@ -350,8 +350,8 @@ def _mtp_passes(runner: EagerRunner, configs: Sequence[LookaheadConfig], kind: s
     return MtpPasses(layer, loaded.habits.setdefault(kind, MtpHabits()), runner.clock, fixed)
 
 
-def _why_not_run(runner: EagerRunner) -> str:
+def _runner_refusal(runner: EagerRunner) -> str:
     """Return why a runner's passes cannot feed MTP layers; empty if they can."""
     if type(runner) is not EagerRunner:
-        return f"passes of a {type(runner).__name__} do not show the states that MTP layers are fed with"
+        return f"passes of a {type(runner).__name__} do not expose the hidden states that MTP layers need"
     return ""

@@ -72,7 +72,7 @@ def _output(logits: torch.Tensor) -> CausalLMOutputWithPast:
     return CausalLMOutputWithPast(logits=cast(torch.FloatTensor, logits[:, None]))
 
 
-_WITHOUT_MTP = "rows in lock-step are verified by passes of transformers' own loop, whose states are not kept"
+_WITHOUT_MTP = "rows in lock-step are verified by transformers' own loop, which does not keep hidden states"
 
 
 class LockStepSession:

@@ -92,7 +92,7 @@ def check(
 
     Args:
         prepared: inputs prepared by `generate`.
-        modes: supported generation modes.
+        modes: generation modes that the caller supports.
         plan: the model's mask format if known; None to check the model.
 
     Returns:

@@ -55,6 +55,7 @@ class Session:
         self._prepared, self._streamer, self._prompt_streamed = prepared, streamer, prompt_streamed
         config = with_use_mtp(prepared.generation_config, config)
         plan, self._texts, images = check(prepared)
+        self._is_batch = len(self._texts) > 1
         runner = self._checked_runner(plan)
         warn_of_precision(prepared.wrapper)
         # Without a user's cache transformers makes one, which is empty and cannot hold a tree.
@@ -64,10 +65,10 @@ class Session:
         self._cache = runner.borrow(self._given_cache, max_length, handed_out=handed_out)
         self._record = record_for(prepared.generation_config)
         sampled = bool(prepared.generation_config.do_sample)
-        self._draws = Draws(len(self._texts)) if self._is_batch and sampled else None
+        self._draws = Draws(len(self._texts.ids)) if self._is_batch and sampled else None
         kind = text_kind(prepared, config)
-        without_mtp = "" if images is None else "prompts with more than text have positions of their own"
-        rows, batched = len(self._texts), self._is_batch
+        without_mtp = "" if images is None else "prompts with media, embeddings or gaps have different positions"
+        rows, batched = len(self._texts.ids), self._is_batch
         self._job = DecodeJob(prepared.model, runner, kind, rows=rows, batched=batched, without_mtp=without_mtp)
         self._rows = self._make_rows(self._drafters(config, drafter))
         self._known = sys.maxsize  # number of tokens that the caller has received
@@ -81,10 +82,6 @@ class Session:
             reader=self._job.reader,
             mtp=self._job.mtp,
         )
-
-    @property
-    def _is_batch(self) -> bool:
-        return len(self._texts) > 1
 
     def _checked_runner(self, plan: MaskPlan) -> EagerRunner:
         """Return the runner, after checking that it can make all passes of these texts."""

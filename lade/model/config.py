@@ -1,4 +1,4 @@
-"""Fields of a model's configuration: nested values, token embeddings, position limits.
+"""Fields of a model's configuration: nested values, token embeddings, windows of the layers, position limits.
 
 Drafted tokens have positions that plain decoding has not reached yet. Two mechanisms must not be affected by them: a
 table of learned positions, which ends, and rotary scalings that depend on the longest position of a pass and switch all
@@ -64,6 +64,41 @@ CONTEXT_FIELDS = frozenset(
     """.split()  # noqa: SIM905 - a table of words reads better without the quotes
 )
 """Names of the context length in configurations."""
+
+
+SLIDING, CHUNKED, FULL_ATTENTION = "sliding_attention", "chunked_attention", "full_attention"
+_WINDOW_FIELDS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
+
+
+def layer_windows(config: PretrainedConfig) -> list[tuple[str, int | None]]:
+    """Return type and window of each layer, as transformers' cache reads them; None for no window."""
+    pairs = list(zip(_lengths(config, _WINDOW_FIELDS[SLIDING]), _lengths(config, _WINDOW_FIELDS[CHUNKED]), strict=True))
+    kinds = field(config, "layer_types") or [
+        SLIDING if window is not None else CHUNKED if chunk is not None else FULL_ATTENTION for window, chunk in pairs
+    ]
+    windows = ({SLIDING: window, CHUNKED: chunk} for window, chunk in pairs)
+    return [(kind, window.get(kind)) for kind, window in zip(kinds, windows, strict=False)]
+
+
+def _lengths(config: PretrainedConfig, name: str) -> list[int | None]:
+    return [length if isinstance(length, int) else None for length in per_layer(config, name)]
+
+
+def window_too_short(config: PretrainedConfig) -> str:
+    """Return field and value of a window of fewer than two tokens; empty if there is none.
+
+    Transformers' cache keeps the last `window - 1` tokens as `[-window + 1:]`, which for a window of 1 is all of them:
+    prompts are masked, and later tokens see everything. Shorter windows fail.
+    """
+    for kind, window in layer_windows(config):
+        if window is not None and window < 2:
+            return f"{_WINDOW_FIELDS[kind]}={window}"
+    return ""
+
+
+def window_lengths(config: PretrainedConfig) -> set[int]:
+    """Return the lengths of the sliding windows and chunks of all layers."""
+    return {window for _, window in layer_windows(config) if window is not None}
 
 
 @dataclass(frozen=True)

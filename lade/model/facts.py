@@ -231,7 +231,7 @@ class ModelFacts:
         found = [(module, name) for module in modules for name in RECURRENT_FUNCTIONS if hasattr(module, name)]
         return found if found and has_recurrent_layers(self.model.config) else []
 
-    @property
+    @cached_property
     def recurrent(self) -> bool:
         """True if it has recurrent layers with known functions."""
         return bool(self.recurrent_functions)
@@ -242,7 +242,7 @@ class ModelFacts:
         found: Recurrence | None = joint.load("recurrent").of(self) if self.recurrent else None
         return found
 
-    @property
+    @cached_property
     def has_encoder(self) -> bool:
         """True if it is an encoder-decoder model."""
         return bool(self.model.config.is_encoder_decoder)

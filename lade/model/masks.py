@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 
 from lade.decoding.tree import TokenTree
 from lade.model import joint
-from lade.model.config import field, per_layer
+from lade.model.config import CHUNKED, FULL_ATTENTION, SLIDING, layer_windows
 from lade.model.inputs import FULL, AttentionSpan, chunked, filled, sliding, upload
 from lade.model.thread_patches import Override, overridden
 
@@ -154,7 +154,7 @@ class MaskPlan:
     placed: bool = False
     pads: bool = False
 
-    @property
+    @cached_property
     def attends(self) -> bool:
         """True if any layer takes a mask."""
         return any(span is not None for span in self.spans.values())
@@ -269,12 +269,10 @@ class _TopKOverride(TorchFunctionMode):
         return torch.return_types.topk(self._picks.best(*args[:2]))
 
 
-SLIDING, CHUNKED, FULL_ATTENTION = "sliding_attention", "chunked_attention", "full_attention"
 LAYER_TYPES = frozenset({SLIDING, CHUNKED, FULL_ATTENTION}) | INDEXED
 RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid", "moe", "mlp"})
 """Layer types of models with recurrent layers; the last two keep no state."""
 _WITHOUT_ATTENTION = RECURRENT_TYPES - {"hybrid"}
-_FIELDS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
 
 
 def plan_for(config: PretrainedConfig, *, by_layer_type: bool) -> MaskPlan:
@@ -288,7 +286,7 @@ def plan_for(config: PretrainedConfig, *, by_layer_type: bool) -> MaskPlan:
         ValueError: layers that share a mask have different spans; the message is the reason, a phrase to follow "it".
     """
     spans: dict[str, AttentionSpan | None] = {}
-    layers = _layers(config)
+    layers = layer_windows(config)
     if by_layer_type:
         for kind in sorted({kind for kind, _ in layers}):
             window = _common_window(window for each, window in layers if each == kind)
@@ -308,37 +306,6 @@ def plan_for(config: PretrainedConfig, *, by_layer_type: bool) -> MaskPlan:
         compact=backend == TREE_ATTENTION,
         placed=backend == INVARIANT_ATTENTION,
     )
-
-
-def window_too_short(config: PretrainedConfig) -> str:
-    """Return field and value of a window of fewer than two tokens; empty if there is none.
-
-    Transformers' cache keeps the last `window - 1` tokens as `[-window + 1:]`, which for a window of 1 is all of them:
-    prompts are masked, and later tokens see everything. Shorter windows fail.
-    """
-    for kind, window in _layers(config):
-        if window is not None and window < 2:
-            return f"{_FIELDS[kind]}={window}"
-    return ""
-
-
-def window_lengths(config: PretrainedConfig) -> set[int]:
-    """Return the lengths of the sliding windows and chunks of all layers."""
-    return {window for _, window in _layers(config) if window is not None}
-
-
-def _layers(config: PretrainedConfig) -> list[tuple[str, int | None]]:
-    """Return type and window of each layer, as transformers' cache reads them."""
-    pairs = list(zip(_lengths(config, _FIELDS[SLIDING]), _lengths(config, _FIELDS[CHUNKED]), strict=True))
-    kinds = field(config, "layer_types") or [
-        SLIDING if window is not None else CHUNKED if chunk is not None else FULL_ATTENTION for window, chunk in pairs
-    ]
-    windows = ({SLIDING: window, CHUNKED: chunk} for window, chunk in pairs)
-    return [(kind, window.get(kind)) for kind, window in zip(kinds, windows, strict=False)]
-
-
-def _lengths(config: PretrainedConfig, name: str) -> list[int | None]:
-    return [length if isinstance(length, int) else None for length in per_layer(config, name)]
 
 
 def _common_window(windows: Iterable[int | None]) -> int | None:

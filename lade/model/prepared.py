@@ -140,12 +140,12 @@ class Prepared:
         """The positional arguments of transformers' own decoding loops, after the model."""
         return self.input_ids, self.logits_processor, self.stopping_criteria, self.generation_config
 
-    @property
+    @cached_property
     def beams(self) -> int:
         """Number of beams per prompt; 1 without beam search."""
         return self.generation_config.num_beams or 1
 
-    @property
+    @cached_property
     def prompts(self) -> torch.Tensor:
         """The prompts, `[P, L]` int64: `input_ids` with each prompt once."""
         return self.input_ids[:: self.beams]
@@ -177,7 +177,7 @@ class Prepared:
         given: torch.Tensor | None = self.model_kwargs.get("inputs_embeds")
         return None if given is None or self.model.config.is_encoder_decoder else given[:: self.beams]
 
-    @property
+    @cached_property
     def user_cache(self) -> Cache | None:
         """The user's `past_key_values`; None for a cache made by transformers, which is empty."""
         cache: Any = self.model_kwargs.get(self.cache_name)

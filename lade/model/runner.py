@@ -225,6 +225,8 @@ class EagerRunner:
         """
         if self._prompts is not None:
             return self._prefill_prepared(self._prompts, cache, hook)
+        if len(rows) == 1:
+            return self._prefill(rows, [[0]], cache, hook)
         sharing: dict[tuple[int, ...], list[int]] = {}  # indices of the rows that share each prompt
         for number, row in enumerate(rows):
             sharing.setdefault(tuple(row), []).append(number)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PretrainedConfig
 
-from lade.model.config import field, per_layer
+from lade.model.config import field, per_layer, window_too_short
 from lade.model.inputs import FULL, chunked, sliding
-from lade.model.masks import plan_for, window_too_short
+from lade.model.masks import plan_for
 
 TYPES = ["sliding_attention", "full_attention"] * 2
 

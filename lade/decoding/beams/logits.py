@@ -188,7 +188,7 @@ class BeamLogits(Generic[CacheT]):
         prompts: B lists of ids, each with at least one.
         num_beams: k, the number of beams per prompt.
         config: sizes of the drafts, see `BeamGuesser`.
-        runner: runs the model.
+        runner: runs the model's forward passes.
         cache: an empty cache, which will hold trunk and tree of each prompt.
         stats: figures to add to, as if the beams of a prompt were one text: a beam step counts as one token per prompt,
             however many beams it extends; the tokens fed in a pass are those of all beams of a prompt together.

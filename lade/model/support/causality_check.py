@@ -36,7 +36,7 @@ def can_be_padded(model: PreTrainedModel, plan: MaskPlan) -> bool:
     """Return whether prompts may be padded on the right: a padded prompt has the same logits as alone.
 
     Args:
-        model: a supported model.
+        model: a model that `lade.supports`.
         plan: the model's mask format.
     """
     if model.config.is_encoder_decoder:

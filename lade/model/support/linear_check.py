@@ -80,16 +80,17 @@ def linear_refusal(facts: ModelFacts) -> str:
 
 def _has_only_known_layers(facts: ModelFacts) -> bool:
     """Return whether a quick check rules out any `foreign_layers`, as in most models."""
+    with_features, weights = facts.having("in_features"), facts.weights
     linear = facts.kinds.get(nn.Linear, [])
     packed = [layer for kind in _packed_classes() for layer in facts.kinds.get(kind, [])]
-    if facts.replaced or len(facts.having("in_features")) > len(linear) + len(packed):
+    if facts.replaced or len(with_features) > len(linear) + len(packed):
         return False
     if [layer for layer in linear if layer._parameters.get("weight") is None]:
         return False
     known = {id(weight) for layer in packed for weight in layer._parameters.values()}
     return not [
         weight
-        for weight in facts.weights
+        for weight in weights
         if id(weight) not in known and (type(weight) is not nn.Parameter or weight.dtype.itemsize == 1)
     ]
 

@@ -12,7 +12,7 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from lade.errors import UnsupportedModelError
 from lade.model import joint
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
-from lade.model.config import decoder_config, field
+from lade.model.config import decoder_config, field, window_too_short
 from lade.model.facts import (
     CACHE_NAMES,
     ModelFacts,
@@ -29,7 +29,6 @@ from lade.model.masks import (
     TREE_ATTENTION,
     MaskPlan,
     plan_for,
-    window_too_short,
 )
 from lade.model.support.adapters import adapter_refusal
 from lade.model.support.causality_check import can_be_padded
@@ -80,17 +79,17 @@ PLAIN_REMEDY = 'use plain model.generate, or lookahead="auto", which falls back 
 
 
 _MTP_COUNTS = ("num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers")
-"""Fields of a configuration that tell how many MTP layers a checkpoint has."""
+"""Configuration fields with the number of MTP layers in a checkpoint."""
 
 
 @dataclass(frozen=True)
 class MtpSupport:
-    """MTP layers of a model's checkpoint: truthy where they can be used.
+    """MTP layers of a model's checkpoint: truthy if they can be used.
 
     Attributes:
-        reason: why they cannot be; empty where they can.
-        layers: how many the checkpoint has; the first one drafts.
-        nbytes: memory that it takes, or would take, in bytes.
+        reason: reason why they cannot be used; empty if they can.
+        layers: number of layers in the checkpoint; the first one drafts.
+        nbytes: memory of the first layer in bytes, loaded or not.
         loaded: whether it is in memory.
     """
 
@@ -107,7 +106,7 @@ class MtpSupport:
         return f"no MTP layers: {self.reason}" if self.reason else f"MTP layers: {what}"
 
 
-_NOT_LOOKED_FOR = MtpSupport("they are not looked for where a model cannot be served")
+_NOT_SEARCHED = MtpSupport("they are not searched for if the model is not supported")
 
 
 @dataclass(frozen=True)
@@ -118,13 +117,13 @@ class Support:
         model: class name of the model.
         reason: reason for the refusal; empty if the model is supported.
         plan: mask format of the model; None if it is not supported.
-        mtp: multi-token prediction layers of its checkpoint, and the reason where they cannot be used.
+        mtp: multi-token prediction layers of its checkpoint, or the reason why they cannot be used.
     """
 
     model: str
     reason: str = ""
     plan: MaskPlan | None = None
-    mtp: MtpSupport = _NOT_LOOKED_FOR
+    mtp: MtpSupport = _NOT_SEARCHED
 
     def __bool__(self) -> bool:
         return not self.reason
@@ -172,13 +171,13 @@ def supports(model: Any) -> Support:
     return replace(support, mtp=mtp_support(facts)) if support else support
 
 
-def why_not_looked_for(facts: ModelFacts) -> str:
+def mtp_search_refusal(facts: ModelFacts) -> str:
     """Return why a model's files are not searched for MTP layers; empty if they are. Nothing is imported or read."""
     model: Any = facts.model
     if model.config.is_encoder_decoder:
-        return "MTP layers are run for decoders alone, and the model has an encoder"
+        return "MTP layers are supported for decoders only, and the model has an encoder"
     if getattr(model, "_tp_size", None) or getattr(model, "_pp_stage", None) is not None:
-        return "the model is split over processes"
+        return "the model is sharded over processes"
     if len({weight.device for weight in facts.weights}) > 1:
         return "the model's weights lie on several devices"
     config = model.config.get_text_config(decoder=True)
@@ -190,12 +189,12 @@ def why_not_looked_for(facts: ModelFacts) -> str:
 
 
 def mtp_support(facts: ModelFacts) -> MtpSupport:
-    """Return whether a model's checkpoint has MTP layers that can be used, and what they take. Nothing is loaded.
+    """Return whether a model's checkpoint has usable MTP layers, and their size. Nothing is loaded.
 
     Args:
-        facts: those of a transformers model that `lade.supports`.
+        facts: facts about a transformers model that `lade.supports`.
     """
-    if reason := why_not_looked_for(facts):
+    if reason := mtp_search_refusal(facts):
         return MtpSupport(reason)
     support: MtpSupport = joint.load("mtp").examine(facts.model, MtpSupport)
     return support

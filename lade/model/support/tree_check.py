@@ -125,7 +125,7 @@ class PlainDecoding:
     """Computes a text as `model.generate` does: the prompt, then token by token, in transformers' own cache.
 
     Args:
-        model: the model.
+        model: any causal language model.
         prefix: the text, whose last token is fed separately.
         encoded: output of the encoder; None for a model without one.
         rows: batch size, with the text repeated in each row; the logits are those of the last row.
