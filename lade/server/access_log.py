@@ -14,7 +14,7 @@ from lade.server.settings import PROBES
 
 if TYPE_CHECKING:  # what these import takes seconds, and a log begins before that
     from lade.server.request_context import Exchange
-    from lade.serving.snapshot import Snapshot
+    from lade.serving.snapshot import EngineSnapshot
 
 EVERY_S = 10.0
 _LOGGERS = {"lade": logging.INFO, "uvicorn": logging.WARNING}
@@ -31,7 +31,7 @@ class AccessLog:
 
     def __init__(self, write: Callable[[str], None], *, as_json: bool, debug: bool = False) -> None:
         self._write, self._as_json, self._debug = write, as_json, debug
-        self._last: Snapshot | None = None
+        self._last: EngineSnapshot | None = None
         self._next = perf_counter() + EVERY_S
 
     def add(self, exchange: Exchange) -> None:
@@ -70,7 +70,7 @@ class AccessLog:
                 logger.handlers, logger.propagate = handlers, propagates
                 logger.setLevel(number)
 
-    def tick(self, snapshot: Snapshot | None) -> None:
+    def tick(self, snapshot: EngineSnapshot | None) -> None:
         """Time passes; says a line when it is time for one and anything was decoded."""
         if snapshot is None or perf_counter() < self._next:
             return

@@ -27,7 +27,7 @@ from lade.server.served_model import TextTooLongError
 from lade.server.service import Service
 from lade.server.settings import MASK_SECONDS, MASK_TOKEN_SECONDS
 from lade.server.structured_output import UntriedGrammarError, asked_form, refuse_other_ends
-from lade.serving.handle import Place
+from lade.serving.handle import QueueSlot
 
 
 class Answer(ABC):
@@ -188,7 +188,7 @@ class Answer(ABC):
             return None
         return self.service.encoder.first_ids(self.body.prediction.text)
 
-    def _choice(self, index: int, prompt: Prompt, place: Place) -> Choice:
+    def _choice(self, index: int, prompt: Prompt, place: QueueSlot) -> Choice:
         seed = seed_of(self.seed, index % self.body.n)
         handle = self._engine.add(prompt.ids, place=place, seed=seed, **self._arguments(prompt), **prompt.media)
         return Choice(

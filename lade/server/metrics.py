@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 
 from lade.server.request_context import Exchange, Flight
-from lade.serving.snapshot import Snapshot
+from lade.serving.snapshot import EngineSnapshot
 from lade.version import __version__
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -24,7 +24,7 @@ _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.2, 0.5, 1
 _TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _PER_STEP = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8, 12, 16, 32)
 
-_GAUGES: dict[str, tuple[str, Callable[[Snapshot], float]]] = {
+_GAUGES: dict[str, tuple[str, Callable[[EngineSnapshot], float]]] = {
     "requests_running": ("Requests that are prefilled or decoded.", lambda now: now.rows),
     "requests_waiting": ("Requests that wait for a row.", lambda now: now.waiting),
     "requests_displaced": ("Requests that made room for older ones.", lambda now: now.displaced),
@@ -37,7 +37,7 @@ _GAUGES: dict[str, tuple[str, Callable[[Snapshot], float]]] = {
     "prefix_cache_limit_bytes": ("Bytes that they may take.", lambda now: now.max_prefix_bytes),
     "kv_slots_limit": ("Slots that there may be.", lambda now: now.max_slots),
 }
-_COUNTERS: dict[str, tuple[str, Callable[[Snapshot], float]]] = {
+_COUNTERS: dict[str, tuple[str, Callable[[EngineSnapshot], float]]] = {
     "prompt_tokens": ("Tokens of prompts.", lambda now: now.prompt_tokens),
     "prompt_tokens_cached": ("Tokens of prompts that were kept from texts before.", lambda now: now.cached_tokens),
     "generation_tokens": ("Tokens emitted.", lambda now: now.new_tokens),
@@ -68,7 +68,7 @@ class Metrics:
     """
 
     def __init__(
-        self, model: str, snapshot: Callable[[], Snapshot | None], ready: Callable[[], bool], replica: str = ""
+        self, model: str, snapshot: Callable[[], EngineSnapshot | None], ready: Callable[[], bool], replica: str = ""
     ) -> None:
         self.info: dict[str, str] = {}
         self._labels = {"replica": replica} if replica else {}
@@ -156,7 +156,7 @@ class Metrics:
         return made
 
 
-def since(before: Snapshot, now: Snapshot) -> Snapshot:
+def since(before: EngineSnapshot, now: EngineSnapshot) -> EngineSnapshot:
     """The same moment, with the sums since an earlier one."""
     values: dict[str, Any] = {}
     for name in _SUMS:

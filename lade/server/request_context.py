@@ -16,7 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lade.server.errors import internal
-from lade.serving.handle import Handle, Place
+from lade.serving.handle import Handle, QueueSlot
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class Flight:
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
-        self.places: list[Place] = []
+        self.places: list[QueueSlot] = []
         self.outcome: str | None = None
         self.aborted: Exception | None = None
         self.first_s: float | None = None

@@ -36,7 +36,7 @@ from lade.server.turns import Turns
 from lade.serving.capacity import default_max_tokens, weight_shares
 from lade.serving.engine import Engine
 from lade.serving.handle import Handle
-from lade.serving.snapshot import Snapshot
+from lade.serving.snapshot import EngineSnapshot
 from lade.version import __version__
 
 MOST_SCOPES, _BYTES = 16, 64 * 2**20
@@ -192,7 +192,7 @@ class Service:
         self._trials = Turns("lade.serve trial")
         self._model: ServedModel | None = None
         self._engine: Engine | None = None
-        self._warm: Snapshot | None = None
+        self._warm: EngineSnapshot | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -286,7 +286,7 @@ class Service:
         sees = self._model is None or self._model.encode_images is not None  # or may do so, once it is loaded
         return self.settings.max_body or (_BODY_WITH_IMAGES if sees else _BODY)
 
-    def snapshot(self) -> Snapshot | None:
+    def snapshot(self) -> EngineSnapshot | None:
         """How the engine stands, and what it has done for others than the warm-up; None before that is over."""
         if self._engine is None or self._warm is None:
             return None

@@ -1,4 +1,4 @@
-"""How much text the rows of an engine may hold, and what it takes."""
+"""Memory limits of an engine: slots of the KV cache per request and over all rows."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from lade.model.runner import EagerRunner, input_device
 
 _SHARE_OF_HOST, _SHARE_OF_DEVICE = 0.25, 0.8
 _PEAK = 2.75
-"""Caches of the greatest size that are there at once, at worst: the old and the new one while a cache grows, and the
-prompt that joins, as the second row. The latter is in a cache that may be half as large again as the prompt."""
+"""Peak cache memory in units of the largest cache: old and new buffers while it grows, plus the cache of the joining
+prompt, which may be 1.5 times the prompt's own size.
+"""
 _UNKNOWN_HOST = 16 * 2**30
 
 
 @dataclass(frozen=True)
 class Need:
-    """What one text can come to take.
+    """Upper bound on the cache space of one request.
 
     Attributes:
-        tokens: of prompt and answer, at most.
-        tree: tokens fed in one of its steps, at most.
+        tokens: maximum length of prompt and answer.
+        tree: maximum number of tokens fed in one step.
     """
 
     tokens: int
     tree: int
 
     def limited(self, tokens: int) -> Need:
-        """The same of a text that does not become longer than that."""
+        """Return this need with its length capped at `tokens`."""
         return self if tokens >= self.tokens else Need(tokens, self.tree)
 
 
@@ -43,15 +44,15 @@ class Need:
 class Capacity:
     """The limits of an engine.
 
-    All rows have room for as many tokens as the longest one and for the largest tree after it, so a batch of B rows
-    takes B times these slots, times `token_bytes`. The states of recurrent layers count as further slots of each row.
+    Every row has as many slots as the longest text plus the largest tree, so a batch of B rows takes B times these
+    slots, times `token_bytes`. The states of recurrent layers count as extra slots of each row.
 
     Attributes:
-        max_rows: decoded at a time.
-        max_tokens: slots of all rows together, at most.
-        token_bytes: what one token of one row takes in the cache.
-        sizing: how rows and slots are rounded up by the cache.
-        state_slots: slots that take as much memory as the states of one row, whatever its length.
+        max_rows: maximum number of requests decoded at a time.
+        max_tokens: maximum number of slots over all rows.
+        token_bytes: bytes of one slot.
+        sizing: how the cache rounds up rows and slots.
+        state_slots: recurrent states of one row, in slots; independent of its length.
     """
 
     max_rows: int
@@ -61,7 +62,7 @@ class Capacity:
     state_slots: int = 0
 
     def check(self, need: Need) -> None:
-        """Raise `InputError` for a text that has no room even alone."""
+        """Raise `InputError` if a request does not fit even alone."""
         slots = self.slots([need]) + self.state_slots
         if slots > self.max_tokens:
             raise InputError(
@@ -72,44 +73,44 @@ class Capacity:
             )
 
     def fits(self, needs: Sequence[Need]) -> bool:
-        """Whether these texts fit beside each other, as long as they may become."""
+        """Return True if these requests fit side by side at their maximum lengths."""
         slots = self.slots(needs) + self.state_slots
         return len(needs) <= self.max_rows and self.sizing.buffer_rows(len(needs)) * slots <= self.max_tokens
 
     def slots(self, needs: Sequence[Need], longest: int | None = None) -> int:
-        """Slots that each row takes while these texts are decoded: the trees lie after the longest one.
+        """Return the slots per row needed to decode these requests; trees lie after the longest text.
 
         Args:
-            needs: of the texts.
-            longest: its length; None for the greatest that it can have.
+            needs: the needs of the requests.
+            longest: length of the longest text in tokens; None for the maximum of `needs`.
         """
         tokens = max(need.tokens for need in needs) if longest is None else longest
         return self.sizing.buffer_slots(tokens, max(need.tree for need in needs))
 
     def suffices(self, room: tuple[int, int], needs: Sequence[Need], now: int) -> bool:
-        """Whether there is room for a step of these texts, and no more than there may be.
+        """Return True if buffers hold one step of these requests without exceeding `max_tokens`.
 
         Args:
-            room: rows, and slots of each.
-            needs: of the texts beside each other.
-            now: length of the longest one as it is.
+            room: rows and slots per row of the buffers.
+            needs: the needs of the requests in the batch.
+            now: current length of the longest text in tokens.
         """
         rows, slots = room
         total = rows * (slots + self.state_slots)
         return rows >= len(needs) and slots >= self.slots(needs, now) and total <= self.max_tokens
 
     def longest(self, slots: int, needs: Sequence[Need]) -> int:
-        """How long the longest of these texts may be for rows of so many slots to be enough for a step."""
+        """Return how long the longest text may grow before rows of `slots` slots are too short for a step."""
         tree = max(need.tree for need in needs)
         tokens = slots - tree
-        return tokens - max(0, self.sizing.buffer_slots(tokens, tree) - slots)  # no less than what rounding up adds
+        return tokens - max(0, self.sizing.buffer_slots(tokens, tree) - slots)  # undo what rounding up adds
 
     def room(self, needs: Sequence[Need], now: int) -> tuple[int, int]:
-        """Rows, and slots of each, to make room for: more than a step takes, so that copies stay rare.
+        """Return rows and slots per row to allocate: more than the next step takes, so that reallocation is rare.
 
         Args:
-            needs: of texts that fit beside each other.
-            now: length of the longest one as it is.
+            needs: the needs of requests that fit side by side.
+            now: current length of the longest text in tokens.
         """
         most = self.slots(needs)
         most_fit = self.max_tokens // (most + self.state_slots)
@@ -120,44 +121,44 @@ class Capacity:
 
 
 def largest_tree(config: LookaheadConfig) -> int:
-    """Tokens that a step feeds at most, the root included."""
-    if not config.adaptive:  # while the window fills, its rows are up to N - 2 cells longer
+    """Return the maximum number of tokens fed in one step, the root included."""
+    if not config.adaptive:  # rows are up to N - 2 cells longer while the window fills
         return (config.ngram - 1) * (config.window + config.guesses) + config.ngram
     return LARGEST if config.budget is None else config.budget
 
 
 def default_max_tokens(token_bytes: Mapping[torch.device, float]) -> int:
-    """As many as fit in a quarter of the host's memory, or as take four fifths of what is free on a device of its own.
+    """Return the slots that fit in 25 % of the host's memory, or in 29 % of a device's free memory.
 
-    There the cache may grow to its greatest size at the worst moment, and takes no more. Where layers lie on several
-    devices, the one that has room for the fewest decides.
+    On a device with memory of its own, growth of the cache to its full size at the worst moment stays within 80 % of
+    what was free. If the layers lie on several devices, the one with room for the fewest slots decides.
 
     Args:
-        token_bytes: what one token of one row takes on each device.
+        token_bytes: bytes of one slot on each device.
     """
     return max(1, min(int(_cache_bytes(device) / size) for device, size in token_bytes.items()))
 
 
 def weight_shares(model: PreTrainedModel) -> dict[torch.device, float]:
-    """What part of a model's weights lies on each device: about that of a text's keys and values, too."""
+    """Return the share of a model's weights on each device, an estimate of the share of its KV cache."""
     weights: dict[torch.device, float] = {}
     for weight in model.parameters():
-        if weight.device.type != "meta":  # offloaded ones are computed on a device that has others, too
+        if weight.device.type != "meta":  # offloaded weights run on a device that holds others
             weights[weight.device] = weights.get(weight.device, 0.0) + weight.nbytes
     total = sum(weights.values())
     return {device: size / total for device, size in weights.items()} or {input_device(model): 1.0}
 
 
 def _cache_bytes(device: torch.device) -> float:
-    """What keys and values may take there."""
+    """Return the memory budget of keys and values on a device."""
     on_device = device.type != "cpu" and hasattr(torch.get_device_module(device), "mem_get_info")
     return _SHARE_OF_DEVICE / _PEAK * _free_bytes(device) if on_device else _SHARE_OF_HOST * _host_bytes()
 
 
 def row_bytes(runner: EagerRunner) -> tuple[dict[torch.device, int], int]:
-    """Bytes of a slot by device, and of a row's states, found by feeding a token: no two families keep the same.
+    """Return bytes per slot on each device, and bytes of recurrent states per row, measured by feeding one token.
 
-    Where a cached token takes no bytes, since all layers are recurrent, a slot is one byte of the states.
+    If cached tokens take no bytes since all layers are recurrent, a slot is one byte of the states.
     """
     cache = runner.tree_cache()
     runner.prefill([[0]], cache)
@@ -166,14 +167,14 @@ def row_bytes(runner: EagerRunner) -> tuple[dict[torch.device, int], int]:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Free memory of a device, with what torch keeps for later allocations."""
+    """Return a device's free memory, including what torch's allocator holds in reserve."""
     memory = torch.get_device_module(device)
     free: int = memory.mem_get_info(device)[0]
     return free + int(memory.memory_reserved(device)) - int(memory.memory_allocated(device))
 
 
 def _host_bytes() -> int:
-    names: dict[str, int] = getattr(os, "sysconf_names", {})  # none on Windows
+    names: dict[str, int] = getattr(os, "sysconf_names", {})  # missing on Windows
     if "SC_PHYS_PAGES" not in names:
         return _UNKNOWN_HOST
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

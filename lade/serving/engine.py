@@ -1,4 +1,4 @@
-"""Continuous batching: requests from any thread, decoded together by one."""
+"""Continuous batching engine: requests from any thread, decoded together by one."""
 
 from __future__ import annotations
 
@@ -19,61 +19,58 @@ from lade.hf.predictions import Prediction
 from lade.hf.refusals import resolve
 from lade.model.facts import ModelFacts
 from lade.model.support.supports import supports, unwrap
-from lade.serving.batch import Batch
-from lade.serving.handle import Handle, Place
-from lade.serving.request import Extras, prepare
+from lade.serving.batch import EngineBatch
+from lade.serving.handle import Handle, QueueSlot
+from lade.serving.request import RequestOptions, prepare
 from lade.serving.scheduler import Scheduler
-from lade.serving.snapshot import Snapshot
+from lade.serving.snapshot import EngineSnapshot
 from lade.stats import Stats, Step
 
 
 class Engine:
     """Decodes the requests of many threads together: each step is one forward pass for all of them.
 
-    Requests come and go between steps. What is written for one of them does not depend on the others: each gets the
-    tokens that `model.generate` gives for its prompt alone, with its own arguments and its own seed.
+    Requests join and leave between steps. Each gets the tokens that `model.generate` gives for its prompt alone, with
+    its own arguments and its own seed, whatever the other requests are.
 
     >>> with lade.Engine(model) as engine:
     ...     handles = [engine.add(ids, max_new_tokens=200) for ids in prompts]
     ...     texts = [tokenizer.decode(handle.result()[0]) for handle in handles]
 
-    Requests are decoded together as long as their texts fit beside each other as they are. When they have grown too
-    long, the one that began last makes room, and goes on with the same tokens when there is room again, before
-    requests that have not begun.
+    Requests are admitted as long as their texts fit in the cache at their current lengths. When they have outgrown it,
+    the latest one is preempted. It resumes with the same tokens when there is room, before new requests are admitted.
 
-    Other threads may call the model while the engine is open, to generate or for anything else that leaves it as it is;
-    this takes machine time from its requests. Requests share nothing but the model; give all of them one
-    `LookaheadConfig(memory=...)` where they may learn from each other's texts.
+    Other threads may call the model while the engine is open, as long as they do not modify it; they compete for the
+    machine. Requests share nothing but the model; pass all of them one `LookaheadConfig(memory=...)` to let them learn
+    from each other's texts.
 
     Args:
         model: a transformers causal language model, or one wrapped by PEFT.
-        max_rows: requests decoded at a time; more wait.
-        max_tokens: slots of the KV cache, which are rows times tokens of the longest one, tree included; more wait.
-            With captured passes, on a CUDA device, rows and tokens are rounded up to the sizes of these. None: as many
-            as fit in a quarter of the host's memory, or in 29 % of what is free on a CUDA device. Where all layers are
-            recurrent, tokens take no memory, and slots are bytes of states.
-        max_waiting: requests that may wait, beside those that there are free rows for.
-        prefill_tokens: of new prompts, fed between two steps at most, so that a long one does not hold up the others.
-            Prompts that are read in one pass are padded to the longest, which counts.
-            Models with recurrent layers are fed two at least, and those of Mamba 1 whole prompts; so are those whose
-            indexers pick keys, beyond as many tokens as they pick.
-            A prompt with images is fed at once.
-        prefix_cache: bytes of texts, prompts and answers, that are kept beside the cache: a prompt that begins like one
-            of them, such as the next turn of a conversation, is fed from there on, with the same tokens. 0 for none.
-            Only requests of the same `scope` share texts; prompts with images do not. Where indexers pick keys, as many
-            first tokens are shared as they pick (`index_topk`): what comes later depends on the whole prompt.
+        max_rows: maximum number of requests decoded at a time; further ones wait.
+        max_tokens: slots of the KV cache: rows times the tokens of the longest one, its tree included. With captured
+            graphs, on a CUDA device, rows and tokens are rounded up to graph sizes. None: 25 % of the host's memory, or
+            29 % of the free memory of a CUDA device. If all layers are recurrent, a slot is one byte of their states.
+        max_waiting: maximum number of waiting requests, beyond those that free rows could take.
+        prefill_tokens: maximum number of prompt tokens fed between two steps, so that long prompts do not stall the
+            other requests. Padding of prompts fed in one pass counts. Models with recurrent layers are fed at least two
+            tokens, Mamba 1 whole prompts; models whose indexers select keys are fed whole prompts beyond `index_topk`
+            tokens. A prompt with images is fed at once.
+        prefix_cache: size of the prefix cache in bytes; 0 disables it. A prompt that begins like a cached prompt or
+            answer, such as the next turn of a conversation, is fed from the first difference on, with the same tokens.
+            Only requests of one `scope` share prefixes; prompts with images share none. If indexers select keys, at
+            most `index_topk` tokens are shared, since later ones depend on the whole prompt.
 
     Attributes:
-        max_tokens: as given or found.
-        token_bytes: what a slot takes. The cache may take `max_tokens` of them, and while it grows up to 2.75 times as
-            much, the prompt that joins included.
+        max_tokens: slots of the KV cache.
+        token_bytes: bytes of one slot. The cache takes up to `max_tokens` slots, and up to 2.75 times as much while it
+            grows, the joining prompt included.
 
     Raises:
-        UnsupportedModelError: the model cannot be decoded exactly with a token tree, or has an encoder; or several
-            processes decode it, and this is not the first one: the others call `lade.follow`.
+        UnsupportedModelError: the model cannot be decoded exactly with a token tree, has an encoder, or is decoded by
+            several processes of which this is not the first; the others call `lade.follow`.
         ClusterError: these processes take part in another call.
-        UnsupportedArgumentError: `prefix_cache` on a model with recurrent layers.
-        ConfigError: a limit that is no whole number.
+        UnsupportedArgumentError: `prefix_cache` with a model that has recurrent layers.
+        ConfigError: a limit is not a whole number in range.
     """
 
     def __init__(
@@ -99,7 +96,7 @@ class Engine:
             _refuse_encoders(unwrap(model))
             if prefix_cache:
                 _refuse_states(unwrap(model))
-            batch = Batch(
+            batch = EngineBatch(
                 unwrap(model),
                 self._plan,
                 prefill_tokens=prefill_tokens,
@@ -113,9 +110,7 @@ class Engine:
             raise
         self.token_bytes, self.max_tokens = batch.capacity.token_bytes, batch.capacity.max_tokens
         self._scheduler = Scheduler(batch, max_waiting, None if led is None else led.close)
-        self._finalizer = weakref.finalize(
-            self, self._scheduler.close
-        )  # also when it is forgotten, and when Python ends
+        self._finalizer = weakref.finalize(self, self._scheduler.close)  # on collection and at exit
 
     def add(
         self,
@@ -127,7 +122,7 @@ class Engine:
         stats: Stats | None = None,
         prediction: Prediction | None = None,
         grammar: Grammar | None = None,
-        place: Place | None = None,
+        place: QueueSlot | None = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         stop_texts: Sequence[str] | None = None,
@@ -137,93 +132,86 @@ class Engine:
         client: str | None = None,
         **generate_arguments: Any,
     ) -> Handle:
-        """Add a prompt to be continued; returns as soon as it is prepared. Several threads may do so at a time.
+        """Add a prompt to be continued; return once it is prepared. Thread-safe.
 
         Args:
-            input_ids: `[L]` or `[1, L]` ids of one prompt.
-            lookahead: a `LookaheadConfig`, "auto" for the defaults, or None for plain decoding beside the others.
-            on_step: is called with each `Step`, by the thread that decodes: all requests wait for it.
-            seed: of this request's draws, where it samples: the tokens are those that `torch.manual_seed(seed)` and
-                `model.generate` give. None: one is drawn; the handle has it.
-            stats: is added to; None for new ones, which the handle has.
-            prediction: a text that the answer is expected to follow: its ids, or text and a `tokenizer=`.
-            grammar: a `lade.Grammar` that the answer has to follow, with a `tokenizer=`. It is compiled by the caller's
-                thread.
-            place: in the queue, from `reserve`; None: one is taken now.
-            logprobs: so many of the likeliest ids come with each token, with the log-probabilities of these and of the
-                token itself, in `Step.logprobs`; they are those of the model's own logits, before processors.
-            prompt_logprobs: the same for the tokens of the prompt, in `Handle.prompt_logprobs`. All of it is fed, even
-                if a text that begins like it was kept.
-            stop_texts: texts that end the answer, whose text is then in `Step.texts` and `Handle.text`, up to the first
-                one of them. The ids end with the token that completes it. [] to be told the text alone.
-            tokenizer: the model's, for `stop_texts`, a `prediction`, a `grammar`, and `stop_strings` of
-                `model.generate`.
-            skip_special_tokens: whether special tokens have no text there.
-            scope: any text. What is kept of the request's is for requests of the same scope alone.
-            client: who asks. Where several clients wait, their requests are served in turn. None: as the scope says.
-            generate_arguments: anything that `model.generate` takes for one prompt, but beams, streamers and caches.
-                The clock of `max_time` starts now.
+            input_ids: ids of one prompt, `[L]` or `[1, L]`.
+            lookahead: a `LookaheadConfig`, "auto" for the defaults, or None for plain decoding.
+            on_step: called with each `Step` in the decoding thread; all requests wait for it.
+            seed: seed of the draws, as `torch.manual_seed(seed)` before `model.generate`. None draws one, see `Handle`.
+            stats: counters to add to; None for new ones, see `Handle.stats`.
+            prediction: text that the answer is expected to follow: ids, or text and a `tokenizer`.
+            grammar: grammar that the answer has to follow; needs a `tokenizer`. Compiled in the caller's thread.
+            place: queue slot from `reserve`; None reserves one now.
+            logprobs: number of alternatives per token in `Step.logprobs`, of the model's own logits; None for none.
+            prompt_logprobs: the same for `Handle.prompt_logprobs`; feeds the whole prompt, cached or not.
+            stop_texts: texts that end the answer, cut from `Step.texts` and `Handle.text`; [] for the text alone.
+            tokenizer: for `stop_texts`, `prediction`, `grammar`, and `stop_strings` of `model.generate`.
+            skip_special_tokens: True to leave special tokens out of the text.
+            scope: tenant name; cached prefixes are shared within a scope.
+            client: client name; clients are served round robin. None for `scope`.
+            generate_arguments: arguments of `model.generate` for one prompt, except beams, streamers and caches. The
+                clock of `max_time` starts now.
 
         Raises:
-            InputError: the grammar cannot be used; or the prompt cannot be decoded, or is with its answer too long for
-                the engine or the model.
+            InputError: prompt or grammar are invalid, or the text is too long for the engine or the model.
             UnsupportedArgumentError: the arguments cannot be served exactly.
-            ConfigError: `lookahead`, `on_step`, `stats`, `seed`, `place`, `logprobs`, `prompt_logprobs`, `stop_texts`,
-                `tokenizer`, `scope` or `client` is none.
-            EngineFullError: as many requests wait as may.
+            ConfigError: an argument has the wrong type or range.
+            EngineFullError: the queue is full.
             EngineClosedError: the engine was closed, or this process was forked from the engine's.
-            concurrent.futures.CancelledError: its place was released before it was prepared.
+            concurrent.futures.CancelledError: `place` was released before the request was prepared.
         """
-        config = resolve(lookahead)[0]
+        options = RequestOptions(
+            resolve(lookahead)[0], seed, prediction, grammar, logprobs, prompt_logprobs, stop_texts, tokenizer,
+            skip_special_tokens, scope, client
+        )  # fmt: skip
+        return self._add(input_ids, generate_arguments, options, place, stats, on_step)
+
+    def _add(
+        self,
+        input_ids: torch.Tensor | Sequence[int],
+        arguments: dict[str, Any],
+        options: RequestOptions,
+        place: QueueSlot | None,
+        stats: Stats | None,
+        on_step: Callable[[Step], None] | None,
+    ) -> Handle:
+        """Prepare a request and submit it to the scheduler, in a reserved or a new queue slot."""
         check_stats(stats)
         if on_step is not None and not callable(on_step):
             raise ConfigError("on_step", on_step, "give a function that takes a Step, or None")
-        if not isinstance(place, Place | None):
-            raise ConfigError("place", place, "give one that reserve() returned, or None")
-        extras = Extras(
-            config,
-            seed,
-            prediction,
-            grammar,
-            logprobs,
-            prompt_logprobs,
-            stop_texts,
-            tokenizer,
-            skip_special_tokens,
-            scope,
-            client,
-        )
+        if not isinstance(place, QueueSlot | None):
+            raise ConfigError("place", place, "give a slot that reserve() returned, or None")
         with ExitStack() as stack:
-            if place is None:
-                place = stack.enter_context(self.reserve())
-            self._scheduler.check_place(place)
-            known = None if unwrap(self._model).training else self._plan  # what training mode does is tried each time
-            request = prepare(self._model, input_ids, generate_arguments, extras=extras, plan=known)
-            return self._scheduler.take(request, place, Stats() if stats is None else stats, on_step)
+            slot = stack.enter_context(self.reserve()) if place is None else place
+            self._scheduler.check_slot(slot)
+            plan = None if unwrap(self._model).training else self._plan  # training mode may change what is supported
+            request = prepare(self._model, input_ids, arguments, options=options, plan=plan)
+            return self._scheduler.submit(request, slot, Stats() if stats is None else stats, on_step)
 
-    def reserve(self) -> Place:
-        """Take a place in the queue before a request is prepared, so that one for which there is none costs nothing.
+    def reserve(self) -> QueueSlot:
+        """Reserve a queue slot before the request is prepared, so that a full queue is noticed at no cost.
 
         Raises:
-            EngineFullError: as many requests wait as may.
+            EngineFullError: the queue is full.
             EngineClosedError: see `add`.
         """
         return self._scheduler.reserve()
 
-    def snapshot(self) -> Snapshot:
-        """How it stands, and what it has done so far. Never waits for the thread that decodes."""
+    def snapshot(self) -> EngineSnapshot:
+        """Return the engine's state and totals. Never waits for the decoding thread."""
         return self._scheduler.snapshot()
 
     @property
     def problem(self) -> BaseException | None:
-        """The error that ended the thread that decodes; None unless one did. Its requests have ended with it, too."""
+        """The exception that ended the decoding thread and all requests; None if none did."""
         return self._scheduler.problem
 
     def close(self) -> None:
-        """End all requests as cancelled and free what they took; returns when that is done. May be called again.
+        """Cancel all requests, free their memory and return. Idempotent.
 
-        Called by an `on_step`, it returns at once, and all end before the next step. In a forked process it does
-        nothing: there the engine has no thread, and the other process continues its requests.
+        Called from `on_step` it returns at once, and the requests end before the next step. In a forked process, which
+        has no decoding thread, it has no effect.
         """
         self._finalizer.detach()
         self._scheduler.close()

@@ -1,4 +1,4 @@
-"""Client side of a request: queue slot, steps as they come, result, cancellation."""
+"""The client side of a request: its queue slot, step stream, result and cancellation."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from lade.stats import Stats, Step, TokenLogprobs
 
 
 class Wakeups:
-    """Wakes the coroutines that wait for requests: those of one pass together, as each call wakes the whole loop."""
+    """Wakes coroutines that wait for requests, batched per pass: each cross-thread call wakes a whole event loop."""
 
     def __init__(self) -> None:
-        self._gathering: int | None = None  # the thread whose calls are gathered
+        self._gathering: int | None = None  # id of the thread whose wake-ups are collected
         self._gathered: dict[asyncio.AbstractEventLoop, set[asyncio.Event]] = {}
 
     def __enter__(self) -> None:
-        """Wake whatever this thread wakes in the block at its end."""
+        """Collect this thread's wake-ups and send them at the end of the block."""
         self._gathering = threading.get_ident()
 
     def __exit__(self, *problem: object) -> None:
@@ -61,7 +61,7 @@ Reason = Literal[StopReason, "cancelled", "error"]
 
 
 class Handle:
-    """A request of `lade.Engine`. All methods may be called from any thread.
+    """A request of `lade.Engine`. All methods are thread-safe.
 
     >>> handle = engine.add(ids, max_new_tokens=200)
     >>> for step in handle:
@@ -70,20 +70,20 @@ class Handle:
 
     In a coroutine, `async for step in handle` does the same.
 
-    In a process that was forked nothing decodes: there a handle has what it had when that happened, and waiting for
-    more raises `EngineClosedError`.
+    A forked process has no decoding thread. There a handle has what it had at the fork, and waiting for more raises
+    `EngineClosedError`.
 
     Attributes:
-        seed: the seed that its tokens are drawn with; None where nothing is drawn.
-        stats: figures of this request. The seconds of a pass are those of all rows that took part.
-        prompt_tokens: of its prompt, without padding.
-        cached_tokens: those of them that were taken from a text that had been kept, see `Engine`.
-        queue_s: seconds from `Engine.add` until its prompt was begun; None before.
-        prefill_s: seconds from then until its first token, with the passes of other requests between; None before.
-        reason: why it has ended, None before: `eos`, an end of sequence that the model's generation_config names;
-            `stop_token`, another id of the request's `eos_token_id`; `stop_text`; `length`; `time`, the request's
-            `max_time`; `criterion`, another one of its stopping criteria; `cancelled`; or `error`. Where several end it
-            with one token, the first of these.
+        seed: seed of the request's draws; None if it does not sample.
+        stats: counters of this request; the time of a pass is that of all rows in it.
+        prompt_tokens: length of the prompt, without padding.
+        cached_tokens: prompt tokens served from the prefix cache, see `Engine`.
+        queue_s: seconds from `Engine.add` until prefill began; None before.
+        prefill_s: seconds from then until the first token, passes of other requests included; None before.
+        reason: why the request has ended; None before. `eos`: an end of sequence of the model's generation_config;
+            `stop_token`: another id of the request's `eos_token_id`; `stop_text`; `length`; `time`: `max_time`;
+            `criterion`: another stopping criterion; `cancelled`; `error`. If one token meets several, the first of
+            these counts.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class Handle:
         self._wakeups = Wakeups() if wakeups is None else wakeups
         self._steps: list[Step] = []
         self._prompt_logprobs: PromptLogprobs | None = None
-        self._result: Output | BaseException | None = None  # None where it was cancelled
+        self._result: Output | BaseException | None = None  # None after the end: cancelled
         self._ended = False
         self._changed = threading.Condition()
-        self._reading = 0  # threads that wait for a step, not for the end alone
+        self._reading = 0  # threads that wait for a step, not only for the end
         self._process = os.getpid()
         self._watchers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
@@ -130,49 +130,50 @@ class Handle:
 
     @property
     def tokens(self) -> list[int]:
-        """The new tokens so far."""
+        """The tokens emitted so far."""
         return [token for step in list(self._steps) for token in step.tokens]
 
     @property
     def text(self) -> str:
-        """The text so far, where `Engine.add` was given `stop_texts`; it ends before the first one of them."""
+        """The text so far, if `stop_texts` were given to `Engine.add`; it ends before the first stop text."""
         return "".join(piece for step in list(self._steps) for piece in step.texts or ())
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """How likely the model found the tokens of the prompt, None for the first one; None before the first step, and
-        where `Engine.add` was not asked for them.
+        """Logprobs of the prompt's tokens, None for the first token.
+
+        None before the first step, and if `Engine.add` was not asked for them.
         """
         return None if self._prompt_logprobs is None else self._prompt_logprobs.tokens()
 
     @property
     def stop_text(self) -> str | None:
-        """Which of its `stop_texts` the text ends before; None if there is none, or it is not there yet."""
+        """The stop text that ended the text; None if none has."""
         return None if self._text is None else self._text.stop
 
     def done(self) -> bool:
-        """Whether it has ended, in whatever way."""
+        """Return True if the request has ended, for whatever reason."""
         return self._ended
 
     def cancel(self) -> bool:
-        """End it: at once if it waits, else before the next step. False if it has ended already.
+        """Cancel the request: at once if it waits, else before the next step. Return False if it has ended already.
 
         Raises:
-            EngineClosedError: in a forked process, where it cannot be.
+            EngineClosedError: called in a forked process.
         """
         return self._cancel(self)
 
     def result(self, timeout: float | None = None) -> Output:
-        """Wait for the end; what `model.generate` returns for this prompt alone.
+        """Wait for the end and return what `model.generate` returns for this prompt alone.
 
         Args:
-            timeout: seconds to wait at most; None for no limit.
+            timeout: maximum time to wait in seconds; None for no limit.
 
         Raises:
-            TimeoutError: it has not ended by then; it is not cancelled.
-            EngineClosedError: in a forked process, if it had not ended before.
-            concurrent.futures.CancelledError: it was cancelled, or the engine was closed. `tokens` has what there is.
-            Exception: whatever its processors, its criteria, its `on_step` or the model raised.
+            TimeoutError: the request has not ended in time; it goes on.
+            EngineClosedError: called in a forked process before the request had ended.
+            concurrent.futures.CancelledError: the request was cancelled or the engine closed; see `tokens`.
+            Exception: the exception raised by a processor, a criterion, `on_step` or the model.
         """
         self._wait(math.inf, timeout)
         self._raise_problem()
@@ -182,30 +183,30 @@ class Handle:
         return self._result
 
     def __iter__(self) -> Iterator[Step]:
-        """Its steps from the first one on, each as soon as it is there; ends after the last, or when it is cancelled.
+        """Yield all steps from the first one on, as they arrive, until the request ends or is cancelled.
 
         Raises:
-            Exception: the error that ended it, after the steps before.
+            Exception: the exception that ended the request, after the steps before it.
         """
-        place = 0
+        index = 0
         while True:
-            self._wait(place)
-            if place == len(self._steps):
+            self._wait(index)
+            if index == len(self._steps):
                 self._raise_problem()
                 return
-            yield self._steps[place]
-            place += 1
+            yield self._steps[index]
+            index += 1
 
     async def __aiter__(self) -> AsyncIterator[Step]:
-        """The same for coroutines; waiting does not block the loop."""
-        loop, woken, place = asyncio.get_running_loop(), asyncio.Event(), 0
+        """Yield all steps like `__iter__`, without blocking the event loop."""
+        loop, woken, index = asyncio.get_running_loop(), asyncio.Event(), 0
         with self._watched(loop, woken):
             while True:
                 woken.clear()
-                ended = self.done()  # read before the steps: none comes after the end
-                while place < len(self._steps):
-                    yield self._steps[place]
-                    place += 1
+                ended = self.done()  # read before the steps: none is added after the end
+                while index < len(self._steps):
+                    yield self._steps[index]
+                    index += 1
                 if ended:
                     self._raise_problem()
                     return
@@ -227,17 +228,17 @@ class Handle:
                 self._watchers.discard((loop, woken))
 
     def _wait(self, steps: float, timeout: float | None = None) -> None:
-        """Until there are more steps than that, or the end; raises `TimeoutError`."""
+        """Wait for more than `steps` steps or the end; raise `TimeoutError` after `timeout` seconds."""
 
         def there() -> bool:
             return self._ended or len(self._steps) > steps
 
-        if there():  # without the lock, which in a forked process no thread may be there to release
+        if there():  # without the lock, which a forked process may have inherited locked
             return
         check_process(self._process)
         reads = steps < math.inf
         with self._changed:
-            self._reading += reads  # before looking whether it is there: `tell` looks the other way round, unlocked
+            self._reading += reads  # set before the check; `add_step` works in the opposite order, unlocked
             try:
                 if not self._changed.wait_for(there, timeout):
                     raise TimeoutError
@@ -248,17 +249,17 @@ class Handle:
         if isinstance(self._result, BaseException):
             raise self._result
 
-    def begin(self) -> None:
-        """For the engine: its prompt is begun, perhaps not for the first time."""
+    def mark_started(self) -> None:
+        """Record the start of prefill; later calls, after a preemption, have no effect. For the engine."""
         if self.queue_s is None:
             self.queue_s = perf_counter() - self._made
 
-    def tell_prompt(self, logprobs: PromptLogprobs | None) -> None:
-        """For the engine: all of the prompt has been fed."""
+    def set_prompt_logprobs(self, logprobs: PromptLogprobs | None) -> None:
+        """Set the logprobs of the prompt, which has been fed. For the engine."""
         self._prompt_logprobs = logprobs
 
-    def tell(self, step: Step, forward_s: float) -> None:
-        """For the engine: a step, and the seconds it spent in the model. Raises what `on_step` raises."""
+    def add_step(self, step: Step, forward_s: float) -> None:
+        """Add a step, which took `forward_s` seconds in the model; raise what `on_step` raises. For the engine."""
         if self.queue_s is not None and self.prefill_s is None:
             self.prefill_s = perf_counter() - self._made - self.queue_s
         self.stats.add(step, forward_s=forward_s)
@@ -267,18 +268,18 @@ class Handle:
             if self._on_step is not None:
                 self._on_step(step)
         finally:
-            if self._reading or self._watchers:  # waking a thread that waits for the end would take time from a pass
+            if self._reading or self._watchers:  # waking threads that wait for the end delays the next pass
                 self._wake()
 
     def end(self, result: Output | BaseException | None, reason: Reason | None = None) -> bool:
-        """For the engine: the result, the error that ended it, or None where it was cancelled; the first one counts.
+        """End the request; only the first call has an effect. For the engine.
 
         Args:
-            result: what it ended with.
-            reason: why, where that is a result.
+            result: the output, the exception that ended the request, or None if it was cancelled.
+            reason: the reason, if `result` is an output.
 
         Returns:
-            Whether it was the first one.
+            True on the first call.
         """
         with self._changed:
             if self._ended:  # cancelled by one thread while another closed the engine
@@ -296,7 +297,7 @@ class Handle:
 
 
 def check_process(home: int) -> None:
-    """Raise `EngineClosedError` in any process but the one with this id: a fork has no thread that decodes."""
+    """Raise `EngineClosedError` outside the process with id `home`: a fork has no decoding thread."""
     if os.getpid() != home:
         raise EngineClosedError(
             f"this engine decodes in process {home}, and process {os.getpid()}, which was forked from it, has no "
@@ -305,27 +306,27 @@ def check_process(home: int) -> None:
 
 
 class Queue(Protocol):
-    """What places are in."""
+    """The owner of queue slots."""
 
-    def give_up(self, place: Place) -> Handle | None:
-        """Free a place that no request has taken; returns the handle of the request that has, if one has."""
+    def release_slot(self, place: QueueSlot) -> Handle | None:
+        """Free a slot that no request has taken; otherwise return that request's handle."""
         ...
 
 
-class Place:
-    """One of the places that `Engine.reserve` gives out. All methods may be called from any thread.
+class QueueSlot:
+    """A slot in an engine's queue, from `Engine.reserve`. All methods are thread-safe.
 
-    It counts as a waiting request from then on, so that whoever has one need not prepare a request in vain. At the end
-    of the block a place that no request has taken is free again.
+    A slot counts as a waiting request, so a full queue is noticed before the request is prepared. At the end of the
+    block a slot that no request has taken is free again.
 
     >>> with engine.reserve() as place:
     ...     ids = tokenizer("Once upon a time").input_ids
     ...     handle = engine.add(ids, place=place, max_new_tokens=200)
 
     Attributes:
-        handle: of the request that has taken it; None as long as none has.
-        engine: the engine's queue, which it is in.
-        released: whether it was given up before that: no request can take it any more.
+        handle: handle of the request that has taken the slot; None before.
+        engine: the queue that the slot belongs to.
+        released: True if the slot was released before a request took it.
     """
 
     def __init__(self, engine: Queue) -> None:
@@ -335,19 +336,19 @@ class Place:
 
     def __repr__(self) -> str:
         state = "taken" if self.handle is not None else "released" if self.released else "free"
-        return f"Place({state})"
+        return f"QueueSlot({state})"
 
     def release(self) -> None:
-        """Give it up, unless a request has taken it. One that is being prepared then never begins."""
-        self.engine.give_up(self)
+        """Release the slot unless a request has taken it. A request in preparation for it never starts."""
+        self.engine.release_slot(self)
 
     def cancel(self) -> None:
-        """Give it up, or cancel the request that has taken it: whoever wanted it has left."""
-        handle = self.engine.give_up(self)
+        """Release the slot, or cancel the request that has taken it."""
+        handle = self.engine.release_slot(self)
         if handle is not None:
             handle.cancel()
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> QueueSlot:
         return self
 
     def __exit__(self, *problem: object) -> None:

@@ -1,7 +1,7 @@
-"""Prefix cache: KV and logits of finished texts, reused by prompts with the same beginning.
+"""Prefix cache: keys, values and logits of finished texts, reused by prompts that begin like them.
 
-Whole texts lie beside each other, each with a copy of its own, and the longest common beginning is found by comparing
-ids: a few dozen texts take less than a millisecond, and nothing is ever taken for something else.
+Each text has a copy of its own. The longest common prefix is found by comparing ids, which is exact and takes less than
+a millisecond for a few dozen texts.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.serving.running import ActiveRequest
 
-LEAST = 32
-"""Tokens that texts must have in common at least, to be worth a copy."""
+MIN_PREFIX = 32
+"""Minimum length of a shared prefix in tokens, below which a copy does not pay."""
 
 Tokens = npt.NDArray[np.int64]
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
-class ShelvedText:
-    """A text on the shelf.
+class CachedText:
+    """A text in the prefix cache.
 
     Attributes:
-        scope: whose it is; None for everyone's who names no scope.
-        tokens: `[L]`.
-        cache: keys and values of them.
-        said: what the logits said at them.
-        client: whose request left it here.
+        scope: tenant that may reuse the text; None for requests without a scope.
+        tokens: ids of the text, `[L]`.
+        cache: keys and values of `tokens`.
+        said: top-k logits of `tokens`, for drafters.
+        client: client whose request left the text.
     """
 
     scope: str | None
@@ -48,126 +50,124 @@ class ShelvedText:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Memory of the text in bytes."""
         return len(self.tokens) * self.cache.token_bytes + self.tokens.nbytes + self.said.nbytes
 
 
-class Shelf:
-    """Texts of at most so many bytes; of the client with most of them, the one used least recently goes first.
+class PrefixCache:
+    """Cached texts within a memory budget.
 
-    Otherwise one client that sends many texts, under as many scopes as it likes, would evict all others'.
+    The least recently used text of the client with most bytes is evicted first. Otherwise a client that sends many
+    texts, under any index of scopes, would evict all others'.
 
     Args:
-        max_bytes: of all texts together.
+        max_bytes: memory budget of all texts in bytes.
 
     Attributes:
-        max_bytes: as given.
-        nbytes: what they take.
+        max_bytes: memory budget of all texts in bytes.
+        nbytes: memory in use in bytes.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.nbytes = max_bytes, 0
-        self._texts: list[ShelvedText] = []  # the one used last is the last one
+        self._texts: list[CachedText] = []  # least recently used first
 
     def __len__(self) -> int:
         return len(self._texts)
 
-    def find(self, scope: str | None, tokens: Sequence[int]) -> tuple[ShelvedText, int] | None:
-        """The text of a scope that has the most first tokens in common with these, and how many; None below `LEAST`."""
-        length, number = self._longest(scope, tokens)
-        if length < LEAST:
+    def find(self, scope: str | None, tokens: Sequence[int]) -> tuple[CachedText, int] | None:
+        """Return the text of a scope with the longest common prefix, and its length; None below `MIN_PREFIX`."""
+        length, index = self._longest(scope, tokens)
+        if length < MIN_PREFIX:
             return None
-        text = self._texts.pop(number)
+        text = self._texts.pop(index)
         self._texts.append(text)
         return text, length
 
     def knows(self, scope: str | None, tokens: Sequence[int]) -> bool:
-        """Whether `find` finds one."""
-        return self._longest(scope, tokens)[0] >= LEAST
+        """Return True if `find` would return a text."""
+        return self._longest(scope, tokens)[0] >= MIN_PREFIX
 
     def _longest(self, scope: str | None, tokens: Sequence[int]) -> tuple[int, int]:
-        """How many first tokens a text has in common with these at most, and its number."""
+        """Return the length of the longest common prefix with a cached text, and the text's index."""
         wanted = np.asarray(tokens, dtype=np.int64)
-        return max(((common(text.tokens, wanted), number) for number, text in self._of(scope)), default=(0, 0))
+        return max(((common(text.tokens, wanted), index) for index, text in self._in_scope(scope)), default=(0, 0))
 
     def lacks(self, scope: str | None, tokens: Sequence[int]) -> bool:
-        """Whether no text begins with these tokens, and they are worth a place."""
+        """Return True if no cached text begins with these tokens and they are long enough to be cached."""
         wanted = np.asarray(tokens, dtype=np.int64)
-        known = any(common(text.tokens, wanted) == len(wanted) for _, text in self._of(scope))
-        return len(wanted) >= LEAST and not known
+        known = any(common(text.tokens, wanted) == len(wanted) for _, text in self._in_scope(scope))
+        return len(wanted) >= MIN_PREFIX and not known
 
-    def put(self, text: ShelvedText) -> None:
-        """Keep a text, in place of those that it begins with. One that is too large for the shelf is not kept."""
+    def put(self, text: CachedText) -> None:
+        """Add a text, replacing texts that are prefixes of it. A text larger than the cache is not added."""
         if text.nbytes > self.max_bytes:
             return
-        for number, other in reversed(list(self._of(text.scope))):
+        for index, other in reversed(list(self._in_scope(text.scope))):
             if common(other.tokens, text.tokens) == len(other.tokens):
-                self._drop(number)
+                self._drop(index)
         while self.nbytes + text.nbytes > self.max_bytes:
-            self._drop(self._first_to_go(text))
+            self._drop(self._victim(text))
         self._texts.append(text)
         self.nbytes += text.nbytes
 
-    def _first_to_go(self, coming: ShelvedText) -> int:
-        """Return the number of the text that makes room for another one, which counts as its client's already."""
+    def _victim(self, coming: CachedText) -> int:
+        """Return the index of the text to evict; `coming` counts towards its client already."""
         taken = Counter({coming.client: coming.nbytes})
         for text in self._texts:
             taken[text.client] += text.nbytes
-        here = {text.client for text in self._texts}
-        most = max(here, key=taken.__getitem__)
-        return next(number for number, text in enumerate(self._texts) if text.client == most)
+        clients = {text.client for text in self._texts}
+        largest = max(clients, key=taken.__getitem__)
+        return next(index for index, text in enumerate(self._texts) if text.client == largest)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all texts."""
         self._texts.clear()
         self.nbytes = 0
 
-    def _of(self, scope: str | None) -> list[tuple[int, ShelvedText]]:
-        return [(number, text) for number, text in enumerate(self._texts) if text.scope == scope]
+    def _in_scope(self, scope: str | None) -> list[tuple[int, CachedText]]:
+        return [(index, text) for index, text in enumerate(self._texts) if text.scope == scope]
 
-    def _drop(self, number: int) -> None:
-        self.nbytes -= self._texts.pop(number).nbytes
+    def _drop(self, index: int) -> None:
+        self.nbytes -= self._texts.pop(index).nbytes
 
 
 def common(one: Tokens, other: Tokens) -> int:
-    """How many first tokens two texts have in common."""
+    """Return the length of the common prefix of two texts."""
     length = min(len(one), len(other))
     differ = one[:length] != other[:length]
     return int(differ.argmax()) if differ.any() else length
 
 
-logger = logging.getLogger(__name__)
-
-
-class Reuse:
-    """Keys and values of a request's text, taken from a shelf and put on it.
+class PrefixReuse:
+    """Reads and writes the prefix cache for the requests of a batch.
 
     Args:
-        max_bytes: of the shelf; with 0 nothing is taken or kept.
-        most: first tokens of a text that can be shared at all; see `TextPieces.shareable`.
+        max_bytes: memory budget in bytes; 0 disables reuse.
+        most: maximum length of a shared prefix in tokens, see `TextPieces.shareable`.
 
     Attributes:
-        shelf: the texts.
+        prefix_cache: the cached texts.
     """
 
     def __init__(self, max_bytes: int, most: int) -> None:
-        self.shelf, self._most = Shelf(max_bytes), most
+        self.prefix_cache, self._most = PrefixCache(max_bytes), most
 
     def drafter(self, drafter: Drafter) -> Drafter:
-        """The same one, noting what it learns, for those that learn it later."""
-        return NotingDrafter(drafter) if self.shelf.max_bytes else drafter
+        """Wrap a drafter so that the logits it learns from are recorded for later requests."""
+        return NotingDrafter(drafter) if self.prefix_cache.max_bytes else drafter
 
     def take(self, active: ActiveRequest) -> None:
-        """Copy what is known of a text that has not been fed into its cache; its last token is always fed."""
+        """Copy the cached prefix of an unfed text into its request's cache; the last token is always fed."""
         row, text = active.row, active.text
         if row is None or not self._serves(active) or active.prompt_logprobs is not None:
             return
-        found = self.shelf.find(active.request.scope, text)
+        found = self.prefix_cache.find(active.request.scope, text)
         if found is None:
             return
         known, tokens = found[0], min(found[1], len(text) - 1, self._most)
         active.cache, active.fed = known.cache.copy_row(0, tokens), tokens
-        if row.written:  # its drafter knows the text
+        if row.written:  # the drafter knows the text already
             return
         active.handle.cached_tokens = tokens
         if row.drafter.learns_prompts:
@@ -175,67 +175,69 @@ class Reuse:
                 row.drafter.learn_prompt(row.tokens, start, entries)
 
     def knows(self, active: ActiveRequest) -> bool:
-        """Whether much of a text that has not been fed can be taken."""
-        return self._serves(active) and self.shelf.knows(active.request.scope, active.text)
+        """Return True if a cached prefix of an unfed text exists."""
+        return self._serves(active) and self.prefix_cache.knows(active.request.scope, active.text)
 
-    def will_know(self, active: ActiveRequest, other: ActiveRequest) -> bool:
-        """Whether much of its text can be taken once another one, of which nothing is known, has been fed."""
-        if not self._serves(active) or active.request.scope != other.request.scope or len(other.text) < 2 * LEAST:
+    def will_have_prefix(self, active: ActiveRequest, other: ActiveRequest) -> bool:
+        """Return True if `active` will have a cached prefix once `other`, which has none, has been fed."""
+        if not self._serves(active) or active.request.scope != other.request.scope or len(other.text) < 2 * MIN_PREFIX:
             return False
-        return common(np.array(active.text), np.array(other.text)) >= LEAST
+        return common(np.array(active.text), np.array(other.text)) >= MIN_PREFIX
 
     def put_prompt(self, active: ActiveRequest) -> None:
-        """Keep a prompt that has just been fed, where much of it was new: those that wait may begin like it."""
-        if active.row is not None and active.fed - active.handle.cached_tokens >= 2 * LEAST:
+        """Cache a prompt that has just been fed, if much of it is new: waiting requests may begin like it."""
+        if active.row is not None and active.fed - active.handle.cached_tokens >= 2 * MIN_PREFIX:
             self.put(active, active.row, active.fed, active.cache.copy_row)
 
     def put(
         self, active: ActiveRequest, row: Row, tokens: int, copy_row: Callable[[int, int], TreeCache], place: int = 0
     ) -> None:
-        """Keep the first tokens of a row's text.
+        """Cache the first tokens of a row's text.
 
         Args:
             active: the request.
-            row: its row.
-            tokens: how many.
-            copy_row: copies keys and values of so many tokens of a row.
-            place: number of the row there.
+            row: the request's row.
+            tokens: index of tokens to cache.
+            copy_row: function of a row index and a index of tokens that copies their keys and values.
+            place: index of the row for `copy_row`.
         """
         tokens = min(tokens, self._most)
         text, scope = row.tokens[:tokens], active.request.scope
-        if not self._serves(active) or not self.shelf.lacks(scope, text):
+        if not self._serves(active) or not self.prefix_cache.lacks(scope, text):
             return
         said = row.drafter.said.first(tokens) if isinstance(row.drafter, NotingDrafter) else Said()
         try:
             ids, client = np.array(text, dtype=np.int64), active.request.client
-            self.shelf.put(ShelvedText(scope, ids, copy_row(place, tokens), said, client))
+            self.prefix_cache.put(CachedText(scope, ids, copy_row(place, tokens), said, client))
         except (MemoryError, torch.OutOfMemoryError) as problem:
-            logger.info("no memory for texts that are kept for later prompts, they are dropped: %s", problem)
-            self.shelf.clear()
+            logger.info("prefix cache dropped: out of memory: %s", problem)
+            self.prefix_cache.clear()
 
     def _serves(self, active: ActiveRequest) -> bool:
-        """Whether its text can be shared: an image is not seen in its ids."""
-        return bool(self.shelf.max_bytes) and self._most >= LEAST and not active.pinned
+        """Return True if a request's text can be shared; images do not show in its ids."""
+        return bool(self.prefix_cache.max_bytes) and self._most >= MIN_PREFIX and not active.pinned
 
 
-def first_together(line: Sequence[ActiveRequest], most: int, runner: EagerRunner, reuse: Reuse) -> list[ActiveRequest]:
-    """The first ones of a line whose texts are fed together, whole and from the beginning on.
+def prefill_group(
+    queue: Sequence[ActiveRequest], max_tokens: int, runner: EagerRunner, reuse: PrefixReuse
+) -> list[ActiveRequest]:
+    """Return the requests at the head of a queue to be prefilled together, whole.
 
-    Texts that have been begun are fed by themselves, and so is what an image is in, whose logprobs are wanted, what is
-    on the shelf, or will be when those before it have been fed.
+    A request is prefilled alone if its prefill has begun, if it has images or prompt logprobs, or if a prefix of it is
+    cached, or will be once those before it have been fed.
 
     Args:
-        line: in the order in which they are fed.
-        most: tokens to feed, padding included.
-        runner: feeds them.
-        reuse: knows what is on the shelf.
+        queue: requests in the order in which they are fed.
+        max_tokens: upper bound on the tokens fed, padding included.
+        runner: the runner that feeds them.
+        reuse: gives access to the prefix cache.
     """
     group: list[ActiveRequest] = []
-    for active in line if runner.pads else ():
+    for active in queue if runner.pads else ():
         begun = active.row is not None or active.pinned or active.prompt_logprobs is not None
-        if begun or reuse.knows(active) or any(reuse.will_know(active, other) for other in group):
+        if begun or reuse.knows(active) or any(reuse.will_have_prefix(active, other) for other in group):
             break
-        if runner.padded([len(each.text) for each in (*group, active)]) > most:
+        if runner.padded([len(each.text) for each in (*group, active)]) > max_tokens:
             break
         group.append(active)
     return group

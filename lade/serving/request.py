@@ -1,4 +1,4 @@
-"""A request of an engine: one prompt, prepared by `model.generate`, and its decoding options."""
+"""Requests of an engine: options, preparation by `model.generate`, and output."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ from lade.serving.capacity import Need, largest_tree
 from lade.stats import Step
 
 PLAIN = LookaheadConfig(window=0, ngram=2, guesses=0)
-"""The empty tree: one token a step."""
+"""The empty tree: one token per step."""
 _SEEDS = 2**64
 
 
 @dataclass(frozen=True)
-class Extras:
-    """Arguments of `Engine.add` that `model.generate` does not know.
+class RequestOptions:
+    """Per-request options that `model.generate` lacks; see `Engine.add`.
 
     Attributes:
-        lookahead: the method and its sizes; None for one token a step.
-        seed: of its draws; None: one is drawn.
-        prediction: a text that the answer is expected to follow.
-        grammar: what the answer may be.
-        logprobs: ids whose log-probabilities are told with each token; None for none, not even the token's own.
-        prompt_logprobs: the same with each token of the prompt.
-        stop_texts: texts that end the answer; None where its text is not told.
-        tokenizer: makes text of ids.
-        skip_special_tokens: whether special tokens have no text.
-        scope: whose texts it shares.
-        client: who asks; None: as the scope says.
+        lookahead: method and sizes; None for one token per step.
+        seed: seed of the draws, 0 to 2**64 - 1; None draws one.
+        prediction: text that the answer is expected to follow.
+        grammar: grammar that the answer has to follow.
+        logprobs: number of alternatives per token with their log-probabilities; None for no logprobs.
+        prompt_logprobs: number of alternatives per prompt token; None for no logprobs.
+        stop_texts: texts that end the answer; None if its text is not needed.
+        tokenizer: the model's tokenizer; required by `stop_texts`.
+        skip_special_tokens: True to leave special tokens out of the text.
+        scope: tenant whose cached prefixes the request shares.
+        client: client in whose turn the request is served; None for `scope`.
 
     Raises:
-        ConfigError: one of them is not valid.
+        ConfigError: an option is invalid.
     """
 
     lookahead: LookaheadConfig | None = None
@@ -92,11 +92,11 @@ class Extras:
 
     @property
     def config(self) -> LookaheadConfig:
-        """The method and its sizes."""
+        """Method and sizes; `PLAIN` without lookahead."""
         return self.lookahead or PLAIN
 
     def text(self, prompt: Sequence[int]) -> AnswerText | None:
-        """Reads the answer to a prompt as text, if that is wanted."""
+        """Return the detokenizer of an answer; None if its text is not needed."""
         if self.stop_texts is None:
             return None
         return AnswerText(self.tokenizer, prompt, self.stop_texts, skip_special_tokens=self.skip_special_tokens)
@@ -110,47 +110,50 @@ _REFUSED = {
 }
 
 
-class Request:
-    """A prompt, how to continue it, and its answer in the end.
+class EngineRequest:
+    """A prepared prompt, its options and its output.
 
     Args:
-        prepared: what `model.generate` has prepared.
-        extras: its arguments that are not `model.generate`'s.
-        text: the criterion among the stopping criteria that reads the answer as text, if there is one.
-        plan: see `prepare`.
+        prepared: the inputs that `model.generate` has prepared.
+        options: options beyond those of `model.generate`.
+        text: the stopping criterion that detokenizes the answer; None if its text is not needed.
+        plan: the model's mask plan, see `prepare`.
 
     Attributes:
-        text: as given.
-        config: the method and its sizes.
-        scope: whose texts it shares.
-        client: who asks.
-        seed: the seed of its draws; None where nothing is drawn.
-        draft_spec: what its drafter is made from.
-        need: the room that it can come to take.
-        ids: of the prompt, without padding.
-        prompt_tokens: how many these are.
-        prompt_logprobs: takes in how likely the tokens of the prompt are, where that is wanted; else None.
-        images: the prompt where it has more than text in it, until it is prefilled; else None.
+        text: the stopping criterion that detokenizes the answer, or None.
+        config: method and sizes.
+        scope: tenant whose cached prefixes the request shares.
+        client: client in whose turn the request is served.
+        seed: seed of the draws; None if the request does not sample.
+        draft_spec: specification of the request's drafter.
+        need: upper bound on the cache space of the request.
+        ids: ids of the prompt, without padding.
+        prompt_tokens: length of `ids`.
+        prompt_logprobs: collector of the prompt's logprobs; None if they are not requested.
+        images: the prompt's other inputs, until it is prefilled; None for plain text.
 
     Raises:
-        InputError: the prompt is empty, has ids out of the vocabulary, or it or its answer is too long for a table of
+        InputError: the prompt is empty, has ids outside the vocabulary, or is with its answer longer than a table of
             positions.
-        UnsupportedModelError, UnsupportedArgumentError: it cannot be served exactly.
+        UnsupportedModelError, UnsupportedArgumentError: the request cannot be served exactly.
     """
 
     def __init__(
         self,
         prepared: Prepared,
         *,
-        extras: Extras,
+        options: RequestOptions,
         text: AnswerText | None,
         plan: MaskPlan | None,
     ) -> None:
-        generation_config, self.config = prepared.generation_config, extras.config
+        generation_config, self.config = prepared.generation_config, options.config
         _, texts, self.images = check(prepared, plan=plan)
         if len(texts) > 1:
             refuse(f"num_return_sequences={generation_config.num_return_sequences}", "add a request for each of them")
-        self._prepared, self.ids = replace(prepared, model_kwargs={}), texts.ids[0]  # images take memory
+        self._prepared, self.ids = (
+            replace(prepared, model_kwargs={}),
+            texts.ids[0],
+        )  # drop the images, which take memory
         self.need = Need(generation_config.max_length - texts.hidden[0], largest_tree(self.config))
         self.prompt_tokens = len(self.ids)
         _check_positions(prepared.model, self.need.tokens)
@@ -160,39 +163,39 @@ class Request:
                 chunks,
                 "it feeds prompts in pieces of its own, and what this model writes depends on where a piece begins",
             )
-        self.text, self.scope, self.seed = text, extras.scope, None
-        self.client = extras.scope if extras.client is None else extras.client
+        self.text, self.scope, self.seed = text, options.scope, None
+        self.client = options.scope if options.client is None else options.client
         if generation_config.do_sample:
-            self.seed = secrets.randbelow(_DRAWN_SEEDS) if extras.seed is None else extras.seed
+            self.seed = secrets.randbelow(_DRAWN_SEEDS) if options.seed is None else options.seed
         self.draft_spec = DraftSpec.of_rows(prepared, self.config, texts.ids)[0]
-        self._record = record_for(generation_config, extras.logprobs)
+        self._record = record_for(generation_config, options.logprobs)
         self.prompt_logprobs = None
-        if extras.prompt_logprobs is not None:
+        if options.prompt_logprobs is not None:
             if self.images is not None:
-                refuse(f"prompt_logprobs={extras.prompt_logprobs}", "the prompt has more than text in it")
-            self.prompt_logprobs = PromptLogprobs(self.ids, extras.prompt_logprobs, vocabulary_of(prepared.model))
-        if extras.lookahead is not None:
+                refuse(f"prompt_logprobs={options.prompt_logprobs}", "the prompt has more than text in it")
+            self.prompt_logprobs = PromptLogprobs(self.ids, options.prompt_logprobs, vocabulary_of(prepared.model))
+        if options.lookahead is not None:
             warn_of_precision(prepared.wrapper)
 
     def row(self, drafter: Drafter) -> Row:
-        """The row that writes its answer."""
+        """Return the row that writes the answer."""
         sampler = None
         if self.seed is not None:
             sampler = LoneSampler(torch.Generator(self._prepared.input_ids.device).manual_seed(self.seed))
         return row_for(self._prepared, 0, self.ids, drafter, sampler=sampler, record=self._record)
 
     def reason(self, row: Row) -> StopReason | None:
-        """What ended the row; None if nothing did."""
+        """Return why the row has ended; None if it has not."""
         reason = self._record.ended_by
         own = ids_of(self._prepared.model.generation_config.eos_token_id)
         return "stop_token" if reason == "eos" and own and row.tokens[-1] not in own else reason
 
-    def told(self, step: Step, *, last: bool) -> Step:
-        """A step with the text and the log-probabilities of its tokens, where they are wanted; to be called in order.
+    def annotated(self, step: Step, *, last: bool) -> Step:
+        """Return a step with its tokens' text and logprobs, if requested. Call once per step, in order.
 
         Args:
-            step: the next one, as the loop has it.
-            last: whether the answer has ended with it.
+            step: the next step from the decode loop.
+            last: True if the answer has ended with this step.
         """
         tokens = len(step.tokens)
         logprobs = self._record.taken(tokens)
@@ -203,7 +206,7 @@ class Request:
         return replace(step, logprobs=logprobs, texts=self.text.taken(tokens))
 
     def output(self, row: Row) -> Output:
-        """What `model.generate` returns, given the row that has ended."""
+        """Return what `model.generate` returns, from the row that has ended."""
         return output_of(self._prepared, [row.written], self._record)
 
 
@@ -212,50 +215,50 @@ def prepare(
     input_ids: torch.Tensor | Sequence[int],
     arguments: dict[str, Any],
     *,
-    extras: Extras,
+    options: RequestOptions,
     plan: MaskPlan | None = None,
-) -> Request:
-    """Have `model.generate` prepare a request; nothing is fed yet.
+) -> EngineRequest:
+    """Prepare a request with `model.generate`, without feeding it.
 
     Args:
-        model: a model that `lade.supports`.
-        input_ids: `[L]` or `[1, L]`.
-        arguments: anything that `model.generate` takes.
-        extras: arguments that are not `model.generate`'s.
-        plan: how the model takes its masks, where `supports` has said it: asking walks through all its modules.
+        model: a model that `lade.supports` accepts.
+        input_ids: ids of the prompt, `[L]` or `[1, L]`.
+        arguments: keyword arguments of `model.generate`.
+        options: options beyond those of `model.generate`.
+        plan: the model's mask plan from `lade.supports`; None to compute it, which walks through all modules.
 
     Raises:
-        InputError, UnsupportedModelError, UnsupportedArgumentError: see `Request`.
+        InputError, UnsupportedModelError, UnsupportedArgumentError: see `EngineRequest`.
     """
     for name, remedy in _REFUSED.items():
         if arguments.get(name) is not None:
             refuse(name, remedy)
     prompt = _as_prompt(input_ids, input_device(unwrap(model)))
-    arguments, text = {**arguments, "input_ids": prompt}, extras.text(prompt[0].tolist())
+    arguments, text = {**arguments, "input_ids": prompt}, options.text(prompt[0].tolist())
     if text is not None:
         arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), text])
-    if extras.tokenizer is not None:
-        arguments["tokenizer"] = extras.tokenizer  # which stop_strings and a grammar need, too
-    if extras.grammar is not None:
-        arguments = joint.load("grammar").with_grammar(unwrap(model), extras.grammar, arguments)
-    make = functools.partial(Request, extras=extras, text=text, plan=plan)
-    use = custom_generate_for(make, model, prediction_ids(extras.prediction, extras.tokenizer))
+    if options.tokenizer is not None:
+        arguments["tokenizer"] = options.tokenizer  # also needed by stop_strings and grammars
+    if options.grammar is not None:
+        arguments = joint.load("grammar").with_grammar(unwrap(model), options.grammar, arguments)
+    make = functools.partial(EngineRequest, options=options, text=text, plan=plan)
+    use = custom_generate_for(make, model, prediction_ids(options.prediction, options.tokenizer))
     with cleaning_up(model, arguments.get("generation_config")):
         try:
             _refuse_contexts(unwrap(model), arguments)
-            request: Request = model.generate(custom_generate=use, **arguments_for_callable(model, arguments))
+            request: EngineRequest = model.generate(custom_generate=use, **arguments_for_callable(model, arguments))
         except UnsupportedArgumentError as problem:
-            raise UnsupportedArgumentError(problem.reason, REMEDY) from None  # no "auto" falls back to anything here
+            raise UnsupportedArgumentError(problem.reason, REMEDY) from None  # replaces a remedy about fallbacks
     return request
 
 
 def refuse(what: str, why: str) -> None:
-    """Raise the `UnsupportedArgumentError` for an argument."""
+    """Raise `UnsupportedArgumentError` for an argument."""
     raise UnsupportedArgumentError(f"{what} cannot be used with lade.Engine: {why}", REMEDY)
 
 
 def _refuse_contexts(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
-    """Refuse what is in effect only while the caller's call lasts: an engine decodes later, in a thread of its own."""
+    """Refuse hooks and contexts that end with the caller's call: an engine decodes later, in its own thread."""
     refuse_adapter_arguments(arguments, "lade.Engine")
     refuse_adapter_hooks(model, "lade.Engine")
     if torch.is_autocast_enabled(input_device(model).type):
@@ -263,7 +266,7 @@ def _refuse_contexts(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
 
 
 def _as_prompt(input_ids: torch.Tensor | Sequence[int], device: torch.device) -> torch.Tensor:
-    """`[1, L]` int64."""
+    """Return the prompt as an int64 tensor, `[1, L]`."""
     if not isinstance(input_ids, torch.Tensor):
         if isinstance(input_ids, str | Mapping) or any(isinstance(token, str) for token in input_ids):
             raise InputError(not_ids_message("input_ids", input_ids))
@@ -277,10 +280,10 @@ def _as_prompt(input_ids: torch.Tensor | Sequence[int], device: torch.device) ->
 
 
 def _check_positions(model: PreTrainedModel, most_tokens: int) -> None:
-    """Refuse texts that could make a pass fail, or change the frequencies, for all its rows."""
+    """Refuse lengths that would fail a pass, or change the rotary frequencies, for all of its rows."""
     config = model.config.get_text_config(decoder=True)
     length = getattr(config, "max_position_embeddings", None)
-    if config.model_type in LEARNED_POSITIONS and length and most_tokens > length + 1:  # the last one is not fed
+    if config.model_type in LEARNED_POSITIONS and length and most_tokens > length + 1:  # the last token is not fed
         raise InputError(
             f"{most_tokens} tokens of prompt and answer are more than {type(model).__name__} has positions for, which "
             f"are {length}: give a smaller max_new_tokens"

@@ -12,26 +12,26 @@ from lade.model.kv_cache import RowCache, TreeCache
 from lade.model.prompt_logits import PromptLogprobs
 from lade.serving.capacity import Capacity, Need
 from lade.serving.handle import Handle
-from lade.serving.request import Request
+from lade.serving.request import EngineRequest
 
 
 @dataclass(eq=False)
 class ActiveRequest:
-    """A request that is being prefilled or decoded, or that had to make room for older ones and goes on later.
+    """A request that is being prefilled or decoded, or that was preempted.
 
     Attributes:
         request: the prompt and its arguments.
-        handle: gets the steps and the result.
-        number: in the order in which requests were seated.
-        row: writes the answer; made when prefill begins.
-        cache: keys and values of its text, until the row joins the batch.
-        fed: tokens of its text that the cache holds.
-        seconds: seconds that prefill has taken.
-        cancelled: whether to evict it before the next step.
-        pinned: whether it cannot make room for others: an image is not fed again.
+        handle: the client side, which gets the steps and the result.
+        number: position in the order of admission.
+        row: the row that writes the answer; None until prefill begins.
+        cache: KV cache of the request's text until its row joins the batch.
+        fed: number of tokens of `text` that `cache` holds.
+        seconds: prefill time in seconds.
+        cancelled: True if the request is to be evicted before the next step.
+        pinned: True if the request cannot be preempted, since images are not fed again.
     """
 
-    request: Request
+    request: EngineRequest
     handle: Handle
     number: int
     row: Row | None = None
@@ -46,54 +46,54 @@ class ActiveRequest:
 
     @property
     def text(self) -> list[int]:
-        """What has to be fed before it can join the batch: the prompt; of an answer that goes on, all but the root."""
+        """Ids to feed before the row can join: the prompt, or all but the root of a resumed answer."""
         if self.row is None:
             return self.request.ids
         return self.row.tokens[:-1] if self.row.written else self.row.tokens
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
-        """What takes in how likely the tokens of its text are, where that is wanted and not known yet."""
+        """Collector of the prompt's logprobs; None if they are not requested or are complete."""
         return None if self.row is not None and self.row.written else self.request.prompt_logprobs
 
     @property
     def tokens(self) -> int:
-        """Of its text, the root included, once it is decoded."""
+        """Length of the text once its row decodes, the root included."""
         return self.request.prompt_tokens + (len(self.row.written) or 1 if self.row is not None else 1)
 
     def need(self, spare: int) -> Need:
-        """The room that it takes if it grows by so many tokens more."""
+        """Return the request's need if its text grows by at most `spare` tokens."""
         return self.request.need if self.pinned else self.request.need.limited(self.tokens + spare)
 
-    def start_over(self) -> None:
-        """Have its text fed again, which may have an answer in it."""
+    def restart(self) -> None:
+        """Reset prefill, so that the text is fed again from its first token."""
         self.cache, self.fed = TreeCache(), 0
         if self.row is not None and not self.row.written:
             self.row, self.handle.cached_tokens = None, 0
 
 
 HEADROOM = 128
-"""Tokens that each row is to have room for beyond its own when another one is seated beside it."""
+"""Tokens of growth reserved for each row when another request is admitted."""
 
 
-class Seats:
-    """The requests of a batch.
+class RunningSet:
+    """Running requests: admission and preemption.
 
-    Rows are seated by the room that they take now, and some more. When they have grown too long for one another, the
-    one that was seated last makes room, and goes on when there is room for it, before anyone else is seated. The one
-    seated first never makes room, so all come to their end.
+    Requests are admitted by the space that they take now, plus headroom. When they have outgrown the cache, the one
+    admitted last is preempted. It is resumed as soon as it fits, before any new request is admitted. The request
+    admitted first is never preempted, so every request completes.
 
     Args:
-        capacity: what fits at a time.
-        headroom: see `HEADROOM`.
+        capacity: limits on rows and cache slots.
+        headroom: tokens of growth reserved per row at admission, see `HEADROOM`.
 
     Attributes:
-        capacity: as given.
-        prefilling: those whose text is being fed, in this order.
-        decoding: those after that, by their rows.
-        displaced: those that have made room, in the order in which they were seated first.
+        capacity: limits on rows and cache slots.
+        prefilling: requests whose text is being fed, in this order.
+        decoding: requests in the batch by their rows.
+        preempted: preempted requests in the order of admission.
         active: all of these.
-        changes: how often anyone has come, gone, or taken another place. As long as nobody has, rows only grow.
+        changes: number of changes to the set; as long as it stays the same, rows only grow.
     """
 
     def __init__(self, capacity: Capacity, headroom: int) -> None:
@@ -101,118 +101,118 @@ class Seats:
         self._spares = [sys.maxsize, *(headroom >> half for half in range(headroom.bit_length() + 1))]
         self.prefilling: list[ActiveRequest] = []
         self.decoding: dict[Row, ActiveRequest] = {}
-        self.displaced: list[ActiveRequest] = []
+        self.preempted: list[ActiveRequest] = []
         self.active: list[ActiveRequest] = []
         self.changes = 0
         self._numbers = itertools.count()
 
     def _note_change(self) -> None:
-        self.active = [*self._seated, *self.displaced]
+        self.active = [*self._admitted, *self.preempted]
         self.changes += 1
 
     @property
-    def _seated(self) -> list[ActiveRequest]:
+    def _admitted(self) -> list[ActiveRequest]:
         return [*self.prefilling, *self.decoding.values()]
 
-    def has_room(self, request: Request) -> bool:
-        """Whether one more request may be seated beside the others."""
+    def has_room(self, request: EngineRequest) -> bool:
+        """Return True if one more request can be admitted."""
         now = request.prompt_tokens + 1
         need = request.need if request.images is not None else request.need.limited(now + self._headroom)
-        return not self.displaced and self._fits(need)
+        return not self.preempted and self._fits(need)
 
     def _fits(self, need: Need) -> bool:
-        return self.capacity.fits([need, *(active.need(self._headroom) for active in self._seated)])
+        return self.capacity.fits([need, *(active.need(self._headroom) for active in self._admitted)])
 
-    def add(self, request: Request, handle: Handle) -> ActiveRequest:
-        """Seat a request; it is prefilled after those before it."""
+    def add(self, request: EngineRequest, handle: Handle) -> ActiveRequest:
+        """Admit a request, to be prefilled after those before it."""
         active = ActiveRequest(request, handle, next(self._numbers))
         self.prefilling.append(active)
         self._note_change()
         return active
 
     def join(self, active: ActiveRequest, row: Row) -> None:
-        """A request's text has been fed."""
+        """Move a request whose text has been fed to the decoding rows."""
         self.prefilling.remove(active)
         self.decoding[row] = active
         self._note_change()
 
-    def next_to_make_room(self) -> ActiveRequest | None:
-        """Who has to make room before the next step, if there is not enough."""
-        seated = self._seated
-        if not seated or self.capacity.fits([active.need(0) for active in seated]):
+    def next_preempted(self) -> ActiveRequest | None:
+        """Return the request to preempt before the next step; None if all fit."""
+        admitted = self._admitted
+        if not admitted or self.capacity.fits([active.need(0) for active in admitted]):
             return None
-        return max((active for active in seated if not active.pinned), key=lambda active: active.number)
+        return max((active for active in admitted if not active.pinned), key=lambda active: active.number)
 
-    def displace(self, active: ActiveRequest) -> None:
-        """It has made room."""
+    def preempt(self, active: ActiveRequest) -> None:
+        """Preempt a request."""
         self.remove(active)
-        bisect.insort(self.displaced, active, key=lambda active: active.number)
+        bisect.insort(self.preempted, active, key=lambda active: active.number)
         self._note_change()
 
-    def recall(self) -> None:
-        """Have those go on that there is room for again; their texts are fed after those before them."""
-        while self.displaced and self._fits(self.displaced[0].need(self._headroom)):
-            self.prefilling.append(self.displaced.pop(0))
+    def resume(self) -> None:
+        """Resume preempted requests that fit again; their texts are fed after those before them."""
+        while self.preempted and self._fits(self.preempted[0].need(self._headroom)):
+            self.prefilling.append(self.preempted.pop(0))
             self._note_change()
 
     def remove(self, active: ActiveRequest) -> None:
-        """It is no longer here."""
-        for line in (self.prefilling, self.displaced):
-            if active in line:
-                line.remove(active)
+        """Remove a request, whatever its state."""
+        for queue in (self.prefilling, self.preempted):
+            if active in queue:
+                queue.remove(active)
         if active.row is not None:
             self.decoding.pop(active.row, None)
         self._note_change()
 
     def clear(self) -> list[ActiveRequest]:
-        """Remove all, and return them."""
-        everyone, self.prefilling, self.decoding, self.displaced = self.active, [], {}, []
+        """Remove and return all requests."""
+        everyone, self.prefilling, self.decoding, self.preempted = self.active, [], {}, []
         self._note_change()
         return everyone
 
     def needs(self) -> list[Need]:
-        """What room to make for those that are decoded: for all that they may become, or as far as there is room."""
+        """Return the decoding rows' needs: at maximum length, or with as much growth as fits."""
         rows = self.decoding.values()
         return next(filter(self.capacity.fits, ([row.need(spare) for row in rows] for spare in self._spares)))
 
     def growth(self) -> int:
-        """By how many tokens all may grow before one has to make room, at least; -1 if one has to now."""
-        fits, seated = self.capacity.fits, self._seated
-        return next((spare for spare in self._spares if fits([active.need(spare) for active in seated])), -1)
+        """Return a lower bound on the tokens all rows may grow before a preemption; -1 if one is due."""
+        fits, admitted = self.capacity.fits, self._admitted
+        return next((spare for spare in self._spares if fits([active.need(spare) for active in admitted])), -1)
 
 
-class Room:
-    """Reserves slots before the cache grows by itself, which knows no limits.
+class KvAllocator:
+    """Reserves cache slots within the engine's limits before the cache grows by itself, without limits.
 
-    How much room rows need is looked at anew when anyone has come or gone, or when rows have outgrown what was found
-    then. It takes as long as a good part of a small model's pass, so it is not done at every step.
+    The need is recomputed when the running set has changed or rows have outgrown the last result, not at every step:
+    it takes a good part of the time of a small model's pass.
 
     Args:
-        cache: holds the rows.
-        seats: whose they are.
+        cache: the KV cache of all rows.
+        running: the running set.
 
     Attributes:
-        found: changes of the seats, and the cache's buffers, when it was last looked at; another object each time.
+        checked: changes of the running set and size of the buffers at the last check; a new tuple each time.
     """
 
-    def __init__(self, cache: RowCache, seats: Seats) -> None:
-        self._cache, self._seats = cache, seats
-        self.found = -1, (0, 0)
-        self._enough_for = -1  # tokens of the longest row, with these
+    def __init__(self, cache: RowCache, running: RunningSet) -> None:
+        self._cache, self._running = cache, running
+        self.checked = -1, (0, 0)
+        self._longest_allowed = -1  # length of the longest row up to which the last check holds
 
     @property
     def is_enough(self) -> bool:
-        """Whether it is known that nobody has to make room for the next step, and that buffers are large enough."""
+        """True if the last check still covers the next step, without preemption or growth of the buffers."""
         cache = self._cache
-        return self.found == (self._seats.changes, cache.room) and max(cache.lengths) <= self._enough_for
+        return self.checked == (self._running.changes, cache.room) and max(cache.lengths) <= self._longest_allowed
 
     def reserve(self, joining: int = 0) -> None:
-        """Have room for the next step; a row of `joining` tokens is about to join."""
+        """Allocate slots for the next step, in which a row of `joining` tokens joins."""
         if self.is_enough:
             return
-        cache, longest, needs = self._cache, max(joining, *self._cache.lengths), self._seats.needs()
-        capacity = replace(self._seats.capacity, sizing=cache)  # of the buffers that hold the rows now
+        cache, longest, needs = self._cache, max(joining, *self._cache.lengths), self._running.needs()
+        capacity = replace(self._running.capacity, sizing=cache)  # round up like the buffers that hold the rows now
         if not capacity.suffices(cache.room, needs, longest):
             cache.reserve(*capacity.room(needs, longest))
-        self.found = self._seats.changes, cache.room
-        self._enough_for = min(longest + self._seats.growth(), capacity.longest(cache.room[1], needs))
+        self.checked = self._running.changes, cache.room
+        self._longest_allowed = min(longest + self._running.growth(), capacity.longest(cache.room[1], needs))

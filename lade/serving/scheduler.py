@@ -1,4 +1,4 @@
-"""Admission: the waiting queue of an engine, and the thread that runs its batches."""
+"""Admission: the waiting queue of an engine, and the thread that runs its batch."""
 
 from __future__ import annotations
 
@@ -11,90 +11,90 @@ from concurrent.futures import CancelledError
 import torch
 
 from lade.errors import ConfigError, EngineClosedError, EngineFullError
-from lade.serving.batch import Batch
+from lade.serving.batch import EngineBatch
 from lade.serving.capacity import Capacity
-from lade.serving.handle import Handle, Place, Wakeups, check_process
-from lade.serving.request import Request
+from lade.serving.handle import Handle, QueueSlot, Wakeups, check_process
+from lade.serving.request import EngineRequest
 from lade.serving.running import ActiveRequest
-from lade.serving.snapshot import Snapshot
+from lade.serving.snapshot import EngineSnapshot
 from lade.stats import Stats, Step
 
-Entry = tuple[Request, Handle]
+Entry = tuple[EngineRequest, Handle]
 
 
-class WaitingLine:
-    """One line for each client, which are served in turn; of one client's requests the first one is served first.
+class WaitingQueue:
+    """One FIFO queue per client, served round robin.
 
-    So a client with a hundred requests does not hold up another with a single one.
+    A client with a hundred requests does not hold up one with a single request.
     """
 
     def __init__(self) -> None:
-        self._lines: dict[str | None, deque[Entry]] = {}  # none empty; the first one is next
+        self._queues: dict[str | None, deque[Entry]] = {}  # no queue is empty; the first is served next
 
     def __len__(self) -> int:
-        return sum(map(len, list(self._lines.values())))
+        return sum(map(len, list(self._queues.values())))
 
     @property
-    def first(self) -> Request:
-        """The one that is served next, of at least one."""
-        return next(iter(self._lines.values()))[0][0]
+    def first(self) -> EngineRequest:
+        """The request to be served next; the queue must not be empty."""
+        return next(iter(self._queues.values()))[0][0]
 
-    def add(self, request: Request, handle: Handle) -> None:
-        """Append a request to the line of its client; a new line is served after the others."""
-        self._lines.setdefault(request.client, deque()).append((request, handle))
+    def add(self, request: EngineRequest, handle: Handle) -> None:
+        """Append a request to its client's queue; a new client is served after the others."""
+        self._queues.setdefault(request.client, deque()).append((request, handle))
 
     def pop(self) -> Entry:
-        """Remove and return the one that is served next."""
-        client = next(iter(self._lines))
-        line = self._lines.pop(client)
-        entry = line.popleft()
-        if line:
-            self._lines[client] = line
+        """Remove and return the request to be served next."""
+        client = next(iter(self._queues))
+        queue = self._queues.pop(client)
+        entry = queue.popleft()
+        if queue:
+            self._queues[client] = queue
         return entry
 
     def remove(self, handle: Handle) -> None:
-        """Remove a request."""
-        for client, line in self._lines.items():
-            rest = deque(entry for entry in line if entry[1] is not handle)
-            if len(rest) < len(line):
-                self._lines[client] = rest
+        """Remove a request, if it is waiting."""
+        for client, queue in self._queues.items():
+            rest = deque(entry for entry in queue if entry[1] is not handle)
+            if len(rest) < len(queue):
+                self._queues[client] = rest
                 if not rest:
-                    del self._lines[client]
+                    del self._queues[client]
                 return
 
     def clear(self) -> list[Handle]:
-        """Remove all, and return their handles."""
-        handles = [handle for line in self._lines.values() for _, handle in line]
-        self._lines.clear()
+        """Remove all requests and return their handles."""
+        handles = [handle for queue in self._queues.values() for _, handle in queue]
+        self._queues.clear()
         return handles
 
 
 class Scheduler:
-    """The queue of requests, and the thread that serves them.
+    """The waiting queue and the decoding thread.
 
-    It knows nothing of the `Engine`, so that a forgotten engine can be collected, which closes its scheduler.
+    It holds no reference to the `Engine`, so an abandoned engine can be collected, which closes its scheduler.
 
     Args:
-        batch: decodes; only the thread touches it.
-        max_waiting: requests that may wait, beside those that there are free rows for.
-        ended: is called when the thread has ended, with the error that ended it, if one did.
+        batch: executes steps; used by the decoding thread only.
+        max_waiting: maximum number of waiting requests, beyond those that free rows could take.
+        ended: called when the thread has ended, with the exception that ended it, or None.
 
     Attributes:
-        problem: the error that ended the thread, if one did.
-        wakeups: wakes those who wait for requests in coroutines.
+        problem: the exception that ended the thread; None if none did.
+        wakeups: wakes coroutines that wait for requests.
     """
 
     def __init__(
-        self, batch: Batch, max_waiting: int, ended: Callable[[BaseException | None], None] | None = None
+        self, batch: EngineBatch, max_waiting: int, ended: Callable[[BaseException | None], None] | None = None
     ) -> None:
         self._batch, self._max_waiting, self._ended = batch, max_waiting, ended
         self._capacity: Capacity = batch.capacity
-        self._waiting = WaitingLine()
-        self._places: set[Place] = set()  # held for requests that are being prepared
-        self._seats: dict[Handle, ActiveRequest] = {}
-        self._blocked = False  # whether the first one that waits had no room
-        self._stirred = True  # whether there is anything new in the line, or the end
-        self._admitted = -1  # changes of the seats when requests were admitted last
+        self._waiting = WaitingQueue()
+        self._slots: set[QueueSlot] = set()  # reserved for requests in preparation
+        self._running: dict[Handle, ActiveRequest] = {}
+        self._blocked = False  # True if the first waiting request did not fit
+        self._dirty = True  # True if the queue has changed, or the scheduler is closing
+        self._admitted_at = -1  # `RunningSet.changes` at the last admission
         self._changed, self.wakeups = threading.Condition(), Wakeups()
         self._closed = False
         self.problem: BaseException | None = None
@@ -104,18 +104,18 @@ class Scheduler:
 
     @property
     def state(self) -> str:
-        """How many requests are decoded and wait, or that it is closed. Never blocks."""
+        """State as text: "closed", or the numbers of running and waiting requests. Never blocks."""
         if self._closed:
             return "closed"
-        return f"{len(self._seats)} of {self._capacity.max_rows} rows, {len(self._waiting)} waiting"
+        return f"{len(self._running)} of {self._capacity.max_rows} rows, {len(self._waiting)} waiting"
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> EngineSnapshot:
         """See `Engine.snapshot`."""
-        displaced = len(self._batch.seats.displaced)
+        displaced = len(self._batch.running.preempted)
         return self._batch.tally.snapshot(
-            rows=len(self._seats) - displaced,
+            rows=len(self._running) - displaced,
             max_rows=self._capacity.max_rows,
-            waiting=len(self._waiting) + len(self._places),
+            waiting=len(self._waiting) + len(self._slots),
             displaced=displaced,
             max_waiting=self._max_waiting,
             max_slots=self._capacity.max_tokens,
@@ -123,41 +123,41 @@ class Scheduler:
             closed=self._closed,
         )
 
-    def reserve(self) -> Place:
+    def reserve(self) -> QueueSlot:
         """See `Engine.reserve`."""
         self.check_process()
         with self._changed:
             self._check_open()
-            held = len(self._waiting) + len(self._places)
+            held = len(self._waiting) + len(self._slots)
             blocked = self._blocked and self._waiting
-            if held >= self._max_waiting + (0 if blocked else self._capacity.max_rows - len(self._seats)):
+            if held >= self._max_waiting + (0 if blocked else self._capacity.max_rows - len(self._running)):
                 raise EngineFullError(
                     f"{held} requests wait already: add this one later, or give the engine a greater max_waiting"
                 )
-            place = Place(self)
-            self._places.add(place)
+            place = QueueSlot(self)
+            self._slots.add(place)
         return place
 
-    def give_up(self, place: Place) -> Handle | None:
-        """See `Place.release`; returns the handle of the request that has taken the place, if one has."""
+    def release_slot(self, place: QueueSlot) -> Handle | None:
+        """See `QueueSlot.release`; return the handle of the request that has taken the slot, or None."""
         if place.handle is None:
             self.check_process()
             with self._changed:
                 place.released = place.handle is None
-                self._places.discard(place)
+                self._slots.discard(place)
         return place.handle
 
-    def check_place(self, place: Place) -> None:
-        """Raise what `take` raises for a place, before a request is prepared in vain."""
+    def check_slot(self, place: QueueSlot) -> None:
+        """Raise what `submit` would raise for a slot, before the request is prepared."""
         if place.handle is not None or place.engine is not self:
             raise ConfigError("place", place, "give one of this engine's own reserve() that no request has taken")
         if place.released:
             raise CancelledError("its place was released")
 
-    def take(
-        self, request: Request, place: Place, stats: Stats, on_step: Callable[[Step], None] | None = None
+    def submit(
+        self, request: EngineRequest, place: QueueSlot, stats: Stats, on_step: Callable[[Step], None] | None = None
     ) -> Handle:
-        """Let a request wait; the rest is for its handle."""
+        """Queue a prepared request and return its handle."""
         self._capacity.check(request.need)
         handle = Handle(
             self.cancel,
@@ -170,11 +170,11 @@ class Scheduler:
         )
         with self._changed:
             self._check_open()
-            self.check_place(place)
-            self._places.remove(place)
+            self.check_slot(place)
+            self._slots.remove(place)
             place.handle = handle
             self._waiting.add(request, handle)
-            self._stir()
+            self._notify()
         return handle
 
     def _check_open(self) -> None:
@@ -195,11 +195,11 @@ class Scheduler:
         with self._changed:
             if handle.done():
                 return False
-            if handle in self._seats:
-                self._seats[handle].cancelled = True
+            if handle in self._running:
+                self._running[handle].cancelled = True
                 return True
             self._waiting.remove(handle)
-            self._stir()
+            self._notify()
         self._end(handle, None)
         return True
 
@@ -209,7 +209,7 @@ class Scheduler:
             return
         with self._changed:
             self._closed = True
-            self._stir()
+            self._notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -228,29 +228,29 @@ class Scheduler:
             if self._ended is not None:
                 self._ended(problem)
 
-    def _stir(self) -> None:
-        """Have the thread look at the line; by one that has the lock."""
-        self._stirred = True
+    def _notify(self) -> None:
+        """Make the thread look at the queue again; the caller holds the lock."""
+        self._dirty = True
         self._changed.notify_all()
 
     def _admit(self) -> bool:
-        """Admit requests that fit, waiting for one if there is nothing to do; false to end."""
-        seats = self._batch.seats
-        if not self._stirred and seats.changes == self._admitted:
-            return True  # rows have only grown: nobody fits who did not
+        """Admit requests that fit, waiting for one if the batch is idle; return False to end the thread."""
+        running = self._batch.running
+        if not self._dirty and running.changes == self._admitted_at:
+            return True  # rows have only grown: what did not fit still does not
         with self._changed:
             self._forget_ended()
             self._changed.wait_for(lambda: self._closed or self._waiting or not self._batch.idle)
-            self._stirred = False
-            while self._waiting and not self._closed and seats.has_room(self._waiting.first):
+            self._dirty = False
+            while self._waiting and not self._closed and running.has_room(self._waiting.first):
                 request, handle = self._waiting.pop()
-                self._seats[handle] = seats.add(request, handle)
-            self._blocked, self._admitted = bool(self._waiting), seats.changes
+                self._running[handle] = running.add(request, handle)
+            self._blocked, self._admitted_at = bool(self._waiting), running.changes
             return not self._closed
 
     def _forget_ended(self) -> None:
-        for handle in [handle for handle in self._seats if handle.done()]:
-            del self._seats[handle]
+        for handle in [handle for handle in self._running if handle.done()]:
+            del self._running[handle]
 
     def _end_all(self, problem: BaseException | None) -> None:
         with self._changed:
@@ -263,6 +263,6 @@ class Scheduler:
             self._forget_ended()
 
     def _end(self, handle: Handle, problem: BaseException | None) -> None:
-        """End a request that waits, as cancelled or with an error."""
+        """End a waiting request, cancelled or with an error."""
         if handle.end(problem):
             self._batch.tally.add_end(str(handle.reason))

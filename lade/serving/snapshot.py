@@ -1,4 +1,4 @@
-"""How an engine stands at one moment, and what it has done so far."""
+"""Counters of an engine and the snapshot that `Engine.snapshot` returns."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from lade.stats import Step
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """What `Engine.snapshot` returns. The sums are those since the engine was opened.
+class EngineSnapshot:
+    """State of an engine, and its totals since it was opened.
 
     Attributes:
-        rows: requests that are prefilled or decoded now.
-        max_rows: as many may be.
-        waiting: requests that wait, and places that are reserved.
-        max_waiting: as many may, beside those that there are free rows for.
-        displaced: requests that had to make room for older ones, and go on when there is room again.
-        slots: of the KV cache, those that hold a token of a request now.
-        room: slots that there are buffers for now, over all rows.
-        max_slots: as many may be: `Engine.max_tokens`.
-        prefix_texts: texts that are kept for prompts that begin like them.
-        prefix_bytes: what they take.
-        max_prefix_bytes: what they may take.
-        closed: whether it takes no more requests.
-        requests: how many have ended, by `Handle.reason`.
-        prompt_tokens: of the requests that have had their first token.
-        cached_tokens: those of them that were taken from texts that had been kept.
-        new_tokens: emitted, the first one of each request included.
-        displacements: how often a request had to make room for older ones.
-        passes: forward passes after prefill, of all rows together.
-        steps: the same, each counted once for every row that took part.
+        rows: requests being prefilled or decoded.
+        max_rows: upper bound on `rows`.
+        waiting: waiting requests and reserved queue slots.
+        max_waiting: upper bound on `waiting`, beyond those that free rows could take.
+        displaced: preempted requests that wait to be resumed.
+        slots: cache slots that hold a token of a request.
+        room: cache slots allocated over all rows.
+        max_slots: upper bound on `room`: `Engine.max_tokens`.
+        prefix_texts: texts in the prefix cache.
+        prefix_bytes: size of the prefix cache's content in bytes.
+        max_prefix_bytes: upper bound on `prefix_bytes`.
+        closed: True if no request is accepted any more.
+        requests: number of ended requests by `Handle.reason`.
+        prompt_tokens: prompt tokens of requests that have had their first token.
+        cached_tokens: prompt tokens among them served from the prefix cache.
+        new_tokens: tokens emitted, including the first one of each request.
+        displacements: number of preemptions.
+        passes: forward passes after prefill, each over all rows.
+        steps: row steps: passes times the rows in each.
         fed_tokens: tokens fed in these steps, roots included.
-        sources: tokens emitted, by `Step.sources`.
-        prefill_s: seconds spent on prompts.
-        decode_s: seconds of all passes.
-        forward_s: the part of `decode_s` inside the model's forward pass.
+        sources: tokens emitted by draft source, see `Step.sources`.
+        prefill_s: seconds spent in prefill.
+        decode_s: seconds spent in decode passes.
+        forward_s: seconds of `decode_s` inside the model's forward pass.
     """
 
     rows: int
@@ -69,8 +69,8 @@ class Snapshot:
 
 
 @dataclass
-class Sums:
-    """Those of `Snapshot`, and what of its memory is in use."""
+class Counters:
+    """Totals and memory use, the mutable part of `EngineSnapshot`."""
 
     slots: int = 0
     room: int = 0
@@ -88,78 +88,78 @@ class Sums:
     forward_s: float = 0.0
 
 
-_MOST_NOTED = 256
-"""Passes that are noted before they are counted."""
+_MAX_PENDING = 256
+"""Passes queued before they are counted."""
 
 
 class Tally:
-    """Counts what an engine does; a copy can be made at any time, whatever the engine is doing.
+    """Thread-safe counters of an engine.
 
-    Passes are noted, and counted when somebody looks, or when there are many: a pass leaves nothing of this in the
-    processor's caches, so that counting it at once takes ten times as long.
+    Passes are queued and counted in bulk, on a snapshot or when the queue is long. After a pass the counters are no
+    longer in the processor's caches, so counting each pass at once takes ten times as long.
     """
 
     def __init__(self) -> None:
-        self._noted = deque[tuple[Sequence[Step], float]]()
-        self._sums, self._requests, self._sources = Sums(), Counter[str](), Counter[str]()
-        self._lock = ForkSafeLock()  # never held while anything is decoded
+        self._pending = deque[tuple[Sequence[Step], float]]()
+        self._counters, self._requests, self._sources = Counters(), Counter[str](), Counter[str]()
+        self._lock = ForkSafeLock()  # never held during a pass
 
     def add_end(self, reason: str) -> None:
-        """A request has ended."""
+        """Count an ended request."""
         with self._lock:
             self._requests[reason] += 1
 
     def add_first(self, step: Step, prompt_tokens: int, cached_tokens: int) -> None:
-        """A request has had its first token."""
+        """Count a request's first token and its prompt."""
         with self._lock:
-            self._sums.prompt_tokens += prompt_tokens
-            self._sums.cached_tokens += cached_tokens
+            self._counters.prompt_tokens += prompt_tokens
+            self._counters.cached_tokens += cached_tokens
             self._add_tokens(step)
 
     def add_displacement(self) -> None:
-        """A request has made room for older ones."""
+        """Count a preemption."""
         with self._lock:
-            self._sums.displacements += 1
+            self._counters.displacements += 1
 
     def add_prefill(self, seconds: float) -> None:
-        """So long a piece of a prompt took."""
+        """Add prefill time."""
         with self._lock:
-            self._sums.prefill_s += seconds
+            self._counters.prefill_s += seconds
 
     def add_pass(self, steps: Sequence[Step], forward_s: float) -> None:
-        """A pass of all rows, which took `forward_s` in the model. Each token takes one more slot."""
-        self._noted.append((steps, forward_s))
-        if len(self._noted) >= _MOST_NOTED:
+        """Queue a pass over all rows, `forward_s` seconds of it in the model. Each emitted token takes one slot."""
+        self._pending.append((steps, forward_s))
+        if len(self._pending) >= _MAX_PENDING:
             with self._lock:
                 self._count()
 
     def _count(self) -> None:
-        """Count the passes that were noted; by a thread that has the lock."""
-        while self._noted:
-            steps, forward_s = self._noted.popleft()
-            self._sums.passes += 1
-            self._sums.decode_s += steps[0].seconds
-            self._sums.forward_s += forward_s
-            for step in (step for step in steps if step.tokens):  # the others failed before they had any
-                self._sums.steps += 1
-                self._sums.fed_tokens += step.fed
-                self._sums.slots += len(step.tokens)
+        """Count queued passes; the caller holds the lock."""
+        while self._pending:
+            steps, forward_s = self._pending.popleft()
+            self._counters.passes += 1
+            self._counters.decode_s += steps[0].seconds
+            self._counters.forward_s += forward_s
+            for step in (step for step in steps if step.tokens):  # rows without tokens failed
+                self._counters.steps += 1
+                self._counters.fed_tokens += step.fed
+                self._counters.slots += len(step.tokens)
                 self._add_tokens(step)
 
     def _add_tokens(self, step: Step) -> None:
-        self._sums.new_tokens += len(step.tokens)
+        self._counters.new_tokens += len(step.tokens)
         self._sources.update(step.sources)
 
     def set_use(self, slots: int, room: int, prefix_texts: int, prefix_bytes: int) -> None:
-        """So much memory is in use, see `Snapshot`."""
+        """Set the current memory use, see `EngineSnapshot`."""
         with self._lock:
             self._count()
-            self._sums.slots, self._sums.room = slots, room
-            self._sums.prefix_texts, self._sums.prefix_bytes = prefix_texts, prefix_bytes
+            self._counters.slots, self._counters.room = slots, room
+            self._counters.prefix_texts, self._counters.prefix_bytes = prefix_texts, prefix_bytes
 
-    def snapshot(self, **known: Any) -> Snapshot:
-        """A copy, with what only the queue knows."""
+    def snapshot(self, **known: Any) -> EngineSnapshot:
+        """Return a copy of the counters together with the scheduler's own figures."""
         with self._lock:
             self._count()
-            known |= {"requests": dict(self._requests), "sources": dict(self._sources), **asdict(self._sums)}
-        return Snapshot(**known)
+            known |= {"requests": dict(self._requests), "sources": dict(self._sources), **asdict(self._counters)}
+        return EngineSnapshot(**known)

@@ -16,7 +16,7 @@ from families import family
 
 import lade
 from lade import LookaheadConfig
-from lade.serving.batch import Batch
+from lade.serving.batch import EngineBatch
 from lade.serving.capacity import row_bytes
 
 torch.set_num_threads(1)  # those of the process that was forked are not here
@@ -81,7 +81,7 @@ def rows_on_both():
         plan, found = lade.supports(model).plan, []
         for free in ((2**20, 2**30), (2**30, 2**20), (2**20, 2**20)):
             getattr(torch, NAME).free = free
-            batch = Batch(model, plan, prefill_tokens=8, max_rows=2, max_tokens=None)
+            batch = EngineBatch(model, plan, prefill_tokens=8, max_rows=2, max_tokens=None)
             found.append(batch.capacity.max_tokens)
         device_bytes, _ = row_bytes(batch._prefill_runner)
         return {"bytes": {str(device): size for device, size in device_bytes.items()}, "slots": found}

@@ -12,9 +12,9 @@ from lade.backends.cuda_graphs.fallback_cache import FallbackCache
 from lade.backends.cuda_graphs.static_cache import StaticCache
 from lade.config import LookaheadConfig
 from lade.hf.refusals import resolve
-from lade.serving.batch import Batch
+from lade.serving.batch import EngineBatch
 from lade.serving.handle import Handle
-from lade.serving.request import Extras, prepare
+from lade.serving.request import RequestOptions, prepare
 from lade.testing import toy_model
 
 VOCABULARY, PAD = 48, 0
@@ -113,14 +113,14 @@ class Driven:
     def __init__(self, model, prefill_tokens=512, max_rows=16, max_tokens=ENOUGH, **more):
         self.model = model
         limits = {"prefill_tokens": prefill_tokens, "max_rows": max_rows, "max_tokens": max_tokens, **more}
-        self.batch = Batch(model, supports(model).require(), **limits)
+        self.batch = EngineBatch(model, supports(model).require(), **limits)
         self.waiting = deque()
         self.seats = {}
         self.most_rows = 0
 
     def add(self, ids, lookahead=PAPER, *, seed=None, on_step=None, scope=None, prompt_logprobs=None, **arguments):
-        extras = Extras(resolve(lookahead)[0], seed=seed, scope=scope, prompt_logprobs=prompt_logprobs)
-        request = prepare(self.model, ids, {"pad_token_id": PAD, **arguments}, extras=extras)
+        options = RequestOptions(resolve(lookahead)[0], seed=seed, scope=scope, prompt_logprobs=prompt_logprobs)
+        request = prepare(self.model, ids, {"pad_token_id": PAD, **arguments}, options=options)
         self.batch.capacity.check(request.need)
         handle = Handle(self.cancel, stats=Stats(), seed=request.seed, on_step=on_step)
         self.waiting.append((request, handle))
@@ -138,9 +138,9 @@ class Driven:
 
     def advance(self, times=1):
         for _ in range(times):
-            while self.waiting and self.batch.seats.has_room(self.waiting[0][0]):
+            while self.waiting and self.batch.running.has_room(self.waiting[0][0]):
                 request, handle = self.waiting.popleft()
-                self.seats[handle] = self.batch.seats.add(request, handle)
+                self.seats[handle] = self.batch.running.add(request, handle)
             self.batch.advance()
             self.seats = {handle: seat for handle, seat in self.seats.items() if not handle.done()}
             self.check()
@@ -150,15 +150,15 @@ class Driven:
         capacity, cache = self.batch.capacity, self.batch._cache
         rows, slots = cache.room
         assert rows * slots <= max(capacity.max_tokens, 0)
-        assert len(self.batch.seats.active) <= capacity.max_rows
-        assert {id(seat.handle) for seat in self.batch.seats.active} == {id(handle) for handle in self.seats}
-        assert len(self.batch._loop.rows) == len(self.batch.seats.decoding)
+        assert len(self.batch.running.active) <= capacity.max_rows
+        assert {id(seat.handle) for seat in self.batch.running.active} == {id(handle) for handle in self.seats}
+        assert len(self.batch._loop.rows) == len(self.batch.running.decoding)
         assert cache.lengths == ([len(row.tokens) - 1 for row in self.batch._loop.rows] or [0])
         told = self.batch.tally.snapshot(**dict.fromkeys(KNOWN_TO_THE_QUEUE, 0))
         assert (told.slots, told.room) == (sum(cache.lengths), rows * slots)
-        if self.batch._loop.rows and self.batch._room.is_enough:
-            needs, now = self.batch.seats.needs(), max(cache.lengths)
-            assert self.batch.seats.next_to_make_room() is None
+        if self.batch._loop.rows and self.batch._allocator.is_enough:
+            needs, now = self.batch.running.needs(), max(cache.lengths)
+            assert self.batch.running.next_preempted() is None
             assert replace(capacity, sizing=cache).suffices(cache.room, needs, now)
         if isinstance(cache, FallbackCache) and isinstance(cache.current, StaticCache):
             check_zeros(cache.current)

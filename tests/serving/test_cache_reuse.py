@@ -143,7 +143,7 @@ def check_displaced(case, prefill_tokens):
     model = case.build(**LIMITS.get(str(case), {}))
     driven = Driven(model, prefill_tokens, max_rows=3, headroom=3)
     capacity = driven.batch.capacity
-    driven.batch.seats.capacity = replace(capacity, max_tokens=115 + 3 * capacity.state_slots)
+    driven.batch.running.capacity = replace(capacity, max_tokens=115 + 3 * capacity.state_slots)
     asked = []
     for seed in range(3):
         ids, arguments = prompt(20, seed), {"max_new_tokens": 32, "do_sample": False}
@@ -192,4 +192,4 @@ def test_where_fewer_keys_are_picked_than_are_worth_a_copy_nothing_is_kept(name)
     driven = Driven(model, prefix_cache=10**7)
     asked = [(driven.add(prompt(60), SMALL, max_new_tokens=9), prompt(60), {"max_new_tokens": 9}) for _ in range(2)]
     served(driven, asked)
-    assert [handle.cached_tokens for handle, *_ in asked] == [0, 0] and not len(driven.batch._reuse.shelf)
+    assert [handle.cached_tokens for handle, *_ in asked] == [0, 0] and not len(driven.batch._reuse.prefix_cache)

@@ -29,7 +29,7 @@ from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.serving.capacity import Capacity, Need, largest_tree
 from lade.serving.request import PLAIN
-from lade.serving.running import Seats
+from lade.serving.running import RunningSet
 from lade.testing import nearly_flat_cost, toy_model
 from lade.tuning.batch_cost import BatchCost
 
@@ -295,13 +295,13 @@ def test_room_for_texts_that_fit_is_enough_and_not_too_much(texts, max_rows, max
 
 def test_room_is_looked_at_when_rows_come_and_go_and_have_grown(monkeypatch):
     """Not at every step: it takes as long as a good part of a small model's pass."""
-    looks, growth = [], Seats.growth
+    looks, growth = [], RunningSet.growth
 
     def watched(self):
         looks.append(len(self.decoding))
         return growth(self)
 
-    monkeypatch.setattr(Seats, "growth", watched)
+    monkeypatch.setattr(RunningSet, "growth", watched)
     driven = Driven(LLAMA)
     driven.add(random_ids(5), None, max_new_tokens=60)
     driven.advance(20)
@@ -469,7 +469,7 @@ def test_cancelling(state):
     assert handle.cancel() is (state != "ended")
     assert handle.done() is (state in ("waiting", "ended"))
     driven.advance()
-    assert handle.done() and len(handle._steps) == steps and len(driven.batch.seats.active) == (state != "ended")
+    assert handle.done() and len(handle._steps) == steps and len(driven.batch.running.active) == (state != "ended")
     driven.finish()
     assert (handle._result is None) is (state != "ended")
     assert other.tokens == alone(LLAMA, random_ids(4), max_new_tokens=30)

@@ -15,7 +15,7 @@ from serving_toys import VOCABULARY, Driven, FailsAt, alone, at_rest, random_ids
 from lade import Engine, LookaheadConfig
 from lade.server.sampling_parameters import Penalties
 from lade.serving.capacity import Capacity, Need
-from lade.serving.running import Seats
+from lade.serving.running import RunningSet
 from lade.testing import toy_model
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)
@@ -56,7 +56,7 @@ def test_the_youngest_makes_room_and_goes_on(name, prefill_tokens):
         asked.append((driven.add(ids, METHODS[number], seed=number, **arguments), ids, number, arguments))
     while not driven.batch.idle or driven.waiting:
         driven.advance()
-        assert 0 not in [each.number for each in driven.batch.seats.displaced], "the oldest one stays"
+        assert 0 not in [each.number for each in driven.batch.running.preempted], "the oldest one stays"
     told = driven.batch.tally._sums
     assert told.displacements >= 2
     check(driven, asked)
@@ -65,10 +65,10 @@ def test_the_youngest_makes_room_and_goes_on(name, prefill_tokens):
 def test_nobody_is_seated_while_someone_waits_to_go_on():
     driven = Driven(LLAMA, max_rows=4, max_tokens=150, headroom=2)
     handles = [driven.add(random_ids(4, seed), None, max_new_tokens=60) for seed in range(3)]
-    while not driven.batch.seats.displaced:
+    while not driven.batch.running.preempted:
         driven.advance()
     late = driven.add(random_ids(4, 9), None, max_new_tokens=2)
-    while driven.batch.seats.displaced:
+    while driven.batch.running.preempted:
         assert not late.tokens
         driven.advance()
     driven.finish()
@@ -80,14 +80,14 @@ def test_texts_that_fit_whatever_they_become_are_never_displaced():
     handles = [driven.add(random_ids(4, seed), METHODS[1], max_new_tokens=60) for seed in range(4)]
     while not driven.batch.idle or driven.waiting:
         driven.advance()
-        assert not driven.batch.seats.displaced
+        assert not driven.batch.running.preempted
     assert driven.most_rows == 4 and all(len(handle.tokens) == 60 for handle in handles)
 
 
 def displaced_one(**more):
     driven = Driven(LLAMA, max_rows=2, max_tokens=100, headroom=2)
     handles = [driven.add(random_ids(4, seed), None, max_new_tokens=70, **more) for seed in range(2)]
-    while not driven.batch.seats.displaced:
+    while not driven.batch.running.preempted:
         driven.advance()
     return driven, handles
 
@@ -98,7 +98,7 @@ def test_a_displaced_request_can_be_cancelled():
     driven.advance()
     with pytest.raises(CancelledError):
         second.result(0)
-    assert 0 < len(second.tokens) < 70 and not driven.batch.seats.displaced
+    assert 0 < len(second.tokens) < 70 and not driven.batch.running.preempted
     driven.finish()
     assert first.tokens == alone(LLAMA, random_ids(4, 0), max_new_tokens=70)
 
@@ -149,7 +149,7 @@ def test_families_with_states_and_windows(name):
     model = next(each for each in [*FAMILIES, *RECURRENT_FAMILIES] if str(each) == name).build()
     driven = Driven(model, 6, max_rows=3, headroom=3)
     capacity = driven.batch.capacity
-    driven.batch.seats.capacity = replace(capacity, max_tokens=100 + 3 * capacity.state_slots)
+    driven.batch.running.capacity = replace(capacity, max_tokens=100 + 3 * capacity.state_slots)
     asked = []
     for number in range(3):
         ids, arguments = random_ids(6, number), {"max_new_tokens": 30}
@@ -165,19 +165,19 @@ def test_who_cannot_make_room_is_seated_by_the_most_that_it_may_take():
     def request(prompt_tokens, most, images=None):
         return SimpleNamespace(prompt_tokens=prompt_tokens, need=Need(most, 5), images=images)
 
-    seats = Seats(Capacity(max_rows=9, max_tokens=200, token_bytes=1), headroom=10)
-    first = seats.add(request(20, 120), None)
-    image = seats.add(request(20, 60, images=object()), None)
-    assert not seats.has_room(request(20, 90, images=object())), "3 rows of up to 95"
-    last = seats.add(request(20, 60), None)
-    assert seats.next_to_make_room() is None and not seats.has_room(request(20, 90))
+    running = RunningSet(Capacity(max_rows=9, max_tokens=200, token_bytes=1), headroom=10)
+    first = running.add(request(20, 120), None)
+    image = running.add(request(20, 60, images=object()), None)
+    assert not running.has_room(request(20, 90, images=object())), "3 rows of up to 95"
+    last = running.add(request(20, 60), None)
+    assert running.next_preempted() is None and not running.has_room(request(20, 90))
     image.request.images = None  # it has been fed
     first.row = SimpleNamespace(written=[1] * 50)
-    assert seats.next_to_make_room() is last
-    seats.displace(last)
-    assert seats.next_to_make_room() is None
+    assert running.next_preempted() is last
+    running.preempt(last)
+    assert running.next_preempted() is None
     first.row.written += [1] * 30
-    assert seats.next_to_make_room() is first, "though the other one is younger"
+    assert running.next_preempted() is first, "though the other one is younger"
 
 
 @given(data=st.data())

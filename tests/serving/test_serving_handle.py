@@ -34,7 +34,7 @@ def handle():
 def test_steps_are_there_as_soon_as_they_are_told(handle):
     seen = iter(handle)
     for index in range(3):
-        handle.tell(step(index, index, index + 10), 0.25)
+        handle.add_step(step(index, index, index + 10), 0.25)
         assert next(seen) == step(index, index, index + 10)
     assert handle.tokens == [0, 10, 1, 11, 2, 12] and not handle.done()
     with pytest.raises(TimeoutError):
@@ -49,7 +49,7 @@ def test_several_threads_see_all_steps(handle):
     with ThreadPoolExecutor(4) as pool:
         seen = [pool.submit(list, handle) for _ in range(4)]
         for index in range(50):
-            handle.tell(step(index, index), 0.0)
+            handle.add_step(step(index, index), 0.0)
             time.sleep(0.0002)
         handle.end("result")
         assert all([each.index for each in future.result(SOON)] == list(range(50)) for future in seen)
@@ -63,13 +63,13 @@ def test_whoever_waits_for_the_end_alone_is_woken_by_nothing_else(handle, monkey
         stack.callback(handle.end, "result")  # whatever happens, nobody waits for ever
         result = pool.submit(handle.result)
         for index in range(3):
-            handle.tell(step(index, index), 0.0)
+            handle.add_step(step(index, index), 0.0)
         assert wakings == []
         steps = pool.submit(list, handle)
         until = time.monotonic() + SOON
         while not handle._reading and time.monotonic() < until:
             time.sleep(0.001)
-        handle.tell(step(3, 3), 0.0)
+        handle.add_step(step(3, 3), 0.0)
         assert wakings == [4], "one who waits for steps, too"
     assert result.result(SOON) == "result" and len(steps.result(SOON)) == 4
     assert handle._reading == 0
@@ -87,7 +87,7 @@ def test_whoever_waits_is_woken_by_the_end(handle):
 
 
 def test_an_error_comes_behind_the_steps_before(handle):
-    handle.tell(step(0, 5), 0.0)
+    handle.add_step(step(0, 5), 0.0)
     handle.end(LookupError("a user's own"))
     seen = iter(handle)
     assert next(seen).tokens == [5]
@@ -111,8 +111,8 @@ def test_only_the_first_end_counts(handle, first, then):
 def test_on_step_is_told_when_the_step_can_be_seen():
     seen = []
     handle = Handle(lambda each: True, stats=Stats(), seed=None, on_step=lambda each: seen.append(handle.tokens))
-    handle.tell(step(0, 4), 0.0)
-    handle.tell(step(1, 5, 6), 0.0)
+    handle.add_step(step(0, 4), 0.0)
+    handle.add_step(step(1, 5, 6), 0.0)
     assert seen == [[4], [4, 5, 6]]
 
 
@@ -125,7 +125,7 @@ def test_a_step_whose_on_step_fails_is_there_all_the_same():
         seen = pool.submit(next, iter(handle))
         time.sleep(0.02)
         with pytest.raises(LookupError):
-            handle.tell(step(0, 4), 0.0)
+            handle.add_step(step(0, 4), 0.0)
         assert seen.result(SOON).tokens == [4]
     assert handle.tokens == [4] and handle.stats.new_tokens == 1
 
@@ -149,7 +149,7 @@ def test_coroutines_wait_without_blocking_anyone(handle):
         def tell():
             for index in range(20):
                 free.append(ticks.acquire(timeout=SOON / 20))  # each waits for another turn of the loop
-                handle.tell(step(index, index), 0.0)
+                handle.add_step(step(index, index), 0.0)
             handle.end("result")
 
         thread = threading.Thread(target=tell)
@@ -171,7 +171,7 @@ def test_a_coroutine_is_told_of_an_error_and_of_a_cancellation():
         handle = Handle(lambda each: True, stats=Stats(), seed=None)
         reader = asyncio.create_task(collected(handle))
         await asyncio.sleep(0.01)
-        handle.tell(step(0, 1), 0.0)
+        handle.add_step(step(0, 1), 0.0)
         await asyncio.sleep(0.01)
         await asyncio.to_thread(handle.end, result)
         return await reader
@@ -201,7 +201,7 @@ def test_a_reader_that_stops_early_leaves_nothing_with_the_handle(handle):
         gc.collect()
         await asyncio.sleep(0.01)
 
-    handle.tell(step(0, 1), 0.0)
+    handle.add_step(step(0, 1), 0.0)
     asyncio.run(main())
     assert not handle._watchers
 
@@ -213,7 +213,7 @@ def test_a_loop_that_was_closed_does_not_hurt(handle):
     waits = loop.create_task(anext(steps))
     loop.run_until_complete(asyncio.sleep(0.01))
     loop.close()
-    handle.tell(step(0, 1), 0.0)
+    handle.add_step(step(0, 1), 0.0)
     handle.end("result")
     assert handle.result(0) == "result"
     waits._log_destroy_pending = False  # what this test is about
@@ -239,7 +239,7 @@ def test_threads_and_coroutines_read_one_engine():
 
 def test_its_repr_says_how_it_stands(handle):
     assert repr(handle) == "Handle(waiting, 0 tokens)"
-    handle.tell(step(0, 5, 6), 0.0)
+    handle.add_step(step(0, 5, 6), 0.0)
     assert repr(handle) == "Handle(running, 2 tokens)"
     handle.end("result")
     assert repr(handle) == "Handle(finished, 2 tokens)"
@@ -249,7 +249,7 @@ def test_its_repr_says_how_it_stands(handle):
     ("end", "state"), [(None, "cancelled"), (RuntimeError("no memory"), "failed: RuntimeError('no memory')")]
 )
 def test_its_repr_says_how_it_ended(handle, end, state):
-    handle.tell(step(0, 5), 0.0)
+    handle.add_step(step(0, 5), 0.0)
     handle.end(end)
     assert repr(handle) == f"Handle({state}, 1 token)"
 

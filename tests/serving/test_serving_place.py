@@ -33,14 +33,16 @@ def expected(seed, **arguments):
 def test_a_place_is_a_request_that_waits():
     with Engine(LLAMA, max_rows=1, max_waiting=1) as engine:
         with engine.reserve() as first, engine.reserve() as second:
-            assert repr(first) == "Place(free)" and engine.snapshot().waiting == 2
+            assert repr(first) == "QueueSlot(free)" and engine.snapshot().waiting == 2
             with pytest.raises(EngineFullError, match=r"^2 requests wait already"):
                 engine.reserve()
             with pytest.raises(EngineFullError, match=r"^2 requests wait already"):
                 engine.add(random_ids(4), max_new_tokens=2)
             second.release()
             handle = engine.add(random_ids(4, 1), place=first, max_new_tokens=9)
-            assert first.handle is handle and repr(first) == "Place(taken)" and repr(second) == "Place(released)"
+            assert (
+                first.handle is handle and repr(first) == "QueueSlot(taken)" and repr(second) == "QueueSlot(released)"
+            )
         assert new_tokens(handle, random_ids(4, 1)) == expected(1, max_new_tokens=9)
         assert engine.snapshot().waiting == 0
 

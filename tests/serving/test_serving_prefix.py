@@ -24,7 +24,7 @@ from lade.decoding.verify import Verdict
 from lade.errors import CaptureWarning
 from lade.hf import job
 from lade.model.kv_cache import TreeCache
-from lade.serving.prefix_cache import LEAST, Shelf, ShelvedText
+from lade.serving.prefix_cache import MIN_PREFIX, CachedText, PrefixCache
 from lade.testing import toy_model
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)
@@ -179,8 +179,8 @@ def check_arrivals(rng, driven):
     driven.finish()
     for handle, ids, seed, arguments in asked:
         assert handle.tokens == alone(driven.model, ids, seed, **whole(ids), **arguments)
-    shelf = driven.batch._reuse.shelf
-    assert shelf.nbytes == sum(text.nbytes for text in shelf._texts) <= shelf.max_bytes
+    cached = driven.batch._reuse.prefix_cache
+    assert cached.nbytes == sum(text.nbytes for text in cached._texts) <= cached.max_bytes
     return sum(handle.cached_tokens for handle, *_ in asked)
 
 
@@ -202,12 +202,12 @@ def test_on_captured_passes(monkeypatch, seed):
         assert check_arrivals(random.Random(seed), Driven(LLAMA, 64, 3, 1600, headroom=16, prefix_cache=MEGABYTE))
 
 
-# --- the shelf -------------------------------------------------------------------------------------------------------
+# --- the cached -------------------------------------------------------------------------------------------------------
 
 
 def text(*tokens, scope=None, client=None):
     """A text of these numbers, each 8 times, that takes 8 bytes a token."""
-    return ShelvedText(scope, np.repeat(np.array(tokens, dtype=np.int64), 8), TreeCache(), Said(), client)
+    return CachedText(scope, np.repeat(np.array(tokens, dtype=np.int64), 8), TreeCache(), Said(), client)
 
 
 def ids(*tokens):
@@ -215,47 +215,47 @@ def ids(*tokens):
 
 
 def test_the_longest_common_beginning_is_found():
-    shelf = Shelf(10**6)
+    cached = PrefixCache(10**6)
     texts = [text(1, 2, 3, 4, 5), text(1, 2, 3, 4, 9, 9, 9), text(7, 1, 2, 3, 4), text(1, 2, 3, 4, 5, 6, scope="a")]
     for each in texts:
-        shelf.put(each)
-    assert shelf.find(None, ids(1, 2, 3, 4, 5, 6)) == (texts[0], 40)
-    assert shelf.find(None, ids(1, 2, 3, 4, 9)) == (texts[1], 40)
-    assert shelf.find("a", ids(1, 2, 3, 4, 5, 6, 7)) == (texts[3], 48)
-    assert shelf.find("b", ids(1, 2, 3, 4, 5)) is None
-    assert LEAST == 32 and shelf.find(None, ids(1, 2, 3, 9)) is None and shelf.find(None, []) is None
+        cached.put(each)
+    assert cached.find(None, ids(1, 2, 3, 4, 5, 6)) == (texts[0], 40)
+    assert cached.find(None, ids(1, 2, 3, 4, 9)) == (texts[1], 40)
+    assert cached.find("a", ids(1, 2, 3, 4, 5, 6, 7)) == (texts[3], 48)
+    assert cached.find("b", ids(1, 2, 3, 4, 5)) is None
+    assert MIN_PREFIX == 32 and cached.find(None, ids(1, 2, 3, 9)) is None and cached.find(None, []) is None
 
 
 def test_a_text_replaces_its_own_beginnings():
-    shelf = Shelf(10**6)
+    cached = PrefixCache(10**6)
     for each in (text(1, 2, 3, 4), text(1, 2, 3, 4, scope="a"), text(1, 2, 3, 4, 5), text(1, 2, 3, 4, 6)):
-        shelf.put(each)
-    assert len(shelf) == 3 and shelf.nbytes == 8 * (40 + 40 + 32)
-    assert not shelf.lacks(None, ids(1, 2, 3, 4)) and shelf.lacks(None, ids(1, 2, 3, 4, 7))
-    assert not shelf.lacks(None, ids(9, 9)), "too short to be worth it"
+        cached.put(each)
+    assert len(cached) == 3 and cached.nbytes == 8 * (40 + 40 + 32)
+    assert not cached.lacks(None, ids(1, 2, 3, 4)) and cached.lacks(None, ids(1, 2, 3, 4, 7))
+    assert not cached.lacks(None, ids(9, 9)), "too short to be worth it"
 
 
 def test_the_text_used_least_lately_goes_first():
-    shelf = Shelf(3 * 8 * 40)
+    cached = PrefixCache(3 * 8 * 40)
     first, second, third, fourth = (text(n, 2, 3, 4, 5) for n in (10, 20, 30, 40))
     for each in (first, second, third):
-        shelf.put(each)
-    assert shelf.find(None, ids(10, 2, 3, 4)) is not None
-    shelf.put(fourth)
-    assert [each.tokens[0] for each in shelf._texts] == [30, 10, 40] and shelf.nbytes == shelf.max_bytes
-    shelf.put(text(*range(16)))
-    assert len(shelf) == 3, "too large for all of it"
+        cached.put(each)
+    assert cached.find(None, ids(10, 2, 3, 4)) is not None
+    cached.put(fourth)
+    assert [each.tokens[0] for each in cached._texts] == [30, 10, 40] and cached.nbytes == cached.max_bytes
+    cached.put(text(*range(16)))
+    assert len(cached) == 3, "too large for all of it"
 
 
 def test_a_client_with_many_texts_makes_room_by_its_own():
-    shelf, others = Shelf(4 * 8 * 40), text(1, 2, 3, 4, 5, client="one", scope="one")
-    shelf.put(others)
+    cached, others = PrefixCache(4 * 8 * 40), text(1, 2, 3, 4, 5, client="one", scope="one")
+    cached.put(others)
     for number in range(9):
-        shelf.put(text(number, 2, 3, 4, 5, client="two", scope=f"two {number}"))
-    assert [each.scope for each in shelf._texts] == ["one", "two 6", "two 7", "two 8"]
+        cached.put(text(number, 2, 3, 4, 5, client="two", scope=f"two {number}"))
+    assert [each.scope for each in cached._texts] == ["one", "two 6", "two 7", "two 8"]
     for number in range(3):
-        shelf.put(text(number, 3, 3, 4, 5, client="one", scope="one"))
-    assert [each.client for each in shelf._texts] == ["two", "two", "one", "one"], "each has half"
+        cached.put(text(number, 3, 3, 4, 5, client="one", scope="one"))
+    assert [each.client for each in cached._texts] == ["two", "two", "one", "one"], "each has half"
 
 
 def test_a_text_is_kept_as_that_of_its_client():
@@ -264,7 +264,7 @@ def test_a_text_is_kept_as_that_of_its_client():
             ids = random_ids(40, 7)
             engine.add(ids, client=client, scope=scope, max_new_tokens=2, **whole(ids)).result(SOON)
         at_rest(engine)
-        kept = engine._scheduler._batch._reuse.shelf._texts
+        kept = engine._scheduler._batch._reuse.prefix_cache._texts
         assert [(each.client, each.scope) for each in kept] == [("a", "a 1"), ("a", "a 2"), ("b", "b")]
 
 
@@ -281,7 +281,7 @@ def test_what_was_said_is_told_in_runs():
 
 @pytest.mark.parametrize("learns", [True, False])
 def test_what_is_known_anyway_is_noted_where_no_logits_of_prompts_are_computed(learns):
-    """Of an answer there are logits, whoever may take them from the shelf."""
+    """Of an answer there are logits, whoever may take them from the cached."""
     drafter = AdaptiveDrafter(Memory(), FixedBudget(4), read_prompts=learns, read_logits=False)
     noting, context = NotingDrafter(drafter), [1, 2, 3]
     assert not noting.wants_prompt_entries and noting.learns_prompts is learns
@@ -296,7 +296,7 @@ def test_what_is_known_anyway_is_noted_where_no_logits_of_prompts_are_computed(l
 @pytest.mark.parametrize("learns", [True, False])
 def test_what_is_known_of_a_text_is_learned_where_it_is_not_computed(learns, monkeypatch):
     told, learn_prompt = [], AdaptiveDrafter.learn_prompt
-    ids, driven = random_ids(3 * LEAST), Driven(LLAMA, prefix_cache=MEGABYTE)
+    ids, driven = random_ids(3 * MIN_PREFIX), Driven(LLAMA, prefix_cache=MEGABYTE)
     driven.add(ids, METHODS[3], max_new_tokens=2)
     driven.finish()
     monkeypatch.setattr(

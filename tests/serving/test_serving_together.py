@@ -91,7 +91,7 @@ def test_memories_learn_what_they_learn_of_a_prompt_alone(monkeypatch):
     stats = []
     for together in (True, False):
         if not together:
-            monkeypatch.setattr(batch, "first_together", lambda *given: [])
+            monkeypatch.setattr(batch, "prefill_group", lambda *given: [])
         shown.append({})
         driven = Driven(LLAMA)
         asked = add_all(driven, method=LookaheadConfig(budget=8))
