@@ -180,12 +180,12 @@ class AdaptiveDrafter(Drafter):
         )
 
     def _lead(self, constraint: Constraint, context: Sequence[int], max_depth: int | None) -> Sequence[int]:
-        """What must follow, as far as it may be fed."""
+        """Return the tokens that a grammar forces next, cut to what may be fed."""
         most = min(LONGEST_LEAD, self.budget.most - 1)
         return constraint.lead(context)[: most if max_depth is None else min(most, max_depth)]
 
     def _guesses(self, context: Sequence[int], lead: Sequence[int]) -> list[Guess]:
-        """Of all sources, with what is known to follow before each of them."""
+        """Return the guesses of all sources, each behind the forced tokens."""
         if not lead:
             guesses = [guess for source in self._sources for guess in source.guesses(context)]
         else:

@@ -37,12 +37,12 @@ class Source(Protocol):
     """Proposes guesses for one row."""
 
     def guesses(self, context: Sequence[int]) -> Iterable[Guess]:
-        """What may follow `context`, the row's tokens so far; the best guess first."""
+        """Return continuations of `context`, the row's tokens so far, best first."""
         ...
 
 
 class Draft(NamedTuple):
-    """What one row feeds in one step.
+    """Token tree that one row feeds in one step.
 
     Attributes:
         tree: what is fed; its root is the last token of the context.
@@ -58,7 +58,7 @@ class Draft(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """What one row could feed in one step, while it is open how much of it. All rows of a batch decide that together.
+    """Nodes that one row could feed in one step, before the size is decided, which rows of a batch do together.
 
     Attributes:
         scores: for each node the probability that it is accepted, the root's 1.0 first. Empty where the size of the
@@ -182,13 +182,13 @@ class Drafter(ABC):
         """
 
     def end(self) -> None:  # noqa: B027
-        """The row has ended: what others are to know of it is told now."""
+        """End of the row: flush pending observations."""
 
 
 LONGEST_LEAD = 64
-"""Tokens that are known to follow which are fed at a time."""
+"""Upper limit of forced tokens that are fed in one step."""
 LEAD = "grammar"
-"""What `Step.sources` calls their source."""
+"""Name of their source in `Step.sources`."""
 
 
 class Constraint(Protocol):
@@ -226,6 +226,6 @@ def fitting(constraint: Constraint, paths: Sequence[Sequence[int]]) -> list[int]
 
 
 def cut(constraint: Constraint, guess: Guess) -> Guess:
-    """What of a guess may follow."""
+    """Return the longest prefix of a guess that the constraint allows."""
     fits = constraint.fits(guess.tokens)
     return guess._replace(tokens=guess.tokens[:fits], scores=guess.scores[:fits])

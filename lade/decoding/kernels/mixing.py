@@ -1,4 +1,4 @@
-"""What rows, notes and earlier places suggest for a node, mixed by weights, and how these are learned."""
+"""Mix rows of logits, position notes and earlier occurrences into probabilities, and learn the weights."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _NOT_SEEN = 0.4  # of what followed at some places, something else is as likely 
 
 @inlined
 def probability(log_odds: Any) -> Any:
-    """Of log-odds."""
+    """Return the probability of log-odds."""
     return 1.0 / (1.0 + math.exp(-log_odds))
 
 
 @inlined
 def _has(found: Any, heard: Any, kind: Any) -> Any:
-    """Whether a row of that kind was found, by the numbers of rows of either."""
+    """Return True if a row of that kind was found, given the numbers of rows found."""
     return kind < found or TEXT <= kind < TEXT + heard
 
 
@@ -300,7 +300,7 @@ def _odds_before(work: Any, node: Any) -> Any:
 
 @inlined
 def _value(rows: Any, kind: Any, token: Any) -> Any:
-    """What a row says of a token."""
+    """Return the log-odds that a row gives a token."""
     for place in range(WIDTH):
         if rows[kind, place] & TOKEN == token:
             return rows[kind, place] >> BITS
