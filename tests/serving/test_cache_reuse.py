@@ -147,7 +147,7 @@ def check_displaced(case, prefill_tokens):
         ids, arguments = prompt(20, seed), {"max_new_tokens": 32, "do_sample": False}
         asked.append((driven.add(ids, (SMALL, None)[seed % 2], **arguments), ids, arguments))
     served(driven, asked)
-    assert driven.batch.tally._sums.displacements
+    assert driven.batch.tally._counters.displacements
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "deepseek_v32"])
@@ -181,7 +181,7 @@ def test_a_kept_prefix(case, max_tokens):
     served(driven, asked)
     cached = [handle.cached_tokens for handle, *_ in asked]
     assert cached == ([0, 40, 40, 40] if "index_topk" in case.extra else [0, 70, 70, 70])
-    assert max_tokens > 280 or driven.batch.tally._sums.displacements
+    assert max_tokens > 280 or driven.batch.tally._counters.displacements
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32"])

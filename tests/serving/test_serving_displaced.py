@@ -57,7 +57,7 @@ def test_the_youngest_makes_room_and_goes_on(name, prefill_tokens):
     while not driven.batch.idle or driven.waiting:
         driven.advance()
         assert 0 not in [each.number for each in driven.batch.running.preempted], "the oldest one stays"
-    told = driven.batch.tally._sums
+    told = driven.batch.tally._counters
     assert told.displacements >= 2
     check(driven, asked)
 

@@ -248,7 +248,7 @@ class Nothing:
         ({"lookahead": "fast"}, ConfigError, "lookahead='fast' is not valid"),
         ({"stats": 3}, ConfigError, "stats=3 is not valid: give a lade.Stats"),
         ({"on_step": 3}, ConfigError, "on_step=3 is not valid: give a function that takes a Step"),
-        ({"place": 3}, ConfigError, "place=3 is not valid: give one that reserve"),
+        ({"place": 3}, ConfigError, "place=3 is not valid: give a slot that reserve"),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_once(engine, more, problem, said):
