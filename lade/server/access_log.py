@@ -1,4 +1,4 @@
-"""A line for every answer, for ten seconds of work, and for what is said besides. No texts and no keys are in them."""
+"""Access log: one line per answer, per ten seconds of work, and per library message. No texts, no keys."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _LOGGERS = {"lade": logging.INFO, "uvicorn": logging.WARNING}
 
 
 class AccessLog:
-    """Writes what was asked and what came of it, each line with a time and a level.
+    """Writes log lines, each with time and level.
 
     Args:
-        write: takes a line.
-        as_json: whether lines are objects.
-        debug: whether probes have lines, too, and all that the library logs.
+        write: function that takes a line.
+        as_json: True for lines of JSON.
+        debug: True to log probes and all of the library's messages.
     """
 
     def __init__(self, write: Callable[[str], None], *, as_json: bool, debug: bool = False) -> None:
@@ -35,7 +35,7 @@ class AccessLog:
         self._next = perf_counter() + EVERY_S
 
     def add(self, exchange: Exchange) -> None:
-        """An answer has ended."""
+        """Log an answer that has ended."""
         if exchange.path in PROBES and not self._debug:
             return
         facts: dict[str, Any] = {
@@ -51,12 +51,12 @@ class AccessLog:
         self._line(_level(exchange.status), facts)
 
     def say(self, message: str, level: str = "info") -> None:
-        """A line of words; only those of a traceback are several lines."""
+        """Log a message; only tracebacks span several lines."""
         self._line(level, {"message": message})
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """A block in which what the library and uvicorn log goes here, and nowhere else."""
+        """Redirect the library's and uvicorn's logging to this log within the block."""
         handler, before = _Records(self), {}
         for name, level in _LOGGERS.items():
             logger = logging.getLogger(name)
@@ -71,7 +71,7 @@ class AccessLog:
                 logger.setLevel(number)
 
     def tick(self, snapshot: EngineSnapshot | None) -> None:
-        """Time passes; says a line when it is time for one and anything was decoded."""
+        """Log the work since the last line, if it is due and anything was decoded."""
         if snapshot is None or perf_counter() < self._next:
             return
         self._next, last, self._last = perf_counter() + EVERY_S, self._last, snapshot
@@ -101,10 +101,10 @@ class AccessLog:
 
 
 class _Records(logging.Handler):
-    """Hands on what is logged.
+    """Logging handler that forwards records.
 
     Args:
-        log: where to.
+        log: the access log.
     """
 
     def __init__(self, log: AccessLog) -> None:
@@ -112,12 +112,12 @@ class _Records(logging.Handler):
         self._log = log
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Hand one record on, with the traceback of its error."""
+        """Forward a record with its traceback."""
         self._log.say(self.format(record), record.levelname.lower())
 
 
 def _level(status: int) -> str:
-    """How much an answer should worry whoever runs the server: overload is not its fault."""
+    """Return the level of an answer: overload is not an error of the server."""
     return "warning" if status in (503, 529) else "error" if status >= 500 else "info"
 
 
@@ -140,6 +140,6 @@ def _decoded(exchange: Exchange) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """Paths are the client's: what would begin another word or line is quoted."""
+    """Return a path as one word: quoted if it would break the line's format."""
     text = "-" if value is None else str(value)
     return text if text.isprintable() and " " not in text else json.dumps(text)

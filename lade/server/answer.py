@@ -1,4 +1,4 @@
-"""The answer to one request, from its place in the queue to its last byte, whatever form it is sent in."""
+"""The answer to one request, from its queue slots to its last byte, independent of the API's format."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from lade.serving.handle import QueueSlot
 
 
 class Answer(ABC):
-    """The answer to one request.
+    """The answer to one request; subclasses format it for one API.
 
     Args:
-        service: what decodes it.
-        exchange: the request.
-        body: what it asks for.
-        asked: the same as its client has sent it, where that was to another API.
+        service: the served state.
+        exchange: the request context.
+        body: the request body.
+        asked: the body as its client has sent it, if that was to another API; None for `body`.
 
     Attributes:
-        choices: the answers, once they are under way.
+        choices: the choices being generated; empty before that.
     """
 
     endpoint: ClassVar[str]
@@ -49,7 +49,7 @@ class Answer(ABC):
     id_prefix: ClassVar[str]
     prompt_field: ClassVar[str]
     field_names: ClassVar[Mapping[str, str]] = {}
-    """What its clients call fields of `body`, where it is something else."""
+    """Client-side names of fields of `body`, where they differ."""
 
     def __init__(self, service: Service, exchange: Exchange, body: Decoding, asked: Decoding | None = None) -> None:
         self.service, self.body, self.asked = service, body, asked or body
@@ -66,40 +66,40 @@ class Answer(ABC):
     @property
     @abstractmethod
     def count(self) -> int:
-        """How many choices there will be."""
+        """Number of choices."""
 
     @abstractmethod
     def prompts(self) -> list[Prompt]:
-        """What is to be continued; in a worker thread."""
+        """Return the prompts to continue. Called in a worker thread."""
 
     @abstractmethod
     def parser(self, prompt: Prompt) -> PlainParser | MarkupParser:
-        """What takes an answer to a prompt apart."""
+        """Return the parser of an answer to a prompt."""
 
     @abstractmethod
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
-        """A choice that has ended."""
+        """Return a finished choice as JSON."""
 
     @abstractmethod
     def opening(self, choice: Choice) -> dict[str, Any] | None:
-        """What a stream says of a choice before its first token, if anything."""
+        """Return the first chunk of a choice, before its first token; None for none."""
 
     @abstractmethod
     def delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """What a stream says of a step."""
+        """Return the chunk of a step."""
 
     @property
     def given_up(self) -> bool:
-        """Whether nobody waits for it any more."""
+        """True if the client no longer waits."""
         return self._flight.outcome is not None
 
     def too_long(self, tokens: int, context: int, least: str = "") -> ApiError:
-        """What is said of a prompt that leaves an answer no room, in the words that clients look for.
+        """Return the error for a prompt that leaves no room for an answer, in the wording that clients parse.
 
         Args:
-            tokens: of the prompt.
-            context: of the model.
-            least: "at least " where the tokens were not counted.
+            tokens: length of the prompt in tokens.
+            context: context length of the model in tokens.
+            least: "at least " if `tokens` is a lower bound.
         """
         prompt = f"{least}{tokens} in the {self.prompt_field}"
         asked = f"you requested {least}{tokens + 1} tokens ({prompt}, at least 1 for the completion)"
@@ -108,24 +108,24 @@ class Answer(ABC):
 
     @property
     def has_special_marks(self) -> bool:
-        """Whether the parser has to see special tokens."""
+        """True if the parser needs the text of special tokens."""
         return False
 
     def grammar(self, prompt: Prompt) -> tuple[Grammar, str] | None:
-        """What the answer to a prompt may be, and the field that says it; None for anything.
+        """Return the grammar of an answer and the field that sets it; None if unconstrained.
 
         Raises:
-            ApiError: what the request says about it cannot be served.
+            ApiError: the constraint cannot be served.
         """
         return asked_form(self.body)
 
     @property
     def top_logprobs(self) -> int | None:
-        """How many alternatives of each token are wanted; None: no logprobs at all."""
+        """Number of alternatives per token; None for no logprobs."""
         return None
 
     async def reply(self, request: Request) -> Response:
-        """Whole or as a stream, or what went wrong."""
+        """Return the response: whole, a stream, or an error."""
         try:
             await unless_gone(request, self._begin())
             if self.body.stream:
@@ -142,7 +142,7 @@ class Answer(ABC):
         return error
 
     async def _begin(self) -> None:
-        """Take places before anything that costs time, so that who is refused is refused at once."""
+        """Reserve queue slots before any costly work, so that an overloaded server refuses at once."""
         self.model, self._engine = self.service.model, self.service.engine
         self._check()
         for _ in range(self.count):
@@ -166,7 +166,7 @@ class Answer(ABC):
             self._headers["x-lade-ignored"] = schemas.header(self.field_names.get(name, name) for name in ignored)
 
     def _prepare(self) -> list[Choice]:
-        """In a worker thread: templating, tokenising, and all that `model.generate` prepares."""
+        """Render, tokenize and submit all choices. Called in a worker thread."""
         choices: list[Choice] = []
         self._predicted = self._prediction()
         places, context = iter(list(self._flight.places)), self.service.context or sys.maxsize
@@ -183,7 +183,7 @@ class Answer(ABC):
         return choices
 
     def _prediction(self) -> list[int] | None:
-        """Ids of the text that the answers are expected to follow, no more than an answer may have."""
+        """Return the ids of the predicted output, at most as many as the context holds."""
         if self.body.prediction is None:
             return None
         return self.service.encoder.first_ids(self.body.prediction.text)
@@ -201,7 +201,7 @@ class Answer(ABC):
         )
 
     def _arguments(self, prompt: Prompt) -> dict[str, Any]:
-        """Of `Engine.add`."""
+        """Return the arguments of `Engine.add` for a prompt."""
         body, settings = self.body, self.service.settings
         memories = self.service.memories
         scope = memories.scope(self._owner, body.cache_salt)
@@ -229,7 +229,7 @@ class Answer(ABC):
         }
 
     async def _steps(self, silence_s: float | None) -> AsyncGenerator[tuple[Choice, Piece] | None]:
-        """What comes of the choices, as it comes; None after so much silence."""
+        """Yield choices with their new pieces as they arrive; None after `silence_s` seconds of silence."""
         answers = [aiter(choice.handle) for choice in self.choices]
         async with aclosing(serialization.interleaved(answers, silence_s)) as steps:
             async for found in steps:
@@ -261,7 +261,7 @@ class Answer(ABC):
         return Json(told, headers=self._headers)
 
     async def _events(self) -> AsyncIterator[bytes]:
-        """What a stream consists of, in whatever form its events are."""
+        """Yield the encoded events of a stream."""
         begun = False
         try:
             async with aclosing(self._steps(self.service.settings.ping_s)) as pieces:
@@ -280,25 +280,25 @@ class Answer(ABC):
                 yield event
 
     def ping(self) -> bytes:
-        """What is sent when nothing has come for a while."""
+        """Return the event sent after a while of silence."""
         return serialization.PING
 
     def _first(self) -> Iterator[bytes]:
-        """The events of a stream before its first token, when there is one."""
+        """Yield the events before the first token."""
         return map(self._event, filter(None, map(self.opening, self.choices)))
 
     def _last(self) -> Iterator[bytes]:
-        """Those behind the last token."""
+        """Yield the events after the last token."""
         if self.body.include_usage:
             yield serialization.event({**self._head(self.chunk_kind), "choices": [], "usage": self.usage()})
         yield serialization.DONE
 
     def _broken(self, error: ApiError) -> Iterator[bytes]:
-        """Those of a stream that cannot go on."""
+        """Yield the events that end a failed stream."""
         yield serialization.event(error.body)
 
     def _chunks(self, choice: Choice, piece: Piece) -> Iterator[bytes]:
-        """The events of a step, or of an end: text that was held back, then the reason."""
+        """Yield the events of a step or of the end of a choice: held-back text, then the finish reason."""
         if piece.step is not None:
             yield self._event(self.delta(choice, piece), self._trace(piece))
             return
@@ -333,10 +333,10 @@ class Answer(ABC):
         }
 
     def usage(self) -> dict[str, Any]:
-        """Tokens so far."""
+        """Return the token counts so far."""
         return usage_of(self.choices, self.body.n, self._predicted)
 
     def ended(self) -> None:
-        """Note how all choices have ended."""
+        """Record how the choices have ended."""
         self._flight.outcome = self.choices[0].finish_reason
         self._flight.predictions = predictions_of(self.choices, self._predicted)

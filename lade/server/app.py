@@ -1,4 +1,4 @@
-"""The ASGI app, and the static files of the chat page."""
+"""The ASGI application and the static files of the chat page."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TYPES = {
     ".txt": "text/plain; charset=utf-8",
     ".LICENSE": "text/plain; charset=utf-8",
 }
-"""What is served, by the ends of names; the types are given here, since what the system knows of them differs."""
+"""Content types by file suffix; the system's own table varies."""
 
 POLICY = {
     "default-src": "'none'",
@@ -60,13 +60,13 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class PageFile:
-    """A file of the page.
+    """A file of the chat page.
 
     Attributes:
-        path: where it is served: `/` or `/page/...`.
-        content: its bytes.
-        kind: its content type.
-        tag: its entity tag, quotes included.
+        path: URL path, `/` or `/page/...`.
+        content: content of the file.
+        kind: content type.
+        tag: entity tag, quotes included.
     """
 
     path: str
@@ -75,7 +75,7 @@ class PageFile:
     tag: str
 
     async def answer(self, request: Request) -> Response:
-        """The file, or 304 where the browser has it already."""
+        """Return the file, or 304 if the browser has it."""
         headers = {**HEADERS, "etag": self.tag}
         if self.tag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
@@ -83,7 +83,7 @@ class PageFile:
 
 
 def page_files() -> Iterator[PageFile]:
-    """All files of the page, as they were installed."""
+    """Return all installed files of the page."""
     for name, source in _walk(files("lade.server").joinpath("page"), ""):
         kind = next((kind for end, kind in TYPES.items() if name.endswith(end)), None)
         if kind is None:
@@ -94,16 +94,15 @@ def page_files() -> Iterator[PageFile]:
 
 
 def mount_page(app: Starlette) -> frozenset[str]:
-    """Serve the chat page at `/` and its files below `/page/`, each by a route of its own.
+    """Serve the chat page at `/` and its files below `/page/`, one route each.
 
-    The files are read once. Hosts, origins, keys and all other paths are left to the app; these routes need no key, for
-    they hold nothing of anybody's.
+    Files are read once. The routes need no key, since they hold no user data; hosts and origins are checked by the app.
 
     Args:
         app: a Starlette or FastAPI application.
 
     Returns:
-        the paths that are served.
+        The paths that are served.
     """
     page = list(page_files())
     app.router.routes.extend(Route(file.path, file.answer, include_in_schema=False) for file in page)
@@ -119,10 +118,10 @@ def _walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]
 
 
 def build_app(service: Service) -> FastAPI:
-    """The app of a server; its model begins to load when the app starts.
+    """Return the application of a server; its model begins to load on startup.
 
     Args:
-        service: what its routes share.
+        service: the served state.
     """
 
     @asynccontextmanager
@@ -160,12 +159,12 @@ def _ended(app: FastAPI, service: Service, exchange: Exchange) -> None:
 
 
 def _wants_body(scope: Scope) -> bool:
-    """Whether a route takes it: what is asked in vain is told so, whatever its body is like."""
+    """Return True if a route reads the body: unknown routes get 404 before their body is read."""
     return scope["method"] == "POST" and any(route.matches(scope)[0] is Match.FULL for route in router.routes)
 
 
 def _known(app: FastAPI, path: str) -> str:
-    """The path of a route, so that metrics have few labels whatever clients ask for."""
+    """Return the route's path, which bounds the number of metric labels."""
     scope = {"type": "http", "path": path, "root_path": "", "method": "GET", "headers": []}
     for route in router.routes:
         if route.matches(scope)[0] is not Match.NONE:

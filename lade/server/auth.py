@@ -1,4 +1,4 @@
-"""Authorization: host allow-list against DNS rebinding, origins, API keys, request limits."""
+"""Auth: host allow-list against DNS rebinding, origins, API keys, connection limits."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from lade.server.request_context import Exchange
 from lade.server.settings import PROBES, Key, Keys, Settings
 
 OPEN = PROBES - {"/metrics"}
-"""Paths that orchestrators ask without a key."""
+"""Paths that need no key, for orchestrators."""
 PAGE = "/page"
 CROWDED = "crowded"
-"""In the state of a request: whether there are more connections than may be."""
+"""Key of the request state that is true while there are too many connections."""
 _SAFE = ("GET", "HEAD", "OPTIONS")
 
 
 class Guard:
-    """ASGI middleware that lets through what is allowed.
+    """ASGI middleware that rejects unauthorized requests.
 
-    A page of the web can make a browser send requests to this machine, and by a name that it resolves to this machine
-    (DNS rebinding) even read the answers. So names in `Host` must be known; numbers cannot be rebound.
+    A web page can make a browser send requests to this machine and, under a name that resolves to it (DNS rebinding),
+    even read the answers. So names in `Host` must be allowed; IP addresses cannot be rebound.
 
     Args:
-        app: what comes after.
-        settings: hosts and origins.
-        keys: those that open it now.
+        app: the inner application.
+        settings: the server's hosts and origins.
+        keys: function that returns the current keys.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, keys: Callable[[], Keys]) -> None:
@@ -38,7 +38,7 @@ class Guard:
         self._hosts = {"localhost", settings.host.lower(), *(host.lower() for host in settings.allowed_hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let it through, or refuse it."""
+        """Pass the request on, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -1,4 +1,4 @@
-"""Bodies: JSON, of a bounded size, in a bounded time."""
+"""Request bodies: JSON of bounded size, received in bounded time."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ from lade.server.service import SMALL, Service
 
 T = TypeVar("T")
 _SECONDS = 30.0
-"""That a client has to send all of a body."""
+"""Time that a client has to send a whole body."""
 _DISCARDED = 8
-"""Times as many bytes as a body may have: up to here one that has too many is read to its end and thrown away, as the
-answer would be lost on a client that still sends when its connection is closed."""
+"""Multiple of the size limit up to which an oversized body is read and discarded: clients still sending when the
+connection is closed would miss the answer.
+"""
 
 _MOST_HELD = 16
-"""Times as many bytes may be those of all bodies together; small ones are taken all the same."""
+"""Limit on all bodies in memory, in units of the size limit of one; small bodies are exempt."""
 
 
 class Body:
-    """ASGI middleware that reads the body of a request before any route sees it.
+    """ASGI middleware that reads the request body before the route sees it.
 
-    A browser sends forms and plain text to other sites without asking; JSON it does not. So a type is required.
+    Browsers send forms and plain text across origins without a preflight, but not JSON. So a content type is required.
 
     Args:
-        app: what comes after.
-        most_bytes: of a body; may change when the model is loaded.
-        wanted: whether a request has a body that anybody looks at.
+        app: the inner application.
+        most_bytes: function that returns the maximum size; it may change when the model is loaded.
+        wanted: predicate of a scope: True if its route reads a body.
     """
 
     def __init__(self, app: ASGIApp, most_bytes: Callable[[], int], wanted: Callable[[Scope], bool]) -> None:
@@ -46,7 +47,7 @@ class Body:
         self._held = 0  # bytes, of all bodies that are here
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand it on with its body whole, or refuse it."""
+        """Pass the request on with its whole body, or refuse it."""
         if scope["type"] != "http" or not self._wanted(scope):
             await self._app(scope, receive, send)
             return
@@ -67,7 +68,7 @@ class Body:
             await self._app(scope, _replayed(whole, receive), send)
 
     async def _whole(self, exchange: Exchange, headers: Headers, receive: Receive) -> bytes | ApiError | None:
-        """The body; None if the client left."""
+        """Return the body; None if the client has disconnected."""
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             why = f"the body is {kind or 'of no type'}: send JSON with the header  content-type: application/json"
@@ -100,9 +101,9 @@ class Body:
 
 
 class BodyRoute(APIRoute):
-    """A route whose body is parsed and checked before FastAPI sees it: a large one in a worker thread.
+    """Route that parses and validates the body before FastAPI does, in a worker thread if it is large.
 
-    FastAPI would do both where all connections wait for it.
+    FastAPI would do both on the event loop.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -123,10 +124,10 @@ class BodyRoute(APIRoute):
 
 
 async def beside(request: Request, work: Callable[[], T]) -> T:
-    """What comes of some work for a request: of a large one, in a worker thread.
+    """Run work for a request, in a worker thread if its body is large.
 
     Raises:
-        ClientLeftError: its client has left before.
+        ClientLeftError: the client has disconnected.
     """
     size = Exchange.of(request.scope).size
     if size <= SMALL:
@@ -136,18 +137,18 @@ async def beside(request: Request, work: Callable[[], T]) -> T:
 
 
 class _Checked(Request):
-    """A request whose body is what it means."""
+    """A request with its validated body."""
 
     def __init__(self, request: Request, found: Any) -> None:
         super().__init__(request.scope, request.receive)
         self._found = found
 
     async def body(self) -> bytes:
-        """It has one."""
+        """Return a placeholder, since the body is parsed already."""
         return b"{}"
 
     async def json(self) -> Any:
-        """An instance of what the route takes, which FastAPI takes as it is."""
+        """Return the validated model, which FastAPI accepts as it is."""
         return self._found
 
 
@@ -170,7 +171,7 @@ def _too_large(most: int) -> ApiError:
 
 
 def _replayed(whole: bytes, receive: Receive) -> Receive:
-    """What a route receives: the body, then what else comes, which is the client's leaving."""
+    """Return a `receive` that replays the body, followed by the client's disconnect."""
     first = [{"type": "http.request", "body": whole, "more_body": False}]
 
     async def replay() -> Message:

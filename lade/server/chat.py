@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`, and chat answers as streams of output items."""
+"""`/v1/chat/completions`, and the base of APIs whose answers are output items."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ChatAnswer(Answer):
         return self.service.markup.parser(prompt.text, self.body.tools if self.body.tool_choice != "none" else None)
 
     def grammar(self, prompt: Prompt) -> tuple[Grammar, str] | None:
-        """See `Answer.grammar`; calls of tools are written as their schemas say, where they can be."""
+        """See `Answer.grammar`; tool calls follow their schemas where these can be compiled."""
         body, forms, markup = self.body, self.service.forms, self.service.markup
         asked = asked_form(body, self.format_names)
         form, param = (None, "tool_choice") if asked is None else asked
@@ -122,7 +122,7 @@ class ChatAnswer(Answer):
 
 
 def _members(parts: Parts) -> dict[str, Any]:
-    """The texts of a message, or what is new of them: thoughts under both names that clients know."""
+    """Return the texts of a message or a delta, with reasoning under both names in use."""
     made: dict[str, Any] = {}
     if parts.reasoning:
         made |= {"reasoning_content": parts.reasoning, "reasoning": parts.reasoning}
@@ -132,16 +132,16 @@ def _members(parts: Parts) -> dict[str, Any]:
 
 
 Event = tuple[str, dict[str, Any]]
-"""Its name, and what it says besides."""
+"""Name and data of an event."""
 
 
 class ItemAnswer(ChatAnswer):
-    """The one answer to a conversation, as runs of thoughts, text, and calls of tools.
+    """A single answer as a list of output items: reasoning, text and tool calls.
 
-    Whole or streamed, it goes through the same list: what a stream tells piece by piece is what the whole one has.
+    A whole answer is built from the same changes that a stream sends.
 
     Attributes:
-        runs: of the answer so far.
+        runs: the output items so far.
     """
 
     def __init__(self, service: Service, exchange: Exchange, body: ChatRequest, asked: Decoding) -> None:
@@ -150,26 +150,26 @@ class ItemAnswer(ChatAnswer):
 
     @abstractmethod
     def message(self) -> dict[str, Any]:
-        """The whole answer."""
+        """Return the whole answer."""
 
     @abstractmethod
     def first(self) -> Iterator[Event]:
-        """What a stream begins with, when there is a token."""
+        """Yield the first events of a stream, before the first token's."""
 
     @abstractmethod
     def told(self, change: Change) -> Iterator[Event]:
-        """What a stream says of a change."""
+        """Yield the events of a change."""
 
     @abstractmethod
     def last(self) -> Iterator[Event]:
-        """What a stream ends with."""
+        """Yield the last events of a stream."""
 
     @abstractmethod
     def broken(self, error: ApiError) -> Iterator[Event]:
-        """What a stream ends with that cannot go on."""
+        """Yield the events that end a failed stream."""
 
     def encoded(self, event: Event) -> bytes:
-        """An event as it is sent."""
+        """Encode an event."""
         name, others = event
         return serialization.event({"type": name, **others}, name)
 

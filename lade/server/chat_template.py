@@ -1,4 +1,4 @@
-"""Conversations and their images through a model's chat template."""
+"""Rendering of conversations and their images by the model's chat template."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _FORMATS = f"{', '.join(IMAGE_FORMATS[:-1])} or {IMAGE_FORMATS[-1]}"
 
 
 class Images:
-    """The images of one request, which are bounded together: a few kilobytes can be a picture of gigabytes."""
+    """Decodes the images of one request within common limits: a few kilobytes can expand to gigabytes."""
 
     def __init__(self) -> None:
         self._count = self._pixels = 0
 
     def read(self, url: str, place: str) -> Any:
-        """A picture in memory, in RGB, of a `data:` URL.
+        """Return the image of a `data:` URL, in RGB.
 
         Args:
-            url: such as `data:image/png;base64,iVBOR...`.
-            place: of the field, for messages.
+            url: URL such as `data:image/png;base64,iVBOR...`.
+            place: path of the field, for errors.
 
         Raises:
-            ApiError: it is elsewhere, no image, too large, one too many, or Pillow is missing.
+            ApiError: not a data URL or image, too large, too many images, or Pillow is missing.
         """
         head, comma, data = url.partition(",")
         if not head.startswith("data:") or not comma or not head.endswith(";base64"):
@@ -67,7 +67,7 @@ OURS = frozenset(
     return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs tools truncation
     """.split()  # noqa: SIM905 - a table of words reads better without the quotes
 )
-"""Arguments of `apply_chat_template` that are not the template's, or that a request has a field of its own for."""
+"""Arguments of `apply_chat_template` that are not the template's, or that have fields of their own."""
 _LOOPS_OVER_PARTS = re.compile(r"for\s+\w+\s+in\s+\w+(?:\.content|\[['\"]content['\"]\])")
 _LONGEST_REASON = 240
 _INSTRUCTIONS = ("system", "developer")
@@ -77,9 +77,9 @@ class ChatTemplate:
     """The chat template of a model.
 
     Args:
-        model: has the tokenizer, and the processor if it takes images.
-        encoder: of its texts.
-        defaults: for the template, unless a request says otherwise.
+        model: the served model, with its tokenizer and, if it takes images, its processor.
+        encoder: encoder of rendered texts.
+        defaults: default arguments of the template.
     """
 
     def __init__(self, model: ServedModel, encoder: TextEncoder, defaults: Mapping[str, Any]) -> None:
@@ -90,11 +90,11 @@ class ChatTemplate:
         self._knows_developer = "developer" in self._text
 
     def encode(self, body: ChatRequest) -> tuple[list[int], Mapping[str, Any]]:
-        """Ids of a conversation, and the arguments of `generate` that its images make.
+        """Return the ids of a conversation, and the arguments of `generate` for its images.
 
         Raises:
-            ApiError: there is no template, it raises, or it cannot show what the conversation has in it.
-            TextTooLongError: what it makes of it is too long for the model.
+            ApiError: there is no template, it raises, or it cannot render the content.
+            TextTooLongError: the rendered text is too long for the model.
         """
         if not self._text:
             why = "this model has no chat template: ask /v1/completions, or start the server with --chat-template"
@@ -162,7 +162,7 @@ class ChatTemplate:
         return [self._message(each, f"messages[{number}]", images) for number, each in enumerate(body.messages)]
 
     def _message(self, message: Message, place: str, images: Images) -> dict[str, Any]:
-        """As templates take it."""
+        """Return a message as templates expect it."""
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
         # clients send messages of an answer back with all their nulls, which templates may take for something
         others = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
@@ -200,7 +200,7 @@ def _shows_images(message: Message) -> bool:
 
 
 def _merged(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The instructions at the beginning as one message, with a blank line between them."""
+    """Join the leading system messages with blank lines."""
     count = next((at for at, each in enumerate(messages) if each["role"] not in _INSTRUCTIONS), len(messages))
     if count < 2 or not all(isinstance(each["content"], str) for each in messages[:count]):
         return list(messages)
@@ -209,7 +209,7 @@ def _merged(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _with_parsed_arguments(call: Any) -> Any:
-    """Clients send the arguments of a function as text, templates want what it means."""
+    """Parse the arguments of function calls, which clients send as text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call

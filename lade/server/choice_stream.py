@@ -1,4 +1,4 @@
-"""The stream of one choice: prompt, text, logprobs, usage."""
+"""One choice of an answer: its prompt, text, logprobs and usage."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lade.stats import Step, TokenLogprobs
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt.
+    """An encoded prompt.
 
     Attributes:
-        ids: of its tokens.
-        media: the other arguments of `generate`: pixels, and what says where they belong.
-        text: as the model sees it, special tokens included, where something depends on that.
+        ids: token ids.
+        media: further arguments of `generate`, such as pixels and their positions.
+        text: the rendered prompt, special tokens included; "" if nothing depends on it.
     """
 
     ids: list[int]
@@ -29,10 +29,10 @@ class Prompt:
     text: str = ""
 
     def check_ids(self, vocabulary: int) -> None:
-        """Raise `ApiError` where it has no tokens, or one that cannot be fed.
+        """Raise `ApiError` for an empty prompt or an id outside the vocabulary.
 
         Args:
-            vocabulary: V; placeholders of images may be above it.
+            vocabulary: size of the vocabulary; placeholders of images may exceed it.
         """
         if not self.ids:
             raise invalid(None, "the prompt has no tokens: send a longer one")
@@ -41,38 +41,38 @@ class Prompt:
 
 
 OldForm = dict[str, list[Any]]
-"""Of `/v1/completions`: lists that are as long as each other."""
+"""Logprobs of `/v1/completions`: lists of equal length."""
 
 
 def tokens_of(steps: Sequence[Step]) -> Iterator[TokenLogprobs]:
-    """All tokens of some steps."""
+    """Yield the logprobs of all tokens of some steps."""
     for step in steps:
         yield from step.logprobs or ()
 
 
 def chat_entry(spelling: TokenText, token: TokenLogprobs) -> dict[str, Any]:
-    """A token and the likeliest ones in its place."""
+    """Return the logprobs of a token and its alternatives in the chat API's format."""
     tops = [spelling.entry(each, logprob) for each, logprob in token.top]
     return {**spelling.entry(token.token, token.logprob), "top_logprobs": tops}
 
 
 class CompletionLogprobs:
-    """Logprobs of a text in the old form, told piece by piece: where a token begins depends on those before it.
+    """Incremental logprobs in the format of `/v1/completions`, whose text offsets depend on the tokens before.
 
     Args:
-        spelling: of the tokens.
+        spelling: decoder of single tokens.
     """
 
     def __init__(self, spelling: TokenText) -> None:
         self._spelling, self._offsets = spelling, TextOffsets(spelling)
 
     def of_prompt(self, first: int, text: str, others: Sequence[TokenLogprobs]) -> OldForm:
-        """Those of a prompt, about whose first token nothing is said.
+        """Return the logprobs of a prompt, null for its first token.
 
         Args:
-            first: that token.
-            text: of the prompt, as it is shown; tokenizers may put a space before it.
-            others: the other tokens.
+            first: id of the first token.
+            text: the prompt as shown; tokenizers may put a space before it.
+            others: logprobs of the other tokens.
         """
         told = self.of([TokenLogprobs(first, 0.0, []), *others])
         told["token_logprobs"][0] = told["top_logprobs"][0] = None
@@ -82,7 +82,7 @@ class CompletionLogprobs:
         return told
 
     def of(self, tokens: Sequence[TokenLogprobs]) -> OldForm:
-        """Those of the tokens that come next."""
+        """Return the logprobs of the next tokens."""
         spelled = self._spelling
         return {
             "tokens": [spelled.text(each.token) for each in tokens],
@@ -92,7 +92,7 @@ class CompletionLogprobs:
         }
 
     def _top(self, token: TokenLogprobs) -> dict[str, float]:
-        """The likeliest ones, and the token itself; of several that are spelled alike the likeliest."""
+        """Return the alternatives and the token itself; of several with one spelling the likeliest."""
         made: dict[str, float] = {}
         for each, value in (*token.top, (token.token, token.logprob)):
             made.setdefault(self._spelling.text(each), finite(value))
@@ -104,12 +104,12 @@ _REASONS = {"length": "length", "time": "length"}
 
 @dataclass(frozen=True)
 class Piece:
-    """What a step adds to an answer.
+    """The part of an answer that one step adds.
 
     Attributes:
-        parts: text that can be shown.
-        step: the step; None for what comes at the end.
-        texts: what of the parts each token of the step has added.
+        parts: text to show.
+        step: the step; None at the end of the answer.
+        texts: text that each token of the step adds to `parts`.
     """
 
     parts: Parts
@@ -118,28 +118,28 @@ class Piece:
 
     @property
     def tokens(self) -> list[int]:
-        """Emitted ones."""
+        """Ids emitted by the step."""
         return [] if self.step is None else self.step.tokens
 
 
 @dataclass
 class Choice:
-    """One answer.
+    """One choice of an answer.
 
     Attributes:
-        index: its number among the answers of a request.
-        prompt: what it answers.
-        handle: of the engine.
-        parser: takes its text apart.
-        stop_token_ids: ids that end it because the request says so.
-        silent: whether the prompt is all that is asked for: the engine's one token is none of it.
-        parts: all of it so far.
-        steps: likewise.
-        tokens: all that were emitted.
-        predicted_tokens: those that came as a text said that was expected.
-        reasoning_tokens: those that were emitted within thoughts.
+        index: index among the choices of the request.
+        prompt: the prompt that it continues.
+        handle: the engine's handle.
+        parser: parser of the generated text.
+        stop_token_ids: ids of the request that end the answer.
+        silent: True if only the prompt is wanted, so that the engine's one token is dropped.
+        parts: the parsed answer so far.
+        steps: the steps so far.
+        tokens: the emitted ids so far.
+        predicted_tokens: number of tokens drafted from the predicted output.
+        reasoning_tokens: number of tokens emitted within reasoning.
         finish_reason: "stop", "length" or "tool_calls"; None before the end.
-        stop_reason: the text or the id that ended it, if one of the request did.
+        stop_reason: the request's stop text or id that ended the answer, or None.
     """
 
     index: int
@@ -157,7 +157,7 @@ class Choice:
     stop_reason: str | int | None = None
 
     def take(self, step: Step) -> Piece:
-        """A step has come."""
+        """Add a step."""
         if self.silent:
             step = replace(step, tokens=[], sources=[], logprobs=[], texts=[])
         self.steps.append(step)
@@ -173,10 +173,10 @@ class Choice:
         return Piece(parts, step, texts)
 
     def finish(self) -> Piece:
-        """The last step has come.
+        """End the choice and return held-back text.
 
         Raises:
-            ApiError: it was ended from this side.
+            ApiError: the engine cancelled the request.
         """
         reason = self.handle.reason
         if reason == "cancelled":
@@ -200,7 +200,7 @@ class Choice:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """What decoding it took."""
+        """Decoding statistics."""
         stats = self.handle.stats
         return {
             "seed": self.handle.seed,
@@ -218,12 +218,12 @@ def _ms(seconds: float | None) -> float | None:
 
 
 def usage_of(choices: Sequence[Choice], n: int, predicted: Sequence[int] | None) -> dict[str, Any]:
-    """Tokens of all choices so far; those of a prompt count once.
+    """Return the token counts of all choices; those of a prompt count once.
 
     Args:
-        choices: the answers of a request.
-        n: how many of them each prompt has.
-        predicted: ids that were expected; None where nothing was.
+        choices: the choices of a request.
+        n: number of choices per prompt.
+        predicted: ids of the predicted output; None for none.
     """
     firsts = choices[::n]
     prompt = sum(len(choice.prompt.ids) for choice in firsts)
@@ -242,7 +242,7 @@ def usage_of(choices: Sequence[Choice], n: int, predicted: Sequence[int] | None)
 
 
 def predictions_of(choices: Sequence[Choice], predicted: Sequence[int] | None) -> tuple[int, int]:
-    """How many tokens of what was expected have come as expected, and how many have not; those of all answers."""
+    """Return the numbers of accepted and rejected tokens of the predicted output, over all choices."""
     if predicted is None:
         return 0, 0
     accepted = [min(choice.predicted_tokens, len(predicted)) for choice in choices]
@@ -250,7 +250,7 @@ def predictions_of(choices: Sequence[Choice], predicted: Sequence[int] | None) -
 
 
 def figures_of(choices: Sequence[Choice]) -> dict[str, Any]:
-    """What decoding all choices took together."""
+    """Return the decoding statistics of all choices together."""
     if len(choices) == 1:
         return choices[0].figures
     stats = [choice.handle.stats for choice in choices]

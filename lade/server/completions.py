@@ -1,4 +1,4 @@
-"""`/v1/completions`: text that is continued, as it is."""
+"""`/v1/completions`: continuations of plain text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lade.stats import Step
 
 
 class CompletionAnswer(Answer):
-    """Continuations of one or several prompts, all of the first one before those of the second."""
+    """Continuations of one or several prompts, ordered by prompt."""
 
     endpoint = "completions"
     kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl-"
@@ -62,11 +62,11 @@ class CompletionAnswer(Answer):
 
     @property
     def _echoes_logprobs(self) -> bool:
-        """Whether the tokens of the prompts have logprobs."""
+        """True if the logprobs of prompts are echoed."""
         return self.body.echo and self.body.logprobs is not None
 
     def _check_echoed(self, tokens: int) -> None:
-        """Refuse prompts of so many tokens together whose logprobs are more than are told at a time."""
+        """Refuse to echo the logprobs of `tokens` prompt tokens if they exceed the limit."""
         top = self.body.logprobs or 0
         if tokens * self.body.n * (top + 1) > MOST_ECHOED:
             why = f"prompt: {tokens} tokens with logprobs={top} and n={self.body.n} are too many to echo at a time"
@@ -84,7 +84,7 @@ class CompletionAnswer(Answer):
                 yield found
 
     def _echo(self, choice: Choice) -> None:
-        """Spell the logprobs of its prompt, in a worker thread: there may be many."""
+        """Format the logprobs of a prompt. Called in a worker thread, since there may be many."""
         logprobs = self._logprobs[choice.index]
         others = [each for each in choice.handle.prompt_logprobs or () if each is not None]
         self._echoed[choice.index] = logprobs.of_prompt(choice.prompt.ids[0], choice.prompt.text, others)
@@ -120,7 +120,7 @@ class CompletionAnswer(Answer):
         }
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
-        """See `Answer.opening`; logprobs of the prompt are there when it has been read, with its first step."""
+        """See `Answer.opening`; echoed logprobs come with the first step instead."""
         echo = choice.prompt.text if self.body.echo and not self._echoes_logprobs else ""
         if not echo and not self.body.return_token_ids:
             return None
@@ -140,7 +140,7 @@ class CompletionAnswer(Answer):
         }
 
     def _told(self, choice: Choice, steps: Sequence[Step], *, first: bool) -> OldForm | None:
-        """Logprobs of the steps that come next; before the first one's those of the prompt, where they are echoed."""
+        """Return the logprobs of the next steps; those of an echoed prompt precede the first step's."""
         if self.body.logprobs is None:
             return None
         told = self._logprobs[choice.index].of(list(tokens_of(steps)))
@@ -149,5 +149,5 @@ class CompletionAnswer(Answer):
 
 
 def _is_first(choice: Choice, piece: Piece) -> bool:
-    """Whether a piece is of the first step of its choice."""
+    """Return True if a piece is from the first step of its choice."""
     return piece.step is not None and piece.step is choice.steps[0]

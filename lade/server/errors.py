@@ -1,4 +1,4 @@
-"""Errors as clients of OpenAI's API expect them: a status, and an object that says what to do about it."""
+"""Errors in the form of OpenAI's API: a status, and an object with message and remedy."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _LONGEST_VALUE = 60
 
 
 class ApiError(Exception):
-    """An answer that is none.
+    """An error response.
 
     Args:
-        status: of HTTP.
-        kind: one of the types above.
-        message: what is wrong, and the remedy.
-        param: path of the field that it is about, such as `messages[2].content`.
-        code: names the case for programs.
-        headers: of the answer.
+        status: HTTP status.
+        kind: one of the error types above.
+        message: description of the problem and its remedy.
+        param: path of the field in question, such as `messages[2].content`.
+        code: machine-readable name of the case.
+        headers: additional response headers.
     """
 
     def __init__(
@@ -51,37 +51,37 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The object that is sent."""
+        """Response body."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """It as an answer."""
+        """Return the HTTP response."""
         return Json(self.body, self.status, headers=self.headers)
 
 
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
-    """A field that has a wrong value."""
+    """Return the error for a field with an invalid value."""
     return ApiError(400, INVALID, message, param=param, code=code)
 
 
 def unsupported(param: str, message: str) -> ApiError:
-    """A field that asks for something that this server does not do."""
+    """Return the error for a feature that this server does not support."""
     return invalid(param, message, "unsupported_parameter")
 
 
 def overloaded(message: str, code: str, retry_after: int = 1, *, close: bool = False) -> ApiError:
-    """The request may be sent again later, or elsewhere."""
+    """Return the error for a request to be retried later or elsewhere."""
     headers = {"Retry-After": str(retry_after), **({"Connection": "close"} if close else {})}
     return ApiError(503, OVERLOADED, message, code=code, headers=headers)
 
 
 def internal(request_id: str) -> ApiError:
-    """What the client cannot help."""
+    """Return the error for a fault of the server."""
     return ApiError(500, SERVER, f"internal error: the server's log has it under {request_id}", code="internal_error")
 
 
 def error_for(problem: BaseException, request_id: str) -> ApiError:
-    """What a client is told of a problem; one that it cannot help is logged."""
+    """Return the response for an exception; faults of the server are logged."""
     match problem:
         case ApiError():
             return problem
@@ -105,7 +105,7 @@ def error_for(problem: BaseException, request_id: str) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Have an app answer in this form whatever goes wrong before a route is reached."""
+    """Make an app report errors raised before a route is reached in this form."""
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(ApiError, _api)
 
@@ -133,7 +133,7 @@ NOT_JSON = ApiError(400, INVALID, "the body is not valid JSON: send an object", 
 
 
 def validation_error(found: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
-    """The one of pydantic's errors that says most: where there are several forms of a value, the one that fits best."""
+    """Convert pydantic's errors to one, of the union branch that fits best."""
     places = [_place(each, body) for each in found]
     deepest = max(range(len(found)), key=lambda at: (len(places[at][0]), _fit(str(found[at]["type"]))))
     (names, value), what = places[deepest], str(found[deepest]["msg"]).removeprefix("Value error, ")
@@ -143,12 +143,12 @@ def validation_error(found: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
 
 
 def _fit(kind: str) -> int:
-    """How well a value fitted one of several forms: `[]` for a text or a list is a list that lacks items."""
+    """Return how well a value fits a branch of a union: `[]`, for a text or a list, is a list that lacks items."""
     return 0 if kind == "missing" else 1 if kind.endswith("_type") else 2
 
 
 def _place(found: Mapping[str, Any], body: Any) -> tuple[list[str | int], Any]:
-    """Path and value that an error is about; its location also names the branches of unions, which no body has."""
+    """Return path and value of an error, without the names of union branches in its location."""
     value, names = body, list[str | int]()
     location = [part for part in found["loc"] if part != "body"]
     for number, part in enumerate(location, start=1):

@@ -1,4 +1,4 @@
-"""Requests to the app without a network: by the same handlers, from the same process."""
+"""Requests to the app without a network, by the same handlers in the same process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _ASKED_BY = (b"host", b"localhost")
 
 @dataclass
 class Reply:
-    """What the app has answered.
+    """The app's response.
 
     Attributes:
-        status: of HTTP.
-        request_id: by which the log has it.
-        raw: the body.
+        status: HTTP status.
+        request_id: request id in the log.
+        raw: response body.
     """
 
     status: int = 0
@@ -31,17 +31,17 @@ class Reply:
 
     @property
     def body(self) -> Any:
-        """What the body means."""
+        """The decoded body."""
         return json.loads(self.raw)
 
 
 async def post(app: ASGIApp, path: str, body: Mapping[str, Any]) -> Reply:
-    """Ask a path for a whole answer; whoever cancels this leaves, as a client does.
+    """Send a request and return the whole response; cancelling it disconnects the client.
 
     Args:
-        app: of `build_app`; its service has been started.
-        path: such as `/v1/chat/completions`.
-        body: of the request.
+        app: the application from `build_app`, whose service has been started.
+        path: URL path, such as `/v1/chat/completions`.
+        body: request body.
     """
     content = encoded(dict(body))
     headers = [_ASKED_BY, (b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]

@@ -26,18 +26,18 @@ from lade.server.serialization import encoded
 from lade.server.service import Service
 
 HEADERS_S = 10.0
-"""That a client has to send the headers of a request, from when it connects, or from their first byte: uvicorn itself
-would wait for ever."""
+"""Time to send the headers of a request, from the connection or their first byte; uvicorn sets no limit."""
 MOST_HEADER_BYTES = 64 * 2**10
 CONNECTIONS = 1024
-"""While there are more, those that have been idle longest are closed; where none is, requests are refused, and beyond
-twice as many connections new ones are closed."""
+"""Soft limit on connections. Beyond it, the longest idle ones are closed; if none is idle, requests are refused, and at
+twice the limit new connections are closed.
+"""
 IDLE_S = 1.0
-"""That a connection has before it is idle: what comes with it is not read at once."""
+"""Grace time of a new connection before it counts as idle."""
 
 
 class Connection(HttpToolsProtocol):
-    """HTTP as uvicorn speaks it; see above for what it adds."""
+    """Uvicorn's HTTP protocol with the limits above."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -47,7 +47,7 @@ class Connection(HttpToolsProtocol):
         self._idle_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a request."""
+        """Start the timer for the first request."""
         super().connection_made(transport)
         self._idle_since = self.loop.time()
         if len(self.connections) > CONNECTIONS:
@@ -63,17 +63,17 @@ class Connection(HttpToolsProtocol):
         self._wait()
 
     def on_response_complete(self) -> None:
-        """Be idle, unless the next request has come already."""
+        """Mark the connection idle unless the next request has begun."""
         self._idle_since = self.loop.time()
         super().on_response_complete()
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing of a request has come, or of the next one."""
+        """True if no byte of a next request has arrived."""
         return not (self._begun or self._is_answering or self.transport.is_closing())
 
     def _close_idle(self) -> None:
-        """Close the connection that has been idle longest, if any is but this one."""
+        """Close the longest idle connection other than this one."""
         others = [each for each in self.connections if isinstance(each, Connection) and each is not self]
         since = self.loop.time() - IDLE_S
         idle = [each for each in others if each.is_idle and each._idle_since <= since]
@@ -83,12 +83,12 @@ class Connection(HttpToolsProtocol):
             self.connections.discard(longest)  # it is counted no more, whenever that is done
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no more."""
+        """Cancel the timer."""
         self._stop_waiting()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """What comes belongs to a request whose headers are whole, or has to become one in time."""
+        """Parse data; start the timer if headers are incomplete."""
         waiting = self._timer
         super().data_received(data)
         if self.transport.is_closing():
@@ -102,7 +102,7 @@ class Connection(HttpToolsProtocol):
                 self._refuse(ApiError(431, INVALID, why, code="headers_too_large"))
 
     def on_message_begin(self) -> None:
-        """The first byte of a request has come."""
+        """Record the first byte of a request."""
         super().on_message_begin()
         self._begun = True
         self.scope["state"][CROWDED] = len(self.connections) > CONNECTIONS
@@ -110,13 +110,13 @@ class Connection(HttpToolsProtocol):
             self._wait()
 
     def on_headers_complete(self) -> None:
-        """It is a request now; how long its body may take is not decided here."""
+        """Stop the timer; the body has a limit of its own."""
         self._stop_waiting()
         self._begun = False
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """For what is no HTTP."""
+        """Answer data that is not HTTP."""
         self._refuse(ApiError(400, INVALID, f"{msg.rstrip('.')}: send HTTP/1.1", code="invalid_http"))
 
     @property
@@ -143,7 +143,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(ApiError(408, INVALID, why, code="request_timeout"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Say why, unless that would stand amid an answer, and close."""
+        """Send an error, unless an answer is being sent, and close."""
         if not self._is_answering:
             body = encoded(error.body)
             phrase = HTTPStatus(error.status).phrase
@@ -158,19 +158,20 @@ class Connection(HttpToolsProtocol):
 
 EXIT_FAILED = 1
 KEEP_ALIVE_S = 75
-"""That a connection may be silent between two requests; proxies in front wait a minute, and would meet a closed one."""
+"""Keep-alive timeout in seconds; longer than a proxy's usual minute, lest proxies reuse closed connections."""
 SWITCH_S = 1e-3
-"""Between the threads of Python: at its default of 5 ms the thread that decodes would wait that long for each answer
-that is written meanwhile."""
+"""Thread switch interval in seconds. At Python's default of 5 ms the decoding thread would wait that long for every
+answer being written.
+"""
 _LAST_WORDS_S = 2.0
-"""For answers to say that they were cut."""
+"""Time for aborted answers to send their error event."""
 
 
 def run(service: Service, listening: socket.socket) -> int:
-    """Serve until a signal comes, the model cannot be loaded, or the engine breaks down; returns the exit code.
+    """Serve until a signal, a failed load or an engine failure; return the exit code.
 
     Raises:
-        Exception: what kept the model from being loaded.
+        Exception: the exception that kept the model from being loaded.
     """
     server = Server(service)
     before = sys.getswitchinterval()
@@ -188,7 +189,7 @@ def run(service: Service, listening: socket.socket) -> int:
 
 @contextmanager
 def _rereading(service: Service) -> Iterator[None]:
-    """A block in which SIGHUP has the keys read again, where there is a file of them; else it ends the process."""
+    """Handle SIGHUP within the block by reading the keys again, if there is a file of keys."""
     if service.settings.read_keys is None or not hasattr(signal, "SIGHUP"):
         yield
         return
@@ -200,13 +201,13 @@ def _rereading(service: Service) -> Iterator[None]:
 
 
 class Server(uvicorn.Server):
-    """Uvicorn, that goes on while answers are written.
+    """Uvicorn with a graceful shutdown that finishes running answers.
 
-    On the first signal new requests are refused and `/ready` says so, over connections that are open still; uvicorn
-    itself would close them. When the last answer has ended, or its time is up, uvicorn ends as it always does.
+    After the first signal new requests are refused and `/ready` reports it, over connections that stay open; uvicorn
+    would close them. Once the last answer has ended or timed out, uvicorn shuts down as usual.
 
     Args:
-        service: what is served.
+        service: the served state.
     """
 
     def __init__(self, service: Service) -> None:
@@ -228,14 +229,14 @@ class Server(uvicorn.Server):
         self._aborted = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal lets answers end, the second one does not."""
+        """Drain on the first signal, exit on the second."""
         if self._ends_at is not None:
             os._exit(128 + sig)
         self._service.drain()
         self._ends_at = perf_counter() + self._service.settings.shutdown_timeout
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: whether it is time to end."""
+        """Return True to exit; called ten times per second."""
         service = self._service
         await asyncio.to_thread(service.watch)
         if service.problem is not None:

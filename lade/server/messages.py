@@ -1,4 +1,4 @@
-"""`/v1/messages`: Anthropic's API."""
+"""`/v1/messages`: Anthropic's API, its schemas, conversion to a chat request, answer and errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Blocks = Annotated[list["Block"], Field(fail_fast=True, max_length=MOST_PARTS)]
 
 
 class Source(Model):
-    """Of an image, or of a document."""
+    """Source of an image or a document."""
 
     type: str = Field(max_length=64)
     media_type: str | None = None
@@ -35,7 +35,7 @@ class Source(Model):
 
 
 class Block(Model):
-    """A part of a message. Which fields it needs, its type decides."""
+    """A content block of a message; its type decides which fields are required."""
 
     type: str = Field(max_length=64)
     text: Text | None = None
@@ -60,7 +60,7 @@ class Turn(Model):
 
 
 class Tool(Model):
-    """A tool; those that a client runs itself are what is served."""
+    """A tool; only tools run by the client are served."""
 
     name: str
     type: str | None = Field(None, max_length=64)
@@ -71,7 +71,7 @@ class Tool(Model):
 
 
 class ToolChoice(Model):
-    """Whether tools are to be called."""
+    """Tool choice of a request."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -79,20 +79,20 @@ class ToolChoice(Model):
 
 
 class Thinking(Model):
-    """Whether the model is to think first; all types but one say in some way that it is."""
+    """Extended thinking; every type but "disabled" enables it."""
 
     type: str = Field(max_length=64)
     budget_tokens: StrictInt | None = None
 
 
 class OutputConfig(Model):
-    """The form of the answer."""
+    """Format of the answer."""
 
     format: Object | None = None
 
 
 class CountRequest(Decoding):
-    """Of `/v1/messages/count_tokens`."""
+    """Request body of `/v1/messages/count_tokens`."""
 
     messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
     system: Text | Blocks | None = None
@@ -106,14 +106,14 @@ class CountRequest(Decoding):
 
 
 class MessagesRequest(CountRequest):
-    """Of `/v1/messages`."""
+    """Request body of `/v1/messages`."""
 
     max_tokens: StrictInt = Field(ge=1)
     stop_sequences: Annotated[list[Stop], Field(fail_fast=True, max_length=MOST_STOPS)] | None = None
 
 
 _BILLING = "x-anthropic-billing-header"
-"""Begins a block that is another one with each request, and would keep a prompt from being found again."""
+"""Prefix of a block that changes with each request and would defeat the prefix cache."""
 _REFUSED = {
     "mcp_servers": "no server is asked for tools: give tools that the client runs",
     "container": "nothing is run here: leave it out",
@@ -123,10 +123,10 @@ Messages = list[dict[str, Any]]
 
 
 def as_chat(asked: CountRequest) -> ChatRequest:
-    """The chat request that asks for the same.
+    """Convert to a chat request.
 
     Raises:
-        ApiError: a block that cannot be shown to the model, or something that this server does not do.
+        ApiError: a block cannot be rendered, or a feature is not supported.
     """
     for name, remedy in _REFUSED.items():
         if (asked.model_extra or {}).get(name):
@@ -158,9 +158,9 @@ def as_chat(asked: CountRequest) -> ChatRequest:
 
 
 def messages_of(asked: CountRequest) -> Messages:
-    """System text and turns as messages: results of tools have messages of their own.
+    """Convert system text and messages to chat messages; each tool result becomes a message.
 
-    Instructions amid a conversation, which few templates take, are what the user says there.
+    System messages later in a conversation, which few templates accept, become user text.
     """
     made: Messages = []
     if asked.system:
@@ -208,7 +208,7 @@ def _assistant(turn: Turn, names: dict[str, str], place: str) -> dict[str, Any]:
 
 
 def _add_user(made: Messages, turn: Turn, names: dict[str, str], place: str) -> None:
-    """What a user says, and what tools have returned, in the order of the blocks; turns of one user are one."""
+    """Add user text and tool results in the order of the blocks; consecutive user messages are joined."""
     blocks = [Block(type="text", text=turn.content)] if isinstance(turn.content, str) else turn.content
     said: list[dict[str, Any]] = []
     for number, block in enumerate(blocks):
@@ -254,7 +254,7 @@ def _part(block: Block, place: str) -> dict[str, Any]:
 
 
 def _document(block: Block, place: str) -> str:
-    """The text of a document, below its title and what is said about it, and apart from what follows."""
+    """Return the text of a document below its title and context."""
     source = block.source
     if source is not None and source.type == "text" and source.data is not None:
         text = source.data
@@ -283,7 +283,7 @@ def _function(tool: Tool) -> dict[str, Any]:
 
 
 def _form(asked: CountRequest) -> dict[str, Any] | None:
-    """The form of the answer as a `response_format`; `output_format` is the older name of it."""
+    """Return the `response_format`; `output_format` is the older name of the field."""
     config = asked.output_config
     found = config.format if config is not None and config.format is not None else asked.output_format
     if found is None or found.get("type") != "json_schema":
@@ -292,12 +292,12 @@ def _form(asked: CountRequest) -> dict[str, Any] | None:
 
 
 def _dropped_options(config: OutputConfig | None) -> dict[str, str]:
-    """What is said of the output besides its form, such as how much effort it is worth, to be named as ignored."""
+    """Return the ignored options of `output_config`, such as effort."""
     return {f"output_config.{name}": "" for name in (config and config.model_extra) or ()}
 
 
 def _dropped_citations(turns: Sequence[Turn]) -> dict[str, str]:
-    """Citations of documents, where they are wanted, to be named as ignored."""
+    """Return an ignored field if citations of documents are enabled."""
     blocks = (block for turn in turns if not isinstance(turn.content, str) for block in turn.content)
     asked = [block.citations for block in blocks if block.type == "document" and isinstance(block.citations, dict)]
     return {"citations": ""} if any(each.get("enabled") for each in asked) else {}
@@ -312,7 +312,7 @@ def _tool_choice(choice: ToolChoice) -> Any:
 
 
 def _thinking(asked: Thinking | None) -> dict[str, Any]:
-    """As the templates that know of it call it; a budget is not kept to."""
+    """Return the template argument for thinking; a token budget is not enforced."""
     return {} if asked is None else {"enable_thinking": asked.type != "disabled"}
 
 
@@ -329,12 +329,12 @@ _TYPES = {
 
 
 def as_anthropic(status: int, message: str, request_id: str) -> dict[str, Any]:
-    """The object that is sent.
+    """Return an error in Anthropic's format.
 
     Args:
-        status: what OpenAI's API would answer with.
-        message: what is wrong, and the remedy.
-        request_id: of the request.
+        status: HTTP status of OpenAI's API for the error.
+        message: description of the problem and its remedy.
+        request_id: id of the request.
     """
     kind = _TYPES.get(_status(status), "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
@@ -345,19 +345,19 @@ def _status(status: int) -> int:
 
 
 class MessagesForm:
-    """ASGI middleware that puts refusals below `/v1/messages` into Anthropic's form, wherever they come from.
+    """ASGI middleware that converts errors below `/v1/messages` to Anthropic's format.
 
-    Every answer has the id of the request where Anthropic's clients look for it.
+    Every response carries the request id in Anthropic's header.
 
     Args:
-        app: what comes after; its refusals are OpenAI's, and sent in one piece.
+        app: the inner application; its errors are OpenAI's, sent in one piece.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand it on."""
+        """Pass the request on and convert an error response."""
         path = scope.get("path", "")
         if scope["type"] != "http" or not (path == PATH or path.startswith(f"{PATH}/")):
             await self._app(scope, receive, send)
@@ -398,13 +398,13 @@ _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessagesAnswer(ItemAnswer):
-    """A message.
+    """A message of Anthropic's API.
 
     Args:
-        service: what decodes it.
-        exchange: the request.
-        chat: what it asks for, of the chat API.
-        asked: the same as it came.
+        service: the served state.
+        exchange: the request context.
+        chat: the request, converted to the chat API.
+        asked: the request body.
     """
 
     endpoint = "messages"
@@ -415,7 +415,7 @@ class MessagesAnswer(ItemAnswer):
         super().__init__(service, exchange, chat, asked)
 
     def too_long(self, tokens: int, context: int, least: str = "") -> ApiError:
-        """See `Answer.too_long`; the number is what clients read."""
+        """See `Answer.too_long`; clients parse the number."""
         return invalid("messages", f"prompt is too long: {tokens} tokens > {context - 1} maximum", TOO_LONG)
 
     def ping(self) -> bytes:
@@ -477,7 +477,7 @@ class MessagesAnswer(ItemAnswer):
         return {"stop_reason": reason, "stop_sequence": stop}
 
     def _usage(self) -> dict[str, Any]:
-        """So far; tokens of the prompt that were kept are not counted among those that were read."""
+        """Return the token counts so far; cached prompt tokens are not counted as input."""
         used = self.usage()
         cached = used["prompt_tokens_details"]["cached_tokens"]
         return {
@@ -489,7 +489,7 @@ class MessagesAnswer(ItemAnswer):
 
 
 def _block(run: Run) -> dict[str, Any]:
-    """A run as far as it is known; that of a call has its arguments when they are whole."""
+    """Return an output item as a content block; a call's arguments as far as they are complete."""
     match run.kind:
         case "thought":
             return {"type": "thinking", "thinking": run.text, "signature": ""}
@@ -500,7 +500,7 @@ def _block(run: Run) -> dict[str, Any]:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """What the arguments of a call mean, as far as they go; {} where that is no object."""
+    """Return the partial arguments of a call as an object; {} if they are not one."""
     try:
         found = from_json(arguments, allow_partial=True)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What Prometheus reads at `/metrics`. Decoding touches none of it: sums come from one snapshot of the engine."""
+"""Prometheus metrics. Decoding does not touch them: totals come from one snapshot of the engine."""
 
 from __future__ import annotations
 
@@ -60,11 +60,13 @@ class Metrics:
     """All series of one server, in a registry of its own.
 
     Args:
-        model: the label of all.
-        info: the labels of `lade_info`, besides versions.
-        snapshot: how the engine stands; None before there is one.
-        ready: whether the server takes requests.
-        replica: another label of all, where there are several servers of one model; "" for none.
+        model: value of the `model_name` label.
+        snapshot: function that returns the engine's snapshot; None before there is an engine.
+        ready: function that returns True if requests are accepted.
+        replica: value of the replica label; "" for a single server.
+
+    Attributes:
+        info: labels of `lade_info` besides the versions.
     """
 
     def __init__(
@@ -97,12 +99,12 @@ class Metrics:
         return made.labels(self._model)
 
     def compiling(self) -> AbstractContextManager[Any]:
-        """A block that makes a grammar ready; its seconds are counted, also where it fails."""
+        """Count the block's time as grammar compilation, even if it fails."""
         timer: AbstractContextManager[Any] = self._compiled.time()
         return timer
 
     def add(self, exchange: Exchange, known_path: str) -> None:
-        """An answer has ended; `known_path` is one of few, whatever the client asked for."""
+        """Count an answer; `known_path` is a route's path, which bounds the number of labels."""
         self._responses.labels(self._model, known_path, str(exchange.status)).inc()
         if exchange.flight is not None:
             self._add_flight(exchange.flight, exchange.seconds)
@@ -126,7 +128,7 @@ class Metrics:
                 self._per_step.observe(handle.stats.tokens_per_step)
 
     def text(self) -> bytes:
-        """All of them, as Prometheus reads them."""
+        """Return all series in Prometheus' text format."""
         return generate_latest(_Labelled(self._registry, self._labels))
 
     def _collect(self) -> Iterator[Metric]:
@@ -157,7 +159,7 @@ class Metrics:
 
 
 def since(before: EngineSnapshot, now: EngineSnapshot) -> EngineSnapshot:
-    """The same moment, with the sums since an earlier one."""
+    """Return a snapshot whose totals are relative to an earlier one."""
     values: dict[str, Any] = {}
     for name in _SUMS:
         old, new = getattr(before, name), getattr(now, name)
@@ -166,13 +168,13 @@ def since(before: EngineSnapshot, now: EngineSnapshot) -> EngineSnapshot:
 
 
 class _Labelled:
-    """A registry whose series have more labels, and none that only says when another one began."""
+    """Registry that adds labels to all series and omits `_created` ones."""
 
     def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
         self._registry, self._labels = registry, labels
 
     def collect(self) -> Iterator[Metric]:
-        """All series."""
+        """Yield all series."""
         for metric in self._registry.collect():
             kept = [each for each in metric.samples if not each.name.endswith("_created")]
             metric.samples = [each._replace(labels={**each.labels, **self._labels}) for each in kept]
@@ -180,11 +182,11 @@ class _Labelled:
 
 
 class _Collected:
-    """A collector made of a function; registering it reads nothing."""
+    """A collector made of a function, which registration does not call."""
 
     def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
         self.collect = collect
 
     def describe(self) -> list[Metric]:
-        """Nothing, so that it is not asked before there is an engine."""
+        """Return nothing, so that registration does not collect."""
         return []

@@ -1,4 +1,4 @@
-"""Output items of an answer: reasoning, text, tool calls."""
+"""Output items of an answer: reasoning, text and tool calls."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Kind = Literal["thought", "text", "call"]
 
 
 def new_id() -> str:
-    """Of a call."""
+    """Return a new id of a tool call."""
     return f"call_{secrets.token_hex(12)}"
 
 
 @dataclass
 class Call:
-    """A call of a tool, or what is new of one.
+    """A tool call, or an increment of one.
 
     Attributes:
-        index: its number among the calls of the answer.
-        arguments: JSON.
-        id: its name for the client; "" where more is told of a call that has begun.
-        name: of the function; likewise.
+        index: index among the tool calls of the answer.
+        arguments: arguments as JSON text.
+        id: id for the client; "" in an increment of a call that has begun.
+        name: name of the function; "" in an increment of a call that has begun.
     """
 
     index: int
@@ -33,23 +33,23 @@ class Call:
 
     @property
     def whole(self) -> dict[str, Any]:
-        """As OpenAI's API has it."""
+        """The call in OpenAI's format."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
     @property
     def delta(self) -> dict[str, Any]:
-        """What a stream says of what is new."""
+        """The increment in OpenAI's streaming format."""
         return {"index": self.index, **(self.whole if self.id else {"function": {"arguments": self.arguments}})}
 
 
 @dataclass
 class Parts:
-    """Parts of a message, or what is new of them.
+    """Parts of a message, or their increments.
 
     Attributes:
-        content: of the answer.
-        reasoning: of the thoughts before it.
-        tool_calls: in their order; of what is new, the first one may go on with the last one before.
+        content: text of the answer.
+        reasoning: text of the reasoning.
+        tool_calls: tool calls in order; in an increment the first may continue the previous call.
     """
 
     content: str = ""
@@ -60,7 +60,7 @@ class Parts:
         return bool(self.content or self.reasoning or self.tool_calls)
 
     def add(self, other: Parts) -> None:
-        """Append what is new."""
+        """Append an increment."""
         self.content += other.content
         self.reasoning += other.reasoning
         for call in other.tool_calls:
@@ -72,14 +72,14 @@ class Parts:
 
 @dataclass
 class Run:
-    """A stretch of an answer that is all of one kind.
+    """An output item: a stretch of the answer of one kind.
 
     Attributes:
-        index: its place among the runs of the answer.
-        kind: what it is.
-        text: of it so far; of a call its arguments, as JSON.
-        call: the call, where it is one; its arguments are `text`.
-        ended: whether it is whole.
+        index: index among the items of the answer.
+        kind: kind of the item.
+        text: text so far; the arguments as JSON for a call.
+        call: the tool call without its arguments; None for other kinds.
+        ended: True if the item is complete.
     """
 
     index: int
@@ -91,12 +91,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Change:
-    """What has happened to a run.
+    """A change of an output item.
 
     Attributes:
         what: "begun", "grown" or "ended".
-        run: the run, as it is afterwards.
-        text: what has been added, where it has grown.
+        run: the item after the change.
+        text: text added by "grown".
     """
 
     what: Literal["begun", "grown", "ended"]
@@ -105,17 +105,17 @@ class Change:
 
 
 class Runs:
-    """The runs of one answer while it is written: one is open at a time, the last one.
+    """The output items of an answer in progress; only the last one is open.
 
     Attributes:
-        all: in their order.
+        all: the items in order.
     """
 
     def __init__(self) -> None:
         self.all: list[Run] = []
 
     def take(self, parts: Parts) -> Iterator[Change]:
-        """What new parts of a message change; what goes on with a call, then thoughts, text, and calls that begin."""
+        """Add parts of a message and yield the changes: a continued call, reasoning, text, new calls."""
         calls = list(parts.tool_calls)
         if calls and not calls[0].id:
             yield self._grown(calls.pop(0).arguments)
@@ -129,7 +129,7 @@ class Runs:
                 yield self._grown(call.arguments)
 
     def finish(self) -> Iterator[Change]:
-        """What the end of the answer changes; one that says nothing has an empty text."""
+        """Close the last item and yield the changes; an empty answer gets an empty text."""
         if not self.all:
             yield from self._begin("text")
         yield from self._end()

@@ -1,4 +1,8 @@
-"""Parsers of generated text into reasoning, tool calls and content."""
+"""Parsers of generated text into reasoning, tool calls and content.
+
+`MarkupParser` wraps transformers' response parser; `WrittenCall` streams the JSON of a call while it is written;
+`Markup` chooses the parser of a model.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +20,17 @@ from lade.server.served_model import ServedModel
 _MARKS = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
 _SCALAR_END = re.compile(r"[\s,}\]]")
 _Reading = Generator[None]
-"""Goes on whenever there is more text, and ends behind what it reads."""
+"""Coroutine that resumes with each new text and returns after what it parses."""
 
 
 class CallText:
-    """What is known of a call so far. Its arguments are told as they stand there, whatever JSON they are.
+    """Incremental parser of a tool call's JSON object; arguments are passed on verbatim.
 
     Attributes:
-        name: of the function; None until it is known.
-        has_arguments: whether these have begun.
-        ended: whether the object is whole.
-        failed: whether the text is no call: no object, or one without a name. What comes then is not read.
+        name: name of the function; None until it is complete.
+        has_arguments: True once the arguments have begun.
+        ended: True if the object is complete.
+        failed: True if the text is no call: not an object, or one without a name. Later text is ignored.
     """
 
     def __init__(self) -> None:
@@ -37,7 +41,7 @@ class CallText:
         next(self._reading)
 
     def push(self, text: str) -> str:
-        """What is new of the arguments with this text; nothing before the name is known."""
+        """Parse more text and return the new part of the arguments; "" until the name is known."""
         if self.ended or self.failed:
             return ""
         self._rest += text
@@ -69,7 +73,7 @@ class CallText:
             raise ValueError("a call without a name is none")
 
     def _arguments(self) -> _Reading:
-        """An object as it is written; of a text, as which some models write it, what it says when it is whole."""
+        """Pass on an object verbatim; arguments written as a JSON string are decoded once complete."""
         if (yield from self._next()) == "{":
             self.has_arguments = True
             yield from self._value(self._tell)
@@ -92,7 +96,7 @@ class CallText:
         return str(json.loads("".join(pieces), strict=False))
 
     def _next(self) -> Generator[None, None, str]:
-        """The next character that is no space; it stays where it is."""
+        """Return the next non-space character without consuming it."""
         while not (rest := self._rest.lstrip()):
             self._rest = ""
             yield
@@ -105,7 +109,7 @@ class CallText:
         self._rest = self._rest[1:]
 
     def _value(self, take: Callable[[str], None]) -> _Reading:
-        """Hand on a value of any kind, piece by piece as it comes."""
+        """Pass on a value of any type, piece by piece."""
         if (yield from self._next()) not in '"{[':
             yield from self._scalar(take)
             return
@@ -139,11 +143,11 @@ class CallText:
 
 
 class WrittenCall:
-    """A call while a model writes it, told as soon as its name is known and its arguments have begun.
+    """A tool call in progress, streamed once its name is known and its arguments have begun.
 
     Args:
-        index: its number among the calls of the answer.
-        opening: the mark before it.
+        index: index among the tool calls of the answer.
+        opening: the tag before the call.
     """
 
     def __init__(self, index: int, opening: str) -> None:
@@ -153,7 +157,7 @@ class WrittenCall:
         self._is_call = False
 
     def push(self, text: str) -> Parts:
-        """What is new with this text, which is of the answer if it cannot be a call."""
+        """Return the new parts; text that cannot be a call is content."""
         arguments = self._text.push(text)
         if self._held is None:
             more = self._is_call and arguments
@@ -164,11 +168,11 @@ class WrittenCall:
         return self._begin(arguments) if self._text.name is not None and self._text.has_arguments else Parts()
 
     def close(self, closing: str, *, cut: bool) -> Parts:
-        """What is new with its end.
+        """Return the parts at the end of the call.
 
         Args:
-            closing: the mark behind it; "" where there is none.
-            cut: whether the answer was cut off there, so that what cannot be told as a call is not told.
+            closing: the tag after the call; "" if there is none.
+            cut: True if the answer was truncated, so that an incomplete call is dropped.
         """
         if self._held is None:
             return Parts() if self._is_call else Parts(closing)
@@ -191,46 +195,45 @@ logger = logging.getLogger(__name__)
 
 _CALL_MARKS = ("<tool_call>", "</tool_call>")
 _AS_IT_IS = {"type": "function", "function": "{content}"}
-"""What response templates say of a call that is written as `{"name": ..., "arguments": ...}`."""
+"""Response templates' description of a call written as `{"name": ..., "arguments": ...}`."""
 _SURE = 5
-"""Characters of a mark, at least, that are one and nothing else."""
+"""Minimum length of a partial tag that is nothing else."""
 _SPACES = r"\s{0,64}"
-"""Around marks, left out. Were any number of them, a search through many would take a time that is quadratic in it."""
+"""Spaces around tags, dropped. The bound keeps the search linear."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""What response templates call thoughts."""
+"""Names of reasoning in response templates."""
 
 
 class PlainParser:
-    """For models that say nothing but their answer."""
+    """Parser of models without markup."""
 
     thinks = False
 
     def push(self, text: str) -> Parts:
-        """What is new with this text."""
+        """Return the new parts."""
         return Parts(text)
 
     def finish(self, *, cut: bool = False) -> Parts:
-        """What was held back.
+        """Return held-back parts.
 
         Args:
-            cut: whether the answer had to end before its end.
+            cut: True if the answer was truncated.
         """
         return Parts()
 
 
 class MarkupParser:
-    """Transformers' parser for what a model says; text that it cannot parse is the answer, as it is.
+    """Wrapper of transformers' response parser; text that it cannot parse becomes content.
 
     Args:
         template: a response template of transformers.
-        prefix: the prompt, in which a message may have begun.
-        opening: what of the message the prompt has already, where `prefix` does not tell.
-        tools: that were offered.
-        marks: around calls that are JSON, which are told while they are written; None where calls are told when they
-            are whole.
+        prefix: the prompt, in which the message may have begun.
+        opening: beginning of the message in the prompt, if `prefix` does not contain it.
+        tools: the tools of the request; None for none.
+        marks: tags around JSON calls, which are streamed; None to emit calls when complete.
 
     Attributes:
-        thinks: whether the model is at its thoughts.
+        thinks: True while within reasoning.
     """
 
     def __init__(
@@ -252,7 +255,7 @@ class MarkupParser:
             self._note(self._parser.feed(opening))
 
     def push(self, text: str) -> Parts:
-        """What is new with this text."""
+        """Return the new parts."""
         if self._parser is None:
             return Parts(text)
         self._unparsed += text
@@ -263,10 +266,10 @@ class MarkupParser:
         return self._parts(events)
 
     def finish(self, *, cut: bool = False) -> Parts:
-        """What was held back; the markup of a call that was cut off is not, as it is no answer.
+        """Return held-back parts, without the markup of a truncated call.
 
         Args:
-            cut: whether the answer had to end before its end.
+            cut: True if the answer was truncated.
         """
         if self._parser is None:
             return Parts()
@@ -319,7 +322,7 @@ class MarkupParser:
         return parts
 
     def _begins_call(self, text: str) -> bool:
-        """Whether a text that was held back is the beginning of a mark, and too much of it to be anything else."""
+        """Return True if held-back text is an unambiguous beginning of the call's tag."""
         found = text.strip()
         return self._marks is not None and len(found) >= _SURE and self._marks[0].startswith(found)
 
@@ -330,7 +333,7 @@ class MarkupParser:
 
 
 def _call(index: int, call: dict[str, Any]) -> Call:
-    """A call as a response template has it."""
+    """Return a call parsed by a response template."""
     function = call.get("function", call)
     arguments = function.get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
@@ -338,10 +341,10 @@ def _call(index: int, call: dict[str, Any]) -> Call:
 
 
 class Markup:
-    """Which markup a model uses, by its tokenizer's response template or by the marks that its chat template has.
+    """Chooses the parser of a model, by its response template or by the tags in its chat template.
 
     Args:
-        model: whose answers are parsed.
+        model: the served model.
     """
 
     def __init__(self, model: ServedModel) -> None:
@@ -354,21 +357,21 @@ class Markup:
 
     @property
     def has_special_tokens(self) -> bool:
-        """Whether its marks may be special tokens, which have no text otherwise."""
+        """True if tags may be special tokens, which have no text otherwise."""
         return self._own is not None
 
     @property
     def has_other_thoughts(self) -> bool:
-        """Whether there are thoughts in a markup of the model's own, which no grammar knows."""
+        """True if reasoning has a markup of its own, which no grammar covers."""
         fields = (self._own or {}).get("fields", {})
         return not self._thinks and any(name in fields for name in REASONING)
 
     def parser(self, prompt: str, tools: list[Any] | None) -> PlainParser | MarkupParser:
-        """For one answer.
+        """Return the parser of one answer.
 
         Args:
-            prompt: as the model sees it.
-            tools: that were offered; without any, what looks like a call is none.
+            prompt: the rendered prompt.
+            tools: the tools of the request; None if calls are not parsed.
         """
         if self._own is not None:
             return MarkupParser(self._own, prompt, "", tools, self._own_marks)
@@ -397,7 +400,7 @@ class Markup:
 
 
 def _with_calls_as_text(template: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, str] | None]:
-    """A response template that leaves the JSON of calls as it is, and their marks; None where calls are no JSON."""
+    """Return the template with JSON calls left as text, and their tags; None if calls are not JSON."""
     field = template.get("fields", {}).get("tool_calls", {})
     opening, closing = field.get("open"), field.get("close")
     plain = field.get("content") == "json" and not field.get("content_args") and field.get("transform") == _AS_IT_IS

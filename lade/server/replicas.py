@@ -1,4 +1,4 @@
-"""Several servers of one model behind one port, by Ray Serve: each replica has an app and an engine of its own."""
+"""Several replicas of a server behind one port, by Ray Serve; each has its own app and engine."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from lade.server.settings import Settings
 NAME = "lade"
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 _REFUSED_AT_A_TIME = 64
-"""Requests that a replica gets beyond those that it decodes and lets wait: it refuses them itself, as JSON."""
+"""Requests that a replica receives beyond its rows and queue, so that it refuses them itself, as JSON."""
 _LOAD = 0.75
-"""Of its rows that a replica should have taken before there is another one."""
+"""Target share of busy rows for autoscaling."""
 _CHECK_S, _POLL_S = 5.0, 0.1
 _RAISED = re.compile(r"[\w.]*(?:Error|Exception): (.+)")
 """The last line of a traceback."""
 _ATTEMPTS = 2
-"""To load a model: one that cannot be loaded is not to be tried for minutes."""
+"""Attempts to start a replica, so that a broken model fails within minutes."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How many replicas there are, and what each of them takes.
+    """Number and size of replicas.
 
     Attributes:
-        replicas: that there are at least.
-        most: that there may be, as the number of requests asks for it.
-        cpus: cores of each, which is also its number of threads.
-        gpus: devices of each.
+        replicas: minimum number of replicas.
+        most: maximum number of replicas under load.
+        cpus: cores and threads per replica.
+        gpus: devices per replica.
     """
 
     replicas: int = 1
@@ -49,14 +49,14 @@ class Scale:
 
 
 class Replica:
-    """One of them, in a process of its own: ready when its model is loaded and warm.
+    """One replica, in its own process; ready once its model is loaded and warm.
 
     Args:
-        settings: of the server.
-        load: loads the model; called in this process.
+        settings: the server's settings.
+        load: function that loads the model, called in this process.
 
     Raises:
-        Exception: what kept the model from being loaded.
+        Exception: the exception that kept the model from being loaded.
     """
 
     def __init__(self, settings: Settings, load: Callable[[], ServedModel]) -> None:
@@ -71,27 +71,27 @@ class Replica:
             raise self._service.problem
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """What Ray Serve hands requests to."""
+        """Return the ASGI app for Ray Serve."""
         return build_app(self._service)
 
     def check_health(self) -> None:
-        """Raise when the engine has broken down: Ray Serve starts another replica in its place."""
+        """Raise if the engine has failed, so that Ray Serve replaces this replica."""
         self._service.watch()
         if self._service.phase == "dead":
             raise RuntimeError(self._service.reason)
 
 
 def application(settings: Settings, load: Callable[[], ServedModel], scale: Scale) -> Any:
-    """What Ray Serve runs.
+    """Build the Ray Serve application.
 
-    A session (header `x-session-id`) stays with its replica, which knows its texts; requests without one are spread. A
-    replica has as many requests as its engine takes and a few more, so that what is too much is refused by the engine,
-    in the form that clients know, and not by Ray's proxy.
+    A session (header `x-session-id`) stays with the replica that has its texts cached; other requests are balanced. A
+    replica accepts slightly more requests than its engine, so that excess is refused by the engine in the API's own
+    error format, not by Ray's proxy.
 
     Args:
-        settings: of each replica.
-        load: loads the model; it is sent to the replicas.
-        scale: how many there are.
+        settings: the settings of each replica.
+        load: function that loads the model; sent to the replicas.
+        scale: number and size of replicas.
     """
     from ray import serve
     from ray.serve.config import RequestRouterConfig
@@ -115,17 +115,17 @@ def application(settings: Settings, load: Callable[[], ServedModel], scale: Scal
 
 
 def run(made: Any, settings: Settings, port: int, scale: Scale, announce: Callable[[], None]) -> None:
-    """Serve an application on this machine until SIGTERM or SIGINT; answers may end then, as long as settings say.
+    """Serve an application until SIGTERM or SIGINT, then let answers finish within the shutdown timeout.
 
     Args:
-        made: by `application`.
-        settings: of each replica.
-        port: to listen on.
-        scale: as it was made with.
-        announce: is called when all replicas are ready.
+        made: the application from `application`.
+        settings: the settings of each replica.
+        port: port to listen on.
+        scale: number and size of replicas.
+        announce: called when all replicas are ready.
 
     Raises:
-        InputError: they cannot be started, for the reason that it names.
+        InputError: the replicas could not be started.
     """
     import ray
     from ray import serve
@@ -159,9 +159,9 @@ def _start(made: Any) -> None:
 
 
 def _reason() -> str | None:
-    """What a replica raised when it loaded its model, if that is known.
+    """Return the exception that a replica raised on load, if known.
 
-    Ray's own error says only that there are no replicas; a deployment's status ends with the replica's traceback.
+    Ray's own error only says that there are no replicas; the deployment's status ends with the replica's traceback.
     """
     from ray import serve
 

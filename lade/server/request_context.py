@@ -1,4 +1,4 @@
-"""Request context: id, log line, in-flight generation, disconnect of the client."""
+"""Request context: id, log data, the in-flight request, disconnects."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ T = TypeVar("T")
 
 
 class ClientLeftError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has disconnected."""
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What comes of some work, unless the client leaves before; nobody else notices that it does.
+    """Await `work`; raise if the client disconnects first.
 
     Raises:
-        ClientLeftError: it has left.
+        ClientLeftError: the client has disconnected.
     """
     tasks: Sequence[asyncio.Task[Any]] = (asyncio.create_task(work), asyncio.create_task(_gone(request)))
     try:
@@ -49,15 +49,15 @@ async def _gone(request: Request) -> None:
 
 
 class Flight:
-    """What one request has the engine do, from the place that it takes in the queue to its last token.
+    """An in-flight request, from its queue slots to its last token.
 
     Attributes:
-        endpoint: what was asked, "chat" or "completions".
-        places: in the engine's queue, one for each answer.
-        outcome: how it ended: "stop", "length", "tool_calls", "rejected", "error"; "cancelled" where its client left.
-        aborted: what ended it from this side, if anything did.
-        first_s: seconds until its first token; None before.
-        predictions: tokens that came as was expected, and those that did not; once it has ended.
+        endpoint: name of the API, such as "chat" or "completions".
+        places: queue slots of the engine, one per choice.
+        outcome: "stop", "length", "tool_calls", "rejected" or "error"; "cancelled" after a disconnect; None before.
+        aborted: exception with which the server ended the request; None if it did not.
+        first_s: seconds until the first token; None before.
+        predictions: numbers of accepted and rejected tokens of the predicted output, set at the end.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -71,26 +71,26 @@ class Flight:
 
     @property
     def handles(self) -> list[Handle]:
-        """Of the answers that are decoded or wait to be."""
+        """Handles of the choices that have been submitted."""
         return [place.handle for place in self.places if place.handle is not None]
 
     @property
     def waiting(self) -> bool:
-        """Whether any of its answers still waits for a row."""
+        """True if any choice still waits for a row."""
         return any(place.handle is None or place.handle.queue_s is None for place in self.places)
 
     def saw_token(self) -> None:
-        """A token has come; the first one is what counts."""
+        """Record the time of the first token."""
         if self.first_s is None:
             self.first_s = perf_counter() - self.began
 
     def abort(self, problem: Exception) -> None:
-        """End it because of this."""
+        """Cancel all choices because of an exception."""
         self.aborted = self.aborted or problem
         self._cancel()
 
     def close(self) -> None:
-        """Free its places and rows; without an outcome by now, its client has left."""
+        """Release slots and rows; without an outcome so far, the client has disconnected."""
         if self.outcome is None:
             self.outcome = "cancelled"
         self._cancel()
@@ -103,24 +103,24 @@ class Flight:
 logger = logging.getLogger(__name__)
 
 GONE = 499
-"""The status in logs and metrics of an answer that its client did not wait for."""
+"""Status in logs and metrics of an answer whose client disconnected."""
 _ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 
 @dataclass
 class Exchange:
-    """A request and its answer.
+    """A request and its response.
 
     Attributes:
-        id: the client's, or a new one.
-        method: of HTTP.
-        path: asked for.
-        key: name of the key that it was sent with; "-" where there are none.
-        owner: whose key that is; see `Key.owner`.
-        size: bytes of its body.
-        status: of the answer; 0 before it begins.
-        flight: what it has decoded, if anything.
-        began: when it came.
+        id: the client's request id, or a new one.
+        method: HTTP method.
+        path: URL path.
+        key: name of the API key; "-" without keys.
+        owner: tenant of the key, see `Key.owner`.
+        size: size of the body in bytes.
+        status: HTTP status of the response; 0 before it begins.
+        flight: the in-flight request; None if nothing is decoded.
+        began: arrival time on the `perf_counter` clock.
     """
 
     id: str
@@ -135,32 +135,31 @@ class Exchange:
 
     @classmethod
     def of(cls, scope: Scope) -> Exchange:
-        """That of a request."""
+        """Return the context of a request."""
         exchange: Exchange = scope["state"]["exchange"]
         return exchange
 
     @property
     def seconds(self) -> float:
-        """Since it came."""
+        """Seconds since the request arrived."""
         return perf_counter() - self.began
 
 
 class Exchanges:
-    """ASGI middleware around all others.
+    """Outermost ASGI middleware: creates request contexts and ends their in-flight requests.
 
-    Whatever ends a request, its client's leaving included, ends what it has begun: frameworks cancel what makes an
-    answer, and know nothing of rows.
+    However a request ends, its decoding ends with it: frameworks cancel the handler on a disconnect, not its rows.
 
     Args:
-        app: what comes after.
-        ended: is told each exchange that has ended.
+        app: the inner application.
+        ended: called with each context at its end.
     """
 
     def __init__(self, app: ASGIApp, ended: Callable[[Exchange], None]) -> None:
         self._app, self._ended = app, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand it on."""
+        """Pass the request on within a new context."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's API of items and events, without stored state."""
+"""`/v1/responses`: OpenAI's stateless item API, its schemas, conversion to a chat request, and answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lade.server.structured_output import FormatNames
 
 
 class InputPart(Model):
-    """A part of a message, of an output, or of a thought."""
+    """A part of a message, an output, or reasoning."""
 
     type: str
     text: Text | None = None
@@ -34,7 +34,7 @@ InputParts = Annotated[list[InputPart], Field(fail_fast=True, max_length=MOST_PA
 
 
 class InputItem(Model):
-    """An item: a message, a call of a tool, its output, or a thought. Which fields it needs, its type decides."""
+    """A message, tool call, tool output or reasoning; its type decides which fields are required."""
 
     type: str = Field("message", max_length=64)
     role: str | None = Field(None, min_length=1, max_length=64)
@@ -49,14 +49,14 @@ class InputItem(Model):
 
 
 class Reasoning(Model):
-    """How much thought is wanted."""
+    """Reasoning options."""
 
     effort: str | None = None
     summary: Any = None
 
 
 class TextOptions(Model):
-    """The form of the text."""
+    """Format of the text."""
 
     format: Object | None = None
     verbosity: Any = None
@@ -66,7 +66,7 @@ ToolList = Annotated[list["Tool"], Field(fail_fast=True, max_length=MOST_TOOLS)]
 
 
 class Tool(Model):
-    """A tool; functions are what is served, alone or in namespaces."""
+    """A tool; functions are served, alone or in namespaces."""
 
     type: str = Field(max_length=64)
     name: str | None = None
@@ -77,7 +77,7 @@ class Tool(Model):
 
 
 class ResponsesRequest(Decoding):
-    """Of `/v1/responses`."""
+    """Request body of `/v1/responses`."""
 
     input: Text | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
     instructions: Text | None = None
@@ -97,16 +97,16 @@ _BETWEEN = "__"
 
 
 class Tools:
-    """What a request offers: functions, alone or in namespaces.
+    """The functions of a request, alone or in namespaces.
 
-    A model sees the functions of a namespace under both names, `namespace__name`; its client is told them apart again.
+    The model sees a function of a namespace as `namespace__name`; the client gets the two names separately.
 
     Args:
-        given: as they stand in the request.
+        given: the tools of the request; None for none.
 
     Attributes:
-        functions: as the chat API has them.
-        dropped: the types of the others, which are not served, in their order.
+        functions: the functions in the chat API's format.
+        dropped: types of the tools that are not served.
     """
 
     def __init__(self, given: Sequence[Tool] | None) -> None:
@@ -121,7 +121,7 @@ class Tools:
                 self._add(tool, None)
 
     def told(self, name: str) -> dict[str, str]:
-        """The members of an item that name the function which a model calls so."""
+        """Return the members of an item that name a function called by the model."""
         return self._places.get(name, {"name": name})
 
     def _add(self, tool: Tool, namespace: str | None) -> None:
@@ -137,7 +137,7 @@ class Tools:
 
 
 def flat_name(name: str | None, namespace: str | None) -> str | None:
-    """What a model calls a function of a namespace; the name itself outside of any."""
+    """Return the model's name of a function; the name itself outside of any namespace."""
     if not namespace or name is None:
         return name
     return f"{namespace.removesuffix(_BETWEEN)}{_BETWEEN}{name}"
@@ -156,10 +156,10 @@ Messages = list[dict[str, Any]]
 
 
 def as_chat(asked: ResponsesRequest) -> ChatRequest:
-    """The chat request that asks for the same.
+    """Convert to a chat request.
 
     Raises:
-        ApiError: something that would have to be kept, or an item that is none.
+        ApiError: stored state or another unsupported feature is requested, or an item is invalid.
     """
     extra = asked.model_extra or {}
     for name, remedy in _NOT_KEPT.items():
@@ -184,7 +184,7 @@ def as_chat(asked: ResponsesRequest) -> ChatRequest:
 
 
 def messages_of(asked: ResponsesRequest) -> Messages:
-    """Instructions and items as messages; what an assistant thought, said and called in one go is one of them."""
+    """Convert instructions and items to chat messages; consecutive items of an assistant form one message."""
     made: Messages = [] if asked.instructions is None else [{"role": "system", "content": asked.instructions}]
     if isinstance(asked.input, str):
         return [*made, {"role": "user", "content": asked.input}]
@@ -222,7 +222,7 @@ def _add_message(made: Messages, item: InputItem, place: str) -> None:
 
 
 def _assistant(made: Messages, *taken: str) -> dict[str, Any]:
-    """The last message if it is the assistant's and has none of these fields yet, else a new one."""
+    """Return the last message if it is an assistant's without these fields, else a new one."""
     last = made[-1] if made else {}
     if last.get("role") != "assistant" or any(last.get(name) for name in taken):
         made.append({"role": "assistant", "content": None})
@@ -230,7 +230,7 @@ def _assistant(made: Messages, *taken: str) -> dict[str, Any]:
 
 
 def _call(item: InputItem, place: str) -> dict[str, Any]:
-    """A call; that of a custom tool, made with another server, has one text for arguments."""
+    """Return a tool call; a custom tool's call, from another server, has one text argument."""
     call_id, name = _required(item, "call_id", place), flat_name(_required(item, "name", place), item.namespace)
     if item.type == "custom_tool_call":
         arguments = json.dumps({"input": _required(item, "input", place)}, ensure_ascii=False)
@@ -279,7 +279,7 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
 
 
 def _format(asked: ResponsesRequest) -> dict[str, Any] | None:
-    """`text.format` as a `response_format`, which has what describes a schema one level deeper."""
+    """Return `text.format` as a `response_format`, which nests the schema one level deeper."""
     found = None if asked.text is None else asked.text.format
     if found is None or found.get("type") != "json_schema":
         return found
@@ -293,13 +293,13 @@ _SERVED = ("function", "namespace")
 
 
 class ResponsesAnswer(ItemAnswer):
-    """A response.
+    """A response of the responses API.
 
     Args:
-        service: what decodes it.
-        exchange: the request.
-        chat: what it asks for, of the chat API.
-        asked: the same as it came.
+        service: the served state.
+        exchange: the request context.
+        chat: the request, converted to the chat API.
+        asked: the request body.
     """
 
     endpoint = "responses"
@@ -363,7 +363,7 @@ class ResponsesAnswer(ItemAnswer):
         return iter(()) if self._sent else super()._first()
 
     def ping(self) -> bytes:
-        """See `Answer.ping`: events, because Codex gives up on a stream without any, whatever comments it has."""
+        """See `Answer.ping`; an event, since Codex times out on a stream of comments only."""
         return b"".join(map(self.encoded, list(self.first())[-1:]) if self._sent else self._first())
 
     def broken(self, error: ApiError) -> Iterator[Event]:
@@ -403,7 +403,7 @@ class ResponsesAnswer(ItemAnswer):
         }
 
     def _echo(self) -> dict[str, Any]:
-        """What a response repeats of its request."""
+        """Return the fields of the request that a response repeats."""
         asked, reasoning = self._asked, self._asked.reasoning
         drawing = {"temperature": 1.0, "top_p": 1.0, **self.model.sampling}
         return {
@@ -442,7 +442,7 @@ class ResponsesAnswer(ItemAnswer):
         return f"{_PREFIXES[run.kind]}_{self._id.removeprefix(self.id_prefix)}{run.index:02x}"
 
     def _item(self, run: Run, *, begun: bool = False) -> dict[str, Any]:
-        """A run as an item; one that has only begun has nothing in it."""
+        """Return an output item as JSON; one that has just begun is empty."""
         cut = run is self.runs.all[-1] and self.choices[0].finish_reason == "length"
         status = "in_progress" if not run.ended else "incomplete" if cut else "completed"
         item = {"id": self._item_id(run), "status": status}
@@ -457,7 +457,7 @@ class ResponsesAnswer(ItemAnswer):
         return {**item, "type": "function_call", "call_id": call_id, **self._told(run), "arguments": arguments}
 
     def _told(self, run: Run) -> dict[str, str]:
-        """The members of an item, or an event, that name what is called."""
+        """Return the members that name the called function."""
         return self._tools.told("" if run.call is None else run.call.name)
 
 

@@ -1,4 +1,4 @@
-"""Routes of the server, and their OpenAPI description."""
+"""HTTP routes and their OpenAPI description."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from lade.serving.handle import Handle
 from lade.version import __version__
 
 Described = dict[int | str, dict[str, Any]]
-"""By status, as FastAPI takes them."""
+"""Responses by status, as FastAPI takes them."""
 _NULLABLE = {"type": ["string", "null"]}
 
 
 def _object(**members: Any) -> dict[str, Any]:
-    """One that has these members, and perhaps others."""
+    """Return the schema of an object with these members."""
     return {"type": "object", "required": list(members), "properties": members}
 
 
@@ -66,17 +66,17 @@ _STREAM = {"schema": {"description": "Server-sent events, with JSON in their dat
 
 
 def errors(schema: dict[str, Any] = _ERROR) -> Described:
-    """Of every path."""
+    """Return the error responses of every path."""
     return {"4XX": _as_json(schema, "What is wrong, and the remedy"), "5XX": _as_json(schema, "Not now, or not at all")}
 
 
 def whole(**members: Any) -> Described:
-    """An answer that is an object with these members."""
+    """Return the description of a response object."""
     return {200: _as_json(_object(**members), "The answer")}
 
 
 def whole_or_stream(**members: Any) -> Described:
-    """The same, or events where the request has `stream`."""
+    """Return the description of a response object, or events if the request has `stream`."""
     described = whole(**members)
     described[200]["content"]["text/event-stream"] = _STREAM
     return described
@@ -125,7 +125,7 @@ async def responses(request: Request, body: ResponsesRequest) -> Response:
 
 @router.post("/v1/responses/input_tokens", responses=whole(object=TEXT, input_tokens=COUNT))
 async def tokens_of_input(request: Request, body: ResponsesRequest) -> Response:
-    """How many tokens the input of such a response has."""
+    """Count the prompt tokens of a response."""
     return await input_tokens(_service(request), request, body)
 
 
@@ -138,25 +138,25 @@ async def messages(request: Request, body: MessagesRequest) -> Response:
 
 @router.post("/v1/messages/count_tokens", responses={**ANTHROPICS_ERRORS, **whole(input_tokens=COUNT)})
 async def tokens_of_messages(request: Request, body: CountRequest) -> Response:
-    """How many tokens such a conversation has."""
+    """Count the prompt tokens of a message."""
     return await count_tokens(_service(request), request, body)
 
 
 @router.post("/tokenize", responses=TOKENS)
 async def ids_of_text(request: Request, body: TokenizeText | TokenizeChat) -> Response:
-    """The ids of a text, or of a conversation."""
+    """Tokenize a text or a conversation."""
     return await tokenize(_service(request), request, body)
 
 
 @router.post("/detokenize", responses=whole(prompt=TEXT))
 async def text_of_ids(request: Request, body: DetokenizeRequest) -> Response:
-    """The text of some ids."""
+    """Detokenize ids."""
     return await detokenize(_service(request), request, body)
 
 
 @router.get("/live", responses=HEALTH)
 async def live(request: Request) -> Response:
-    """Whether this process should be left running."""
+    """Liveness probe: fails if the process should be restarted."""
     service = _service(request)
     return _health(service) if service.phase == "dead" else Json({"status": "ok"})
 
@@ -165,7 +165,7 @@ async def live(request: Request) -> Response:
 @router.get("/health", responses=HEALTH)
 @router.get("/v1/health", responses=HEALTH)
 async def ready(request: Request) -> Response:
-    """Whether requests are taken."""
+    """Readiness probe: succeeds if requests are accepted."""
     return _health(_service(request))
 
 
@@ -179,7 +179,7 @@ def _health(service: Service) -> Response:
 @router.get("/v1", responses=whole(message=TEXT, routes=LIST))
 @router.get("/v1/", include_in_schema=False)
 async def base(request: Request) -> Response:
-    """What there is, for those who open the base URL of a client."""
+    """Describe the API at its base URL."""
     routes = [route for route in router.routes if isinstance(route, APIRoute) and route.include_in_schema]
     names = [f"{method} {route.path_format}" for route in routes for method in sorted(route.methods or ())]
     why = "this is the base URL that clients of OpenAI's API are given; /openapi.json describes what there is"
@@ -188,7 +188,7 @@ async def base(request: Request) -> Response:
 
 @router.get("/v1/models", responses=MODELS)
 async def models(request: Request) -> Response:
-    """What is served."""
+    """List the served models."""
     service = _service(request)
     names = service.settings.names
     page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
@@ -197,7 +197,7 @@ async def models(request: Request) -> Response:
 
 @router.get("/v1/models/{name:path}", responses=whole(**MODEL))
 async def model(request: Request, name: str) -> Response:
-    """One of them."""
+    """Describe one served model."""
     service = _service(request)
     if name not in service.settings.names:
         why = f"model {name[:100]!r} is not served: there is {', '.join(service.settings.names)}"
@@ -227,7 +227,7 @@ def _described(service: Service, name: str) -> dict[str, Any]:
 
 @router.get("/version", responses=whole(version=TEXT, torch=TEXT, transformers=TEXT, python=TEXT))
 async def version(request: Request) -> Response:
-    """What runs."""
+    """Return versions."""
     return Json(
         {
             "version": __version__,
@@ -240,7 +240,7 @@ async def version(request: Request) -> Response:
 
 @router.get("/v1/lade/status", responses=whole(state=TEXT, rows=ROWS))
 async def status(request: Request) -> Response:
-    """The rows and what they are at, without their texts."""
+    """List running requests, without their texts."""
     service = _service(request)
     now = service.engine.snapshot()
     return Json(
@@ -269,7 +269,7 @@ def _row(name: str, age_s: float, handle: Handle) -> dict[str, Any]:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """For Prometheus."""
+    """Return Prometheus metrics."""
     service = _service(request)
     if not service.settings.metrics:
         raise ApiError(404, NOT_FOUND, "there are no metrics: the server was started with --no-metrics")
@@ -277,14 +277,14 @@ async def metrics(request: Request) -> Response:
 
 
 class LoadRequest(Model):
-    """Of `/load_model`."""
+    """Request body of `/load_model`."""
 
     model: str | None = None
 
 
 @router.post("/load_model", response_class=StreamingResponse, responses=EVENTS)
 async def load_model(request: Request, body: LoadRequest) -> Response:
-    """`transformers chat` asks for this before it talks; what is served is loaded already."""
+    """Report the model as loaded, for `transformers chat`."""
     service = _service(request)
     ready_now = {"status": "ready", "cached": service.model is not None, "model": service.settings.name}
 

@@ -21,17 +21,17 @@ from lade.server.settings import MOST_CHOICES
 
 
 class Penalties(LogitsProcessor):
-    """Lowers the logits of tokens that the answer has already: `- frequency * count - presence * (count > 0)`.
+    """Lower the logits of tokens in the answer: `- frequency * count - presence * (count > 0)`.
 
-    The prompt does not count. A processor like any other, for `model.generate`, too:
+    The prompt does not count. Works as any other processor with `model.generate`:
 
     >>> model.generate(ids, logits_processor=[Penalties(0.5, 0.5, prompt_length=ids.shape[1])], max_new_tokens=20)
 
     Source: OpenAI's API reference, "Frequency and presence penalties".
 
     Args:
-        presence: for a token that has come up; below zero it is made likelier.
-        frequency: for each time that it has.
+        presence: penalty of a token that occurs; a negative value is a bonus.
+        frequency: penalty per occurrence.
         prompt_length: columns of the prompt, padding included.
     """
 
@@ -41,14 +41,14 @@ class Penalties(LogitsProcessor):
         self._counts = torch.empty(0, 0)  # [B, V]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
-        """Scores `[B, V]`, given the text so far, `[B, L]`."""
+        """Return the penalized scores `[B, V]` of a text `[B, L]`."""
         new = input_ids[:, self._first_new(input_ids, scores) :]
         self._counts.scatter_add_(1, new, torch.ones_like(new, dtype=scores.dtype))
         self._counted = input_ids.clone()
         return scores - self._frequency * self._counts - self._presence * (self._counts > 0)
 
     def _first_new(self, input_ids: torch.Tensor, scores: torch.Tensor) -> int:
-        """The column from which on tokens have to be counted; all have, where it is not the text that was counted."""
+        """Return the first column not counted yet; the prompt's end if another text was counted."""
         length = self._counted.shape[1]
         same = self._counts.shape == scores.shape and self._counts.device == scores.device
         if same and length >= self._prompt_length and torch.equal(self._counted, input_ids[:, :length]):
@@ -59,29 +59,29 @@ class Penalties(LogitsProcessor):
 
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below it would divide by nothing."""
+"""Temperatures below it mean greedy decoding, as division would overflow."""
 _SEEDS, _DRAWN_SEEDS = 2**64, 2**32
 _OURS = frozenset(field.name for field in fields(LookaheadConfig)) - {"memory"}
 _FROM_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def first_seed(body: Decoding) -> int:
-    """That of choice 0; choice k has k more. Negative ones are what torch makes of them."""
+    """Return the seed of choice 0; choice k has k more. Negative seeds wrap around as in torch."""
     if body.seed is None:
         return secrets.randbelow(_DRAWN_SEEDS - MOST_CHOICES)
     return body.seed if body.seed >= 0 else _SEEDS + body.seed
 
 
 def seed_of(first: int, choice: int) -> int:
-    """The seed of a choice."""
+    """Return the seed of a choice."""
     return (first + choice) % _SEEDS
 
 
 def with_generation_config(body: ChatRequest) -> ChatRequest:
-    """The request with what its `generation_config` says, which `transformers chat` sends as text.
+    """Merge the `generation_config` of a request, which `transformers chat` sends as text.
 
     Raises:
-        ApiError: it is no object, or a value is out of range.
+        ApiError: not an object, or a value out of range.
     """
     if body.generation_config is None:
         return body
@@ -113,15 +113,15 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def generate_arguments(body: Decoding, model: ServedModel, prompt_tokens: int) -> dict[str, Any]:
-    """Arguments of `model.generate`, but for the length of the answer.
+    """Return the arguments of `model.generate` except the length.
 
     Args:
-        body: the request.
-        model: whose checkpoint decides what the request does not.
-        prompt_tokens: of the prompt, images included.
+        body: the request body.
+        model: the served model, whose checkpoint has the defaults.
+        prompt_tokens: length of the prompt in tokens, images included.
 
     Raises:
-        ApiError: an id is out of the vocabulary.
+        ApiError: an id is outside the vocabulary.
     """
     arguments = _drawing(body, model)
     if body.repetition_penalty is not None:
@@ -141,7 +141,7 @@ def generate_arguments(body: Decoding, model: ServedModel, prompt_tokens: int) -
 
 
 def sampling_defaults(model: ServedModel) -> dict[str, Any]:
-    """What holds where a request does not say. What transformers would do, such as its top-k of 50, is not done."""
+    """Return the sampling defaults; those of transformers, such as top-k 50, do not apply."""
     return {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **model.sampling}
 
 
@@ -161,10 +161,10 @@ def _check_ids(name: str, ids: Any, model: ServedModel) -> None:
 
 
 def lookahead_of(asked: str | Mapping[str, Any] | None) -> LookaheadConfig | str | None:
-    """How a request wants to be drafted; "auto" for what the server does.
+    """Return the method of a request; "auto" for the server's default.
 
     Raises:
-        ApiError: a size that is none.
+        ApiError: an invalid size.
     """
     if asked is None or isinstance(asked, str):
         return asked

@@ -57,7 +57,7 @@ def _not_null(value: Any) -> Any:
 
 
 def _nullable(kind: Any) -> BeforeValidator:
-    """Has a null be as good as a field that is left out, which then has its default."""
+    """Treat null like an absent field, which then has its default."""
     return BeforeValidator(_not_null, json_schema_input_type=kind | None)
 
 
@@ -68,7 +68,7 @@ Tokens = Annotated[StrictInt, Field(ge=0)]
 Text = Annotated[str, AfterValidator(_whole)]
 TokenId = Annotated[StrictInt, Field(ge=0, lt=_ID_BITS)]
 BiasedId = Annotated[int, Field(ge=0, lt=_ID_BITS)]
-"""A name of a JSON object, and so a text."""
+"""Token id as the key of a JSON object, which is a string."""
 Stop = Annotated[Text, Field(min_length=1, max_length=LONGEST_STOP)]
 Bias = Annotated[StrictFloat, Field(ge=-100, le=100)]
 
@@ -96,7 +96,7 @@ Stops = Annotated[_ListedStops, BeforeValidator(_as_list, json_schema_input_type
 
 
 class Model(BaseModel):
-    """Base of all: what is not known is kept apart, to be named to the client."""
+    """Base of all schemas; unknown fields are kept apart, to be reported to the client."""
 
     model_config = ConfigDict(
         extra="allow",
@@ -112,7 +112,7 @@ class Model(BaseModel):
 
 
 class StreamOptions(Model):
-    """What a stream has besides text."""
+    """Options of a streamed answer."""
 
     include_usage: Flag = False
     continuous_usage_stats: Flag = False
@@ -120,19 +120,19 @@ class StreamOptions(Model):
 
 
 class Trace(Model):
-    """What only this server can tell."""
+    """Options of this server's own extension, `lade`."""
 
     trace: Flag = False
 
 
 class ImageUrl(Model):
-    """Where an image is; only `data:` is."""
+    """URL of an image; only `data:` URLs are served."""
 
     url: str
 
 
 class Part(Model):
-    """A part of a message."""
+    """A content part of a message."""
 
     type: str
     text: Text | None = None
@@ -144,19 +144,19 @@ Parts = Annotated[list[Part], Field(fail_fast=True, max_length=MOST_PARTS)]
 
 
 class Prediction(Model):
-    """A text that the answer is expected to follow."""
+    """Predicted output: text that the answer is expected to follow."""
 
     type: Literal["content"] = "content"
     content: Text | Parts
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """All parts, concatenated."""
         return self.content if isinstance(self.content, str) else "".join(part.text or "" for part in self.content)
 
 
 class StructuredOutputs(Model):
-    """What an answer may be, as vLLM has it: one of them."""
+    """Constraint on the answer, as in vLLM; exactly one field is set."""
 
     json_schema: Any = Field(None, alias="json")
     json_object: StrictBool | None = None
@@ -167,7 +167,7 @@ class StructuredOutputs(Model):
 
 
 class Decoding(Model):
-    """What chats and completions have in common."""
+    """Fields that chat and text completions have in common."""
 
     model: str | None = None
     stream: Flag = False
@@ -208,17 +208,17 @@ class Decoding(Model):
 
     @property
     def most_tokens(self) -> int | None:
-        """Of an answer, if the request says."""
+        """Maximum length of the answer in tokens; None if the request sets none."""
         return self.max_tokens
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the figures."""
+        """True if the stream ends with a usage event."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
 class Message(Model):
-    """A message; what is not known here is for the chat template."""
+    """A message; unknown fields are passed to the chat template."""
 
     role: str = Field(min_length=1, max_length=64)
     content: Text | Parts | None = None
@@ -226,7 +226,7 @@ class Message(Model):
 
 
 class ChatRequest(Decoding):
-    """Of `/v1/chat/completions`."""
+    """Request body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: StrictInt | None = Field(None, ge=1)
@@ -245,7 +245,7 @@ class ChatRequest(Decoding):
 
     @model_validator(mode="after")
     def _leave_out_other_tools(self) -> Self:
-        """Those that a model calls by something else than JSON; they are named as fields that nobody knows."""
+        """Drop tools that are not called by JSON; they are reported as unknown fields."""
         kinds = [tool.get("type") or "function" for tool in self.tools or ()]
         others = [kind for kind in kinds if kind != "function"]
         if self.tools and others and self.model_extra is not None:
@@ -255,12 +255,12 @@ class ChatRequest(Decoding):
 
     @property
     def most_tokens(self) -> int | None:
-        """Of an answer, if the request says."""
+        """Maximum length of the answer in tokens; None if the request sets none."""
         return self.max_completion_tokens or self.max_tokens
 
 
 class CompletionRequest(Decoding):
-    """Of `/v1/completions`."""
+    """Request body of `/v1/completions`."""
 
     prompt: (
         Text
@@ -287,7 +287,7 @@ REFUSED = {
     "use_beam_search": "beams are not served",
     "web_search_options": "this server has no web",
 }
-"""Answers that took no notice of them would be wrong ones."""
+"""Fields that cannot be ignored without a wrong answer."""
 _WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
     "client_metadata": (),
     "include": (),
@@ -304,9 +304,9 @@ _WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
     "user": (),
     "verbosity": ("medium",),
 }
-"""Fields that are taken because clients send them, and the values that ask for no more than is done anyway."""
+"""Fields that are accepted for compatibility, with the values that ask for nothing."""
 _UNNAMED = "dummy"
-"""What huggingface_hub sends where its user names no model."""
+"""Model name that huggingface_hub sends if the user names none."""
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _MOST_NAMED = 20
 
@@ -319,10 +319,10 @@ def check_model(name: str | None, settings: Settings) -> None:
 
 
 def check(body: Decoding, settings: Settings) -> list[str]:
-    """The names of the fields that nobody knows, which are ignored.
+    """Return the names of unknown fields, which are ignored.
 
     Raises:
-        ApiError: one must not be.
+        ApiError: a field must not be ignored.
     """
     extra = body.model_extra or {}
     for name, why in REFUSED.items():
@@ -344,27 +344,27 @@ def check(body: Decoding, settings: Settings) -> list[str]:
 
 
 def without_effect(asked: Decoding) -> list[str]:
-    """The names of the fields that are known, ask for something, and change nothing here.
+    """Return the names of known fields that are set but have no effect.
 
     Args:
-        asked: the request as its client has sent it.
+        asked: the request body as its client has sent it.
     """
     return [name for name, anyway in _WITHOUT_EFFECT.items() if (_value(asked, name) or None) not in (None, *anyway)]
 
 
 def unused_by_template(body: ChatRequest, template: str) -> list[str]:
-    """The names of what is for the chat template, which takes no notice of it."""
+    """Return the names of template arguments that the chat template does not use."""
     unused = [f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or {} if name not in template]
     return unused + ["reasoning_effort"] * (body.reasoning_effort is not None and "reasoning_effort" not in template)
 
 
 def header(names: Iterable[str]) -> str:
-    """The names of ignored fields as they are told to the client."""
+    """Return the value of the header that names ignored fields."""
     return ", ".join(sorted(set(names))[:_MOST_NAMED])
 
 
 def _value(asked: Any, name: str) -> Any:
-    """That of a field, or of a field of a field; None where there is none."""
+    """Return the value of a field, or of a nested field; None if it is absent."""
     return functools.reduce(lambda inner, each: getattr(inner, each, None), name.split("."), asked)
 
 
@@ -374,15 +374,14 @@ def _check_chat(body: ChatRequest) -> None:
 
 
 def chat_request(asked: Decoding, **fields: Any) -> ChatRequest:
-    """The chat request that means the same.
+    """Convert a request of another API to a chat request.
 
     Args:
-        asked: the request. What all APIs here have in common is taken over, and so is what nobody knows, to be refused
-            or named by the same rules.
-        fields: of the chat request; None for those that nothing was said about.
+        asked: the request body; shared and unknown fields are copied, to be checked by the same rules.
+        fields: fields of the chat request; None for absent ones.
 
     Raises:
-        ApiError: a value that the chat API does not take.
+        ApiError: the chat API does not accept a value.
     """
     shared = {name: getattr(asked, name) for name in Decoding.model_fields if name in asked.model_fields_set}
     given = {name: value for name, value in fields.items() if value is not None}

@@ -1,7 +1,7 @@
 """JSON and server-sent events.
 
-Who sees the packets of an encrypted stream sees how much text came at a time, and with lookahead decoding that tells
-how well a text was foreseen (Wei et al. 2024, https://arxiv.org/abs/2411.01076).
+The packet sizes of an encrypted stream show how much text came per step, and with lookahead decoding how predictable it
+was (Wei et al. 2024, https://arxiv.org/abs/2411.01076). Padding hides that.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _PIECE, _LARGE = 2**18, 2**16
 
 
 class TooManyValuesError(ValueError):
-    """JSON that would take long to read, and much memory: it has too many values."""
+    """JSON with so many values that parsing would take much time and memory."""
 
 
 def encoded(value: Any) -> bytes:
-    """UTF-8 without spaces. Half a character, which JSON can spell and UTF-8 cannot, becomes a question mark."""
+    """Encode as UTF-8 JSON without spaces; lone surrogates become question marks."""
     try:
         return msgspec.json.encode(value, enc_hook=_plain)
     except UnicodeEncodeError:
@@ -34,19 +34,19 @@ def encoded(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> str:
-    """Of kinds of text that are not quite `str`, such as torch's version."""
+    """Convert subclasses of `str`, such as torch's version."""
     if isinstance(value, str):
         return str(value)
     raise TypeError(f"a {type(value).__name__} is no JSON")
 
 
 def decoded(raw: bytes | str) -> Any:
-    """What JSON means.
+    """Parse JSON.
 
     Raises:
-        TooManyValuesError: it has more than `MOST_OBJECTS` lists and objects, or more than `MOST_VALUES` values.
-        ValueError: it is none.
-        RecursionError: it is too deep.
+        TooManyValuesError: more than `MOST_OBJECTS` lists and objects, or more than `MOST_VALUES` values.
+        ValueError: invalid JSON.
+        RecursionError: too deeply nested.
     """
     text = raw if isinstance(raw, bytes) else raw.encode(errors="replace")
     if text.count(b"[") + text.count(b"{") > MOST_OBJECTS or text.count(b",") >= MOST_VALUES:
@@ -57,7 +57,7 @@ def decoded(raw: bytes | str) -> Any:
 
 
 def _check_counts(text: bytes) -> None:
-    """Count what stands outside of strings: code that somebody quotes is one string, however many brackets it has."""
+    """Count values outside of strings: quoted code is one string, whatever its brackets."""
     bare = text.replace(rb"\\", b"").replace(rb"\"", b"")
     objects = nexts = within = 0  # `within` is 1 in a string
     for start in range(0, len(bare), _PIECE):  # else other threads would wait for all of it
@@ -73,21 +73,21 @@ def _check_counts(text: bytes) -> None:
 
 
 class Json(Response):
-    """A whole answer."""
+    """A JSON response."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """The body."""
+        """Return the body."""
         return encoded(content)
 
 
 BUCKET = 256
-"""Bytes: events have a multiple of it."""
+"""Size in bytes that padded events are a multiple of."""
 
 
 def padded(value: dict[str, Any]) -> dict[str, Any]:
-    """An event's value with the member that OpenAI pads with, so that its JSON has a multiple of `BUCKET` bytes."""
+    """Add OpenAI's padding member, so that the event's JSON is a multiple of `BUCKET` bytes."""
     missing = -len(encoded({**value, "obfuscation": ""})) % BUCKET
     return {**value, "obfuscation": secrets.token_hex(missing)[:missing]}
 
@@ -98,17 +98,17 @@ _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 def event(value: dict[str, Any], name: str | None = None) -> bytes:
-    """One event, with a name where the API has names."""
+    """Encode one server-sent event, with a name for APIs that have names."""
     named = b"" if name is None else f"event: {name}\n".encode()
     return named + b"data: " + encoded(value) + b"\n\n"
 
 
 class EventStream(StreamingResponse):
-    """A stream of events, which proxies are asked not to hold back.
+    """A response of server-sent events, with headers that keep proxies from buffering.
 
     Args:
-        events: encoded ones.
-        headers: others than those of every stream.
+        events: encoded events.
+        headers: additional response headers.
     """
 
     def __init__(self, events: AsyncIterator[bytes], headers: dict[str, str] | None = None) -> None:
@@ -118,17 +118,17 @@ class EventStream(StreamingResponse):
 async def interleaved(
     answers: Sequence[AsyncIterator[Step]], silence_s: float | None
 ) -> AsyncGenerator[tuple[int, Step | None] | None]:
-    """The steps of several answers, each as soon as it is there.
+    """Yield the steps of several answers as they arrive.
 
     Args:
-        answers: the steps of each.
-        silence_s: after so many seconds without any, at the latest, None is yielded; None: never.
+        answers: one stream of steps per answer.
+        silence_s: seconds of silence after which None is yielded; None for never.
 
     Yields:
-        The number of an answer and its next step, or None in its place when it has ended.
+        The index of an answer and its next step, or None in place of the step at its end.
 
     Raises:
-        Exception: what ended an answer.
+        Exception: the exception that ended an answer.
     """
     come = asyncio.Queue[tuple[int, Step | None] | Exception | None]()
     tasks = [asyncio.create_task(_pump(number, answer, come)) for number, answer in enumerate(answers)]
@@ -154,14 +154,14 @@ async def interleaved(
 
 
 async def _beat(interval_s: float, come: asyncio.Queue[Any]) -> None:
-    """Put None into the queue now and then; a timer for each wait would cost as much as writing a step's event."""
+    """Put None into the queue periodically; a timer per wait would cost as much as writing an event."""
     while True:
         await asyncio.sleep(interval_s)
         come.put_nowait(None)
 
 
 async def _pump(number: int, answer: AsyncIterator[Step], come: asyncio.Queue[Any]) -> None:
-    """Hand on the steps of one answer; a task for each step would cost more than the step's event."""
+    """Forward the steps of one answer; a task per step would cost more than its event."""
     try:
         async for step in answer:
             come.put_nowait((number, step))

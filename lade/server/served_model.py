@@ -1,4 +1,4 @@
-"""A served model and its tokenizer: texts as ids, tokens as text and bytes."""
+"""The served model and its tokenizer: encoding of texts, text and bytes of tokens."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from lade.model.support.supports import unwrap
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model, its tokenizer, and what its checkpoint says about choosing tokens.
+    """A model, its tokenizer and the sampling defaults of its checkpoint.
 
     Attributes:
-        model: a transformers causal language model; its generation_config decodes greedily.
-        tokenizer: its tokenizer, with the chat template that is to be used, if any.
-        sampling: what its checkpoint says about drawing tokens, by the names of `model.generate`.
-        context: tokens it was made for; None where it does not say.
-        lookahead: how requests are drafted that do not say.
-        encode_images: makes ids, and the other arguments of `generate`, of messages with images, arguments for their
-            template, and what is called with their text before that is tokenised; None where it takes none.
-        save: keeps what was learned, and raises `LadeError` where it cannot; None where nothing is to be kept.
-        close: is called when the server has ended.
+        model: a transformers causal language model with a greedy generation_config.
+        tokenizer: its tokenizer, with the chat template to use, if any.
+        sampling: sampling defaults of the checkpoint, by argument of `model.generate`.
+        context: context length in tokens; None if unknown.
+        lookahead: default method of requests.
+        encode_images: function of messages with images, template arguments and a check of the rendered text, which
+            returns ids and further arguments of `generate`; None if the model takes no images.
+        save: function that saves draft memories, raising `LadeError` on failure; None to save nothing.
+        close: called when the server has ended.
     """
 
     model: Any
@@ -41,18 +41,18 @@ class ServedModel:
 
     @property
     def chat_template(self) -> str:
-        """As text; "" where there is none."""
+        """The chat template; "" if there is none."""
         template = getattr(self.tokenizer, "chat_template", None)
         return "\n".join(template.values()) if isinstance(template, dict) else template or ""
 
     @property
     def vocabulary(self) -> int:
-        """V: ids below it can be fed."""
+        """Size of the vocabulary; ids below it can be fed."""
         return vocabulary_of(unwrap(self.model))
 
     @property
     def ends(self) -> list[int]:
-        """Ids that end a text."""
+        """Sorted end-of-sequence ids."""
         return sorted(ids_of(self.model.generation_config.eos_token_id))
 
 
@@ -60,7 +60,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenText:
-    """The text and the bytes of single tokens.
+    """Text and bytes of single tokens.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -75,13 +75,13 @@ class TokenText:
         self._bytes = byte_alphabet() if self._byte_level else {}
 
     def text(self, token: int) -> str:
-        """Of a token alone; a part of a character is a replacement mark, a special token its name."""
+        """Return the text of a token: its name if special, with replacement characters if it splits a character."""
         if token in self._special:
             return str(self._tokenizer.convert_ids_to_tokens(token))
         return self.bytes(token).decode(errors="replace")
 
     def bytes(self, token: int) -> bytes:
-        """What it adds to a text; a special token adds nothing."""
+        """Return the bytes that a token adds to a text; none if special."""
         if token in self._special:
             return b""
         name = self._tokenizer.convert_ids_to_tokens(token) or ""
@@ -93,18 +93,18 @@ class TokenText:
         return str(self._tokenizer.decode([token])).encode()
 
     def entry(self, token: int, logprob: float) -> dict[str, Any]:
-        """A token as OpenAI's API lists it."""
+        """Return a token in the logprobs format of OpenAI's API."""
         return {"token": self.text(token), "logprob": finite(logprob), "bytes": list(self.bytes(token))}
 
 
 class TextOffsets:
-    """Where the tokens of a text begin in it, in characters, as they come.
+    """Incremental offsets of tokens in a text, in characters.
 
     Args:
-        spelling: of the tokens.
+        spelling: decoder of single tokens.
 
     Attributes:
-        end: of the text so far.
+        end: length of the text so far.
     """
 
     def __init__(self, spelling: TokenText) -> None:
@@ -112,7 +112,7 @@ class TextOffsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="ignore")
 
     def take(self, tokens: Iterable[int]) -> list[int]:
-        """Of the next ones."""
+        """Return the offsets of the next tokens."""
         found = []
         for token in tokens:
             found.append(self.end)
@@ -121,30 +121,30 @@ class TextOffsets:
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinity."""
+    """Return a logprob that JSON can represent."""
     return max(logprob, -9999.0)
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The letters that byte-level tokenizers write bytes with (openai/gpt-2, encoder.py)."""
+    """Return the characters that byte-level tokenizers map bytes to (openai/gpt-2, encoder.py)."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
 
 
 _KEEP = frozenset("NFD NFKD Lowercase Prepend ByteLevel Metaspace Digits UnicodeScripts FixedLength".split())  # noqa: SIM905
-"""Parts of tokenizers that leave each character as one at least."""
+"""Tokenizer components that map each character to at least one."""
 _STRIP = frozenset("Strip Whitespace WhitespaceSplit BertPreTokenizer".split())  # noqa: SIM905
-"""Those that leave spaces out."""
+"""Tokenizer components that drop spaces."""
 _COMPOSED = {"NFC": 4, "NFKC": 4}
-"""Characters that they make one of: a letter and three marks, in Greek."""
+"""Maximum number of characters composed to one: a Greek letter and three marks."""
 
 
 class TextTooLongError(Exception):
-    """A text that has more tokens than the model takes, whichever they are.
+    """A text with more tokens than the model accepts, by a lower bound.
 
     Args:
-        tokens: that it has at least.
+        tokens: lower bound on the number of tokens.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -154,28 +154,28 @@ class TextTooLongError(Exception):
 
 @dataclass(frozen=True)
 class Span:
-    """How much of a text a token stands for.
+    """Maximum length of text per token.
 
     Attributes:
-        characters: at most.
-        skips_spaces: whether any number of spaces may come on top.
+        characters: maximum number of characters.
+        skips_spaces: True if any number of spaces may be added.
     """
 
     characters: int
     skips_spaces: bool = False
 
     def least_tokens(self, text: str) -> int:
-        """How many tokens a text has at least."""
+        """Return a lower bound on the number of tokens of a text."""
         length = sum(map(len, text.split())) if self.skips_spaces else len(text)
         return -(-length // self.characters)
 
 
 class TextEncoder:
-    """Encodes texts as a model's prompts. Several threads may do so at a time.
+    """Encodes prompts. Thread-safe.
 
     Args:
-        tokenizer: of transformers; nobody else calls it for truncated or padded texts.
-        context: tokens that the model takes; None for no limit.
+        tokenizer: a transformers tokenizer, which is not used with truncation or padding elsewhere.
+        context: maximum number of tokens; None for no limit.
     """
 
     def __init__(self, tokenizer: Any, context: int | None) -> None:
@@ -184,7 +184,7 @@ class TextEncoder:
         self.span = span_of(tokenizer)
 
     def check(self, text: str) -> None:
-        """Raise `TextTooLongError` for a text that leaves no room for an answer, as far as its length tells."""
+        """Raise `TextTooLongError` if the text's length alone shows that it leaves no room for an answer."""
         if self._context is None or self.span is None:
             return
         least = self.span.least_tokens(text)
@@ -192,13 +192,13 @@ class TextEncoder:
             raise TextTooLongError(least)
 
     def ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Of all of it; raises like `check`."""
+        """Return the ids of a text; raises like `check`."""
         self.check(text)
         ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
     def first_ids(self, text: str) -> list[int]:
-        """Of its beginning, as many as the model takes, without special tokens."""
+        """Return the first ids of a text, at most `context`, without special tokens."""
         if self._context is not None and self.span is not None:
             text = text[: self._context * self.span.characters]
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -206,9 +206,9 @@ class TextEncoder:
 
 
 def span_of(tokenizer: Any) -> Span | None:
-    """How much of a text a token of a tokenizer can stand for; None where it may be any number of characters.
+    """Return the maximum length of text per token; None if unbounded.
 
-    A token's name is as long as its text, or longer: of bytes it has a letter for each.
+    A token's name is at least as long as its text: bytes take a character each.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -237,7 +237,7 @@ def span_of(tokenizer: Any) -> Span | None:
 
 
 def _parts(component: Any) -> Iterator[Mapping[str, Any]]:
-    """Of a normalizer or a pre-tokenizer, which may be a sequence of some."""
+    """Yield the components of a normalizer or pre-tokenizer, sequences flattened."""
     if component is not None:
         yield from _flat(json.loads(component.__getstate__()))
 
@@ -252,7 +252,7 @@ def _flat(described: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _spells_all(model: Any, parts: list[Mapping[str, Any]], vocabulary: Mapping[str, int]) -> bool:
-    """Whether each byte of an unknown word is a token; else all of it may be one, or none."""
+    """Return True if unknown words are spelled by byte tokens; else one token may stand for all of a word, or none."""
     if any(part["type"] == "ByteLevel" for part in parts):
         return byte_alphabet().keys() <= vocabulary.keys()
     falls_back = getattr(model, "byte_fallback", False)

@@ -1,4 +1,4 @@
-"""The state of a server: model, engine, per-tenant draft memories, readiness."""
+"""State of a server: model, engine, per-tenant draft memories, phase, in-flight requests."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from lade.serving.snapshot import EngineSnapshot
 from lade.version import __version__
 
 MOST_SCOPES, _BYTES = 16, 64 * 2**20
-"""Memories kept at a time, and what each may take."""
+"""Maximum number of memories, and size of each in bytes."""
 
 
 class Memories:
-    """A `lade.Memory` for each scope: whoever shares one writes similar texts faster, and could tell so by a clock.
+    """Per-tenant draft memories, LRU: sharing one speeds up similar texts, which timing could reveal.
 
     Args:
-        lookahead: how the server drafts; a memory of its own is for all.
-        share: "key": requests with one key, and one `cache_salt`, share; "all": all do; "none": nobody does.
+        lookahead: the server's default method; a memory of its own is shared by all.
+        share: "key": shared per key and `cache_salt`; "all": shared by all; "none": not shared.
     """
 
     def __init__(self, lookahead: Lookahead, share: str) -> None:
@@ -58,17 +58,17 @@ class Memories:
         self._lock = threading.Lock()
 
     def scope(self, key: str, salt: str | None) -> str | None:
-        """What a request shares with others; None for nothing. A salt narrows, and never widens."""
+        """Return the tenant scope of a request; None for none. A salt only narrows it."""
         if self._share == "none":
             return None
         return f"{'' if self._share == 'all' else key}\0{salt or ''}"
 
     def lookahead(self, asked: LookaheadConfig | str | None, scope: str | None) -> LookaheadConfig | None:
-        """How a request is drafted: as it asks, or as the server does, with the memory of its scope.
+        """Return the method of a request, with the memory of its scope.
 
         Args:
-            asked: "auto" for what the server does; None for plain decoding.
-            scope: of the request.
+            asked: the request's method; a text for the server's default, None for plain decoding.
+            scope: tenant scope of the request.
         """
         config = self._default if isinstance(asked, str) else asked
         if config is None or not config.adaptive or config.memory is not None:
@@ -86,9 +86,9 @@ class Memories:
         return memory
 
     def _least_missed(self) -> str:
-        """Of the key that has most of them, the salted one that was used least lately.
+        """Return the memory to evict: of the key with most memories, the least recently used salted one.
 
-        Salts are whatever a client likes: with some of each memory's age alone, one client would have all others' go.
+        Clients choose salts freely; by age alone one client could evict all others' memories.
         """
         several = Counter(map(_key, self._kept))
         most = max(several.values())
@@ -106,13 +106,12 @@ _TOKENS = 12
 
 
 def warm_up(engine: Engine, model: ServedModel, settings: Settings) -> None:
-    """Decode short texts: one alone, then as many together as there are rows.
+    """Decode short texts in batches of 1, 2, 4, ... rows.
 
-    Batches of 1, 2, 4, ... rows have step costs of their own, which are measured once on a machine; a batch that grows
-    while others wait would measure them amid their answers.
+    Each batch size has step costs of its own, measured once per machine; otherwise that would happen within answers.
 
     Raises:
-        Exception: the model cannot decode, for whatever reason: better now than with the first request.
+        Exception: the model cannot decode.
     """
     compile_all(kernels)  # short texts may not come to all that is compiled
     ids = model.tokenizer("The")["input_ids"] or [0]
@@ -135,37 +134,37 @@ def warm_up(engine: Engine, model: ServedModel, settings: Settings) -> None:
 Phase = Literal["loading", "ready", "draining", "dead"]
 T = TypeVar("T")
 PREPARING, PREPARING_LARGE = 4, 2
-"""Requests that are checked, templated and tokenised at a time: more would only fight for the interpreter."""
+"""Threads that validate, render and tokenize requests; more would only compete for the interpreter."""
 SAVE_S = 180.0
-"""Between two times at which what was learned is saved."""
+"""Interval in seconds between saves of draft memories."""
 SMALL = 64 * 2**10
-"""Bytes of a body. Larger ones have threads of their own, so that small ones never wait for what takes seconds."""
+"""Body size in bytes up to which requests are small; larger ones have threads of their own."""
 
 _SHARE_OF_CACHE = 0.1
 _BODY, _BODY_WITH_IMAGES = 4 * 2**20, 16 * 2**20
 
 
 class Service:
-    """What the routes of one server share.
+    """State shared by the routes of a server.
 
     Args:
-        settings: what it may take and give.
-        load: loads the model; called once, in a thread of its own.
-        announce: is called when it is ready.
-        log: takes a line for every answer; None for none.
+        settings: configuration and limits.
+        load: function that loads the model, called once in a thread of its own.
+        announce: called with the model when the server is ready.
+        log: access log; None for none.
 
     Attributes:
-        settings: as given.
+        settings: configuration and limits.
         phase: "loading", "ready", "draining" or "dead".
-        reason: why it is dead.
-        problem: what kept the model from being loaded.
-        unsaved: what kept what was learned from being saved, the last time that was tried.
-        created: seconds since the epoch when the model was loaded.
-        keys: who may ask.
-        keys_changed: set to have `watch` read them again.
-        metrics: its series.
-        flights: what is being decoded, with the ids of the requests.
-        encoder, template, markup, memories, token_text, forms: of the model; there once it is loaded.
+        reason: description of the engine's failure, if dead.
+        problem: exception that kept the model from being loaded, or None.
+        unsaved: exception of the last save, or None.
+        created: time of creation in seconds since the epoch.
+        keys: current API keys.
+        keys_changed: set to make `watch` read the keys again.
+        metrics: Prometheus series.
+        flights: in-flight requests and their request ids.
+        encoder, template, markup, memories, token_text, forms: helpers of the model, set once it is loaded.
     """
 
     def __init__(
@@ -196,7 +195,7 @@ class Service:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to load, unless that has begun; returns at once."""
+        """Start loading the model, unless started already; return at once."""
         if self._thread is not None:
             return
         self._thread = threading.Thread(target=self._begin, name="lade.serve loading", daemon=True)
@@ -248,10 +247,10 @@ class Service:
 
     @property
     def model(self) -> ServedModel:
-        """What is served.
+        """The served model.
 
         Raises:
-            ApiError: requests are not taken now.
+            ApiError: requests are not accepted now.
         """
         self._require()
         assert self._model is not None
@@ -259,7 +258,7 @@ class Service:
 
     @property
     def engine(self) -> Engine:
-        """What decodes it; raises like `model`."""
+        """The engine; raises like `model`."""
         self._require()
         assert self._engine is not None
         return self._engine
@@ -275,30 +274,30 @@ class Service:
 
     @property
     def context(self) -> int | None:
-        """Tokens of prompt and answer together; None for no limit."""
+        """Maximum tokens of prompt and answer; None for no limit."""
         made_for = None if self._model is None else self._model.context
         limits = [limit for limit in (self.settings.context, made_for) if limit is not None]
         return min(limits, default=None)
 
     @property
     def max_body(self) -> int:
-        """Bytes of a request."""
+        """Maximum size of a request body in bytes."""
         sees = self._model is None or self._model.encode_images is not None  # or may do so, once it is loaded
         return self.settings.max_body or (_BODY_WITH_IMAGES if sees else _BODY)
 
     def snapshot(self) -> EngineSnapshot | None:
-        """How the engine stands, and what it has done for others than the warm-up; None before that is over."""
+        """Return the engine's snapshot without the warm-up; None before that is over."""
         if self._engine is None or self._warm is None:
             return None
         return since(self._warm, self._engine.snapshot())
 
     def rows(self) -> list[tuple[str, float, Handle]]:
-        """What is being decoded: the id of the request, its age in seconds, and the handle."""
+        """Return request id, age in seconds and handle of each choice in flight."""
         now = perf_counter()
         return [(name, now - flight.began, each) for flight, name in self.flights.items() for each in flight.handles]
 
     def watch(self) -> None:
-        """What is to be done now and then: notice an engine that has broken down, read keys, log, save."""
+        """Do periodic work: detect engine failure, read keys, log, save."""
         if self.keys_changed:
             self.keys_changed = False
             self._read_keys()
@@ -322,7 +321,7 @@ class Service:
             logger.info("the keys were read again: there are %d", len(self.keys.all))
 
     def _save(self) -> None:
-        """Keep what was learned since the last time, if that is wanted."""
+        """Save draft memories if anything was decoded since the last time."""
         now, save = self.snapshot(), None if self._model is None else self._model.save
         tokens = 0 if now is None else now.new_tokens + now.prompt_tokens
         before, self._saved = self._saved[1], (perf_counter(), tokens)
@@ -336,21 +335,21 @@ class Service:
             logger.error("what was learned is not saved: %s", problem)
 
     async def prepared(self, size: int, work: Callable[[], T]) -> T:
-        """What comes of some work in a worker thread; it never begins where this is cancelled before.
+        """Run work in a worker thread; work cancelled before its start never runs.
 
         Args:
-            size: bytes of the request that it is for.
-            work: to be done.
+            size: size of the request's body in bytes.
+            work: function to run.
         """
         pool = self._preparing if size <= SMALL else self._preparing_large
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     async def tried(self, client: str, work: Callable[[], T]) -> T:
-        """Return what comes of preparing a request whose grammar has to be tried first; clients take turns."""
+        """Run work with grammar trials, one request at a time, round robin over clients."""
         return await self._trials.run(client, lambda: self.forms.trying(work))
 
     def fly(self, exchange: Exchange, endpoint: str) -> Flight:
-        """Something to be decoded for a request; it ends by itself where it waits longer than it may."""
+        """Register an in-flight request, which is aborted if it exceeds the queue timeout."""
         flight = exchange.flight = Flight(endpoint)
         self.flights[flight] = exchange.id
         limit = self.settings.queue_timeout
@@ -359,7 +358,7 @@ class Service:
         return flight
 
     def ended(self, exchange: Exchange, known_path: str) -> None:
-        """An answer has ended, in whatever way."""
+        """Count and log a response that has ended."""
         if exchange.flight is not None:
             self.flights.pop(exchange.flight, None)
         self.metrics.add(exchange, known_path)
@@ -367,17 +366,17 @@ class Service:
             self._log.add(exchange)
 
     def drain(self) -> None:
-        """Take no more requests; those that are decoded go on."""
+        """Stop accepting requests; running ones continue."""
         if self.phase in ("loading", "ready"):
             self.phase = "draining"
 
     def abort(self) -> None:
-        """End what is still decoded."""
+        """Abort all in-flight requests."""
         for flight in list(self.flights):
             flight.abort(overloaded("this server is shutting down", "server_shutting_down", close=True))
 
     def close(self) -> None:
-        """End everything."""
+        """Stop all threads, save draft memories and close the model."""
         self._preparing.shutdown(wait=False, cancel_futures=True)
         self._preparing_large.shutdown(wait=False, cancel_futures=True)
         self._trials.close()
@@ -402,6 +401,6 @@ def _method(lookahead: Lookahead) -> str:
 
 
 def _digest(settings: Settings, model: ServedModel) -> str:
-    """Of what answers depend on: the model, its dtype and template."""
+    """Return a digest of the facts that answers depend on: model, dtype and template."""
     facts = (settings.name, repr(model.model.config), str(model.model.dtype), model.chat_template)
     return hashlib.sha256("\n".join(facts).encode(errors="replace")).hexdigest()[:12]

@@ -23,12 +23,12 @@ _NAMED = re.compile(r"([\w.-]{1,64}):(\S+)")
 
 @dataclass(frozen=True)
 class Key:
-    """A key.
+    """An API key.
 
     Attributes:
-        name: what logs call it; its number where the file has none.
-        secret: what a client sends.
-        named: whether the file or the environment gives the name.
+        name: name in logs; the key's number if the file has none.
+        secret: the key as clients send it.
+        named: True if the name comes from the file or the environment.
     """
 
     name: str
@@ -37,34 +37,33 @@ class Key:
 
     @property
     def owner(self) -> str:
-        """Return who shares what requests leave behind: the name, or a digest of the secret where it has none.
+        """Return the tenant of this key: its name, or a digest of the secret if it has none.
 
-        A number is no owner: once keys are read again, it may be the number of somebody else's key.
+        A number would not do: after the keys are read again it may belong to another key.
         """
         return f"name:{self.name}" if self.named else f"sha256:{hashlib.sha256(self.secret.encode()).hexdigest()}"
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Who may ask.
+    """The API keys.
 
     Attributes:
-        all: the keys; without any, everyone may.
+        all: all keys; if empty, requests need no key.
     """
 
     all: tuple[Key, ...] = ()
 
     @classmethod
     def read(cls, path: Path | None, environment: str | None = None) -> Keys:
-        """Those of a file and those of the environment; of a file that all users of the machine can read, a warning.
+        """Read keys from a file and the environment; warn if all users of the machine can read the file.
 
         Args:
-            path: has one key a line, with a name or without: `alice:sk-...`. Empty lines and those that begin with #
-                are none.
-            environment: some more, with spaces between them.
+            path: file with one key per line, optionally named, as in `alice:sk-...`; # begins a comment line.
+            environment: further keys, separated by spaces.
 
         Raises:
-            InputError: the file cannot be read, or one of them has no key, or something that is none.
+            InputError: the file cannot be read, a source has no key, or a key is malformed.
         """
         found: list[Key] = []
         if path is not None:
@@ -74,7 +73,7 @@ class Keys:
         return cls(tuple(found))
 
     def find(self, secret: str) -> Key | None:
-        """Return the key with this secret. All are compared, in a time that does not tell how far they agree."""
+        """Return the key with this secret, comparing all keys in constant time."""
         found = None
         for key in self.all:
             if hmac.compare_digest(key.secret.encode(), secret.encode(errors="replace")):
@@ -98,7 +97,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _gather(found: list[Key], lines: Sequence[str], source: str, unit: str, remedy: str) -> None:
-    """Add the keys of a source to those that were found."""
+    """Add the keys of one source."""
     before = len(found)
     for number, line in enumerate(map(str.strip, lines), start=1):
         if not line or line.startswith("#"):
@@ -121,46 +120,46 @@ MOST_IMAGES, MOST_PIXELS = 64, 32 * 2**20
 MOST_PARTS, MOST_WORDS, MOST_MEMBERS, MOST_IDS = 4096, 16384, 1024, 2**20
 """Parts of a message, words of a choice, members of an object, token ids of a text."""
 MOST_DETOKENIZED = 2**17
-"""Token ids at a time: a tokenizer holds up all threads while it takes them."""
+"""Token ids per request: tokenizers hold the interpreter lock while they convert them."""
 MOST_ECHOED = 2**18
-"""Log-probabilities of prompts that a request may have told with `echo`."""
+"""Log-probabilities of prompts per request with `echo`."""
 PROBES = frozenset(["/live", "/ready", "/health", "/v1/health", "/metrics"])
-"""Paths that are asked every few seconds, by machines."""
+"""Paths that monitoring polls every few seconds."""
 LONGEST_SCHEMA = 32 * 2**10  # characters, of JSON, notes apart
 LONGEST_TOOLS = 2 * LONGEST_SCHEMA
-"""Of one request."""
+"""Total of all tools of one request."""
 SLOWEST_TOOLS = 1.0
-"""Seconds of CPU time that compiling them may take, each by itself."""
+"""CPU time in seconds for compiling the schemas of one request."""
 MASK_SECONDS, MASK_TOKEN_SECONDS = 0.5, 1e-3
 """CPU time that following a grammar may take in all answers to a request, and for each token more: others wait."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a server may take and give.
+    """Configuration and limits of a server.
 
     Attributes:
-        host: where it listens.
-        names: that the model is served by; the first one is told to clients.
-        keys: who may ask; none: anyone.
-        read_keys: reads them again, from a file that may have changed; None where there is none.
-        allowed_hosts: names in `Host` besides this machine's own; "*" for any.
-        cors_origins: web pages that may read answers; "*" for any.
+        host: address to listen on.
+        names: names of the served model; the first one is reported to clients.
+        keys: API keys; if empty, requests need none.
+        read_keys: function that reads the keys again; None without a file of keys.
+        allowed_hosts: accepted `Host` names besides this machine's own; "*" for any.
+        cors_origins: origins whose pages may read answers; "*" for any.
         max_rows, max_waiting, max_tokens: see `lade.Engine`.
-        context: tokens of prompt and answer at most; None: what the model was made for.
-        answer_tokens: of an answer, where a request names no limit.
-        prefix_cache: bytes of texts that are kept for prompts that begin like them; None: a tenth of what the KV cache
-            takes by default, or none where the model's states cannot be kept.
-        share: who may profit from what whose request left behind: "key", "all" or "none".
-        template_arguments: for the chat template, unless a request says otherwise.
-        max_body: bytes; None: 4 MiB, or 16 MiB where the model takes images.
-        queue_timeout: seconds that a request may wait for a row; None: as long as its client does.
-        shutdown_timeout: seconds that running answers have after SIGTERM.
-        ping_s: seconds of silence in a stream after which a comment is sent.
-        metrics: whether `/metrics` is served.
-        page: whether there is a chat page.
-        strict: whether unknown fields are refused.
-        replica: which of several servers of the model this is, a label of its metrics; "" where it is the only one.
+        context: maximum tokens of prompt and answer; None for the model's own limit.
+        answer_tokens: maximum tokens of an answer if the request sets no limit.
+        prefix_cache: size of the prefix cache in bytes; None: a tenth of the KV cache's default size, or 0 if the
+            model's states cannot be cached.
+        share: scope of cached prefixes and draft memories: "key", "all" or "none".
+        template_arguments: default arguments of the chat template.
+        max_body: maximum size of a request body in bytes; None: 4 MiB, or 16 MiB if the model takes images.
+        queue_timeout: maximum time in the queue in seconds; None for no limit.
+        shutdown_timeout: time that running answers have after SIGTERM, in seconds.
+        ping_s: seconds of silence in a stream after which a ping is sent.
+        metrics: True to serve `/metrics`.
+        page: True to serve the chat page.
+        strict: True to refuse unknown fields.
+        replica: replica label of the metrics; "" for a single server.
     """
 
     host: str = "127.0.0.1"
@@ -188,7 +187,7 @@ class Settings:
 
     @property
     def name(self) -> str:
-        """What the model is called in answers."""
+        """Name of the model in answers."""
         return self.names[0]
 
 
@@ -196,10 +195,10 @@ _BACKLOG = 2048
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 is any free one.
+    """Return a listening socket; port 0 picks a free one.
 
     Raises:
-        InputError: the address is taken, or none of this machine's.
+        InputError: the address is in use or not one of this machine's.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -210,7 +209,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def url_of(host: str, listening: socket.socket) -> str:
-    """Where a browser on this machine finds it."""
+    """Return the server's URL for a browser on this machine."""
     port = listening.getsockname()[1]
     name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http://{name}:{port}"

@@ -1,4 +1,8 @@
-"""Structured output: response formats and tool calls as grammars."""
+"""Structured output: response formats and tool calls as grammars.
+
+`asked_form` reads the format of a request, `asked_calls` its tools; `message_grammar` combines both with the markup of
+the model's chat template. `Forms` compiles grammars, after a trial in another process where that may take long.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +30,11 @@ T = TypeVar("T")
 _ANY_TEXT = ("text", None)
 _NOTES = frozenset(["description", "title", "$comment", "$schema"])
 _VALUES = frozenset(["const", "enum", "default", "examples"])
-"""Members of a schema that are no schemas."""
+"""Schema keywords whose values are not schemas."""
 
 
 class FormatNames(NamedTuple):
-    """What clients of an API call `ChatRequest.response_format`, and the schema in it."""
+    """Client-side names of `ChatRequest.response_format` and of the schema in it."""
 
     whole: str = "response_format"
     schema: str = "response_format.json_schema.schema"
@@ -40,16 +44,16 @@ CHAT_NAMES = FormatNames()
 
 
 class UntriedGrammarError(Exception):
-    """A grammar has to be tried before it is compiled, which may take long: see `Forms.trying`."""
+    """A grammar needs a trial before it is compiled, which may take long, see `Forms.trying`."""
 
 
 class Forms:
-    """Makes processors of the grammars that requests ask for.
+    """Compiles the grammars of requests.
 
-    All that is asked of it may raise `UntriedGrammarError`, but within `trying`.
+    All methods may raise `UntriedGrammarError` outside of `trying`.
 
     Args:
-        model: whose answers follow them. What its tokenizer takes to be prepared is done here, once.
+        model: the served model, whose tokenizer is prepared once.
     """
 
     def __init__(self, model: ServedModel) -> None:
@@ -69,7 +73,7 @@ class Forms:
             self._unfit = problem
 
     def trying(self, work: Callable[[], T]) -> T:
-        """Return what comes of some work, in which grammars are tried before they are compiled."""
+        """Run work with trials of unknown grammars and return its result."""
         self._trying.on = True
         try:
             return work()
@@ -92,14 +96,14 @@ class Forms:
 
     @property
     def available(self) -> bool:
-        """Whether there can be any."""
+        """True if grammars can be used with this tokenizer."""
         return self._vocabulary is not None
 
     def vocabulary(self, param: str) -> Vocabulary:
-        """Of the model's tokenizer.
+        """Return the vocabulary of the model's tokenizer.
 
         Raises:
-            ApiError: the field `param` cannot be served.
+            ApiError: grammars are not available, reported for the field `param`.
         """
         if self._vocabulary is None:
             raise unsupported(param, f"{param}: {self._missing or self._unfit}")
@@ -110,27 +114,27 @@ class Forms:
         self.processor(grammar, param)
 
     def processor(self, grammar: Grammar, param: str, budget: GrammarBudget | None = None) -> GrammarProcessor:
-        """The processor of one answer, with the budget of all answers to its request; raises like `require`."""
+        """Return the processor of one answer, with the request's common mask budget; raises like `require`."""
         try:
             return processor_of([grammar], self.vocabulary(param), budget)
         except InputError as problem:
             raise invalid(param, f"{param}: {problem}", INVALID_SCHEMA) from problem
 
     def close(self) -> None:
-        """End what they are tried by."""
+        """Stop the trial process."""
         if self._trial is not None:
             self._trial.close()
 
 
 def asked_form(body: Decoding, names: FormatNames = CHAT_NAMES) -> tuple[Grammar, str] | None:
-    """The grammar that a request asks for, and by which field; None where the answer may be any text.
+    """Return the grammar of a request and the field that sets it; None if unconstrained.
 
     Args:
-        body: the request.
-        names: of fields, for errors.
+        body: the request body.
+        names: client-side names of fields, for errors.
 
     Raises:
-        ApiError: what it says is no grammar, too long, or contradicts itself.
+        ApiError: the grammar is invalid, too long, or set twice.
     """
     made = [*_structured(body.structured_outputs), *_guided(body)]
     if isinstance(body, ChatRequest):
@@ -181,7 +185,7 @@ def _texts(prefix: str, *, regex: str | None, choice: list[str] | None, grammar:
 
 
 def _response_format(given: dict[str, Any] | None, names: FormatNames) -> _Asked:
-    """OpenAI's field; the schema may also stand where older servers want it."""
+    """Read OpenAI's field, also in the layout of older servers."""
     kind = (given or {}).get("type")
     if given is None or kind in _ANY_TEXT:
         return []
@@ -199,10 +203,10 @@ def _response_format(given: dict[str, Any] | None, names: FormatNames) -> _Asked
 
 
 def schema_of(schema: Any, whitespace: bool = False) -> Grammar:
-    """The grammar of a schema as it stands in a request.
+    """Return the grammar of a JSON schema.
 
     Raises:
-        InputError: it is no schema.
+        InputError: invalid schema.
     """
     if isinstance(schema, bool | int | float | list):
         raise InputError("a JSON schema is an object: give one")
@@ -217,7 +221,7 @@ def _check_length(given: Any, param: str) -> None:
 
 
 def length_of(given: Any) -> int:
-    """Characters of a text, or of JSON without its notes; more than any that is served where it is too deep."""
+    """Return the length of a text, or of JSON without annotations; `sys.maxsize` if nested too deeply."""
     try:
         return len(given if isinstance(given, str) else json.dumps(_without_notes(given)))
     except RecursionError:
@@ -225,7 +229,7 @@ def length_of(given: Any) -> int:
 
 
 def _without_notes(schema: Any) -> Any:
-    """A schema without what is only for its readers, which is most of what coding agents send and takes no time."""
+    """Return a schema without annotations, which make up most of what coding agents send and cost nothing."""
     if isinstance(schema, list):
         return [_without_notes(each) for each in schema]
     if not isinstance(schema, dict):
@@ -235,7 +239,7 @@ def _without_notes(schema: Any) -> Any:
 
 
 def refuse_other_ends(body: Decoding, param: str) -> None:
-    """Raise `ApiError` where a request wants an answer to go on behind the end of its grammar."""
+    """Raise `ApiError` for options that would continue an answer beyond the end of its grammar."""
     for name in ("ignore_eos", "min_tokens"):
         if getattr(body, name):
             raise invalid(name, f"{name}: the answer ends where {param} says: leave it out")
@@ -251,8 +255,8 @@ class Call:
     """A tool that may be called.
 
     Attributes:
-        name: its name.
-        arguments: what they may be.
+        name: name of the function.
+        arguments: grammar of the arguments.
     """
 
     name: str
@@ -261,12 +265,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Calls:
-    """Which tools an answer may call.
+    """Tool calls that an answer may contain.
 
     Attributes:
-        tools: those.
-        forced: whether it has to call one.
-        several: whether it may call more than one.
+        tools: the callable tools.
+        forced: True if at least one call is required.
+        several: True if more than one call is allowed.
     """
 
     tools: Sequence[Call]
@@ -275,13 +279,12 @@ class Calls:
 
 
 def asked_calls(body: ChatRequest, vocabulary: Vocabulary) -> Calls | None:
-    """What a request says about calls; None where they are not to be restricted.
+    """Return the tool calls that a request allows; None if unconstrained.
 
-    A tool whose arguments cannot be described may be called with any object, unless it is to be strict.
+    A tool whose schema cannot be compiled accepts any object, unless it is strict.
 
     Raises:
-        ApiError: a call is forced of a tool that there is not; a strict tool cannot be described; or a schema takes too
-            long to compile.
+        ApiError: an unknown tool is forced, a strict tool's schema cannot be compiled, or compilation takes too long.
     """
     tools, choice = body.tools or [], body.tool_choice
     forced = choice not in (None, "auto", "none")
@@ -311,7 +314,7 @@ def asked_calls(body: ChatRequest, vocabulary: Vocabulary) -> Calls | None:
 
 
 def _named(choice: Any) -> str | None:
-    """The function that a choice names, in one of the forms of OpenAI's API."""
+    """Return the function that a tool choice names, or None."""
     name = _function(choice).get("name") if isinstance(choice, dict) and choice.get("type") == "function" else None
     return name if isinstance(name, str) else None
 
@@ -326,7 +329,7 @@ def _schema(tool: dict[str, Any]) -> Any:
 
 
 def _call(tool: dict[str, Any], place: str, vocabulary: Vocabulary, length: int, left: int) -> Call:
-    """One of them; `length` is its schema's, and `left` how long those of a request may still be together."""
+    """Return a callable tool; `left` is what remains of the request's limit on schema lengths."""
     function = _function(tool)
     try:
         if length > LONGEST_SCHEMA:
@@ -345,17 +348,17 @@ def _call(tool: dict[str, Any], place: str, vocabulary: Vocabulary, length: int,
 def message_grammar(
     template: str, prompt: str, form: Grammar | None, calls: Calls | None, vocabulary: Vocabulary
 ) -> Grammar | None:
-    """What the model may say after a prompt; None for anything.
+    """Return the grammar of the model's whole output; None if unconstrained.
 
     Args:
-        template: the chat template, whose marks tell the markup.
-        prompt: as the model sees it.
-        form: what the answer may be.
-        calls: which tools may be called.
-        vocabulary: has the marks that are special tokens.
+        template: the chat template, which shows the markup.
+        prompt: the rendered prompt.
+        form: grammar of the answer; None for any text.
+        calls: allowed tool calls; None if unconstrained.
+        vocabulary: vocabulary with the special tokens of the markup.
 
     Raises:
-        ApiError: a call is forced, in a markup that is not known.
+        ApiError: a call is forced in an unknown markup.
     """
     if calls is not None and not _has_calls(template):
         if calls.forced:
@@ -373,12 +376,12 @@ def message_grammar(
 
 
 def _has_calls(template: str) -> bool:
-    """Whether calls are JSON between marks."""
+    """Return True if tool calls are JSON between tags."""
     return _CALLS[0] in template and not re.search(r"<function=|<arg_key>|<parameter", template)
 
 
 def _thoughts(template: str, prompt: str, rules: list[str], vocabulary: Vocabulary) -> str:
-    """What stands before the answer: thoughts where the prompt has begun them, or where the model may."""
+    """Return the rule of reasoning before the answer, if the prompt has opened it or the model may."""
     opening, closing = _THOUGHTS
     before = prompt.rstrip()
     if opening not in template or before.endswith(closing):
@@ -411,20 +414,20 @@ def _body(
 
 
 def _mark(text: str, vocabulary: Vocabulary) -> str:
-    """A mark, which is a special token in some tokenizers, and text in others."""
+    """Return a tag as a special token, or as text if it is none."""
     special = vocabulary.special_id(text)
     return json.dumps(text) if special is None else f"<[{special}]>"
 
 
 def _until(name: str, mark: str, vocabulary: Vocabulary) -> list[str]:
-    """Anything up to a mark, and the mark."""
+    """Return the rule for any text up to a tag, and the tag."""
     if vocabulary.special_id(mark) is None:
         return [f"{name}[suffix={json.dumps(mark)}]: {_ANYTHING}"]
     return [f"{name}: {_ANYTHING} {_mark(mark, vocabulary)}"]
 
 
 def _without(name: str, mark: str, vocabulary: Vocabulary) -> list[str]:
-    """Anything that has no such mark in it."""
+    """Return the rule for any text without the tag."""
     if vocabulary.special_id(mark) is not None:
         return [f"{name}: {_ANYTHING}"]
     pattern = re.escape(mark).replace("/", "\\/")

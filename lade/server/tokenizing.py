@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize`, and what counts tokens: the ids that a model would see, without decoding."""
+"""`/tokenize`, `/detokenize` and token counts: a request's ids without decoding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lade.server.settings import MOST_DETOKENIZED
 
 
 class TokenizeText(Model):
-    """Of `/tokenize`: a text as it is."""
+    """Request body of `/tokenize` for a text."""
 
     model: str | None = None
     prompt: Text
@@ -33,24 +33,23 @@ class TokenizeText(Model):
 
 
 class TokenizeChat(ChatRequest):
-    """Of `/tokenize`: a conversation, through the chat template."""
+    """Request body of `/tokenize` for a conversation."""
 
     return_token_strs: Flag = False
 
 
 class DetokenizeRequest(Model):
-    """Of `/detokenize`."""
+    """Request body of `/detokenize`."""
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MOST_DETOKENIZED)]
 
 
 async def tokenize(service: Service, request: Request, asked: TokenizeText | TokenizeChat) -> Response:
-    """The ids of a text or a conversation, in vLLM's form.
+    """Return the ids of a text or a conversation, in vLLM's format.
 
     Raises:
-        ApiError: the model is not served, or its template refuses the conversation; there is a text beside it; it is
-            too long, or no place is free.
+        ApiError: unknown model, both text and messages, refused by the template, too long, or the queue is full.
     """
     schemas.check_model(asked.model, service.settings)
     if (asked.model_extra or {}).keys() & {"prompt", "messages"}:
@@ -69,10 +68,10 @@ async def tokenize(service: Service, request: Request, asked: TokenizeText | Tok
 
 
 async def detokenize(service: Service, request: Request, asked: DetokenizeRequest) -> Response:
-    """The text of some ids.
+    """Return the text of ids.
 
     Raises:
-        ApiError: the model is not served, or has no such id; or no place is free.
+        ApiError: unknown model, an id outside the vocabulary, or the queue is full.
     """
     schemas.check_model(asked.model, service.settings)
     model = service.model
@@ -88,7 +87,7 @@ async def detokenize(service: Service, request: Request, asked: DetokenizeReques
 
 
 async def count_tokens(service: Service, request: Request, asked: CountRequest) -> Response:
-    """How many tokens a request to `/v1/messages` would have the model read; raises like `tokenize`."""
+    """Count the prompt tokens of a `/v1/messages` request; raises like `tokenize`."""
     schemas.check_model(asked.model, service.settings)
 
     def count() -> dict[str, Any]:
@@ -98,7 +97,7 @@ async def count_tokens(service: Service, request: Request, asked: CountRequest) 
 
 
 async def input_tokens(service: Service, request: Request, asked: ResponsesRequest) -> Response:
-    """How many tokens a request to `/v1/responses` would have the model read; raises like `tokenize`."""
+    """Count the prompt tokens of a `/v1/responses` request; raises like `tokenize`."""
     schemas.check_model(asked.model, service.settings)
 
     def count() -> dict[str, Any]:
@@ -109,7 +108,7 @@ async def input_tokens(service: Service, request: Request, asked: ResponsesReque
 
 
 async def _answered(service: Service, request: Request, work: Callable[[], dict[str, Any]], field: str) -> Response:
-    """What comes of some work, done where requests are prepared, in a place of the queue that they wait in."""
+    """Run work like the preparation of a request: in a queue slot and in a worker thread."""
     exchange = Exchange.of(request.scope)
     try:
         with service.engine.reserve():

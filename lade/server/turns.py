@@ -1,4 +1,4 @@
-"""Work of which there is one piece at a time, and which takes long: clients that wait for it are served in turn."""
+"""A fair worker thread: one task at a time, round robin over clients."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 class Turns:
-    """Runs pieces of work in a thread of its own, one after the other. To be used on one event loop.
+    """Runs tasks in one thread, round robin over clients. Belongs to one event loop.
 
-    A client with many pieces holds up another one by the piece that is running, and its own.
+    A client with many tasks delays another one by the running task only.
     """
 
     def __init__(self, name: str) -> None:
@@ -23,13 +23,13 @@ class Turns:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # none empty; the first client is next
 
     async def run(self, client: str, work: Callable[[], T]) -> T:
-        """Return what comes of some work; it never begins where this is cancelled before.
+        """Run a task and return its result; a task cancelled before its turn never starts.
 
-        The next piece begins once the thread is free, not as soon as nobody waits for this one any more.
+        The next task starts once the thread is free, even if the caller of this one is cancelled.
 
         Args:
-            client: whose work it is.
-            work: to be done in the thread.
+            client: the client in whose turn the task runs.
+            work: function to run in the thread.
         """
         if self._busy:
             await self._wait(client)
@@ -39,7 +39,7 @@ class Turns:
         return await asyncio.wrap_future(done)
 
     def close(self) -> None:
-        """Begin no more work."""
+        """Start no further tasks."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _wait(self, client: str) -> None:
@@ -53,7 +53,7 @@ class Turns:
             raise
 
     def _pass_on(self) -> None:
-        """Give the turn to the next client that has a piece which somebody waits for."""
+        """Give the turn to the next client with a task that is still awaited."""
         self._busy = False
         while self._waiting and not self._busy:
             client = next(iter(self._waiting))
