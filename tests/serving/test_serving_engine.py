@@ -240,7 +240,7 @@ class Nothing:
         ({"past_key_values": TreeCache()}, UnsupportedArgumentError, "past_key_values .*rows of an engine share one"),
         ({"use_cache": False}, UnsupportedArgumentError, "use_cache=False cannot be used"),
         ({"guidance_scale": 2.0}, UnsupportedArgumentError, "guidance_scale=2.0 cannot be used"),
-        ({"prompt_lookup_num_tokens": 2}, UnsupportedArgumentError, "another way of decoding .*use lade.generate$"),
+        ({"prompt_lookup_num_tokens": 2}, UnsupportedArgumentError, "another decoding method .*use lade.generate$"),
         ({"attention_mask": torch.tensor([[1, 1, 0]])}, UnsupportedArgumentError, "attention_mask that ends with 0"),
         ({"seed": -1}, ConfigError, "seed=-1 is not valid"),
         ({"seed": 2**64}, ConfigError, "seed=18446744073709551616 is not valid: give a whole number from 0 to"),
