@@ -12,22 +12,22 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 275,
-    "lines": 46500,
-    "files under 40 lines of code": 27,
-    "lines of the largest file": 600,
+    "files": 278,
+    "lines": 48000,
+    "files under 40 lines of code": 21,
+    "lines of the largest file": 510,
     "imports, per cent of code": 11.7,
     "lines of a function, p90": 20,
-    "lines of the longest function": 83,
-    "files that generate imports": 82,
-    "lines that generate imports": 14800,
+    "lines of the longest function": 56,
+    "files that generate imports": 84,
+    "lines that generate imports": 15800,
     "imports of backends by the core": 0,
     "files that import the lab": 0,
-    "class names used more than once": 18,
-    "docstrings that begin with What, Whether or Of": 515,
-    "entries of Args that are fragments, per cent": 17,
+    "class names used more than once": 6,
+    "docstrings that begin with What, Whether or Of": 32,
+    "entries of Args that are fragments, per cent": 5,
 }
-LEAST = {"median lines of a file": 175}
+LEAST = {"median lines of a file": 172}
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_a_greedy_call_stays_near_home():
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE.parent)},
     )
     *counts, frames = map(int, run.stdout.split()[:6])
-    most = (47, 162, 600, 32, 215)
+    most = (46, 160, 600, 34, 260)  # a step may draft, or not
     assert all(count <= bound for count, bound in zip(counts, most, strict=True)), counts
     assert frames <= 8
     assert run.stdout.split()[6:] == []  # an unmodified model on a CPU needs no backend
